@@ -1,191 +1,89 @@
 """Configs: data that says what to build. The constructor's signature is the schema.
 
-    cfg = config_for(Linear, out=8)     # reads Linear.__init__: names, types, ranges, defaults, what is required
-    cfg.out = "8"                       # FieldTypeError: Linear.out: expected an integer > 0, given '8' (str)
-    layer = cfg.instantiate(dim=4)      # late arguments; everything that is missing is listed in one error
+    cfg = config_for(Linear, out=8)   # Linear.__init__ gives names, types, ranges, defaults, and what is required
+    cfg.out = "8"                     # FieldTypeError: Linear.out: expected an integer > 0, given '8' (str)
+    layer = cfg.instantiate(dim=4)    # late arguments; all that is missing is listed in one error
 
-A component is any class or function that takes keyword arguments with type hints; it needs no base class and no second
-declaration of its fields. A parameter whose hint mentions `Config` receives the config itself, and the component builds
-that child when it knows what to tell it (`attention.instantiate(dim=dim)`), so that a width is written once. A config
-given to any other parameter (a schedule as optax's `learning_rate`) is built first and the object is passed.
+A component is any class or function that takes named arguments with type hints: no base class, no second declaration
+of the fields. A parameter whose hint mentions `Config` receives the config itself, and the component builds that child
+once it knows what to tell it (`attention.instantiate(dim=dim)`), so that a width is written once. A config given to any
+other parameter (a schedule as optax's `learning_rate`) is built first, and the object is passed.
 
-A config owns its values: setting a child copies it, so two places never share one config by accident.
-Imports nothing of Plimsoll but `framework.config_types`. The shape follows axlearn's configs (nested, strict, did-you-mean)
-on ml_collections' ConfigDict (attribute access, iteration).
+A config owns its values: what is set into it is copied, so no two places share one child by accident.
+
+Imports the `framework.config_*` modules, whose names for users are re-exported here. Follows axlearn's configs (nested,
+strict, did-you-mean) over ml_collections' ConfigDict (attribute access, iteration).
 """
 
-import dataclasses
+import enum
 import functools
-import inspect
 import json
-import math
-import re
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from framework import config_names
-from framework.config_types import (
-    ConfigBase,
+from framework.config_errors import (
     ConfigError,
-    DType,
     FieldRangeError,
     FieldTypeError,
-    Fraction,
     Mismatch,
     MissingFieldError,
+    UnknownFieldError,
+    UntrustedNameError,
+    did_you_mean,
+    nearest,
+    show,
+)
+from framework.config_json import decode, encode, join
+from framework.config_names import name_of
+from framework.config_schema import OPAQUE, REQUIRED, Field, Schema, schema
+from framework.config_text import literal, parse_text
+from framework.config_types import (
+    ConfigBase,
+    DType,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Probability,
-    UnknownFieldError,
-    UntrustedNameError,
     accepts_config,
+    arms,
     convert,
-    did_you_mean,
     element_hint,
-    literal,
-    mentions_config,
-    nearest,
-    parse_text,
 )
 
 __all__ = [
-    "REQUIRED", "Config", "ConfigError", "DType", "FieldRangeError", "FieldTypeError", "Fraction", "MissingFieldError",
-    "NonNegativeFloat", "NonNegativeInt", "PositiveFloat", "PositiveInt", "Probability", "UnknownFieldError", "UntrustedNameError",
-    "config_for", "did_you_mean", "diff", "nearest", "reference", "schema", "target_of",
-]  # fmt: skip
-
-
-class _Required:
-    def __repr__(self) -> str:
-        return "REQUIRED"
-
-
-REQUIRED = _Required()
-"""How an unset field shows in `leaves()` and `diff()`. It is never a value: unset is what required means."""
-
-_OWN_DEFAULT = (
-    object()
-)  # the constructor has a default that is not data (a dtype object, a function): it stays the constructor's
-
-
-@dataclasses.dataclass
-class Field:
-    """One parameter of a constructor: its name, raw annotation, the globals that resolve it, and its default."""
-
-    name: str
-    annotation: Any
-    globals: Mapping[str, Any]
-    default: Any  # a value, REQUIRED or _OWN_DEFAULT
-    parameter_default: Any
-
-    @functools.cached_property
-    def _resolved(self) -> Any:
-        if self.annotation is inspect.Parameter.empty:
-            return Any
-        holder = types.SimpleNamespace(__annotations__={"hint": self.annotation})
-        return typing.get_type_hints(holder, globalns=dict(self.globals), include_extras=True)["hint"]
-
-    @property
-    def hint(self) -> Any:
-        """The resolved hint. One that cannot be resolved is left as it is, and then accepts any data; it is tried again next time,
-        as a class may be configured above the one that its own hints name."""
-        try:
-            return self._resolved
-        except (NameError, AttributeError, TypeError):
-            return self.annotation
-
-    @property
-    def keeps_config(self) -> bool:
-        """Whether the constructor wants configs un-instantiated."""
-        hint = self.hint
-        return bool(re.search(r"\bConfig\b", hint)) if isinstance(hint, str) else mentions_config(hint)
-
-
-@dataclasses.dataclass(frozen=True)
-class Schema:
-    """The fields of a target in signature order, and which of them can only be passed by position."""
-
-    fields: dict[str, Field]
-    positional: tuple[str, ...]
-    variadic: str | None
-
-
-@functools.cache
-def schema(target: Callable[..., Any]) -> Schema:
-    """Reads the signature of a class (its `__init__`, and the base's while `**kwargs` forwards to it) or a function.
-
-    Raises:
-        ConfigError: the target has no readable signature, or a parameter whose name a Config needs for itself.
-    """
-    fields: dict[str, Field] = {}
-    positional: tuple[str, ...] = ()
-    variadic = None
-    for function, skip in _constructors(target):
-        try:
-            parameters = list(inspect.signature(function).parameters.values())[skip:]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{config_names.name_of(target)} cannot be configured: {error}") from error
-        by_name = (
-            {field.name: field for field in dataclasses.fields(target)} if dataclasses.is_dataclass(target) else {}
-        )
-        for parameter in parameters:
-            if parameter.kind is parameter.VAR_KEYWORD or parameter.name in fields:
-                continue
-            annotation, default = parameter.annotation, parameter.default
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                variadic, default = parameter.name, ()
-                positional = tuple(fields)
-                annotation = tuple if annotation is parameter.empty else tuple[annotation, ...]
-            elif parameter.kind is parameter.POSITIONAL_ONLY:
-                positional = (*positional, parameter.name)
-            if parameter.name in by_name and by_name[parameter.name].default_factory is not dataclasses.MISSING:
-                default = by_name[parameter.name].default_factory()
-            scope = getattr(inspect.unwrap(function), "__globals__", {})
-            fields[parameter.name] = Field(parameter.name, annotation, scope, REQUIRED, default)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            break
-    for field in fields.values():
-        # `update` is the one exception: `memory.update` is a stable name, so Config gives up ConfigDict's method of that name.
-        if field.name in dir(Config) and field.name != "update":
-            raise ConfigError(
-                f"{config_names.name_of(target)}: the parameter {field.name!r} has the name of a method of Config; rename it "
-                f"(for instance {field.name + '_'!r})"
-            )
-        if field.parameter_default is not inspect.Parameter.empty:
-            try:
-                field.default = convert(field.hint, field.parameter_default)
-            except Mismatch:
-                try:
-                    field.default = convert(Any, field.parameter_default)
-                except Mismatch:
-                    field.default = _OWN_DEFAULT
-    return Schema(fields, positional, variadic)
-
-
-def _constructors(target: Callable[..., Any]) -> list[tuple[Callable[..., Any], int]]:
-    """(function, leading parameters to skip), in the order in which `**kwargs` forwards."""
-    if not isinstance(target, type):
-        return [(target, 0)]
-    own = [
-        vars(cls)["__init__"]
-        for cls in target.__mro__
-        if cls is not object and inspect.isfunction(vars(cls).get("__init__"))
-    ]
-    return [(function, 1) for function in own] or [(target, 0)]
+    "REQUIRED",
+    "Config",
+    "ConfigError",
+    "DType",
+    "FieldRangeError",
+    "FieldTypeError",
+    "Fraction",
+    "MissingFieldError",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "Probability",
+    "UnknownFieldError",
+    "UntrustedNameError",
+    "config_for",
+    "did_you_mean",
+    "diff",
+    "nearest",
+    "reference",
+    "target_of",
+]
 
 
 def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
-    """A config of a class or function, with its defaults, and `fields` set.
+    """A config of a class or function: its defaults, and `fields` set.
 
     Raises:
-        UnknownFieldError, FieldTypeError, FieldRangeError: as when setting the fields one by one.
+        ConfigError: as when the fields are set one by one; or the target has no usable name or signature.
     """
-    if not callable(target):
-        raise FieldTypeError(f"config_for expects a class or a function, given {target!r} ({type(target).__name__})")
     config_names.remember(target)
     config = Config(target)
     for name, value in fields.items():
@@ -194,75 +92,85 @@ def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
 
 
 def reference(name: str) -> Any:
-    """The object of that dotted name itself, not the result of calling it: `config_for(reference, name="jax.nn.gelu")`."""
+    """The very object of a dotted name, not the result of a call: `config_for(reference, name="jax.nn.gelu")`."""
     return config_names.resolve(name)
 
 
 def target_of(config: "Config") -> Callable[..., Any]:
-    """The class or function that the config instantiates."""
+    """The class or function that a config builds from."""
     return config._target
 
 
+@functools.cache
+def _schema_of(target: Callable[..., Any]) -> Schema:
+    # `update` may be a field although ConfigDict has a method of that name: `memory.update` is a stable name of ours.
+    return schema(target, reserved=[name for name in dir(Config) if name != "update"])
+
+
 class Config(ConfigBase):
-    """The dotted name of a class or function plus its keyword arguments, checked against its signature as they are set."""
+    """The dotted name of a class or function and its named arguments, checked against its signature as they are set."""
 
     _target: Callable[..., Any]
     _schema: Schema
-    _path: str | None
+    _path: str | None  # known once an enclosing config hands this one to its constructor
 
     def __init__(self, target: Callable[..., Any]):
         super().__init__(type_safe=False, convert_dict=False, sort_keys=False)
-        object.__setattr__(self, "_target", target)
-        object.__setattr__(self, "_schema", schema(target))
-        object.__setattr__(self, "_path", None)  # known once an enclosing config hands this one to its constructor
-        for field in self._schema.fields.values():
-            if field.default is not REQUIRED and field.default is not _OWN_DEFAULT:
-                self._fields[field.name] = convert(Any, field.default)
+        self._init(target, None, {})
+        for name, field in self._schema.fields.items():
+            if field.default is not REQUIRED and field.default is not OPAQUE:
+                self._fields[name] = convert(Any, field.default)
 
-    # -- reading and setting fields
+    def _init(self, target: Callable[..., Any], path: str | None, fields: dict[str, Any]) -> None:
+        for name, value in (("_target", target), ("_schema", _schema_of(target)), ("_path", path), ("_fields", fields)):
+            object.__setattr__(self, name, value)
+
+    # -- fields
 
     @property
     def update(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The field `update` of the targets that have one (`memory.update`). ConfigDict's method is given up for it."""
+        """The field of that name, where the target has one. ConfigDict's method `update` is given up for it."""
         return self["update"]
 
     def _at(self, name: str) -> str:
-        if self._path is None:
-            return f"{getattr(self._target, '__name__', 'config')}.{name}"
-        return f"{self._path}.{name}".lstrip(".")
+        """The path of a field, as an error names it: from the root when it is known, else from the class."""
+        return join(self._target.__name__ if self._path is None else self._path, name)
 
-    def _known(self, name: str, path: str | None = None) -> Field:
+    def _field(self, name: str, path: str | None = None) -> Field:
         fields = self._schema.fields
-        if name in fields:
-            return fields[name]
-        hint = did_you_mean(str(name), fields)
-        raise UnknownFieldError(
-            f"no such field in {config_names.name_of(self._target)}{hint}", path=path or self._at(name)
-        )
+        if name not in fields:
+            message = f"no such field in {name_of(self._target)}{did_you_mean(str(name), fields)}"
+            raise UnknownFieldError(message, path=path or self._at(name))
+        return fields[name]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)  # copy, pickle and inspect probe for these; they are never fields
+        if name.startswith("_"):
+            raise AttributeError(name)  # copy, pickle and inspect probe for such names; they are never fields
         return self[name]
 
     def __getitem__(self, key: str) -> Any:
-        field = self._known(key)
+        field = self._field(key)
         if key in self._fields:
             return self._fields[key]
-        if field.default is _OWN_DEFAULT:
-            return field.parameter_default
+        if field.default is OPAQUE:
+            return field.own_default
         raise MissingFieldError("required, and not set", path=self._at(key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The field, or `default` while it is unset. Unlike a dict's, it refuses names that are no field."""
+        self._field(key)
+        return self._fields.get(key, default)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._store(key, value, self._at(key))
+        self._fields[key] = self._checked(key, value, self._at(key))
 
-    def _store(self, name: str, value: Any, path: str) -> None:
-        field = self._known(name, path)
+    def _checked(self, name: str, value: Any, path: str) -> Any:
+        field = self._field(name, path)
         try:
-            self._fields[name] = convert(field.hint, value)
+            return convert(field.hint, value)
         except Mismatch as mismatch:
             raise mismatch.error(path) from None
 
@@ -271,30 +179,26 @@ class Config(ConfigBase):
 
     def __delitem__(self, key: str) -> None:
         """Back to the default; a field without one is unset again."""
-        default = self._known(key).default
+        default = self._field(key).default
         self._fields.pop(key, None)
-        if default is not REQUIRED and default is not _OWN_DEFAULT:
+        if default is not REQUIRED and default is not OPAQUE:
             self._fields[key] = convert(Any, default)
 
     @property
     def _ordered_fields(self) -> dict[str, Any]:
         return {name: self._fields[name] for name in self._schema.fields if name in self._fields}
 
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._schema.fields})
-
     # -- value semantics
 
     def copy(self) -> "Config":
         """A deep copy."""
-        other = Config(self._target)
-        other._fields.clear()
-        other._fields.update({name: convert(Any, value) for name, value in self._ordered_fields.items()})
-        object.__setattr__(other, "_path", self._path)
+        other = ConfigBase.__new__(Config)
+        ConfigBase.__init__(other, type_safe=False, convert_dict=False, sort_keys=False)
+        other._init(self._target, self._path, {name: convert(Any, value) for name, value in self._fields.items()})
         return other
 
     def copy_and_resolve_references(self, visit_map: Any = None) -> "Config":
-        return self.copy()
+        return self.copy()  # ConfigDict's own would drop the target
 
     def __copy__(self) -> "Config":
         return self.copy()
@@ -308,153 +212,135 @@ class Config(ConfigBase):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
-        return f"config_for({config_names.name_of(self._target)}, {', '.join(f'{k}={v!r}' for k, v in self.items())})"
+        return f"config_for({', '.join([name_of(self._target), *(f'{k}={v!r}' for k, v in self.items())])})"
 
     __str__ = __repr__
 
     # -- building
 
     def missing(self, *given: str) -> list[str]:
-        """Names of the required fields that are neither set nor among `given`. This level only: a parent fills in its children."""
-        fields = self._schema.fields.values()
-        return [f.name for f in fields if f.default is REQUIRED and f.name not in self._fields and f.name not in given]
+        """Required fields that are neither set nor in `given`. This level only: a parent fills in its children."""
+        fields = self._schema.fields.items()
+        return [name for name, f in fields if f.default is REQUIRED and name not in self._fields and name not in given]
 
     def instantiate(self, **late: Any) -> Any:
-        """Builds the object. `late` completes or overrides fields with any Python objects.
+        """Builds the object. `late` completes or overrides the fields, with any Python objects.
 
         Raises:
-            MissingFieldError: lists every required field of this level that is still unset.
+            MissingFieldError: lists all required fields of this level that are still unset.
             UnknownFieldError: a late argument that the constructor does not take.
-            ConfigError: the constructor (or a child's) raised a ValueError; its text follows the dotted path, itself the cause.
+            ConfigError: a constructor raised ValueError; the dotted path precedes its text, and it is the cause.
         """
-        name = config_names.name_of(self._target)
+        name = name_of(self._target)
         for key in late:
-            self._known(key)
-        missing = self.missing(*late)
-        if missing:
-            paths = ", ".join(self._at(field) for field in missing)
-            raise MissingFieldError(f"{name} needs {'fields that are' if len(missing) > 1 else 'a field that is'} not set: {paths}",
-                                    path=self._path or "")  # fmt: skip
-        values = {}
+            self._field(key)
+        if missing := self.missing(*late):
+            raise MissingFieldError(f"{name} needs what is not set: {', '.join(missing)}", path=self._path or "")
+        values = dict(late)
         for key, value in self._ordered_fields.items():
-            if key in late:
-                continue
-            field, path = self._schema.fields[key], self._at(key) if self._path is not None else key
-            self._store(key, value, self._at(key))  # a list changed in place has not been checked yet
-            values[key] = _build(self._fields[key], path, field)
-        values.update(late)
-        positional = (
-            [values.pop(key) for key in self._schema.positional if key in values]
-            if self._variadic_or_positional(values)
-            else []
-        )
-        extra = values.pop(self._schema.variadic, ()) if self._schema.variadic else ()
+            if key not in late:
+                # Checked again, since a list or dict can be changed in place.
+                checked, field = self._checked(key, value, self._at(key)), self._schema.fields[key]
+                values[key] = _build(checked, join(self._path or "", key), field)
+        spread = values.pop(self._schema.variadic, ()) if self._schema.variadic else ()
+        positional = [values.pop(key, self._schema.fields[key].own_default) for key in self._schema.positional]
         try:
-            return self._target(*positional, *extra, **values)
-        except ConfigError:
-            raise
+            return self._target(*positional, *spread, **values)
         except ValueError as error:
+            if isinstance(error, ConfigError) and error.path:
+                raise
             raise ConfigError(f"{name}: {error}", path=self._path or "") from error
         except Exception as error:
             if not getattr(error, "__notes__", None):
-                error.add_note(f"while building {self._path or 'the config'} ({name})")
+                error.add_note(f"while building {join(self._path or '', name)}")
             raise
 
-    def _variadic_or_positional(self, values: dict[str, Any]) -> bool:
-        return bool(self._schema.positional) and (
-            self._schema.variadic is None or bool(values.get(self._schema.variadic))
-        )
-
-    # -- paths
+    # -- dotted paths
 
     def _walk(self, path: str) -> tuple["Config", str, list[str]]:
-        """(the innermost config on the path, its field, keys into that field's lists and dicts)."""
+        """(the innermost config on the path, its field, the keys into that field's lists and dicts)."""
         node, parts, done = self, path.split("."), ""
         while True:
-            name, inner = parts.pop(0), []
-            here = f"{done}.{name}".lstrip(".")
-            node._known(name, here)
+            name, keys = parts.pop(0), []
+            done = join(done, name)
+            node._field(name, done)
             value = node._fields.get(name, REQUIRED)
-            done = here
             while parts and isinstance(value, list | tuple | dict):
-                key = _key(value, parts, done)
-                inner.append(key)
-                done = f"{done}.{key}"
+                key = _next_key(value, parts, done)
                 del parts[: key.count(".") + 1]
-                value = _item(value, key, REQUIRED)
+                keys.append(key)
+                done = join(done, key)
+                value = value.get(key, REQUIRED) if isinstance(value, dict) else value[int(key)]
             if not parts:
-                return node, name, inner
+                return node, name, keys
             if not isinstance(value, Config):
-                given = "is not set" if value is REQUIRED else f"is {value!r}"
-                raise UnknownFieldError(
-                    f"cannot be reached: {done} {given}, which has no fields", path=f"{done}.{'.'.join(parts)}"
-                )
+                state = "is not set" if value is REQUIRED else f"is {show(value)}"
+                raise UnknownFieldError(f"{done} {state}, and has no fields", path=join(done, ".".join(parts)))
             node = value
 
     def get_path(self, path: str) -> Any:
-        """The value at a dotted path: `cfg.get_path("model.stack.pattern.0.num_heads")`. Numbers index lists, names index dicts."""
-        node, name, inner = self._walk(path)
-        value = node._fields.get(name, REQUIRED) if name not in node else node[name]
-        for key in inner:
-            value = _item(value, key, REQUIRED)
+        """The value at `"model.stack.pattern.0.num_heads"`: names lead into configs and dicts, numbers into lists."""
+        node, name, keys = self._walk(path)
+        value = node[name] if name in node or node._field(name).default is OPAQUE else REQUIRED
+        for key in keys:
+            value = value.get(key, REQUIRED) if isinstance(value, dict) else value[int(key)]
         if value is REQUIRED:
-            field = node._known(name, path)
-            if field.default is _OWN_DEFAULT and not inner:
-                return field.parameter_default
-            raise MissingFieldError("required, and not set", path=path)
+            raise MissingFieldError("not set", path=path)
         return value
 
     def set_path(self, path: str, value: Any) -> None:
-        """Sets the value at a dotted path, checked like an attribute. A new key is added to a dict; a list keeps its length."""
-        node, name, inner = self._walk(path)
-        if inner:
-            head = path[: len(path) - len(".".join(inner)) - 1]
-            node._store(name, _replaced(node._fields[name], inner, value), head)
-        else:
-            node._store(name, value, path)
+        """Sets the value at a dotted path, checked as an attribute is. Dicts take new keys; lists keep their length."""
+        node, name, keys = self._walk(path)
+        if keys:
+            path = path.removesuffix("." + ".".join(keys))
+            value = _replaced(node._fields[name], keys, value)
+        node._fields[name] = node._checked(name, value, path)
 
     def override(self, path: str, text: str) -> None:
-        """Sets the value at a dotted path from command-line text, read by the field's type.
+        """Sets the value at a dotted path from command-line text, read by the field's type (see `parse_text`).
 
-        A dotted class or function name, where a config may stand, puts that component there with fresh defaults.
+        Where a config may stand, the name of a class or function puts that component there, with fresh defaults: dotted
+        (`optax.lion`), or bare (`lion`) when it lies beside the present one.
 
         Raises:
             ConfigError: unknown path, text that does not fit, or a name that may not be resolved.
         """
-        node, name, inner = self._walk(path)
-        hint = node._schema.fields[name].hint
-        for key in inner:
+        node, name, keys = self._walk(path)
+        hint, present = node._field(name).hint, node._fields.get(name)
+        for key in keys:
             hint = element_hint(hint, key)
-        self.set_path(path, _value_from_text(hint, text, path))
+            present = present.get(key) if isinstance(present, dict) else present[int(key)] if present else None
+        self.set_path(path, _from_text(hint, text, path, present))
 
     # -- as data
 
     def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]:
-        """Plain JSON data: {"$class": "framework.layers.linear.Linear", "out": 8, ...}, fields in signature order."""
-        result: dict[str, Any] = {"$class": config_names.name_of(self._target)}
+        """Plain JSON data: {"$class": "framework.layers.linear.Linear", "out": 8, ...}, in signature order."""
+        result: dict[str, Any] = {"$class": name_of(self._target)}
         for name, value in self._ordered_fields.items():
-            self._store(name, value, self._at(name))
-            plain = _encode(value, tuples=False)
-            hint = self._schema.fields[name].hint
-            # A tuple is written as a list where the hint turns it back into a tuple, else with its kind.
-            result[name] = plain if _restores(hint, plain, value) else _encode(value, tuples=True)
+            result[name] = encode(
+                self._schema.fields[name].hint, self._checked(name, value, self._at(name)), _component
+            )
         return result
 
-    def to_json(self, json_encoder_cls: Any = None, **kwargs: Any) -> str:
-        """The config as JSON text, indented by 2; stable, so that two files can be compared line by line."""
-        return json.dumps(self.to_dict(), **{"indent": 2, "allow_nan": False, **kwargs})
+    def to_json(self, json_encoder_cls: Any = None, **options: Any) -> str:
+        """`to_dict` as text, indented by 2, the same for equal configs. `options` go to json.dumps."""
+        return json.dumps(self.to_dict(), **{"indent": 2, "allow_nan": False, **options})
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Config":
-        """The config of a `to_dict` result. Nothing is called, and nothing outside the trusted packages is imported.
+        """The config of what `to_dict` returned. Nothing is called; nothing untrusted is imported.
 
         Raises:
             UntrustedNameError: a "$class" outside of what `framework.config_names` trusts.
-            ConfigError: fields that the class does not take, or values that do not fit.
+            ConfigError: a field that the class does not take, or a value that does not fit it.
         """
-        config = _decode(data, "")
+        try:
+            config = decode(data, "", _component)
+        except RecursionError as error:
+            raise ConfigError("nested too deeply for a config") from error
         if not isinstance(config, Config):
-            raise FieldTypeError(f"expected a dict with a '$class', given {str(data)[:80]}")
+            raise FieldTypeError(f"expected a dict with a '$class', given {show(data)}")
         return config
 
     @staticmethod
@@ -466,87 +352,94 @@ class Config(ConfigBase):
             raise ConfigError(f"not valid JSON: {error}") from error
         return Config.from_dict(data)
 
-    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        """(dotted path, value) of every field, depth first in signature order; unset ones as REQUIRED. A list of plain values is one leaf."""
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """(dotted path, value), depth first in signature order. Unset is REQUIRED; a list of plain values is one."""
+        yield from ((path, value) for path, value in self.walk() if not isinstance(value, Config))
+
+    def walk(self, path: str = "") -> Iterator[tuple[str, Any]]:
+        """As `leaves`, and each config, this one included, before what is in it."""
+        yield path, self
         for name, field in self._schema.fields.items():
             if name in self._fields:
-                yield from _leaves(f"{prefix}{name}", self._fields[name])
+                yield from _walk_value(join(path, name), self._fields[name])
             elif field.default is REQUIRED:
-                yield f"{prefix}{name}", REQUIRED
-
-    def classes(self) -> dict[str, str]:
-        """Dotted path -> dotted class name of this config ("") and of every config inside it."""
-        found = {"": config_names.name_of(self._target)}
-        for path, node in _configs(self):
-            found[path] = config_names.name_of(node._target)
-        return found
+                yield join(path, name), REQUIRED
 
 
 def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
-    """(path, left value, right value) wherever two configs differ; a field that one side does not have shows as None there.
+    """(path, left, right) wherever two configs differ; None for what one side does not have.
 
-    Where the classes differ, the path of the component itself is listed with both dotted names.
+    A component of another class is listed by both names, at its own path.
     """
-    rows = []
     sides = []
     for config in (left, right):
-        sides.append(
-            {**{f"{path}.$class".lstrip("."): name for path, name in config.classes().items()}, **dict(config.leaves())}
-        )
-    for path in dict.fromkeys([*sides[0], *sides[1]]):
-        a, b = sides[0].get(path), sides[1].get(path)
-        if a != b or type(a) is not type(b):
-            if not path.endswith("$class") or None not in (a, b):
-                rows.append((path, a, b))
-    return rows
+        sides.append({path: name_of(v._target) if isinstance(v, Config) else v for path, v in config.walk()})
+    rows = [(path, sides[0].get(path), sides[1].get(path)) for path in dict.fromkeys([*sides[0], *sides[1]])]
+    return [(path, a, b) for path, a, b in rows if a != b or type(a) is not type(b)]
+
+
+def _walk_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Config):
+        yield from value.walk(path)
+    elif isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _walk_value(join(path, key), item)
+    elif isinstance(value, list | tuple) and any(isinstance(item, Config | dict) for item in value):
+        for index, item in enumerate(value):
+            yield from _walk_value(join(path, str(index)), item)
+    else:
+        yield path, value
 
 
 def _build(value: Any, path: str, field: Field) -> Any:
-    """A stored value as the constructor receives it."""
+    """A value of a config as its constructor receives it. `value` is ours to hand out: it is a copy."""
     if isinstance(value, Config):
-        located = value.copy()
-        object.__setattr__(located, "_path", path)
-        return located if field.keeps_config else located.instantiate()
+        object.__setattr__(value, "_path", path)
+        return value if field.keeps_config else value.instantiate()
     if isinstance(value, list | tuple):
-        return type(value)(_build(item, f"{path}.{index}", field) for index, item in enumerate(value))
+        return type(value)(_build(item, join(path, str(index)), field) for index, item in enumerate(value))
     if isinstance(value, dict):
-        return {key: _build(item, f"{path}.{key}", field) for key, item in value.items()}
-    return config_names.enum_member(field.hint, value) if isinstance(value, str) else value
+        return {key: _build(item, join(path, key), field) for key, item in value.items()}
+    if isinstance(value, str):
+        for arm in arms(field.hint):
+            if isinstance(arm, type) and issubclass(arm, enum.Enum) and value in arm.__members__:
+                return arm[value]
+    return value
 
 
-def _value_from_text(hint: Any, text: str, path: str) -> Any:
+def _from_text(hint: Any, text: str, path: str, present: Any) -> Any:
     if '"$class"' in text and isinstance(data := literal(text), list | dict):
-        return _decode(data, path)
-    if accepts_config(hint):
-        if config_names.looks_dotted(text):
-            try:
-                return config_for(config_names.resolve(text))
-            except UntrustedNameError as error:
-                if not any(kind in (str, Any) for kind in typing.get_args(hint) or (hint,)):
-                    raise ConfigError(str(error), path=path) from None
+        return decode(data, path, _component)
     try:
-        return parse_text(hint, text)
-    except Mismatch as mismatch:
-        raise mismatch.error(path) from None
+        value, mismatch = parse_text(hint, text), None
+    except Mismatch as error:
+        value, mismatch = None, error
+    # Text that fits as data is a component's name only if it could not be mistaken: dotted, in a trusted package.
+    beside = f"{name_of(present._target).rpartition('.')[0]}.{text}" if isinstance(present, Config) else ""
+    name = text if "." in text else beside
+    if accepts_config(hint) and config_names.is_name(name) and (mismatch or config_names.is_trusted(text)):
+        try:
+            return config_for(config_names.resolve(name))
+        except UntrustedNameError as error:
+            raise UntrustedNameError(f"expected a component: {error}", path=path) from None
+    if mismatch:
+        raise mismatch.error(path, text)
+    return value
 
 
-def _key(value: Any, parts: list[str], path: str) -> str:
-    """The next key of the path into a list or dict. Dict keys may hold dots, so the longest one that is there wins."""
+def _next_key(value: Any, parts: list[str], path: str) -> str:
+    """The next key of a path into a list or dict. Dict keys may hold dots, so the longest that is there wins."""
     if isinstance(value, dict):
-        for count in range(len(parts), 0, -1):
-            if ".".join(parts[:count]) in value:
-                return ".".join(parts[:count])
-        if len(parts) == 1:
-            return parts[0]
-        raise UnknownFieldError(f"no such key{did_you_mean(parts[0], value)}", path=f"{path}.{parts[0]}")
-    if not parts[0].isdigit() or int(parts[0]) >= len(value):
-        valid = f"0 to {len(value) - 1}" if value else "none: the list is empty"
-        raise UnknownFieldError(f"no such index; valid: {valid}", path=f"{path}.{parts[0]}")
-    return parts[0]
-
-
-def _item(value: Any, key: str, default: Any) -> Any:
-    return value.get(key, default) if isinstance(value, dict) else value[int(key)]
+        there = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        found = next((key for key in there if key in value), parts[0])
+        if found in value or len(parts) == 1:
+            return found
+        message = f"no such key{did_you_mean(found, value)}"
+    elif parts[0].isdecimal() and int(parts[0]) < len(value):
+        return parts[0]
+    else:
+        message = f"no such index; valid: 0 to {len(value) - 1}" if value else "no such index: it is empty"
+    raise UnknownFieldError(message, path=join(path, parts[0]))
 
 
 def _replaced(value: Any, keys: list[str], new: Any) -> Any:
@@ -556,75 +449,17 @@ def _replaced(value: Any, keys: list[str], new: Any) -> Any:
     key, rest = keys[0], keys[1:]
     if isinstance(value, dict):
         return {**value, key: _replaced(value.get(key), rest, new)}
-    items = list(value)
-    items[int(key)] = _replaced(items[int(key)], rest, new)
-    return type(value)(items)
+    return type(value)(_replaced(item, rest, new) if str(i) == key else item for i, item in enumerate(value))
 
 
-def _encode(value: Any, *, tuples: bool) -> Any:
-    if isinstance(value, Config):
-        return value.to_dict()
-    if isinstance(value, list | tuple):
-        items = [_encode(item, tuples=tuples) for item in value]
-        return {"$tuple": items} if tuples and isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: _encode(item, tuples=tuples) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": repr(value)}  # JSON has no inf and no nan
-    return value
-
-
-def _restores(hint: Any, plain: Any, value: Any) -> bool:
+def _component(data: dict[str, Any], path: str) -> Config:
+    """The config of a dict with a "$class", every field checked."""
     try:
-        return convert(hint, _decode(plain, "")) == value
-    except Mismatch:
-        return False
-
-
-def _decode(data: Any, path: str) -> Any:
-    if isinstance(data, list):
-        return [_decode(item, f"{path}.{index}".lstrip(".")) for index, item in enumerate(data)]
-    if not isinstance(data, dict):
-        return data
-    if "$class" in data:
-        try:
-            config = Config(config_names.resolve(data["$class"]))
-        except UntrustedNameError as error:
-            raise UntrustedNameError(str(error), path=path) from None
-        for name, value in data.items():
-            if name != "$class":
-                here = f"{path}.{name}".lstrip(".")
-                config._store(name, _decode(value, here), here)
-        return config
-    if set(data) == {"$tuple"} and isinstance(data["$tuple"], list):
-        return tuple(_decode(item, path) for item in data["$tuple"])
-    if set(data) == {"$float"} and data["$float"] in ("inf", "-inf", "nan"):
-        return float(data["$float"])
-    return {key: _decode(item, f"{path}.{key}".lstrip(".")) for key, item in data.items()}
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Config):
-        yield from value.leaves(f"{path}.")
-    elif isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _leaves(f"{path}.{key}", item)
-    elif isinstance(value, list | tuple) and any(isinstance(item, Config | dict) for item in value):
-        for index, item in enumerate(value):
-            yield from _leaves(f"{path}.{index}", item)
-    else:
-        yield path, value
-
-
-def _configs(value: Any, path: str = "") -> Iterator[tuple[str, Config]]:
-    if isinstance(value, list | tuple):
-        pairs = [(str(index), item) for index, item in enumerate(value)]
-    elif isinstance(value, Config | dict):
-        pairs = list(value.items())
-    else:
-        return
-    for key, item in pairs:
-        here = f"{path}.{key}".lstrip(".")
-        if isinstance(item, Config):
-            yield here, item
-        yield from _configs(item, here)
+        config = Config(config_names.resolve(data["$class"]))
+    except UntrustedNameError as error:
+        raise UntrustedNameError(str(error), path=path) from None
+    for name, value in data.items():
+        if name != "$class":
+            here = join(path, name)
+            config._fields[name] = config._checked(name, decode(value, here, _component), here)
+    return config

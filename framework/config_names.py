@@ -1,13 +1,12 @@
-"""Dotted names of classes and functions: the name of an object, and the object of a name, without running anything on the way.
+"""Dotted names of classes and functions: the name of an object, and the object of a name, running nothing on the way.
 
 A saved config and the command line are data from outside, so a name is resolved only if
-1. this process's own code has already called `config_for` on that very object (a user's config file did), or
-2. the name lies in a trusted package and the object that it leads to is *defined* there: a re-export such as
-   `framework.x.os.system` is refused. Modules outside the trusted packages are never imported for a name.
-Imports `framework.config_types`.
+1. this process's own code has called `config_for` on that very object (a user's config file did), or
+2. the name lies in a trusted package, and the object that it leads to is *defined* there: `framework.x.os.system`, a
+   re-export, is refused. No module outside the trusted packages is ever imported for a name.
+Imports `framework.config_errors`.
 """
 
-import enum
 import importlib
 import re
 import sys
@@ -15,29 +14,30 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from framework.config_types import UntrustedNameError, arms, did_you_mean
+from framework.config_errors import ConfigError, UntrustedNameError, did_you_mean, show
 
-# name prefix -> where the objects of that prefix must be defined (jax and optax re-export from private modules)
-TRUSTED = {
-    "framework": ("framework",),
-    "configs": ("configs", "framework"),
-    "optax": ("optax",),
-    "jax.nn": ("jax._src.nn", "jax.nn"),
-}
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+\Z")
-# Objects that config_for was called on in this process, by name: what makes a user's own classes loadable.
+# Where names may lead -> where what they lead to is defined (optax and jax define in private modules).
+TRUSTED = {"framework": "framework", "configs": "configs", "optax": "optax", "jax.nn": "jax._src.nn"}
+
+_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
+# What config_for was called on in this process, by name: how a user's own classes become loadable.
 _configured: dict[str, Any] = {}
 
 
 def remember(target: Callable[..., Any]) -> None:
-    """Notes that this process's own code configures `target`."""
+    """Notes that this process's own code configures `target`.
+
+    Raises:
+        ConfigError: it has no name to store: a lambda, a partial, an object that happens to be callable.
+    """
+    if not callable(target) or not hasattr(target, "__qualname__") or "<lambda>" in target.__qualname__:
+        raise ConfigError(f"config_for expects a class or a named function, given {show(target)}")
     _configured[name_of(target)] = target
 
 
 def name_of(target: Callable[..., Any]) -> str:
-    """The dotted name: where it is defined, or, for what is defined in a private module, the shortest public name."""
-    module = getattr(target, "__module__", None) or type(target).__module__
-    name = getattr(target, "__qualname__", None) or type(target).__qualname__
+    """The dotted name: where it is defined, or the shortest public name of what a private module defines."""
+    module, name = target.__module__, target.__qualname__
     parts = module.split(".")
     if any(part.startswith("_") for part in parts[1:]):
         public = [part for part in parts if not part.startswith("_")]
@@ -48,63 +48,52 @@ def name_of(target: Callable[..., Any]) -> str:
     return f"{module}.{name}"
 
 
-def looks_dotted(text: str) -> bool:
-    """Whether text has the form of a dotted name."""
-    return bool(_DOTTED.match(text))
+def is_name(text: str) -> bool:
+    """Whether text has the form of a name, dotted or not."""
+    return bool(_NAME.match(text))
+
+
+def is_trusted(name: str) -> bool:
+    """Whether a dotted name could be resolved at all, going by its first parts."""
+    return name in _configured or any(name.startswith(f"{prefix}.") for prefix in TRUSTED)
 
 
 def resolve(name: Any) -> Any:
     """The class or function of a dotted name.
 
     Raises:
-        UntrustedNameError: not a dotted name, outside the trusted packages, not there, or defined elsewhere.
+        UntrustedNameError: no dotted name, outside of the trusted packages, not there, or defined elsewhere.
     """
-    if isinstance(name, str) and name in _configured:
+    if not isinstance(name, str) or not is_name(name):
+        raise UntrustedNameError(f"expected the dotted name of a class or function, given {show(name)}")
+    if name in _configured:
         return _configured[name]
-    if not isinstance(name, str) or not looks_dotted(name):
-        raise UntrustedNameError(f"expected the dotted name of a class or function, given {name!r}")
-    prefix = next((prefix for prefix in TRUSTED if name.startswith(prefix + ".")), None)
-    if prefix is None:
+    if not is_trusted(name):
         raise UntrustedNameError(
-            f"{name!r} is refused: names resolve only inside {', '.join(TRUSTED)}, or to what your own config file configures "
-            "(load it with --config=path/to/file.py:NAME)"
+            f"{name!r} is refused: names resolve only inside {', '.join(TRUSTED)}, or to what your own config file "
+            "configures (give it as --config=path/to/file.py:NAME)"
         )
+    prefix = next(prefix for prefix in TRUSTED if name.startswith(f"{prefix}."))
     module_name, _, attribute = name.rpartition(".")
-    module = _import(module_name, prefix, name)
-    found = vars(module).get(attribute)
-    if found is None and not hasattr(module, attribute):
-        public = [
-            f"{module_name}.{key}" for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-        ]
-        raise UntrustedNameError(f"{name!r} does not exist{did_you_mean(name, public)}")
-    found = getattr(module, attribute)
-    home = getattr(found, "__module__", None) or ""
-    trusted = any(home == root or home.startswith(root + ".") for root in TRUSTED[prefix])
-    if isinstance(found, types.ModuleType) or not callable(found) or not trusted or attribute.startswith("_"):
-        raise UntrustedNameError(f"{name!r} is refused: it is not a class or function defined in {prefix}")
+    module = _import(module_name, name)
+    found = getattr(module, attribute, None)
+    if found is None:
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UntrustedNameError(f"{name!r} does not exist{did_you_mean(attribute, public)}")
+    home = f"{getattr(found, '__module__', None) or ''}."
+    if attribute.startswith("_") or not callable(found) or not home.startswith(f"{TRUSTED[prefix]}."):
+        raise UntrustedNameError(f"{name!r} is refused: it is not a public class or function defined in {prefix}")
     return found
 
 
-def _import(module_name: str, prefix: str, name: str) -> types.ModuleType:
-    """Imports a module below a trusted prefix. Only real submodules count: `framework.x.os` is an attribute, not a module."""
+def _import(module_name: str, name: str) -> types.ModuleType:
+    """Imports a module of a trusted package. `framework.x.os` is an attribute and no module, so it does not import."""
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and module_name.startswith(error.name):
-            parent = module_name.rpartition(".")[0]
-            names = [key for key in sys.modules if key.startswith(f"{parent}.")]
-            raise UntrustedNameError(
-                f"{name!r} does not exist: no module {error.name!r}{did_you_mean(module_name, names)}"
-            ) from None
-        raise
-    if module.__name__ != module_name and not module.__name__.startswith(prefix):
-        raise UntrustedNameError(f"{name!r} is refused: {module_name!r} is not a module of {prefix}")
-    return module
-
-
-def enum_member(hint: Any, text: str) -> Any:
-    """The member that `text` names when the hint has an Enum, else the text."""
-    for arm in arms(hint):
-        if isinstance(arm, type) and issubclass(arm, enum.Enum) and text in arm.__members__:
-            return arm[text]
-    return text
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; one that it imports is not
+        parent = error.name.rpartition(".")[0]
+        siblings = [key for key in sys.modules if key.rpartition(".")[0] == parent]
+        hint = did_you_mean(error.name, siblings)
+        raise UntrustedNameError(f"{name!r} does not exist: no module {error.name!r}{hint}") from None
