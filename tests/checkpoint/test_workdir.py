@@ -1,0 +1,230 @@
+"""The workdir: layout, lock (two jobs, dead owners, recycled process ids, other hosts), safe names, atomic JSON."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+from framework.workdir import Workdir, WorkdirBusyError, check_name, config_changes, safe_child, write_json
+from framework.workdir_lock import Owner
+
+HOLD = """
+import sys, time
+from framework.workdir import Workdir
+print(Workdir(sys.argv[1]).claim(), flush=True)
+assert "jax" not in sys.modules
+sys.stdin.read()
+"""
+
+
+def hold(path):
+    """A process that claims the workdir and keeps it until its stdin is closed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "None"
+    return process
+
+
+def lock_of(workdir: Workdir) -> dict:
+    return json.loads((workdir.path / "lock.json").read_text())
+
+
+def test_layout(tmp_path):
+    workdir = Workdir(tmp_path / "a" / "b")
+    assert workdir.checkpoints.is_dir()
+    assert workdir.tensorboard.is_dir()
+    assert [p.name for p in (workdir.config, workdir.metrics, workdir.log)] == [
+        "config.json",
+        "metrics.jsonl",
+        "log.txt",
+    ]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"--workdir: expected a directory, got the file .*file"):
+        Workdir(tmp_path / "file")
+
+
+def test_second_job_is_refused_by_name_then_welcome(tmp_path):
+    first = hold(tmp_path)
+    with pytest.raises(
+        WorkdirBusyError, match=rf"process {first.pid} on host {socket.gethostname()}.*kill {first.pid}"
+    ):
+        Workdir(tmp_path).claim()
+    first.communicate("")
+    assert first.returncode == 0
+    assert not (tmp_path / "lock.json").exists(), "released at exit"
+    with Workdir(tmp_path) as workdir:
+        assert lock_of(workdir)["pid"] == os.getpid()
+        assert workdir.claim() is None, "claiming twice does nothing"
+    assert not (tmp_path / "lock.json").exists()
+
+
+def test_lock_of_a_killed_job_is_taken_over(tmp_path):
+    first = hold(tmp_path)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    workdir = Workdir(tmp_path)
+    assert f"process {first.pid}" in (workdir.claim() or "")
+    assert lock_of(workdir)["pid"] == os.getpid()
+    workdir.release()
+
+
+def test_recycled_process_id_is_not_the_owner(tmp_path):
+    """A living process with the dead owner's id, but another start time: the lock is stale."""
+    workdir = Workdir(tmp_path)
+    me = Owner.this_process()
+    assert me.started is not None
+    write_json(tmp_path / "lock.json", asdict(replace(me, started=me.started - 1)))
+    assert "left behind" in (workdir.claim() or "")
+    workdir.release()
+    write_json(tmp_path / "lock.json", asdict(replace(me, boot="before the machine was started anew")))
+    assert "left behind" in (workdir.claim() or "")
+    workdir.release()
+
+
+def test_zombie_is_dead(tmp_path):
+    """A killed job whose parent has not looked yet still owns its process id."""
+    first = hold(tmp_path)
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    assert f"process {first.pid}" in (Workdir(tmp_path).claim() or "")
+    first.communicate()
+
+
+@pytest.mark.parametrize("other", [{"host": "elsewhere"}, {"namespace": "pid:[1]"}])
+def test_job_of_another_host_is_respected(tmp_path, other):
+    write_json(tmp_path / "lock.json", asdict(replace(Owner.this_process(), pid=2**22 + 1, **other)))
+    with pytest.raises(WorkdirBusyError, match=r"cannot be told from host .* rm .*lock\.json"):
+        Workdir(tmp_path).claim()
+    assert (tmp_path / "lock.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', "null"])
+def test_unreadable_lock_is_respected(tmp_path, text):
+    (tmp_path / "lock.json").write_text(text)
+    with pytest.raises(WorkdirBusyError, match=r"makes no sense.* rm .*lock\.json"):
+        Workdir(tmp_path).claim()
+    assert (tmp_path / "lock.json").read_text() == text
+
+
+def test_release_leaves_the_lock_of_another(tmp_path):
+    workdir = Workdir(tmp_path)
+    workdir.claim()
+    (tmp_path / "lock.json").write_text("another's")
+    workdir.release()
+    assert (tmp_path / "lock.json").read_text() == "another's"
+
+
+def test_many_jobs_at_once_one_wins(tmp_path):
+    """All find the same stale lock at the same time."""
+    me = Owner.this_process()
+    assert me.started is not None
+    write_json(tmp_path / "lock.json", asdict(replace(me, started=me.started - 1)))
+    code = f"import sys\nfrom framework.workdir import Workdir\ntry: Workdir({str(tmp_path)!r}).claim(); print('won')\n"
+    code += "except ValueError: print('lost')\nsys.stdout.flush(); sys.stdin.read()"
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(6)
+    ]
+    said = [job.stdout.readline().strip() for job in jobs if job.stdout]
+    for job in jobs:
+        job.communicate("")
+    assert sorted(said) == ["lost"] * 5 + ["won"]
+
+
+def test_fork_does_not_release(tmp_path):
+    with Workdir(tmp_path) as workdir:
+        code = os.fork()
+        if code == 0:
+            workdir.release()
+            os._exit(0)
+        os.waitpid(code, 0)
+        assert (tmp_path / "lock.json").exists()
+
+
+@pytest.mark.parametrize("name", ["run1", "2024-01-01_a=b+c.d", "_x", "A"])
+def test_good_names(tmp_path, name):
+    assert check_name(name) == name
+    assert safe_child(tmp_path, name) == tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/b",
+        "/etc",
+        "a\\b",
+        "-rf",
+        ".hidden",
+        "a b",
+        "a\n",
+        "a\0b",
+        "ä",
+        "x" * 129,
+        "~",
+        "$HOME",
+        7,
+    ],
+)
+def test_bad_names(tmp_path, name):
+    with pytest.raises(ValueError, match="--run_name: expected"):
+        check_name(name, "--run_name")
+    with pytest.raises(ValueError, match="expected"):
+        safe_child(tmp_path, name)
+
+
+def test_bad_name_suggests_a_good_one():
+    with pytest.raises(ValueError, match=r"try 'my-run'"):
+        check_name("my run")
+
+
+def test_symlink_out_of_the_root_is_rejected(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "inside").mkdir()
+    (root / "ok").symlink_to(root / "inside")
+    (root / "out").symlink_to(tmp_path)
+    assert safe_child(root, "ok") == root / "ok"
+    with pytest.raises(ValueError, match=r"--run_name: .*out is a symbolic link that leads out of"):
+        safe_child(root, "out", "--run_name")
+
+
+def test_write_json_is_all_or_nothing(tmp_path):
+    path = tmp_path / "config.json"
+    write_json(path, {"a": [1, 2.5, None, "ü"]})
+    assert json.loads(path.read_text()) == {"a": [1, 2.5, None, "ü"]}
+    for bad in ({"a": float("nan")}, {"a": object()}):
+        with pytest.raises((TypeError, ValueError)):
+            write_json(path, bad)
+    assert json.loads(path.read_text())["a"][0] == 1
+    assert os.listdir(tmp_path) == ["config.json"], "no temporary file is left"
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_config_changes():
+    old = {
+        "model": {"dim": 8, "layers": [{"out": 1}, {"out": 2}], "rope": (1, 2)},
+        "seed": 1,
+        "gone": None,
+        "flag": True,
+    }
+    new = {"model": {"dim": 16, "layers": [{"out": 1}, {"out": 3}], "rope": [1, 2]}, "seed": 1.0, "new": "x", "flag": 1}
+    assert [str(change) for change in config_changes(old, new)] == [
+        "config.model.dim: 8 -> 16",
+        "config.model.layers[1].out: 2 -> 3",
+        "config.gone: null -> (absent)",
+        "config.flag: true -> 1",
+        'config.new: (absent) -> "x"',
+    ]
+    assert config_changes(old, old) == []
+    assert [change.path for change in config_changes({"a": [1]}, {"a": [1, 2]})] == ["config.a"]
