@@ -36,7 +36,7 @@ from framework.config_errors import (
 )
 from framework.config_json import decode, encode, join
 from framework.config_names import name_of
-from framework.config_schema import OPAQUE, REQUIRED, Field, Schema, schema
+from framework.config_schema import ABSENT, OPAQUE, REQUIRED, Field, Schema, schema
 from framework.config_text import literal, parse_text
 from framework.config_types import (
     ConfigBase,
@@ -54,6 +54,7 @@ from framework.config_types import (
 )
 
 __all__ = [
+    "ABSENT",
     "REQUIRED",
     "Config",
     "ConfigError",
@@ -367,14 +368,15 @@ class Config(ConfigBase):
 
 
 def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
-    """(path, left, right) wherever two configs differ; None for what one side does not have.
+    """(path, left, right) wherever two configs differ; ABSENT for what one side does not have.
 
     A component of another class is listed by both names, at its own path.
     """
     sides = []
     for config in (left, right):
         sides.append({path: name_of(v._target) if isinstance(v, Config) else v for path, v in config.walk()})
-    rows = [(path, sides[0].get(path), sides[1].get(path)) for path in dict.fromkeys([*sides[0], *sides[1]])]
+    paths = dict.fromkeys([*sides[0], *sides[1]])
+    rows = [(path, sides[0].get(path, ABSENT), sides[1].get(path, ABSENT)) for path in paths]
     return [(path, a, b) for path, a, b in rows if a != b or type(a) is not type(b)]
 
 

@@ -17,15 +17,21 @@ from framework.config_names import name_of
 from framework.config_types import convert, mentions_config
 
 
-class _Required:
+class _Mark:
+    def __init__(self, name: str):
+        self.name = name
+
     def __repr__(self) -> str:
-        return "REQUIRED"
+        return self.name
 
 
-REQUIRED: Any = _Required()
+REQUIRED: Any = _Mark("REQUIRED")
 """How an unset field shows in `leaves()` and `diff()`. Never a value of a field: being unset is what required means."""
 
-OPAQUE: Any = object()
+ABSENT: Any = _Mark("ABSENT")
+"""How `diff()` shows what one of the two configs does not have."""
+
+OPAQUE: Any = _Mark("OPAQUE")
 """A default that is no data (a dtype object, a function). The field stays unset, and the constructor uses its own."""
 
 
