@@ -1,0 +1,105 @@
+"""The picture decodes, shows what was logged and survives what runs do to their metrics."""
+
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from framework.metrics.jsonl import JsonlWriter
+from framework.metrics.plot import loss_curves, plot_losses, smoothed
+
+TRAIN_BLUE, VALIDATION_RED, EMA_TEAL = (0x30, 0x63, 0x8E), (0xD1, 0x49, 0x5B), (0x00, 0x79, 0x8C)
+
+
+def write(path, steps, *, evaluate_every=0, ema=False, nan=(), resume=None):
+    writer = JsonlWriter(path)
+    for step in range(1, steps + 1):
+        loss = 2 + 6 * math.exp(-step / 30) + 0.05 * math.sin(step)
+        writer.write(step, {"train/loss": math.nan if step in nan else loss, "train/grad_norm": 1.0})
+        if evaluate_every and step % evaluate_every == 0:
+            writer.write(step, {"validation/loss": loss + 0.5, **({"validation_ema/loss": loss + 1.5} if ema else {})})
+        if step == resume:
+            writer.resume(step)
+    writer.close()
+    return path
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        image.verify()
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def count(picture, color):
+    return int((np.abs(picture - np.array(color)).sum(axis=-1) < 30).sum())
+
+
+def test_full_run(tmp_path):
+    metrics = write(tmp_path / "m.jsonl", 400, evaluate_every=20, ema=True, nan=(50, 51), resume=200)
+    path = plot_losses(metrics, tmp_path / "loss.png", title="tiny")
+    picture = pixels(path)
+    assert picture.shape[0] > 500
+    assert picture.shape[1] > 900
+    for color in (TRAIN_BLUE, VALIDATION_RED, EMA_TEAL):
+        assert count(picture, color) > 500
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["loss.png", "m.jsonl"]
+
+
+def test_curves_that_are_not_there_are_not_drawn(tmp_path):
+    picture = pixels(plot_losses(write(tmp_path / "m.jsonl", 400), tmp_path / "loss.png"))
+    assert count(picture, TRAIN_BLUE) > 500
+    assert count(picture, VALIDATION_RED) == count(picture, EMA_TEAL) == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 19, 60])
+def test_few_points(tmp_path, steps):
+    picture = pixels(plot_losses(write(tmp_path / "m.jsonl", steps, evaluate_every=1), tmp_path / "loss.png"))
+    assert (count(picture, TRAIN_BLUE) > 50) == (steps > 0)
+
+
+def test_nothing_but_nan_and_odd_rows(tmp_path):
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    for step in range(30):
+        writer.write(step, {"train/loss": math.nan, "validation/loss": None, "note/loss": "text"})
+    writer.resume(10)
+    writer.close()
+    assert count(pixels(plot_losses(tmp_path / "m.jsonl", tmp_path / "loss.png")), TRAIN_BLUE) == 0
+
+
+def test_constant_loss_and_a_spike(tmp_path):
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    for step in range(100):
+        writer.write(step, {"train/loss": 1e9 if step == 40 else 3.0})
+    writer.close()
+    assert count(pixels(plot_losses(tmp_path / "m.jsonl", tmp_path / "loss.png")), TRAIN_BLUE) > 300
+
+
+def test_missing_file_is_named_and_an_old_picture_stays(tmp_path):
+    (tmp_path / "loss.png").write_bytes(b"old")
+    with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
+        plot_losses(tmp_path / "nothing.jsonl", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes() == b"old"
+
+
+def test_loss_curves():
+    rows = [
+        {"step": 2, "validation/loss": 1, "validation/accuracy": 0.5},
+        {"step": 3, "train/loss": 2.5, "train/z_loss": 0.1},
+        {"step": 1, "train/loss": 3.0},
+        {"step": 1, "resumed_from": 1},
+    ]
+    curves = loss_curves(rows)
+    assert list(curves) == ["train/loss", "validation/loss", "train/z_loss"]
+    assert curves["train/loss"] == [(1, 3.0), (3, 2.5)]
+
+
+def test_smoothing_keeps_a_line_and_takes_noise_out():
+    line = [float(i) for i in range(1000)]
+    assert np.allclose(smoothed(line)[20:-20], line[20:-20])
+    noise = np.random.default_rng(0).normal(size=2000)
+    assert np.std(smoothed(list(noise))[300:]) < 0.25
+    assert smoothed([5.0]) == [5.0]
+    assert smoothed([]) == []
