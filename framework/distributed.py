@@ -1,0 +1,44 @@
+"""Processes: how they find each other, which one speaks, and how they wait for each other.
+
+May import: JAX.
+"""
+
+from __future__ import annotations
+
+import jax
+
+
+def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Joins the processes of one run; nothing to do for a single one.
+
+    Args:
+        coordinator: host:port of process 0.
+        num_processes: how many there are.
+        process_id: which one this is.
+
+    Raises:
+        ValueError: only some of the three are given, or they contradict each other.
+    """
+    given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
+    missing = [flag for flag, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return
+    if missing:
+        raise ValueError(f"several processes need --coordinator, --num_processes and --process_id; missing: {missing}")
+    assert num_processes is not None and process_id is not None
+    if not 0 <= process_id < num_processes:
+        raise ValueError(f"--process_id = {process_id} is not in 0 .. {num_processes - 1}")
+    jax.distributed.initialize(coordinator, num_processes, process_id)
+
+
+def is_primary() -> bool:
+    """Whether this process writes what is written once."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+    """Waits until every process is here."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)

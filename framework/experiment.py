@@ -1,0 +1,101 @@
+"""Experiment: the root of every named config; builds the parts and checks what concerns several of them.
+
+Building one touches no device and no file, so a bad config fails before anything starts.
+May import: everything in framework but trainer and hooks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from framework.config import Config, config_for
+from framework.data.pipeline import DataPipeline
+from framework.layout import Nested, TensorSpec, nearest_divisors
+from framework.learner import Learner
+from framework.memory import Memory
+from framework.mesh import MeshShape
+from framework.models.causal_lm import CausalLM
+from framework.trainer_options import TrainerOptions
+
+
+class AcceleratorRule:
+    """What a config changes on some accelerators; applied before the command line's overrides, and printed.
+
+    Args:
+        pattern: shell pattern of accelerator names, "v5e-*" or "h200x8".
+        set: values by dotted path, {"memory.remat": "full"}.
+    """
+
+    def __init__(self, *, pattern: str, set: dict[str, Any]):
+        self.pattern, self.set = pattern, set
+
+
+class Experiment:
+    """A training run, described.
+
+    Args:
+        model: the model.
+        data: what it reads.
+        mesh: how devices are arranged.
+        learner: optimizer, rules, clipping, averaging.
+        memory: where state lives and what is recomputed.
+        trainer: how long, how often, what is kept.
+        accelerator_rules: what differs by accelerator.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Config,
+        data: Config,
+        learner: Config,
+        trainer: Config,
+        mesh: Config = config_for(MeshShape),
+        memory: Config = config_for(Memory),
+        accelerator_rules: list[Config] = [],  # noqa: B006
+    ):
+        for rule in accelerator_rules:
+            rule.instantiate()
+        self.model: CausalLM = model.instantiate()
+        self.data: DataPipeline = data.instantiate()
+        self.mesh: MeshShape = mesh.instantiate()
+        self.learner: Learner = learner.instantiate(specs=self.model.parameter_specs())
+        self.memory: Memory = memory.instantiate()
+        self.trainer: TrainerOptions = trainer.instantiate()
+
+    def check(self, mesh: Mesh) -> None:
+        """Raises ValueError, naming both numbers, when mesh, batch, model and data do not fit each other."""
+        self.model.check(mesh, self.data.seq_len)
+        batch, accumulate = self.data.global_batch_size, self.learner.accumulate
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        if batch % accumulate:
+            raise ValueError(
+                f"learner.accumulate = {accumulate} does not divide data.global_batch_size = {batch}; "
+                f"nearest: {nearest_divisors(batch, accumulate)}"
+            )
+        if batch // accumulate % shards:
+            step = shards * accumulate
+            below, above = batch // step * step, -(-batch // step) * step
+            raise ValueError(
+                f"mesh.data * mesh.fsdp = {shards} does not divide the {batch // accumulate} sequences of a "
+                f"microbatch (data.global_batch_size = {batch}, learner.accumulate = {accumulate}); "
+                f"nearest global_batch_size: {[size for size in (below, above) if size]}"
+            )
+
+    def state_specs(self) -> Nested:
+        """The specs of everything that training keeps, by group."""
+        return {
+            "parameter": self.learner.specs,
+            "frozen": self.learner.frozen_specs,
+            "buffer": self.model.buffer_specs(),
+            "optimizer": self.learner.optimizer_specs(self.memory.optimizer_state),
+            "ema": self.learner.ema_specs(),
+            "counter": _counter_specs(),
+        }
+
+
+def _counter_specs() -> Nested:
+    """step and skipped count; rng is the run's key data (threefry: two words)."""
+    return {"step": TensorSpec((), "int32"), "skipped": TensorSpec((), "int32"), "rng": TensorSpec((2,), "uint32")}

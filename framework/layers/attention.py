@@ -1,0 +1,138 @@
+"""Self-attention: multi-head (Vaswani et al. 2017) and grouped-query (Ainslie et al. 2023, arXiv 2305.13245).
+
+The projections live here; softmax(QK)V is `attention_kernels.dot_product_attention`, one function for all platforms.
+Queries, keys and values are separate matrices: as fast as a fused one (faster on CPU), shardable over heads, and what
+matrix optimizers and published checkpoints expect. May import: framework.config, other layers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+
+from framework.config import Config, PositiveFloat, PositiveInt, config_for
+from framework.layers.attention_kernels import dot_product_attention
+from framework.layers.base import BATCH_AXES, Context, Layer, Out
+from framework.layers.linear import Linear
+from framework.layers.rotary import Rotary
+from framework.layout import Nested, nearest_divisors
+
+
+class Attention(Layer):
+    """Causal self-attention of x_BSD.
+
+    Args:
+        dim: D, given by the parent.
+        num_heads: N.
+        num_kv_heads: K, divides N; None means K = N.
+        head_dim: H; None means D / N.
+        linear: the projections' config (bias, init); sizes are filled in.
+        output_bias: bias of the output projection; None means as the others.
+        output_init_scale: multiplies the initial output weight; given by the stack.
+        rotary: rotary positions; None for models with learned positions.
+        qk_norm: a norm applied to each head's query and key before the rotation.
+        window: attend to the last `window` positions only.
+        softcap: logits become softcap * tanh(logits / softcap).
+        implementation: "auto" chooses splash on TPU, cuDNN on GPU, XLA elsewhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        num_heads: PositiveInt,
+        num_kv_heads: PositiveInt | None = None,
+        head_dim: PositiveInt | None = None,
+        linear: Config = config_for(Linear),
+        output_bias: bool | None = None,
+        output_init_scale: float = 1.0,
+        rotary: Config | None = None,
+        qk_norm: Config | None = None,
+        window: PositiveInt | None = None,
+        softcap: PositiveFloat | None = None,
+        implementation: Literal["auto", "xla", "splash", "cudnn"] = "auto",
+    ):
+        if head_dim is None and dim % num_heads:
+            raise ValueError(
+                f"num_heads = {num_heads} does not divide dim = {dim}; nearest: {nearest_divisors(dim, num_heads)}"
+            )
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_dim = head_dim or dim // num_heads
+        if num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {num_kv_heads} does not divide num_heads = {num_heads}; "
+                f"nearest: {nearest_divisors(num_heads, self.num_kv_heads)}"
+            )
+        self.window, self.softcap, self.implementation = window, softcap, implementation
+        inner, inner_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        into = {"inputs": dim, "mesh_axes": ("fsdp", "model"), "roles": ("in", "heads")}
+        back = {"outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("heads", "out")}
+        if output_bias is not None:
+            back["bias"] = output_bias
+        self.query = linear.instantiate(outputs=inner, **into)
+        self.key = linear.instantiate(outputs=inner_kv, **into)
+        self.value = linear.instantiate(outputs=inner_kv, **into)
+        self.output = linear.instantiate(inputs=inner, init_scale=output_init_scale, **back)
+        self.rotary: Rotary | None = None if rotary is None else rotary.instantiate(head_dim=self.head_dim)
+        self.query_norm = None if qk_norm is None else qk_norm.instantiate(dim=self.head_dim)
+        self.key_norm = None if qk_norm is None else qk_norm.instantiate(dim=self.head_dim)
+
+    def children(self) -> dict[str, Layer]:
+        """query, key, value, output; query_norm and key_norm if there are any."""
+        layers = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
+        if self.query_norm is not None and self.key_norm is not None:
+            layers |= {"query_norm": self.query_norm, "key_norm": self.key_norm}
+        return layers
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raises ValueError when the model axis would cut through a head."""
+        parts = mesh.shape["model"]
+        if self.num_kv_heads % parts:
+            raise ValueError(
+                f"mesh.model = {parts} does not divide num_kv_heads = {self.num_kv_heads}; "
+                f"nearest that do: {nearest_divisors(self.num_kv_heads, parts)}"
+            )
+
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+        """x_BSD -> [B, S, D]."""
+        x_BSD = carry
+        batch, length, _ = x_BSD.shape
+
+        def heads(layer: Linear, name: str, count: int) -> jax.Array:
+            y = layer(weights[name], x_BSD, ctx).reshape(batch, length, count, self.head_dim)
+            return ctx.constrain(y, BATCH_AXES, "seq", "model", None)
+
+        q_BSNH = heads(self.query, "query", self.num_heads)
+        k_BSKH = heads(self.key, "key", self.num_kv_heads)
+        v_BSKH = heads(self.value, "value", self.num_kv_heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BSNH = self.query_norm(weights["query_norm"], q_BSNH, ctx)
+            k_BSKH = self.key_norm(weights["key_norm"], k_BSKH, ctx)
+        if self.rotary is not None:
+            positions_BS = ctx.batch.get("positions", jnp.arange(length)[None])
+            q_BSNH, k_BSKH = self.rotary(positions_BS, q_BSNH, k_BSKH)
+        q_BSNH = checkpoint_name(q_BSNH, "query")
+        k_BSKH, v_BSKH = checkpoint_name(k_BSKH, "key"), checkpoint_name(v_BSKH, "value")
+        y_BSNH = dot_product_attention(
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            segments_BS=ctx.batch.get("segments"),
+            window=self.window,
+            softcap=self.softcap,
+            implementation=self.implementation,
+            mesh=ctx.mesh,
+        )
+        y_BSNH = checkpoint_name(y_BSNH, "attention")
+        y_BSD = self.output(weights["output"], y_BSNH.reshape(batch, length, -1), ctx)
+        return ctx.constrain_hidden(y_BSD), Out()
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """The projections, and QK and AV over the whole context: 4 N H S (PaLM's convention: the mask saves nothing)."""
+        context = min(seq_len, self.window or seq_len)
+        return super().flops_per_token(seq_len) + 4.0 * self.num_heads * self.head_dim * context

@@ -1,0 +1,65 @@
+"""The pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+May import: framework.config, other layers.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from framework.config import Config, Fraction, PositiveInt, config_for
+from framework.layers.attention import Attention
+from framework.layers.base import Context, Layer, Out
+from framework.layers.mlp import MLP
+from framework.layers.norm import RMSNorm
+from framework.layout import Nested
+
+
+class Block(Layer):
+    """One layer of a transformer. x_BSD flows through; the residual stream keeps the compute dtype.
+
+    Args:
+        dim: D, given by the parent.
+        attention: config of the first branch.
+        mlp: config of the second branch.
+        norm: config of the norm before each branch.
+        dropout: rate, on each branch's output, in training.
+        output_init_scale: multiplies the initial weight of each branch's last projection; given by the stack.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        attention: Config = config_for(Attention),
+        mlp: Config = config_for(MLP),
+        norm: Config = config_for(RMSNorm),
+        dropout: Fraction = 0.0,
+        output_init_scale: float = 1.0,
+    ):
+        self.attention = attention.instantiate(dim=dim, output_init_scale=output_init_scale)
+        self.mlp = mlp.instantiate(dim=dim, output_init_scale=output_init_scale)
+        self.attention_norm = norm.instantiate(dim=dim)
+        self.mlp_norm = norm.instantiate(dim=dim)
+        self.dropout = dropout
+
+    def children(self) -> dict[str, Layer]:
+        """The two branches and their norms."""
+        return {
+            "attention_norm": self.attention_norm,
+            "attention": self.attention,
+            "mlp_norm": self.mlp_norm,
+            "mlp": self.mlp,
+        }
+
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+        """x_BSD -> x_BSD."""
+        x_BSD, outs = carry, {}
+        for name, norm, branch in (
+            ("attention", self.attention_norm, self.attention),
+            ("mlp", self.mlp_norm, self.mlp),
+        ):
+            h_BSD = norm(weights[f"{name}_norm"], x_BSD, ctx)
+            h_BSD, outs[name] = branch.apply(weights[name], h_BSD, ctx.fold(name), layer_state.get(name, {}))
+            x_BSD = x_BSD + ctx.dropout(h_BSD, self.dropout, name)
+        return x_BSD, Out.merge(outs)

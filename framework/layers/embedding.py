@@ -1,0 +1,76 @@
+"""The first stage of a language model: token embeddings, and learned positions where a model has them.
+
+May import: framework.config, framework.layout, layers.base.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from framework.config import Config, Fraction, PositiveInt, config_for
+from framework.layers.base import Context, Layer, Out
+from framework.layout import Nested, ParameterSpec
+
+
+class Embedding(Layer):
+    """tokens -> x_BSD.
+
+    Args:
+        vocab_size: V, given by the model.
+        dim: D, given by the model.
+        max_positions: number of learned positions; None for models that have none (rotary).
+        dropout: rate, on the sum, in training.
+        init: initializer of both tables.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: PositiveInt,
+        dim: PositiveInt,
+        max_positions: PositiveInt | None = None,
+        dropout: Fraction = 0.0,
+        init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
+    ):
+        self.vocab_size, self.dim, self.max_positions, self.dropout = vocab_size, dim, max_positions, dropout
+        self._init = init.instantiate()
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """token [V, D], position [max_positions, D]."""
+        specs = {
+            "token": ParameterSpec(
+                (self.vocab_size, self.dim),
+                "float32",
+                ("model", "fsdp"),
+                initializer=self._init,
+                roles=("vocab", "out"),
+            )
+        }
+        if self.max_positions is not None:
+            specs["position"] = ParameterSpec(
+                (self.max_positions, self.dim),
+                "float32",
+                (None, "fsdp"),
+                initializer=self._init,
+                roles=("position", "out"),
+            )
+        return specs
+
+    def check_length(self, seq_len: int) -> None:
+        """Raises ValueError when sequences are longer than there are positions."""
+        if self.max_positions is not None and seq_len > self.max_positions:
+            raise ValueError(f"data.seq_len = {seq_len} is over model.embed.max_positions = {self.max_positions}")
+
+    def apply(self, weights: Nested, carry: None, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+        """ctx.batch["tokens"] int32[B, S] -> x_BSD in the compute dtype."""
+        tokens_BS = ctx.batch["tokens"]
+        x_BSD = jnp.take(weights["token"], tokens_BS, axis=0)
+        if self.max_positions is not None:
+            positions_BS = ctx.batch.get("positions")
+            if positions_BS is None:
+                x_BSD = x_BSD + weights["position"][: tokens_BS.shape[1]]
+            else:
+                x_BSD = x_BSD + jnp.take(weights["position"], positions_BS, axis=0)
+        x_BSD = ctx.dropout(x_BSD, self.dropout, "embedding")
+        return ctx.constrain_hidden(x_BSD), Out()

@@ -1,0 +1,67 @@
+"""Linear: y = x W + b.
+
+May import: framework.config, framework.layout, framework.layers.base.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from framework.config import Config, PositiveInt, config_for
+from framework.layers.base import Context, Layer
+from framework.layout import MeshAxes, ParameterSpec
+
+
+class Linear(Layer):
+    """An affine map of the last axis.
+
+    Args:
+        inputs: size of the input's last axis.
+        outputs: size of the output's last axis.
+        bias: whether to add one.
+        init: initializer of the weight; biases start at zero.
+        init_scale: multiplies the initial weight (residual branches of deep stacks want less than 1).
+        mesh_axes: mesh axes of the weight's (input, output) dimensions.
+        roles: the roles of those two dimensions.
+    """
+
+    def __init__(
+        self,
+        *,
+        inputs: PositiveInt,
+        outputs: PositiveInt,
+        bias: bool = False,
+        init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
+        init_scale: float = 1.0,
+        mesh_axes: tuple[str | None, str | None] = (None, None),
+        roles: tuple[str, str] = ("in", "out"),
+    ):
+        self.inputs, self.outputs, self.bias = inputs, outputs, bias
+        self.mesh_axes: MeshAxes = tuple(mesh_axes)
+        self.roles = tuple(roles)
+        self._init = init.instantiate()
+        self._scale = init_scale
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """weight [inputs, outputs], bias [outputs]."""
+
+        def initializer(key, shape, dtype):
+            return self._scale * self._init(key, shape, dtype)
+
+        specs = {
+            "weight": ParameterSpec(
+                (self.inputs, self.outputs), "float32", self.mesh_axes, initializer=initializer, roles=self.roles
+            )
+        }
+        if self.bias:
+            specs["bias"] = ParameterSpec((self.outputs,), "float32", self.mesh_axes[1:], roles=self.roles[1:])
+        return specs
+
+    def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
+        """x [..., inputs] -> [..., outputs], in x's dtype."""
+        y = x @ weights["weight"]
+        return y + weights["bias"] if self.bias else y
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """2 * inputs * outputs."""
+        return 2.0 * self.inputs * self.outputs

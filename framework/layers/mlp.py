@@ -1,0 +1,78 @@
+"""The feed-forward block: plain (GELU, ReLU^2) and gated (SwiGLU and its kin, Shazeer 2020, arXiv 2002.05202).
+
+May import: framework.config, other layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from framework.config import Config, PositiveInt, config_for
+from framework.layers.base import BATCH_AXES, Context, Layer, Out
+from framework.layers.linear import Linear
+from framework.layout import Nested
+
+
+def relu_squared(x: jax.Array) -> jax.Array:
+    """max(x, 0)^2 (So et al. 2021, arXiv 2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "relu_squared": relu_squared,
+}
+
+
+class MLP(Layer):
+    """down(act(up(x))), or gated: down(act(gate(x)) * up(x)).
+
+    Args:
+        dim: D, given by the parent.
+        hidden: F, the inner width.
+        activation: "gelu" is exact, "gelu_tanh" the approximation that GPT-2 uses; "silu" with `gated` is SwiGLU.
+        gated: whether there is a gate.
+        linear: the projections' config (bias, init); sizes are filled in.
+        output_init_scale: multiplies the initial `down` weight; given by the stack.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        hidden: PositiveInt,
+        activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"] = "gelu_tanh",
+        gated: bool = False,
+        linear: Config = config_for(Linear),
+        output_init_scale: float = 1.0,
+    ):
+        into = {"inputs": dim, "outputs": hidden, "mesh_axes": ("fsdp", "model"), "roles": ("in", "hidden")}
+        back = {"inputs": hidden, "outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("hidden", "out")}
+        self.activation = ACTIVATIONS[activation]
+        self.gate: Linear | None = linear.instantiate(**into) if gated else None
+        self.up: Linear = linear.instantiate(**into)
+        self.down: Linear = linear.instantiate(init_scale=output_init_scale, **back)
+
+    def children(self) -> dict[str, Layer]:
+        """up, down, and gate when gated."""
+        gate: dict[str, Layer] = {} if self.gate is None else {"gate": self.gate}
+        return {**gate, "up": self.up, "down": self.down}
+
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+        """x_BSD -> [B, S, D]."""
+
+        def hidden(layer: Linear, name: str) -> jax.Array:
+            h_BSF = ctx.constrain(layer(weights[name], carry, ctx), BATCH_AXES, "seq", "model")
+            return checkpoint_name(h_BSF, f"mlp_{name}")
+
+        up_BSF = hidden(self.up, "up")
+        h_BSF = self.activation(up_BSF) if self.gate is None else self.activation(hidden(self.gate, "gate")) * up_BSF
+        return ctx.constrain_hidden(self.down(weights["down"], h_BSF, ctx)), Out()

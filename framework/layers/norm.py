@@ -1,0 +1,67 @@
+"""LayerNorm (Ba et al. 2016, arXiv 1607.06450) and RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+Both compute in float32 whatever the input's dtype. May import: framework.config, framework.layout, layers.base.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from framework.config import PositiveFloat, PositiveInt
+from framework.layers.base import Context, Layer
+from framework.layout import ParameterSpec
+
+
+class RMSNorm(Layer):
+    """x / sqrt(mean(x^2) + eps) * scale, over the last axis.
+
+    Args:
+        dim: size of the last axis.
+        eps: added under the root.
+    """
+
+    def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-6):
+        self.dim, self.eps = dim, eps
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """scale [dim], ones at first."""
+        return {
+            "scale": ParameterSpec((self.dim,), "float32", initializer=jax.nn.initializers.ones, roles=("channel",))
+        }
+
+    def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
+        """x [..., dim] -> the same shape and dtype."""
+        x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return (y * weights["scale"].astype(y.dtype)).astype(x.dtype)
+
+
+class LayerNorm(Layer):
+    """(x - mean) / sqrt(var + eps) * scale + bias, over the last axis.
+
+    Args:
+        dim: size of the last axis.
+        eps: added under the root.
+        bias: whether there is an additive bias.
+    """
+
+    def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-5, bias: bool = True):
+        self.dim, self.eps, self.bias = dim, eps, bias
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """scale [dim], ones; bias [dim], zeros."""
+        specs = {
+            "scale": ParameterSpec((self.dim,), "float32", initializer=jax.nn.initializers.ones, roles=("channel",))
+        }
+        if self.bias:
+            specs["bias"] = ParameterSpec((self.dim,), "float32", roles=("channel",))
+        return specs
+
+    def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
+        """x [..., dim] -> the same shape and dtype."""
+        x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        y = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + self.eps)
+        y = y * weights["scale"].astype(y.dtype)
+        return (y + weights["bias"].astype(y.dtype) if self.bias else y).astype(x.dtype)

@@ -1,0 +1,311 @@
+"""Learner: who learns, and how. Rules, clipping, skipping, master weights, moving averages.
+
+There is one optimizer instance per unit: the state of a stacked stage is `vmap(init)` over its layers, counters
+included, and `update_unit` updates one unit, a bundle of weights, gradients, optimizer state and average. Updating a
+whole stage is its vmap, so every schedule that updates units in another order computes the same numbers. Decisions that
+concern all gradients (norm, finiteness, clip factor) are taken first, in `decide`, and reach the units as scalars.
+
+May import: framework.config, framework.layout, framework.optimizers, JAX, optax.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from framework.config import Config, DType, Fraction, PositiveFloat, PositiveInt
+from framework.layout import MemoryKind, Nested, OptStateSpec, ParameterSpec, flatten, move_to_host, unflatten
+from framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
+
+
+class Rule:
+    """What differs for the parameters whose path matches; the first matching rule decides.
+
+    Args:
+        pattern: a regex, searched in paths such as "stack/block0/attention/query/weight".
+        freeze: no gradient, no optimizer state, no average.
+        optimizer: another optimizer for these parameters.
+        set: fields of the learner's optimizer that differ, {"weight_decay": 0.0} say.
+    """
+
+    def __init__(
+        self,
+        *,
+        pattern: str,
+        freeze: bool = False,
+        optimizer: Config | None = None,
+        set: dict[str, Any] = {},  # noqa: B006  (a config's default is copied)
+    ):
+        if freeze + (optimizer is not None) + bool(set) != 1:
+            raise ValueError(f"rule {pattern!r}: expected exactly one of freeze, optimizer and set")
+        try:
+            self.pattern = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"rule pattern {pattern!r} is no regular expression: {error}") from error
+        self.freeze, self.optimizer, self.set = freeze, optimizer, set
+
+
+class Decision(NamedTuple):
+    """What all gradients together decide: scalars on the device."""
+
+    norm: jax.Array
+    factor: jax.Array
+    ok: jax.Array
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters of one stage that one optimizer updates: paths within the stage, and how many layers (or None)."""
+
+    stage: str
+    label: str
+    paths: tuple[str, ...]
+    length: int | None
+
+
+class Learner:
+    """Turns gradients into new parameters.
+
+    Args:
+        specs: the model's parameter specs, given by the experiment.
+        optimizer: any function that returns an optax transformation, `optax.adamw` say. A norm over all parameters
+            inside it would see one layer at a time: use `clip`.
+        rules: exceptions by path; a pattern that matches nothing is an error.
+        clip: the largest global norm of the gradients; None leaves them.
+        accumulate: microbatches per step.
+        ema: decay of a moving average of the weights, 0.999 say; None keeps none.
+        master_dtype: dtype of a precise copy of the weights in the optimizer state; None updates the parameters alone.
+        moment_dtype: dtype in which moments are kept; None means that of the weights that are updated.
+        nonfinite: what a step with a loss or gradient that is not finite does. It never updates anything. "skip" counts
+            it and goes on, "stop" ends the run, "rollback" goes back to the last checkpoint and leaves its batch out.
+        max_nonfinite: how many such steps in a row (or rollbacks in a run) end the run all the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        specs: Nested,
+        optimizer: Config,
+        rules: list[Config] = [],  # noqa: B006
+        clip: PositiveFloat | None = 1.0,
+        accumulate: PositiveInt = 1,
+        ema: Fraction | None = None,
+        master_dtype: DType | None = None,
+        moment_dtype: DType | None = None,
+        nonfinite: Literal["skip", "stop", "rollback"] = "skip",
+        max_nonfinite: PositiveInt = 10,
+    ):
+        self.clip, self.accumulate, self.ema = clip, accumulate, ema
+        self.nonfinite, self.max_nonfinite = nonfinite, max_nonfinite
+        self.moment_dtype = None if moment_dtype is None else jnp.dtype(moment_dtype)
+        self.master_dtype = None if master_dtype is None else jnp.dtype(master_dtype)
+        self.optimizers: dict[str, PartitionedGradientTransformation] = {"default": _build(optimizer)}
+        labels = self._label(flatten(specs), optimizer, [rule.instantiate() for rule in rules])
+        flat = flatten(specs)
+        self.specs = unflatten({path: flat[path] for path, label in labels.items() if label != "frozen"})
+        self.frozen_specs = unflatten({path: flat[path] for path, label in labels.items() if label == "frozen"})
+        if not self.specs:
+            raise ValueError("learner.rules freeze every parameter; nothing would be trained")
+        self.groups = self._group(labels)
+        self.learning_rate = _schedule(optimizer)
+
+    def _label(self, flat: dict[str, Any], optimizer: Config, rules: list[Rule]) -> dict[str, str]:
+        labels = dict.fromkeys(flat, "default")
+        taken: set[str] = set()
+        for index, rule in enumerate(rules):
+            matched = [path for path in flat if rule.pattern.search(path)]
+            if not matched:
+                raise ValueError(
+                    f"learner.rules.{index}.pattern: {rule.pattern.pattern!r} matches none of {len(flat)} parameters, "
+                    f"such as {list(flat)[:3]}"
+                )
+            label = "frozen" if rule.freeze else f"rule{index}"
+            if not rule.freeze:
+                own = optimizer.copy() if rule.optimizer is None else rule.optimizer
+                for field, value in rule.set.items():
+                    own.set_path(field, value)
+                self.optimizers[label] = _build(own)
+            labels |= {path: label for path in matched if path not in taken}
+            taken.update(matched)
+        return labels
+
+    def _group(self, labels: dict[str, str]) -> list[Group]:
+        paths: dict[tuple[str, str], list[str]] = {}
+        for path, label in labels.items():
+            if label != "frozen":
+                stage, rest = path.split("/", 1)
+                paths.setdefault((stage, label), []).append(rest)
+        groups = []
+        for (stage, label), rest in paths.items():
+            specs: list[ParameterSpec] = [flatten(self.specs[stage])[path] for path in rest]
+            lengths = {spec.shape[0] if spec.roles[:1] == ("layer",) else None for spec in specs}
+            assert len(lengths) == 1, f"stage {stage} mixes stacked and single parameters"
+            groups.append(Group(stage, label, tuple(rest), lengths.pop()))
+        return groups
+
+    # --- state: specs and first values -------------------------------------------------------------------------------
+
+    def gradient_dtype(self, spec: ParameterSpec) -> Any:
+        """What gradients are summed in over microbatches: the dtype in which the update is computed."""
+        return self._reference_dtype(spec)
+
+    def _reference_dtype(self, spec: ParameterSpec) -> Any:
+        return spec.dtype if self.master_dtype is None else self.master_dtype
+
+    def _has_master(self, spec: ParameterSpec) -> bool:
+        return self.master_dtype is not None and self.master_dtype != spec.dtype
+
+    def optimizer_specs(self, memory_kind: MemoryKind = "device") -> Nested:
+        """{stage: {label: {"state": ..., "master": ...}}}: OptStateSpecs, large leaves tagged with `memory_kind`."""
+        tree: Nested = {}
+        for group in self.groups:
+            specs = self._select(self.specs, group)
+            units = jax.tree.map(lambda spec: _unstack(spec, group.length), specs)
+            precise = jax.tree.map(lambda spec: replace(spec, dtype=self._reference_dtype(spec)), units)
+            state = self.optimizers[group.label].partition(precise)
+            state = jax.tree.map(lambda spec: self._store_spec(spec, group.length), state)
+            entry = {"state": state}
+            if any(self._has_master(spec) for spec in jax.tree.leaves(specs)):
+                entry["master"] = jax.tree.map(lambda spec: _like(spec, self._reference_dtype(spec)), specs)
+            tree.setdefault(group.stage, {})[group.label] = entry
+        return move_to_host(tree, memory_kind)
+
+    def _store_spec(self, spec: OptStateSpec, length: int | None) -> OptStateSpec:
+        if self.moment_dtype is not None and mirrors_parameter(spec):
+            spec = replace(spec, dtype=self.moment_dtype)
+        if length is None:
+            return spec
+        return replace(spec, shape=(length, *spec.shape), mesh_axes=(None, *spec.mesh_axes))
+
+    def ema_specs(self) -> Nested:
+        """The averages of trainable parameters, in the master dtype; {} without `ema`."""
+        if self.ema is None:
+            return {}
+        return jax.tree.map(lambda spec: _like(spec, self._reference_dtype(spec)), self.specs)
+
+    def init(self, precise: Nested) -> tuple[Nested, Nested, Nested]:
+        """(trainable parameters, optimizer state, averages) from freshly initialized, uncast trainable parameters."""
+        optimizer: Nested = {}
+        cast = self._to_reference(precise)
+        for group in self.groups:
+            reference = self._select(cast, group)
+            init = self.optimizers[group.label].init
+            state = init(reference) if group.length is None else jax.vmap(init)(reference)
+            entry = {"state": state}
+            if any(self._has_master(spec) for spec in jax.tree.leaves(self._select(self.specs, group))):
+                entry["master"] = reference
+            optimizer.setdefault(group.stage, {})[group.label] = entry
+        optimizer = jax.tree.map(lambda x, spec: x.astype(spec.dtype), optimizer, self.optimizer_specs())
+        params = jax.tree.map(lambda x, spec: x.astype(spec.dtype), precise, self.specs)
+        return params, optimizer, {} if self.ema is None else cast
+
+    def _to_reference(self, params: Nested) -> Nested:
+        return jax.tree.map(lambda x, spec: x.astype(self._reference_dtype(spec)), params, self.specs)
+
+    @staticmethod
+    def _select(tree: Nested, group: Group) -> Nested:
+        flat = flatten(tree[group.stage])
+        return unflatten({path: flat[path] for path in group.paths})
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def decide(self, loss: jax.Array, grads: Nested) -> Decision:
+        """The global norm, the factor that clips it, and whether everything is finite."""
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
+        factor = jnp.ones_like(norm) if self.clip is None else jnp.minimum(1.0, self.clip / norm)
+        return Decision(norm, factor, jnp.isfinite(norm) & jnp.isfinite(loss))
+
+    def update(
+        self, params: Nested, grads: Nested, optimizer: Nested, ema: Nested, decision: Decision
+    ) -> tuple[Nested, Nested, Nested]:
+        """All units at once: (parameters, optimizer state, averages), unchanged where the decision says not ok."""
+        new_params: dict[str, Any] = {}
+        new_ema: dict[str, Any] = {}
+        new_optimizer: Nested = {}
+        for group in self.groups:
+            bundle = (
+                self._select(params, group),
+                self._select(grads, group),
+                optimizer[group.stage][group.label],
+                self._select(ema, group) if self.ema is not None else {},
+            )
+            update: Callable[..., Any] = self.unit_update(group)
+            if group.length is not None:
+                update = jax.vmap(update, in_axes=(0, 0, 0, 0, None))
+            weights, state, average = update(*bundle, decision)
+            new_params |= {f"{group.stage}/{path}": leaf for path, leaf in flatten(weights).items()}
+            new_ema |= {f"{group.stage}/{path}": leaf for path, leaf in flatten(average).items()}
+            new_optimizer.setdefault(group.stage, {})[group.label] = state
+        return _in_structure(params, new_params), new_optimizer, _in_structure(ema, new_ema)
+
+    def unit_update(self, group: Group) -> Callable[..., tuple[Nested, Nested, Nested]]:
+        """The update of one unit: (weights, grads, optimizer entry, average, decision) -> new ones but the grads."""
+        optimizer = self.optimizers[group.label]
+
+        def update(weights: Nested, grads: Nested, entry: Nested, average: Nested, decision: Decision) -> Any:
+            reference = entry.get("master", weights)
+            grads = jax.tree.map(lambda g, r: g.astype(r.dtype) * decision.factor.astype(r.dtype), grads, reference)
+            state = self._precise(entry["state"], reference)
+            updates, new_state = optimizer.update(grads, state, reference)
+            new_reference = optax.apply_updates(reference, updates)
+            new_weights = jax.tree.map(lambda r, w: r.astype(w.dtype), new_reference, weights)
+            new_entry = {"state": jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, entry["state"])}
+            if "master" in entry:
+                new_entry["master"] = new_reference
+            decay = self.ema if self.ema is not None else 0.0
+            new_average = (
+                jax.tree.map(lambda a, r: a + (1 - decay) * (r.astype(a.dtype) - a), average, new_reference)
+                if average
+                else {}
+            )
+            new, old = (new_weights, new_entry, new_average), (weights, entry, average)
+            return jax.tree.map(lambda n, o: jnp.where(decision.ok, n, o), new, old)
+
+        return update
+
+    def _precise(self, state: Any, reference: Nested) -> Any:
+        """Moments kept in `moment_dtype`, in the dtype that the update is computed in."""
+        if self.moment_dtype is None:
+            return state
+        wide = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(reference)))
+        return jax.tree.map(lambda s: s.astype(wide) if s.dtype == self.moment_dtype else s, state)
+
+
+def _build(config: Config) -> PartitionedGradientTransformation:
+    optimizer = config.instantiate()
+    if isinstance(optimizer, PartitionedGradientTransformation):
+        return optimizer
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(f"learner.optimizer: expected an optax transformation, given {type(optimizer).__name__}")
+    return partitioned(optimizer)
+
+
+def _schedule(optimizer: Config) -> Callable[[Any], Any] | None:
+    """The learning rate as a function of the number of updates, for reports; None when the optimizer names none."""
+    rate = optimizer.get("learning_rate") if "learning_rate" in optimizer else None
+    if isinstance(rate, Config):
+        return rate.instantiate()
+    return None if rate is None else lambda count: jnp.asarray(rate, jnp.float32)
+
+
+def _unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
+    if length is None:
+        return spec
+    return replace(spec, shape=spec.shape[1:], mesh_axes=spec.mesh_axes[1:], roles=spec.roles[1:])
+
+
+def _like(spec: ParameterSpec, dtype: Any) -> OptStateSpec:
+    return OptStateSpec(spec.shape, dtype, spec.mesh_axes)
+
+
+def _in_structure(like: Nested, flat: dict[str, Any]) -> Nested:
+    """Leaves by path in the structure of `like`."""
+    paths = flatten(like)
+    assert paths.keys() == flat.keys(), sorted(paths.keys() ^ flat.keys())
+    return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path in paths])

@@ -1,0 +1,1 @@
+"""Models: chains of stages."""

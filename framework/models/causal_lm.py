@@ -1,0 +1,147 @@
+"""CausalLM: a decoder-only language model as a chain of three stages, embed -> stack -> head.
+
+What flows between stages is one pytree, the carry (x_BSD). The chain is what lets a schedule stop the backward pass
+between stages, so nothing here differentiates. May import: framework.config, framework.layout, framework.layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from framework.config import Config, DType, PositiveInt, config_for
+from framework.layers.attention import Attention
+from framework.layers.base import Context, Layer, Out
+from framework.layers.embedding import Embedding
+from framework.layers.head import LMHead
+from framework.layers.stack import Stack
+from framework.layout import Nested, ParameterSpec, flatten
+
+
+class CausalLM:
+    """Predicts each next token.
+
+    Args:
+        dim: D, width of the residual stream.
+        vocab_size: V.
+        embed: first stage.
+        stack: the layers between.
+        head: last stage.
+        param_dtype: dtype of the parameters that the forward pass reads.
+        compute_dtype: dtype of weights and activations inside layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        vocab_size: PositiveInt,
+        embed: Config = config_for(Embedding),
+        stack: Config = config_for(Stack),
+        head: Config = config_for(LMHead),
+        param_dtype: DType = "float32",
+        compute_dtype: DType = "float32",
+    ):
+        self.dim, self.vocab_size = dim, vocab_size
+        self.param_dtype, self.compute_dtype = jnp.dtype(param_dtype), jnp.dtype(compute_dtype)
+        self.embed: Embedding = embed.instantiate(dim=dim, vocab_size=vocab_size)
+        self.stack: Stack = stack.instantiate(dim=dim)
+        self.head: LMHead = head.instantiate(dim=dim, vocab_size=vocab_size)
+        self.stages: dict[str, Layer] = {"embed": self.embed, "stack": self.stack, "head": self.head}
+        # {path where a stage reads: path where the parameter lives}. The gradient of a tie is the sum of its uses'.
+        self.ties: dict[str, str] = {"head/table": "embed/token"} if self.head.tied else {}
+
+    def parameter_specs(self) -> Nested:
+        """{stage: nested dict of ParameterSpec} in `param_dtype`."""
+        return {
+            name: jax.tree.map(lambda spec: replace(spec, dtype=self.param_dtype), stage.parameter_specs())
+            for name, stage in self.stages.items()
+        }
+
+    def buffer_specs(self) -> Nested:
+        """{stage: nested dict of TensorSpec}, stages without buffers left out."""
+        specs = {name: stage.buffer_specs() for name, stage in self.stages.items()}
+        return {name: spec for name, spec in specs.items() if spec}
+
+    def check(self, mesh: Mesh, seq_len: int) -> None:
+        """Raises ValueError when the mesh cuts through a head, axes are unused, or sequences are too long."""
+        self.embed.check_length(seq_len)
+        for layer in _walk(self.stack.unit):
+            if isinstance(layer, Attention):
+                layer.check_mesh(mesh)
+        if mesh.shape["expert"] > 1 and not _uses_axis(self.parameter_specs(), "expert"):
+            raise ValueError(f"mesh.expert = {mesh.shape['expert']}, but the model has no experts; expected 1")
+        if seq_len % mesh.shape["seq"]:
+            raise ValueError(f"mesh.seq = {mesh.shape['seq']} does not divide data.seq_len = {seq_len}")
+
+    def split_units(self, params: Nested) -> Nested:
+        """Parameters as they are best differentiated: those of an unrolled stack as a list of its units'."""
+        return {**params, "stack": self.stack.split(params["stack"])} if self._splits(params) else params
+
+    def join_units(self, grads: Nested) -> Nested:
+        """The inverse of `split_units`, for gradients."""
+        stack = grads.get("stack")
+        if not isinstance(stack, list):
+            return grads
+        return {**grads, "stack": jax.tree.map(lambda *leaves: jnp.stack(leaves), *stack)}
+
+    def _splits(self, params: Nested) -> bool:
+        return self.stack.unrolled and "stack" in params
+
+    def stage_params(self, params: Nested, stage: str) -> Nested:
+        """A stage's parameters, the shared ones that it reads included."""
+        own = params.get(stage, {})
+        for reader, home in self.ties.items():
+            if reader.startswith(f"{stage}/"):
+                own = {**own, reader.split("/", 1)[1]: flatten(params)[home]}
+        return own
+
+    def hidden(self, params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, dict[str, Out]]:
+        """Everything before the head: x_BSD, and the Out of each stage."""
+        carry: Any = None
+        outs: dict[str, Out] = {}
+        for name in ("embed", "stack"):
+            stage = self.stages[name]
+            weights = stage.prepare(self.stage_params(params, name), ctx)
+            carry, outs[name] = stage.apply(weights, carry, ctx.fold(name), buffers.get(name, {}))
+        return carry, outs
+
+    def loss(self, params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:
+        """The objective of ctx.batch, and all that leaves the model besides.
+
+        Args:
+            params: nested dict of arrays as `parameter_specs()`.
+            ctx: with batch and num_targets.
+            buffers: nested dict of arrays as `buffer_specs()`.
+
+        Returns:
+            (f32 scalar, Out): losses are divided by ctx.num_targets, so microbatches add up to their batch.
+        """
+        carry, outs = self.hidden(params, ctx, buffers)
+        weights = self.head.prepare(self.stage_params(params, "head"), ctx)
+        _, outs["head"] = self.head.apply(weights, carry, ctx.fold("head"), buffers.get("head", {}))
+        out = Out.merge(outs)
+        assert out.loss is not None
+        return out.loss, out
+
+    def logits(self, params: Nested, ctx: Context, buffers: Nested) -> jax.Array:
+        """float32 logits_BSV of ctx.batch["tokens"]: for sampling and tests; training never holds them."""
+        carry, _ = self.hidden(params, ctx, buffers)
+        return self.head.logits(self.head.prepare(self.stage_params(params, "head"), ctx), carry, ctx)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward, per token: three times the forward pass's matrix products. Recomputation is not counted."""
+        return 3.0 * sum(stage.flops_per_token(seq_len) for stage in self.stages.values())
+
+
+def _walk(layer: Layer) -> list[Layer]:
+    return [layer, *(inner for child in layer.children().values() for inner in _walk(child))]
+
+
+def _uses_axis(specs: Nested, axis: str) -> bool:
+    leaves: list[ParameterSpec] = jax.tree.leaves(specs)
+    return any(axis in (axes if isinstance(axes, tuple) else (axes,)) for spec in leaves for axes in spec.mesh_axes)

@@ -1,0 +1,1 @@
+"""Optimizers: optax transformations that know where their state lives."""

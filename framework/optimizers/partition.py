@@ -1,0 +1,95 @@
+"""PartitionedGradientTransformation: an optax transformation that also says how its state is laid out.
+
+The layout is derived, for any optax transformation and any of a user's own, without running it: the state's shapes come
+from `eval_shape(init)`; a state leaf belongs to the parameter whose path is the longest suffix of its own; the axes of
+leaves that are not shaped like their parameter (Adafactor's rows and columns) come from a second probe, in which every
+dimension has a size of its own. A leaf without an owner is a counter. (optax's tree_map_params fails on masked states.)
+
+May import: framework.layout, JAX, optax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from framework.layout import MeshAxes, Nested, OptStateSpec, ParameterSpec, flatten, key_name
+
+
+class PartitionedGradientTransformation(NamedTuple):
+    """optax's `init` and `update`, and `partition(param_specs) -> OptStateSpecs` in the structure of the state."""
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+    partition: Callable[[Nested], Any]
+
+
+def partitioned(optimizer: optax.GradientTransformation) -> PartitionedGradientTransformation:
+    """Any optax transformation with its derived partition function."""
+
+    def partition(param_specs: Nested) -> Any:
+        return _partition(optimizer, param_specs)
+
+    return PartitionedGradientTransformation(optimizer.init, optimizer.update, partition)
+
+
+def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> Any:
+    owners = {tuple(path.split("/")): spec for path, spec in flatten(param_specs).items()}
+    state = jax.eval_shape(optimizer.init, _abstract(param_specs))
+    # Sizes that are unique within a parameter and keep the order of its dimensions, ties in order of position: an
+    # optimizer that treats its largest dimensions differently chooses the same ones.
+    probe = jax.eval_shape(optimizer.init, _abstract(param_specs, unique=True))
+    probes = {path: leaf.shape for path, leaf in _leaves(probe)}
+
+    def spec_of(keypath: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
+        path = tuple(key_name(key) for key in keypath)
+        owner = _owner(path, owners)
+        if owner is None:
+            return OptStateSpec(leaf.shape, leaf.dtype)
+        axes = _axes(leaf.shape, probes.get(path, ()), owners[owner])
+        return OptStateSpec(leaf.shape, leaf.dtype, axes, owner="/".join(owner))
+
+    return jax.tree_util.tree_map_with_path(spec_of, state)
+
+
+def _leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(tuple(key_name(key) for key in keypath), leaf) for keypath, leaf in leaves]
+
+
+def _unique_size(dim: int, axis: int) -> int:
+    return dim * 16 + axis
+
+
+def _abstract(specs: Nested, *, unique: bool = False) -> Any:
+    def shape(spec: ParameterSpec) -> tuple[int, ...]:
+        return tuple(_unique_size(d, i) for i, d in enumerate(spec.shape)) if unique else spec.shape
+
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(shape(spec), spec.dtype), specs)
+
+
+def _owner(path: tuple[str, ...], owners: dict[tuple[str, ...], ParameterSpec]) -> tuple[str, ...] | None:
+    suffixes = (path[start:] for start in range(len(path)))  # the longest one first
+    return next((suffix for suffix in suffixes if suffix in owners), None)
+
+
+def _axes(shape: tuple[int, ...], probe: tuple[int, ...], owner: ParameterSpec) -> MeshAxes:
+    if shape == owner.shape:
+        return owner.mesh_axes
+    if len(shape) != len(probe):
+        return (None,) * len(shape)
+    unique = {_unique_size(dim, axis): axis for axis, dim in enumerate(owner.shape)}
+    axes = []
+    for size, probed in zip(shape, probe, strict=True):
+        axis = unique.get(probed)
+        axes.append(owner.mesh_axes[axis] if axis is not None and owner.shape[axis] == size else None)
+    return tuple(axes)
+
+
+def mirrors_parameter(spec: OptStateSpec) -> bool:
+    """Whether a state leaf is a moment: it belongs to a parameter and is floating point."""
+    return spec.owner is not None and jnp.issubdtype(spec.dtype, jnp.floating)

@@ -1,0 +1,177 @@
+"""Program: an experiment on a mesh. The layout, and the compiled functions: init, step, evaluate.
+
+The trainer's loop, a person's own loop, and whoever wants to know what a step needs all use the same object.
+May import: everything in framework but trainer and hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from framework.experiment import Experiment
+from framework.layers.base import BATCH_AXES, Context
+from framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, unflatten
+from framework.schedules import after_backward
+
+State = dict[str, Any]
+Metrics = dict[str, jax.Array]
+SCHEDULES = {"after_backward": after_backward.build_step}
+
+
+class Program:
+    """What runs on the devices.
+
+    Args:
+        experiment: what to train.
+        devices: where; all devices of all processes by default.
+
+    Raises:
+        ValueError: experiment and devices do not fit each other.
+    """
+
+    def __init__(self, experiment: Experiment, devices: Sequence[Any] | None = None):
+        self.experiment = experiment
+        self.mesh = experiment.mesh.build(jax.devices() if devices is None else devices)
+        experiment.check(self.mesh)
+        self.layout = StateLayout(experiment.state_specs(), self.mesh)
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+
+    # --- batches -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def batch_specs(self) -> dict[str, TensorSpec]:
+        """The arrays of one global batch, [B, S], split over data and fsdp, and over seq."""
+        data = self.experiment.data
+        shape = (data.global_batch_size, data.seq_len)
+        names = ["tokens", "targets", *(["positions", "segments"] if data.document_mask else [])]
+        specs = {name: TensorSpec(shape, "int32", (BATCH_AXES, "seq")) for name in names}
+        return {**specs, "weights": TensorSpec(shape, "float32", (BATCH_AXES, "seq"))}
+
+    @cached_property
+    def batch_sharding(self) -> NamedSharding:
+        """The sharding of every array of a batch."""
+        return self.layout.sharding(self.batch_specs["tokens"])
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """int[R]: the rows of the global batch that this process's devices hold, in order."""
+        shape = self.batch_specs["tokens"].shape
+        indices = self.batch_sharding.addressable_devices_indices_map(shape).values()
+        return np.unique(np.concatenate([np.arange(shape[0])[index[0]] for index in indices if index is not None]))
+
+    def put(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """This process's rows of a batch (host arrays [R, S]) as global arrays [B, S]."""
+        shape = self.batch_specs["tokens"].shape
+        if len(self.rows) == shape[0]:
+            return jax.device_put(local, self.batch_sharding)
+
+        def shard(array: np.ndarray) -> jax.Array:
+            def piece(index: tuple[slice, ...]) -> np.ndarray:
+                rows = np.searchsorted(self.rows, np.arange(shape[0])[index[0]])
+                return array[rows][:, index[1]]
+
+            return jax.make_array_from_callback(shape, self.batch_sharding, piece)
+
+        return {name: shard(array) for name, array in local.items()}
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def init_function(self, seed: int) -> Callable[[], State]:
+        """The function that makes the first state, straight into the layout when jitted with its shardings."""
+        model, learner = self.experiment.model, self.experiment.learner
+
+        def init() -> State:
+            key = jax.random.key(seed)
+            init_key, run_key = jax.random.split(key)
+            precise = initialize(_uncast(model.parameter_specs()), init_key)
+            trainable, frozen = _pick(precise, learner.specs), _pick(precise, learner.frozen_specs)
+            params, optimizer, ema = learner.init(trainable)
+            return {
+                "parameter": params,
+                "frozen": jax.tree.map(lambda x, spec: x.astype(spec.dtype), frozen, learner.frozen_specs),
+                "buffer": jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), model.buffer_specs()),
+                "optimizer": optimizer,
+                "ema": ema,
+                "counter": {"step": jnp.int32(0), "skipped": jnp.int32(0), "rng": jax.random.key_data(run_key)},
+            }
+
+        return init
+
+    def init(self, seed: int | None = None) -> State:
+        """The state at step 0."""
+        seed = self.experiment.trainer.seed if seed is None else seed
+        return jax.jit(self.init_function(seed), out_shardings=self.layout.shardings())()
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step_jit(self) -> Any:
+        """The jitted training step: in and out shardings from the layout, the state donated."""
+        experiment = self.experiment
+        build = SCHEDULES[experiment.memory.update]
+        step = build(experiment.model, experiment.learner, self.layout, remat=experiment.memory.remat)
+        return jax.jit(
+            step,
+            in_shardings=(self.layout.shardings(), {name: self.batch_sharding for name in self.batch_specs}),
+            out_shardings=(self.layout.shardings(), self.replicated),
+            donate_argnums=0,
+        )
+
+    @cached_property
+    def compiled_step(self) -> Any:
+        """The step compiled ahead of time, before any state exists."""
+        return self.step_jit.lower(self.layout.abstract(), self.layout.abstract(self.batch_specs)).compile()
+
+    def step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+        """One training step; the old state is gone afterwards."""
+        return self.compiled_step(state, batch)
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluation_context(self, batch: Nested) -> Context:
+        """The context of everything that is no training: no dropout, sums instead of means."""
+        return Context(
+            batch=batch, num_targets=jnp.float32(1.0), mesh=self.mesh, compute_dtype=self.experiment.model.compute_dtype
+        )
+
+    @cached_property
+    def _evaluate(self) -> Any:
+        model = self.experiment.model
+
+        def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
+            _, out = model.loss(merge(params, frozen), self.evaluation_context(batch), buffers)
+            return {"nll": out.metrics["head/nll"], "tokens": jnp.sum(batch["weights"])}
+
+        return jax.jit(evaluate, out_shardings=self.replicated)
+
+    def evaluate(self, state: State, batch: dict[str, jax.Array], *, averaged: bool = False) -> Metrics:
+        """Sums over a batch's counted targets: "nll" in nats, and "tokens", how many there are.
+
+        Args:
+            state: the training state; it stays.
+            batch: global arrays.
+            averaged: use the moving averages of the trainable parameters.
+        """
+        return self._evaluate(state["ema" if averaged else "parameter"], state["frozen"], state["buffer"], batch)
+
+    def weights(self, state: State, *, averaged: bool = False) -> Nested:
+        """All parameters as the model takes them; no copies."""
+        return merge(state["ema" if averaged else "parameter"], state["frozen"])
+
+
+def _uncast(specs: Nested) -> Nested:
+    """Parameters are drawn in float32 (or wider) and cast afterwards, so that a master copy holds what was drawn."""
+    return jax.tree.map(lambda spec: replace(spec, dtype=jnp.promote_types(spec.dtype, jnp.float32)), specs)
+
+
+def _pick(tree: Nested, specs: Nested) -> Nested:
+    flat = flatten(tree)
+    return unflatten({path: flat[path] for path in flatten(specs)})

@@ -1,0 +1,234 @@
+"""Trainer: the loop. From a workdir and an experiment to a trained model, through kill and resume.
+
+May import: everything in framework. Nothing under framework imports configs or launch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import jax
+
+from framework import distributed
+from framework.accelerators import accelerator_name, spec_for
+from framework.checkpoint import Checkpointer, CheckpointSpaceError
+from framework.config import Config
+from framework.data.pipeline import DataPipeline
+from framework.experiment import Experiment
+from framework.hooks import Evaluate, Guard, Hook, Profile, Report, RollBack, Save
+from framework.metrics.buffer import MetricsBuffer
+from framework.metrics.jsonl import JsonlWriter
+from framework.metrics.progress import Progress
+from framework.metrics.throughput import Throughput
+from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
+from framework.program import Program, State
+from framework.workdir import Workdir, config_changes
+
+Resume = Literal["auto", "never", "must"]
+
+
+class Trainer:
+    """One run in one workdir.
+
+    Args:
+        config: the resolved config; stored with every checkpoint.
+        experiment: what the config builds.
+        program: the experiment on its devices.
+        workdir: where everything goes; claimed by the caller.
+        progress: what the person sees.
+    """
+
+    def __init__(self, config: Config, experiment: Experiment, program: Program, workdir: Workdir, progress: Progress):
+        self.config, self.experiment, self.program = config, experiment, program
+        self.workdir, self.progress = workdir, progress
+        self.options = experiment.trainer
+        self.data: DataPipeline = experiment.data
+        self.state: State = {}
+        self.evaluation: dict[str, float] = {}
+        # The data index of a step is step - 1 + data_offset; only a roll back makes it other than zero.
+        self.data_offset = 0
+        self.checkpointer = Checkpointer(
+            directory=workdir.checkpoints, keep=self.options.keep, keep_every=self.options.keep_every
+        )
+        self.writer: Writer = self._writers()
+        spec = spec_for(list(program.mesh.devices.flat))
+        peak = spec.peak_flops(str(experiment.model.compute_dtype))
+        tokens = self.data.global_batch_size * self.data.seq_len
+        flops = experiment.model.flops_per_token(self.data.seq_len)
+        throughput = Throughput(tokens, flops, peak * program.mesh.size if peak else None)
+        self.hooks: list[Hook] = [Guard(), Report(throughput), Evaluate(throughput), Save(throughput), Profile()]
+
+    def _writers(self) -> Writer:
+        if not distributed.is_primary():
+            return MultiWriter([])
+        writers: list[Writer] = [JsonlWriter(self.workdir.metrics), TensorBoardWriter(self.workdir.tensorboard)]
+        if self.options.wandb_project is not None:
+            writers.append(
+                WandbWriter(
+                    project=self.options.wandb_project,
+                    directory=self.workdir.path,
+                    name=self.workdir.path.name,
+                    config=self.config.to_dict(),
+                )
+            )
+        return MultiWriter(writers)
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def start(self, resume: Resume, *, force: bool = False) -> int:
+        """Fills the state, from the newest valid checkpoint or from initialization; returns its step.
+
+        Raises:
+            ValueError: resume is "must" and there is none, or "never" and there are some; or the checkpoint was made
+                with other data and `force` is not given.
+        """
+        steps = self.checkpointer.steps()
+        if resume == "never" and steps:
+            raise ValueError(
+                f"--resume=never, but {self.workdir.path} holds checkpoints up to step {max(steps)}; "
+                "choose another --workdir, or remove them"
+            )
+        if resume == "must" and not steps:
+            raise FileNotFoundError(f"--resume=must, but {self.checkpointer.directory} holds no valid checkpoint")
+        if not steps:
+            self.state = self.program.init()
+            return 0
+        step = self._restore()
+        self._compare(force)
+        self.progress.print(f"resumed from step {step}")
+        return step
+
+    def _restore(self) -> int:
+        self.state = {}  # the old arrays go before the new ones come: there is never a second copy
+        restored = self.checkpointer.restore_latest(self.program.layout.abstract())
+        for problem in restored.problems:
+            self.progress.print(f"checkpoint: {problem}")
+        self.state, self._extra = restored.state, restored.extra
+        self.program.layout.check(self.state)
+        self.data_offset = int(self._extra["data"]["offset"])
+        self.writer.resume(restored.step)
+        return restored.step
+
+    def _compare(self, force: bool) -> None:
+        for change in config_changes(self._extra["config"], self.config.to_dict()):
+            self.progress.print(f"config changed since the checkpoint: {change}")
+        old, new = self._extra["data"]["fingerprint"], self.data.fingerprint()
+        if old != new:
+            message = f"the data differs from the checkpoint's (fingerprint {new[:12]}, was {old[:12]})"
+            if not force:
+                raise ValueError(f"{message}: batches would not continue where they stopped; --force goes on anyway")
+            self.progress.print(f"{message}; going on, as --force says")
+
+    def save(self, step: int) -> None:
+        """Saves the state in the background. No room on the disk is reported, and the run goes on."""
+        extra = {
+            "config": self.config.to_dict(),
+            "data": {
+                "fingerprint": self.data.fingerprint(),
+                "next": step + self.data_offset,
+                "offset": self.data_offset,
+            },
+            "seed": self.options.seed,
+        }
+        try:
+            self.checkpointer.save(step, self.state, extra)
+        except CheckpointSpaceError as error:
+            kept = self.checkpointer.steps()
+            self.progress.print(f"NOT SAVED at step {step}: {error}. Kept: {kept or 'none'}. Training goes on.")
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self, step: int) -> int | None:
+        """Trains from `step` to max_steps.
+
+        Returns:
+            The signal that stopped it early, after saving; None when it came to its end.
+        """
+        self.progress.status("compiling")
+        self.program.compiled_step  # noqa: B018  (before the first batch is read)
+        self.progress.status("")
+        with stop_signals() as stop:
+            while True:
+                try:
+                    step = self._steps(step, stop)
+                    break
+                except RollBack as request:
+                    index = request.step - 1 + self.data_offset
+                    if not self.checkpointer.steps():
+                        raise ValueError(f"step {request.step} was not finite and there is no checkpoint yet") from None
+                    self.checkpointer.wait()
+                    step = self._restore()
+                    self.data_offset = index + 1 - step
+                    self.progress.print(f"rolled back to step {step}; batch {index} is left out")
+            for hook in self.hooks:
+                hook.at_end(self, step)
+            self.checkpointer.wait()
+        return stop[0] if stop else None
+
+    def _steps(self, step: int, stop: list[int]) -> int:
+        buffer = MetricsBuffer()
+        batches = self.data.train_iterator(step + self.data_offset, self.program.rows)
+        try:
+            while step < self.options.max_steps and not stop:
+                step += 1
+                for hook in self.hooks:
+                    hook.before_step(self, step)
+                _, batch = next(batches)
+                self.state, metrics = self.program.step(self.state, self.program.put(batch))
+                buffer.put(step, metrics)
+                # Waits for the step before this one, which bounds how far Python runs ahead of the device.
+                self._metrics(buffer.take(keep=1))
+                for hook in self.hooks:
+                    hook.after_step(self, step)
+            self._metrics(buffer.take(keep=0))
+        finally:
+            batches.close()
+        return step
+
+    def _metrics(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        for step, metrics in rows:
+            for hook in self.hooks:
+                hook.on_metrics(self, step, metrics)
+
+    def close(self) -> None:
+        """Finishes pending writes; a failed background save is raised here."""
+        try:
+            self.checkpointer.close()
+        finally:
+            self.writer.close()
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT become an entry of the list, to be looked at between steps; the second one ends at once."""
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if received:
+            os._exit(128 + number)  # no clean-up: whoever signals twice wants out, and commits are atomic
+        received.append(number)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def use_compilation_cache(directory: str | None) -> None:
+    """Keeps compiled programs on disk, so that the next start does not compile again."""
+    if directory is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def accelerator_of(program: Program) -> str:
+    """The name of the devices that a program runs on, "cpu-8" say."""
+    return accelerator_name(list(program.mesh.devices.flat))
