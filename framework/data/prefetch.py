@@ -1,0 +1,65 @@
+"""Batches made ahead of time by grain's background threads, never more than a given number, and closable.
+
+May import: grain lazily.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_THREADS = 4  # a batch is assembled by one thread; more only hide the latency of remote reads
+
+
+class Prefetcher(Generic[T], Iterator[T]):
+    """Yields make(start), make(start + 1), ... up to make(stop - 1).
+
+    At most `ahead` results wait in the background, beside the one that was handed out last. An error in `make` is
+    raised by `next` at its own turn and closes the iterator: grain by itself would go on with the batch after it.
+
+    Args:
+        make: a pure function of the index; runs in threads.
+    """
+
+    def __init__(self, make: Callable[[int], T], start: int, stop: int, *, ahead: int):
+        from grain import MapDataset, ReadOptions
+
+        source = MapDataset.source(_Range(make, start, stop))
+        options = ReadOptions(num_threads=min(ahead, _THREADS), prefetch_buffer_size=ahead)
+        self._iterator = iter(source.to_iter_dataset(options, allow_nones=True))
+        self._closed = False
+        self._ended_by: BaseException = StopIteration()
+
+    def __next__(self) -> T:
+        if self._closed:
+            raise self._ended_by
+        try:
+            return next(self._iterator)
+        except BaseException as error:
+            self._ended_by = error
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Drops what waits and stops the threads; may be called again."""
+        if not self._closed:
+            self._closed = True
+            self._iterator.close()
+
+    def __enter__(self) -> Prefetcher[T]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Range(Generic[T]):
+    def __init__(self, make: Callable[[int], T], start: int, stop: int):
+        self._make, self._start, self._stop = make, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, index: int) -> T:
+        return self._make(self._start + index)
