@@ -45,6 +45,7 @@ def test_full_run(tmp_path):
     assert picture.shape[1] > 900
     for color in (TRAIN_BLUE, VALIDATION_RED, EMA_TEAL):
         assert count(picture, color) > 500
+        assert count(picture[:, -300:], color) > 100  # also after the steps that were not finite
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["loss.png", "m.jsonl"]
 
 
