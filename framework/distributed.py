@@ -25,7 +25,8 @@ def initialize(coordinator: str | None, num_processes: int | None, process_id: i
         return
     if missing:
         raise ValueError(f"several processes need --coordinator, --num_processes and --process_id; missing: {missing}")
-    assert num_processes is not None and process_id is not None
+    assert num_processes is not None
+    assert process_id is not None
     if not 0 <= process_id < num_processes:
         raise ValueError(f"--process_id = {process_id} is not in 0 .. {num_processes - 1}")
     jax.distributed.initialize(coordinator, num_processes, process_id)

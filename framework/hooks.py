@@ -24,7 +24,7 @@ class NonFiniteError(RuntimeError):
     """Loss or gradients were not finite, and the config says that this ends the run."""
 
 
-class RollBack(Exception):  # noqa: N818  (no error: a request to the loop)
+class RollBack(Exception):
     """Loss or gradients of `step` were not finite, and the config says to go back to the last checkpoint."""
 
     def __init__(self, step: int):
@@ -131,24 +131,28 @@ class Evaluate(Hook):
     @staticmethod
     def evaluate_set(run: Trainer, name: str, limit: int | None, averaged: bool) -> Row:
         """One set: {"loss": nats per token, "tokens": ..., "bits_per_byte": ...}."""
-        nll = tokens = 0.0
-        num_bytes = 0
+        tokenizer = run.data.tokenizer
+        totals: dict[str, float] = {"nll": 0.0, "tokens": 0.0}
         pending: list[Any] = []
 
-        def drain(keep: int) -> tuple[float, float]:
+        def drain(keep: int) -> None:
             done = [pending.pop(0) for _ in range(len(pending) - keep)]
-            sums = jax.device_get(done)
-            return sum(float(s["nll"]) for s in sums), sum(float(s["tokens"]) for s in sums)
+            for sums in jax.device_get(done):
+                for key, value in sums.items():
+                    totals[key] = totals.get(key, 0.0) + float(value)
 
-        for batch in run.data.eval_batches(name, run.program.rows, limit):
-            num_bytes += batch.num_bytes
-            pending.append(run.program.evaluate(run.state, run.program.put(batch.arrays), averaged=averaged))
-            more_nll, more_tokens = drain(keep=1)  # one batch behind: the device always has work, memory is bounded
-            nll, tokens = nll + more_nll, tokens + more_tokens
-        more_nll, more_tokens = drain(keep=0)
-        nll, tokens = nll + more_nll, tokens + more_tokens
-        row = {"loss": nll / max(tokens, 1.0), "tokens": tokens}
-        return {**row, "bits_per_byte": nll / math.log(2) / num_bytes} if num_bytes else row
+        with run.data.eval_batches(name, run.program.rows, limit) as batches:
+            for batch in batches:
+                arrays: dict[str, Any] = dict(batch)
+                if tokenizer.has_text:
+                    arrays["bytes"] = tokenizer.byte_lengths[arrays["targets"]] * arrays["weights"]
+                pending.append(run.program.evaluate(run.state, run.program.put(arrays), averaged=averaged))
+                drain(keep=1)  # one batch behind: the device always has work, and memory is bounded
+        drain(keep=0)
+        row = {"loss": totals["nll"] / max(totals["tokens"], 1.0), "tokens": totals["tokens"]}
+        if totals.get("bytes"):
+            row["bits_per_byte"] = totals["nll"] / math.log(2) / totals["bytes"]
+        return row
 
 
 class Save(Hook):

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 MemoryKind = Literal["device", "pinned_host"]
 Group = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter"]
 GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer", "optimizer", "ema", "counter")
-MeshAxes = tuple[None | str | tuple[str, ...], ...]
+MeshAxes = tuple[str | tuple[str, ...] | None, ...]
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Nested = dict[str, Any]  # a nested dict whose leaves are specs or arrays
 _Spec = TypeVar("_Spec", bound="TensorSpec")
@@ -137,7 +137,7 @@ def unflatten(flat: dict[str, Any]) -> Nested:
 
 
 def merge(left: Any, right: Any) -> Any:
-    """Two trees of dicts (and lists of equal length) with disjoint leaves as one: trainable and frozen parameters, say."""
+    """Two trees of dicts (and lists) with disjoint leaves as one: trainable and frozen parameters, say."""
     if isinstance(left, list) and isinstance(right, list):
         return [merge(a, b) for a, b in zip(left, right, strict=True)]
     if isinstance(left, dict) and isinstance(right, dict):

@@ -158,23 +158,27 @@ class Learner:
     def _reference_dtype(self, spec: ParameterSpec) -> Any:
         return spec.dtype if self.master_dtype is None else self.master_dtype
 
-    def _has_master(self, spec: ParameterSpec) -> bool:
-        return self.master_dtype is not None and self.master_dtype != spec.dtype
-
     def optimizer_specs(self, memory_kind: MemoryKind = "device") -> Nested:
         """{stage: {label: {"state": ..., "master": ...}}}: OptStateSpecs, large leaves tagged with `memory_kind`."""
         tree: Nested = {}
         for group in self.groups:
-            specs = self._select(self.specs, group)
-            units = jax.tree.map(lambda spec: _unstack(spec, group.length), specs)
-            precise = jax.tree.map(lambda spec: replace(spec, dtype=self._reference_dtype(spec)), units)
-            state = self.optimizers[group.label].partition(precise)
-            state = jax.tree.map(lambda spec: self._store_spec(spec, group.length), state)
-            entry = {"state": state}
-            if any(self._has_master(spec) for spec in jax.tree.leaves(specs)):
-                entry["master"] = jax.tree.map(lambda spec: _like(spec, self._reference_dtype(spec)), specs)
-            tree.setdefault(group.stage, {})[group.label] = entry
+            tree.setdefault(group.stage, {})[group.label] = self._group_specs(group)
         return move_to_host(tree, memory_kind)
+
+    def _group_specs(self, group: Group) -> Nested:
+        def precise(spec: ParameterSpec) -> ParameterSpec:
+            return replace(_unstack(spec, group.length), dtype=self._reference_dtype(spec))
+
+        specs = self._select(self.specs, group)
+        state = self.optimizers[group.label].partition(jax.tree.map(precise, specs))
+        entry = {"state": jax.tree.map(lambda spec: self._store_spec(spec, group.length), state)}
+        if self._keeps_master(group):
+            entry["master"] = jax.tree.map(lambda spec: _like(spec, self._reference_dtype(spec)), specs)
+        return entry
+
+    def _keeps_master(self, group: Group) -> bool:
+        specs: list[ParameterSpec] = jax.tree.leaves(self._select(self.specs, group))
+        return self.master_dtype is not None and any(spec.dtype != self.master_dtype for spec in specs)
 
     def _store_spec(self, spec: OptStateSpec, length: int | None) -> OptStateSpec:
         if self.moment_dtype is not None and mirrors_parameter(spec):
@@ -198,7 +202,7 @@ class Learner:
             init = self.optimizers[group.label].init
             state = init(reference) if group.length is None else jax.vmap(init)(reference)
             entry = {"state": state}
-            if any(self._has_master(spec) for spec in jax.tree.leaves(self._select(self.specs, group))):
+            if self._keeps_master(group):
                 entry["master"] = reference
             optimizer.setdefault(group.stage, {})[group.label] = entry
         optimizer = jax.tree.map(lambda x, spec: x.astype(spec.dtype), optimizer, self.optimizer_specs())
@@ -258,12 +262,10 @@ class Learner:
             new_entry = {"state": jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, entry["state"])}
             if "master" in entry:
                 new_entry["master"] = new_reference
-            decay = self.ema if self.ema is not None else 0.0
-            new_average = (
-                jax.tree.map(lambda a, r: a + (1 - decay) * (r.astype(a.dtype) - a), average, new_reference)
-                if average
-                else {}
-            )
+            new_average = average
+            if self.ema is not None:
+                rate = 1.0 - self.ema
+                new_average = jax.tree.map(lambda a, r: a + rate * (r.astype(a.dtype) - a), average, new_reference)
             new, old = (new_weights, new_entry, new_average), (weights, entry, average)
             return jax.tree.map(lambda n, o: jnp.where(decision.ok, n, o), new, old)
 

@@ -74,7 +74,7 @@ class Program:
             return jax.device_put(local, self.batch_sharding)
 
         def shard(array: np.ndarray) -> jax.Array:
-            def piece(index: tuple[slice, ...]) -> np.ndarray:
+            def piece(index: Any) -> np.ndarray:
                 rows = np.searchsorted(self.rows, np.arange(shape[0])[index[0]])
                 return array[rows][:, index[1]]
 
@@ -120,7 +120,7 @@ class Program:
         step = build(experiment.model, experiment.learner, self.layout, remat=experiment.memory.remat)
         return jax.jit(
             step,
-            in_shardings=(self.layout.shardings(), {name: self.batch_sharding for name in self.batch_specs}),
+            in_shardings=(self.layout.shardings(), dict.fromkeys(self.batch_specs, self.batch_sharding)),
             out_shardings=(self.layout.shardings(), self.replicated),
             donate_argnums=0,
         )
@@ -148,12 +148,14 @@ class Program:
 
         def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
             _, out = model.loss(merge(params, frozen), self.evaluation_context(batch), buffers)
-            return {"nll": out.metrics["head/nll"], "tokens": jnp.sum(batch["weights"])}
+            sums = {"nll": out.metrics["head/nll"], "tokens": jnp.sum(batch["weights"])}
+            return {**sums, "bytes": jnp.sum(batch["bytes"])} if "bytes" in batch else sums
 
         return jax.jit(evaluate, out_shardings=self.replicated)
 
     def evaluate(self, state: State, batch: dict[str, jax.Array], *, averaged: bool = False) -> Metrics:
-        """Sums over a batch's counted targets: "nll" in nats, and "tokens", how many there are.
+        """Sums over a batch's counted targets: "nll" in nats, "tokens", how many there are, and their "bytes" if the
+        batch has an array of that name.
 
         Args:
             state: the training state; it stays.

@@ -70,7 +70,7 @@ class Trainer:
             writers.append(
                 WandbWriter(
                     project=self.options.wandb_project,
-                    directory=self.workdir.path,
+                    workdir=self.workdir.path,
                     name=self.workdir.path.name,
                     config=self.config.to_dict(),
                 )

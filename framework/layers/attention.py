@@ -7,15 +7,13 @@ matrix optimizers and published checkpoints expect. May import: framework.config
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from framework.config import Config, PositiveFloat, PositiveInt, config_for
-from framework.layers.attention_kernels import dot_product_attention
+from framework.layers.attention_kernels import Implementation, dot_product_attention
 from framework.layers.base import BATCH_AXES, Context, Layer, Out
 from framework.layers.linear import Linear
 from framework.layers.rotary import Rotary
@@ -54,7 +52,7 @@ class Attention(Layer):
         qk_norm: Config | None = None,
         window: PositiveInt | None = None,
         softcap: PositiveFloat | None = None,
-        implementation: Literal["auto", "xla", "splash", "cudnn"] = "auto",
+        implementation: Implementation = "auto",
     ):
         if head_dim is None and dim % num_heads:
             raise ValueError(
@@ -68,7 +66,8 @@ class Attention(Layer):
                 f"num_kv_heads = {num_kv_heads} does not divide num_heads = {num_heads}; "
                 f"nearest: {nearest_divisors(num_heads, self.num_kv_heads)}"
             )
-        self.window, self.softcap, self.implementation = window, softcap, implementation
+        self.window, self.softcap = window, softcap
+        self.implementation: Implementation = implementation
         inner, inner_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         into = {"inputs": dim, "mesh_axes": ("fsdp", "model"), "roles": ("in", "heads")}
         back = {"outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("heads", "out")}
@@ -133,6 +132,6 @@ class Attention(Layer):
         return ctx.constrain_hidden(y_BSD), Out()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """The projections, and QK and AV over the whole context: 4 N H S (PaLM's convention: the mask saves nothing)."""
+        """The projections, and QK and AV over the whole context: 4 N H S (as PaLM counts: the mask saves nothing)."""
         context = min(seq_len, self.window or seq_len)
         return super().flops_per_token(seq_len) + 4.0 * self.num_heads * self.head_dim * context

@@ -60,12 +60,13 @@ class Context:
         """Zeroes elements of x [B, ...] with probability `rate` and scales the rest by 1 / (1 - rate); in training."""
         if rate == 0.0 or not self.training:
             return x
-        assert self.rng is not None and self.rows is not None, "dropout needs a key and row indices"
+        assert self.rng is not None, "dropout needs a key"
+        assert self.rows is not None, "dropout needs row indices"
         key = fold_in_name(self.rng, name)
         keep = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1.0 - rate, x.shape[1:]))
         return jnp.where(keep(self.rows), x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 
-    def constrain(self, x: jax.Array, *axes: None | str | tuple[str, ...]) -> jax.Array:
+    def constrain(self, x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
         """Tells the partitioner how x is laid out: one mesh axis, tuple or None per dimension."""
         if self.mesh is None or self.mesh.size == 1:
             return x
@@ -159,6 +160,6 @@ def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
     return weight if axes == spec.mesh_axes else ctx.constrain(weight, *axes)
 
 
-def _without_fsdp(axes: None | str | tuple[str, ...]) -> None | str | tuple[str, ...]:
+def _without_fsdp(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
     names = tuple(name for name in ((axes,) if isinstance(axes, str) else axes or ()) if name != "fsdp")
     return names[0] if len(names) == 1 else names or None

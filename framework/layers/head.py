@@ -32,7 +32,7 @@ class LMHead(Layer):
         dim: D, given by the model.
         norm: config of the final norm.
         tied: use the embedding's table instead of one's own.
-        chunk_tokens: upper bound of tokens, over the whole batch of one device, whose logits exist at once; 0 means all.
+        chunk_tokens: upper bound of tokens of one device whose logits exist at once; 0 means all.
         z_loss: weight of mean(logsumexp^2) (PaLM, arXiv 2204.02311).
         softcap: logits become softcap * tanh(logits / softcap).
         init: initializer of an own table.
@@ -92,7 +92,7 @@ class LMHead(Layer):
         return None, Out(loss=loss, metrics=metrics)
 
     def _num_chunks(self, batch: int, length: int, ctx: Context) -> int:
-        """The fewest chunks of positions that keep a device's tokens per chunk under the bound and divide its length."""
+        """The fewest chunks that divide a device's positions and keep its tokens per chunk under the bound."""
         shards = {} if ctx.mesh is None else ctx.mesh.shape
         local_batch = max(1, batch // (shards.get("data", 1) * shards.get("fsdp", 1)))
         local_length = max(1, length // shards.get("seq", 1))

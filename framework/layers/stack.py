@@ -1,7 +1,8 @@
 """Stack: L units of layers, their parameters stacked on a leading axis and scanned.
 
 A unit is one period of `pattern`, a list of layer configs, so unlike layers alternate freely. One `forward(fetch)`
-serves every use: training, evaluation with averaged weights, sampling. May import: framework.config, layers.base, remat.
+serves every use: training, evaluation with averaged weights, sampling.
+May import: framework.config, layers.base, layers.remat.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Stack(Layer):
         return self.num_units * self.unit.flops_per_token(seq_len)
 
 
-def _makes_weights(params: Nested, ctx: Context) -> bool:
+def _makes_weights(params: Any, ctx: Context) -> bool:
     """Whether `prepare` computes anything: a cast, or a gather over fsdp."""
     gathers = ctx.mesh is not None and ctx.mesh.shape.get("fsdp", 1) > 1
     return gathers or any(p.dtype != ctx.compute_dtype for p in jax.tree.leaves(params))

@@ -1,0 +1,133 @@
+"""What the families of named configs share: the shapes of GPT-2 and Llama models, and the usual learner.
+
+Widths are written once; layers get them from their parents.
+"""
+
+from __future__ import annotations
+
+import optax
+
+from framework.config import Config, config_for
+from framework.data.pipeline import DataPipeline
+from framework.data.sources import TokenMemmap
+from framework.data.tokenizers import NoTokenizer
+from framework.experiment import Experiment
+from framework.layers.attention import Attention
+from framework.layers.block import Block
+from framework.layers.embedding import Embedding
+from framework.layers.head import LMHead
+from framework.layers.linear import Linear
+from framework.layers.mlp import MLP
+from framework.layers.norm import LayerNorm, RMSNorm
+from framework.layers.rotary import Rotary
+from framework.layers.stack import Stack
+from framework.learner import Learner, Rule
+from framework.mesh import MeshShape
+from framework.models.causal_lm import CausalLM
+from framework.trainer_options import TrainerOptions
+
+
+def gpt2_model(*, layers: int, heads: int, dim: int, vocab_size: int, positions: int, dropout: float = 0.0) -> Config:
+    """GPT-2 (Radford et al. 2019): LayerNorm, learned positions, biases, tanh GELU, tied embeddings."""
+    linear = config_for(Linear, bias=True)
+    block = config_for(
+        Block,
+        norm=config_for(LayerNorm),
+        attention=config_for(Attention, num_heads=heads, linear=linear),
+        mlp=config_for(MLP, hidden=4 * dim, activation="gelu_tanh", linear=linear),
+        dropout=dropout,
+    )
+    return config_for(
+        CausalLM,
+        dim=dim,
+        vocab_size=vocab_size,
+        embed=config_for(Embedding, max_positions=positions, dropout=dropout),
+        stack=config_for(Stack, num_layers=layers, pattern=[block]),
+        head=config_for(LMHead, norm=config_for(LayerNorm), tied=True),
+    )
+
+
+def llama_model(
+    *,
+    layers: int,
+    heads: int,
+    dim: int,
+    hidden: int,
+    vocab_size: int,
+    kv_heads: int | None = None,
+    theta: float = 10_000.0,
+    eps: float = 1e-5,
+    qkv_bias: bool = False,
+    tied: bool = False,
+    rope_scaling: Config | None = None,
+) -> Config:
+    """Llama (arXiv 2302.13971): RMSNorm, rotary positions, SwiGLU, no biases (Qwen2 has them in q, k, v)."""
+    norm = config_for(RMSNorm, eps=eps)
+    attention = config_for(
+        Attention,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        linear=config_for(Linear, bias=qkv_bias),
+        output_bias=False,
+        rotary=config_for(Rotary, theta=theta, scaling=rope_scaling),
+    )
+    block = config_for(
+        Block, norm=norm, attention=attention, mlp=config_for(MLP, hidden=hidden, activation="silu", gated=True)
+    )
+    return config_for(
+        CausalLM,
+        dim=dim,
+        vocab_size=vocab_size,
+        stack=config_for(Stack, num_layers=layers, pattern=[block]),
+        head=config_for(LMHead, norm=norm, tied=tied),
+    )
+
+
+def adamw(
+    *, peak: float, steps: int, warmup: int, weight_decay: float = 0.1, b2: float = 0.95, end: float = 0.1
+) -> Config:
+    """AdamW with a linear warm-up and a cosine down to `end` times the peak."""
+    schedule = config_for(
+        optax.warmup_cosine_decay_schedule,
+        init_value=0.0,
+        peak_value=peak,
+        warmup_steps=warmup,
+        decay_steps=steps,
+        end_value=end * peak,
+    )
+    return config_for(optax.adamw, learning_rate=schedule, b1=0.9, b2=b2, weight_decay=weight_decay)
+
+
+def no_decay(pattern: str = r"norm|bias|position") -> Config:
+    """No weight decay for norms, biases and learned positions."""
+    return config_for(Rule, pattern=pattern, set={"weight_decay": 0.0})
+
+
+def large(model: Config, *, seq_len: int, batch: int, peak: float, steps: int, warmup: int = 2000) -> Config:
+    """The defaults of large models: AdamW, clip 1.0, bf16 parameters and compute, f32 master weights and moments.
+
+    Data is nanoGPT-style token files: set data.source.path to what `launch.prepare` wrote.
+    """
+    model.param_dtype = "bfloat16"
+    model.compute_dtype = "bfloat16"
+    return config_for(
+        Experiment,
+        model=model,
+        data=config_for(
+            DataPipeline,
+            source=config_for(TokenMemmap, path="data/train.bin"),
+            tokenizer=config_for(NoTokenizer, vocab_size=model.vocab_size),
+            seq_len=seq_len,
+            global_batch_size=batch,
+        ),
+        mesh=config_for(MeshShape, fsdp=-1),
+        learner=config_for(
+            Learner,
+            optimizer=adamw(peak=peak, steps=steps, warmup=warmup),
+            rules=[no_decay("norm|bias" if model.embed.max_positions is None else "norm|bias|position")],
+            clip=1.0,
+            master_dtype="float32",
+            moment_dtype="float32",
+        ),
+        trainer=config_for(TrainerOptions, max_steps=steps, save_every=1000, eval_every=1000),
+    )

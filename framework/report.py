@@ -1,0 +1,85 @@
+"""What a run says of itself: the table at its start, and the summary at its end.
+
+May import: everything in framework but trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import version
+from typing import Any
+
+from framework.accelerators import accelerator_name, spec_for
+from framework.data.compressors import compressor_bits_per_byte
+from framework.data.pipeline import DataPipeline
+from framework.layout import GROUPS, MemoryKind
+from framework.metrics.tables import Section, human_bytes, start_table
+from framework.program import Program
+from framework.sampling import sample
+
+
+def start_report(name: str, program: Program) -> list[Section]:
+    """Parameters by group, bytes per device by group and memory kind, mesh, tokens per step, FLOPs per token, data."""
+    layout, experiment = program.layout, program.experiment
+    devices = list(program.mesh.devices.flat)
+    parameters = [
+        (group, layout.size(group), sum(leaf.spec.num_bytes for leaf in layout if leaf.group == group))
+        for group in ("parameter", "frozen")
+        if layout.size(group)
+    ]
+    kinds: list[MemoryKind] = sorted({leaf.spec.memory_kind for leaf in layout})
+    sizes = {(group, kind): layout.bytes_per_device(group, kind) for group in GROUPS for kind in kinds}
+    data: DataPipeline = experiment.data
+    return start_table(
+        config=name,
+        accelerator=accelerator_name(devices),
+        mesh=dict(program.mesh.shape),
+        parameters=parameters,
+        device_bytes={key: size for key, size in sizes.items() if size},
+        tokens_per_step=data.global_batch_size * data.seq_len,
+        flops_per_token=experiment.model.flops_per_token(data.seq_len),
+        device_limit_bytes=spec_for(devices).limit_bytes,
+        data={row.name: _source(row) for row in data.source_report()},
+        versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
+    )
+
+
+def _source(row: Any) -> str:
+    text = f"{row.kind}: {row.tokens:,} tokens, {row.sequences:,} sequences"
+    if row.documents is not None:
+        text += f", {row.documents:,} documents"
+    if row.bytes is not None:
+        text += f", {human_bytes(row.bytes)} of text"
+    return f"{text}, sha256 {row.sha256[:12]}"
+
+
+def compression_lines(data: DataPipeline, evaluation: dict[str, float]) -> list[str]:
+    """Bits per byte of the model beside those of general compressors, on the same validation text."""
+    lines = []
+    for name in data.validation_names:
+        bits = evaluation.get(f"eval/{name}/bits_per_byte", math.nan)
+        if math.isnan(bits):
+            continue
+        others = compressor_bits_per_byte(data.document_text(name))
+        others_text = ", ".join(f"{tool} {value:.3f}" for tool, value in others.items())
+        lines.append(f"{name}: {bits:.3f} bits per byte; on the same text {others_text}")
+    return lines
+
+
+def sample_text(program: Program, state: dict[str, Any]) -> str | None:
+    """The prompt of the config and what the model makes of it; None where tokens stand for no text."""
+    options, tokenizer = program.experiment.trainer, program.experiment.data.tokenizer
+    if not options.sample_tokens or not tokenizer.has_text:
+        return None
+    prompt = [int(token) for token in tokenizer.encode_batch([options.sample_prompt])[0]]
+    if tokenizer.eos_id is not None:
+        prompt = [tokenizer.eos_id, *prompt]
+    tokens = sample(
+        program,
+        state,
+        prompt,
+        num_tokens=options.sample_tokens,
+        temperature=options.sample_temperature,
+        seed=options.seed,
+    )
+    return options.sample_prompt + tokenizer.decode(tokens)

@@ -1,0 +1,123 @@
+"""Train a model from a named config: start, resume, or only look (--dry_run). Ctrl-C and SIGTERM save first.
+
+    python -m launch.train --config=stdlib-tiny --workdir=runs/stdlib-tiny
+    python -m launch.train --config=gpt2-124m --config.data.source.path=data/train.bin --workdir=runs/gpt2
+
+Exit codes: 0 the run came to its end; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
+finite and learner.nonfinite ended the run; 130 and 143 it was stopped by SIGINT and SIGTERM, after saving.
+"""
+
+import signal
+import sys
+from typing import Any
+
+from launch import cli
+
+EXIT_NONFINITE = 3
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Parses, checks everything that needs no device, then starts JAX and trains."""
+    parser = cli.Parser("train", __doc__)
+    parser.add_argument(
+        "--workdir", required=True, metavar="DIR", help="config, metrics, checkpoints and logs go there"
+    )
+    parser.add_argument(
+        "--resume", choices=["auto", "never", "must"], default="auto", help="what to do with checkpoints"
+    )
+    parser.add_argument("--dry_run", action="store_true", help="show the start table, compile the step, train nothing")
+    parser.add_argument("--force", action="store_true", help="resume although the data differs from the checkpoint's")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens")
+    parser.add_argument("--num_processes", type=int, metavar="N", help="several processes: how many")
+    parser.add_argument("--process_id", type=int, metavar="I", help="several processes: which one this is, from 0")
+    command = parser.parse(argv)
+    command.config.instantiate()  # every mistake in the config shows before JAX starts
+
+    # Imported late: a typo on the command line should not wait for these.
+    from framework import distributed
+    from framework.trainer import use_compilation_cache
+    from framework.workdir import Workdir
+
+    args = command.args
+    workdir = Workdir(args.workdir)
+    distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    use_compilation_cache(command.config.trainer.compilation_cache)
+    if not distributed.is_primary():
+        return _train(command, workdir)
+    message = workdir.claim()
+    if message:
+        print(message, file=sys.stderr)
+    try:
+        return _train(command, workdir)
+    finally:
+        workdir.release()
+
+
+def _train(command: cli.Command, workdir: Any) -> int:
+    import jax
+
+    from framework import distributed
+    from framework.accelerators import accelerator_name
+    from framework.experiment import Experiment
+    from framework.hooks import NonFiniteError
+    from framework.metrics.plot import plot_losses
+    from framework.metrics.progress import Progress
+    from framework.metrics.tables import human_bytes, render
+    from framework.program import Program
+    from framework.report import compression_lines, sample_text, start_report
+    from framework.trainer import Trainer
+    from framework.workdir import write_json
+
+    args = command.args
+    config, rules = command.resolve(accelerator_name(jax.devices()))
+    experiment: Experiment = config.instantiate()
+    program = Program(experiment)
+    options, primary = experiment.trainer, distributed.is_primary()
+    with Progress(
+        options.max_steps,
+        log_every=options.log_every,
+        stream=None if primary else open("/dev/null", "w"),
+        log_path=workdir.log if primary else None,
+    ) as progress:
+        for line in rules:
+            progress.print(line)
+        progress.status("preparing data")
+        experiment.data.setup(workdir.path, is_primary=primary, barrier=lambda: distributed.barrier("data"))
+        progress.status("")
+        progress.print(render(start_report(command.spec, program)))
+        if args.dry_run:
+            memory = program.compiled_step.memory_analysis()
+            total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            progress.print(
+                f"dry run: the step compiles; arguments, outputs and temporaries need at most "
+                f"{human_bytes(total + memory.temp_size_in_bytes)} per device. Nothing was trained."
+            )
+            return 0
+        trainer = Trainer(config, experiment, program, workdir, progress)
+        try:
+            step = trainer.start(args.resume, force=args.force)
+            if primary:
+                write_json(workdir.config, config.to_dict())
+            stopped = trainer.run(step)
+        except NonFiniteError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_NONFINITE
+        finally:
+            trainer.close()
+        if stopped is not None:
+            progress.print(f"stopped by {signal.Signals(stopped).name}; the same command goes on from here")
+            return 128 + stopped
+        text = sample_text(program, trainer.state)  # every process takes part
+        if primary:
+            progress.print(f"loss curves: {plot_losses(workdir.metrics, workdir.path / 'loss.png', command.spec)}")
+        if text is not None:
+            progress.print(f"sample, continuing {options.sample_prompt!r}:\n{text}")
+        for line in compression_lines(experiment.data, trainer.evaluation):
+            progress.print(line)
+        progress.print(f"checkpoint: {workdir.checkpoints} (steps {trainer.checkpointer.steps()})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
