@@ -134,7 +134,7 @@ class CausalLM:
         return self.head.logits(self.head.prepare(self.stage_params(params, "head"), ctx), carry, ctx)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward, per token: three times the forward pass's matrix products. Recomputation is not counted."""
+        """Forward and backward: three times the forward pass's matrix products. Recomputation is not counted."""
         return 3.0 * sum(stage.flops_per_token(seq_len) for stage in self.stages.values())
 
 

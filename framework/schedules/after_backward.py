@@ -105,6 +105,7 @@ def accumulated_gradients(
         (loss, out), more = grad_of(state["parameter"], replace(ctx, batch=batch, rows=rows), buffers)
         return (jax.tree.map(jnp.add, grads, more), out.layer_state), (loss, out.metrics)
 
+    assert ctx.rows is not None
     zeros = jax.tree.map(
         lambda p, spec: jnp.zeros(p.shape, learner.gradient_dtype(spec)), state["parameter"], learner.specs
     )
