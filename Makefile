@@ -1,0 +1,49 @@
+# Two commands: `make train` and `make test`. Needed: Python >= 3.11, make, a package index.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+WORKDIR ?= runs/stdlib-tiny
+
+.PHONY: train test test-all test-peers lint format clean
+
+train: $(VENV)/.train  ## train a small model on the source of Python's standard library (under 5 minutes on 2 cores)
+	$(BIN)/python -m launch.train --config=stdlib-tiny --workdir=$(WORKDIR)
+
+test: $(VENV)/.dev  ## the tests that take minutes
+	$(BIN)/python -m pytest -n 2 -m "not slow and not peers"
+
+test-all: $(VENV)/.dev  ## also those that take longer
+	$(BIN)/python -m pytest -n 2 -m "not peers"
+
+test-peers: $(VENV)/.peers  ## against torch and transformers, live
+	$(BIN)/python -m pytest -m peers
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	touch $@ $(VENV)/.train
+
+$(VENV)/.peers: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev,peers]'
+	touch $@ $(VENV)/.dev $(VENV)/.train
