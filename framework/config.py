@@ -236,7 +236,7 @@ class Config(ConfigBase):
         for key in late:
             self._field(key)
         if missing := self.missing(*late):
-            raise MissingFieldError(f"{name} needs what is not set: {', '.join(missing)}", path=self._path or "")
+            raise MissingFieldError(f"{name}: required, and not set: {', '.join(missing)}", path=self._path or "")
         values = dict(late)
         for key, value in self._ordered_fields.items():
             if key not in late:

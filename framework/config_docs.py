@@ -81,4 +81,4 @@ def _args_section(text: str) -> Iterator[tuple[str, str]]:
             entries[-1].append(line.strip())
     for name, *words in entries:
         text = re.sub(r":\w+:`", "`", " ".join(words).strip())  # without reStructuredText's roles
-        yield name, re.split(r"(?<=[a-z)\]`])\. ", text)[0].rstrip(".")
+        yield name, re.split(r"\. (?=[A-Z])", text)[0].rstrip(".")

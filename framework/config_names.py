@@ -30,7 +30,8 @@ def remember(target: Callable[..., Any]) -> None:
     Raises:
         ConfigError: it has no name to store: a lambda, a partial, an object that happens to be callable.
     """
-    if not callable(target) or not hasattr(target, "__qualname__") or "<lambda>" in target.__qualname__:
+    name = getattr(target, "__qualname__", None)
+    if not callable(target) or not name or "<lambda>" in name or not target.__module__:
         raise ConfigError(f"config_for expects a class or a named function, given {show(target)}")
     _configured[name_of(target)] = target
 
@@ -64,10 +65,10 @@ def resolve(name: Any) -> Any:
     Raises:
         UntrustedNameError: no dotted name, outside of the trusted packages, not there, or defined elsewhere.
     """
+    if isinstance(name, str) and name in _configured:
+        return _configured[name]
     if not isinstance(name, str) or not is_name(name):
         raise UntrustedNameError(f"expected the dotted name of a class or function, given {show(name)}")
-    if name in _configured:
-        return _configured[name]
     if not is_trusted(name):
         raise UntrustedNameError(
             f"{name!r} is refused: names resolve only inside {', '.join(TRUSTED)}, or to what your own config file "

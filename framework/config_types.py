@@ -181,7 +181,10 @@ def convert_arm(arm: Any, value: Any) -> Any:
     if arm is Any:
         return as_data(value)
     if base is Annotated:
-        result = convert(args[0], value)
+        try:
+            result = convert(args[0], value)
+        except Mismatch as mismatch:
+            raise mismatch if mismatch.where else Mismatch(expected(arm), value, near=mismatch.near) from None
         if not isinstance(result, ConfigBase) and not all(test(result) for _, test in _limits(args[1:])):
             raise Mismatch(expected(arm), value, right_type=True)
         return result

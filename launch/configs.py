@@ -1,10 +1,12 @@
 """List the named configs, show one as it resolves, or compare two: list | show NAME | diff A B. Trains nothing."""
 
 import argparse
+import functools
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import configs
 from framework.config import ABSENT, REQUIRED, Config, diff
@@ -35,7 +37,13 @@ def main(argv: list[str]) -> int:
     spec, overrides, rest = cli.split(argv)
     args = parser.parse_flags(rest)
     names = [*args.names, *([spec] if spec else [])]
+    if not args.action:
+        raise cli.UsageError("say what to do: list, show NAME, or diff A B")
     action = cli.choose("action", args.action, ["list", "show", "diff"])
+    if args.json and action != "show":
+        raise cli.UsageError("--json goes with show")
+    if action == "list" and (overrides or args.accelerator):
+        raise cli.UsageError("list takes neither overrides nor --accelerator: it does not build the configs")
     wanted = {"list": 0, "show": 1, "diff": 2}[action]
     if len(names) != wanted:
         raise cli.UsageError(
@@ -74,7 +82,7 @@ def _show(name: str, config: Config, rules: list[str], overrides: Sequence[tuple
     _print([(f"{name}: {summary(configs.find(name))}", "bold")])
     for line in rules:
         _print([(line, "yellow")])
-    marks = {line.split()[2]: line.split(":")[0] for line in rules}
+    marks = {line.partition(": ")[2].split()[0]: line.partition(": ")[0] for line in rules}
     marks.update({path: "command line" for path, _ in overrides})
     lines = list(describe(config))
     column = min(max(len(f"{line.path} = {line.value}") for line in lines), _COLUMN)
@@ -111,11 +119,16 @@ def _print(pieces: list[tuple[str, str]]) -> None:
     if not sys.stdout.isatty():
         print("".join(text for text, _ in pieces).rstrip())
         return
-    from rich.console import Console  # imported here: most verbs print no colors before they have read their flags
     from rich.text import Text
 
-    width = shutil.get_terminal_size().columns
-    Console().print(Text.assemble(*pieces), width=width, overflow="ellipsis", no_wrap=True)
+    _console().print(Text.assemble(*pieces), overflow="ellipsis", no_wrap=True)
+
+
+@functools.cache
+def _console() -> Any:
+    from rich.console import Console  # not imported above: output into a pipe or file does not need it
+
+    return Console(width=shutil.get_terminal_size().columns)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,112 @@
+"""A user's own config file, as the tests of the command line load it."""
+
+from pathlib import Path
+
+import pytest
+
+SOURCE = '''
+"""A user's own file."""
+
+import optax
+from framework.config import Config, PositiveInt, config_for
+
+
+class Rule:
+    """What differs by accelerator.
+
+    Args:
+        pattern: which accelerators.
+        set: values by dotted path.
+    """
+
+    def __init__(self, *, pattern: str, set: dict):
+        pass
+
+
+class Layer:
+    """One layer of it. More of that.
+
+    Args:
+        dim: its width, from the parent. And more.
+        heads (int): how many heads,
+            over two lines.
+    """
+
+    def __init__(self, *, dim: PositiveInt, heads: PositiveInt = 4):
+        pass
+
+
+class Exp:
+    """The experiment.
+
+    Args:
+        optimizer: what updates.
+    """
+
+    def __init__(
+        self,
+        *,
+        optimizer: Config,
+        layers: list[Config],
+        remat: str | None = None,
+        steps: int = 10,
+        accelerator_rules: list[Config] = [],
+        note: str = "a b",
+    ):
+        pass
+
+
+def mine() -> Config:
+    """My first config."""
+    return config_for(
+        Exp,
+        optimizer=config_for(optax.adamw, learning_rate=3e-4),
+        layers=[config_for(Layer), config_for(Layer, heads=2)],
+        accelerator_rules=[
+            config_for(Rule, pattern="v5e-*", set={"remat": "full", "layers.0.heads": 8, "steps": 20}),
+            config_for(Rule, pattern="v5e-8", set={"steps": 30}),
+        ],
+    )
+
+
+def other():
+    config = mine()
+    config.optimizer = config_for(optax.lion, learning_rate=1e-4)
+    config.layers[1].heads = 4
+    return config
+
+
+def broken():
+    config = mine()
+    config.layers[1].haeds = 4
+    return config
+
+
+def wrong_rule():
+    config = mine()
+    config.accelerator_rules = [config_for(Rule, pattern="h200x*", set={"remta": "full"})]
+    return config
+
+
+def no_config():
+    return 3
+
+
+def needs(argument):
+    return argument
+
+
+def _helper():
+    return mine()
+
+
+CONFIGS = {"mine-again": mine}
+'''
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    """path/to/my.py, with configs mine, other, mine-again and several broken ones."""
+    path = tmp_path / "my.py"
+    path.write_text(SOURCE)
+    return path
