@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import configs
-from framework.config import Config, ConfigError, did_you_mean, nearest
+from framework.config import Config, ConfigError, MissingFieldError, did_you_mean, nearest, target_of
 from framework.config_docs import as_text
+from framework.config_names import name_of
 
 _OURS = ("framework", "configs", "launch")
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -181,12 +182,20 @@ def _apply_rule(config: Config, index: int, rule: Config) -> list[str]:
     lines = []
     for path, value in rule.set.items():
         try:
-            before = config.get_path(path)
+            before = _text_at(config, path)
             config.set_path(path, value)
         except ConfigError as error:
             raise ConfigError(str(error), path=f"accelerator_rules.{index} ({rule.pattern})") from error
-        lines.append(f"rule {rule.pattern}: {path} {as_text(before)} -> {as_text(config.get_path(path))}")
+        lines.append(f"rule {rule.pattern}: {path} {before} -> {_text_at(config, path)}")
     return lines
+
+
+def _text_at(config: Config, path: str) -> str:
+    try:
+        value = config.get_path(path)
+    except MissingFieldError:
+        return "?"
+    return name_of(target_of(value)) if isinstance(value, Config) else as_text(value)
 
 
 def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
@@ -216,6 +225,9 @@ def is_user_error(error: BaseException) -> bool:
     ValueError that Plimsoll's own code raised (one raised inside JAX or numpy is not meant for the user)."""
     if isinstance(error, (ConfigError, *_FILE_ERRORS)):
         return True
+    # JAX cuts its own frames out of a traceback, and notes that it did: who raised the error cannot be seen then.
+    if any("JAX" in note for note in getattr(error, "__notes__", ())):
+        return False
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
