@@ -1,0 +1,117 @@
+"""cuDNN attention: what it refuses and, where JAX's CUDA plugin is installed, the calls it makes. No GPU is needed."""
+
+import importlib.util
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from framework.layers import kernels_cudnn
+from framework.layers.attention_kernels import chosen_implementation, dot_product_attention, why_not
+from framework.layers.kernels_call import describe_call
+
+AXES = ("data", "fsdp", "expert", "seq", "model")
+has_cuda = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+
+
+def query(S=256, N=8, H=64, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct((2, S, N, H), dtype)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ({}, {"platform": "tpu"}, "it runs on NVIDIA GPUs, not on tpu"),
+        ({"dtype": jnp.float32}, {}, "bfloat16 or float16, not float32"),
+        ({}, {"softcap": 50.0}, "no cap on logits; use xla or softcap=None"),
+        ({"H": 20}, {}, "multiple of 8 up to 128 channels a head, not 20"),
+        ({"H": 136}, {}, "multiple of 8 up to 128 channels a head, not 136"),
+        ({"S": 255}, {"segments_BS": jax.ShapeDtypeStruct((2, 255), jnp.int32)}, "even number of positions, not 255"),
+    ],
+)
+def test_what_it_refuses(monkeypatch, arguments, options, message):
+    monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("jax",))  # as if JAX had come with CUDA
+    options = {"platform": "gpu"} | options
+    q = query(**arguments)
+    assert message in (why_not("cudnn", q, q, **options) or "")
+    with pytest.raises(ValueError, match="implementation='cudnn' cannot serve this call"):
+        chosen_implementation(q, q, implementation="cudnn", **options)
+    if options["platform"] == "gpu":
+        assert chosen_implementation(q, q, **options) == "xla"
+
+
+def test_what_it_serves(monkeypatch):
+    monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("jax",))
+    segments = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    for options in ({}, {"window": 30}, {"segments_BS": segments}, {"causal": False}):
+        assert chosen_implementation(query(), query(N=2), platform="cuda", **options) == "cudnn"
+
+
+def test_without_cuda_it_says_so(monkeypatch):
+    monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("no_such_plugin",))
+    assert "installed without CUDA" in (why_not("cudnn", query(), query(), platform="gpu") or "")
+    assert chosen_implementation(query(), query(), platform="gpu") == "xla"
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 2, 1, 2, 2), (1, 1, 1, 4, 1)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"segments": True}, {"segments": True, "window": 30}, {"window": 30}], ids=str)
+def test_masks_and_places_as_xla_does(monkeypatch, sizes, options):
+    """With cuDNN's call exchanged for JAX's own of the same arguments, only what is wrapped around it can differ."""
+    options = dict(options)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 64, n, 8)).astype(np.float32) for n in (4, 2, 2))
+    segments = np.sort(rng.integers(0, 4, size=(2, 64)), axis=1).astype(np.int32)
+    segments = segments if options.pop("segments", False) else None
+    theirs = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **b: theirs(*a, **b | {"implementation": "xla"}))
+    mesh = Mesh(np.asarray(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), AXES)
+    rest = {"window": None, "softcap": None, "scale": 0.4, "causal": True, "platform": None}
+    call = describe_call(q, k, v, segments_BS=segments, mesh=mesh, **rest | options)
+    ours = jax.jit(lambda q, k, v: kernels_cudnn.attend(call, q, k, v, segments))(q, k, v)
+    xla = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, segments_BS=segments, scale=0.4, **options))(q, k, v)
+    np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not has_cuda, reason="JAX's CUDA plugin is not installed: pip install 'plimsoll-train[cuda]'")
+@pytest.mark.parametrize(
+    ("options", "seq", "mask_type", "window", "bias"),
+    [
+        ({}, 1, "CAUSAL", 0, False),
+        ({"window": 30}, 1, "CAUSAL", 30, False),
+        ({"causal": False}, 1, "NO_MASK", 0, False),
+        ({"segments": True}, 1, "CAUSAL", 0, True),
+        ({"segments": True, "window": 30}, 1, "CAUSAL", 0, True),
+        ({}, 4, "NO_MASK", 0, True),
+        ({"segments": True, "window": 30}, 4, "NO_MASK", 0, True),
+        ({"causal": False}, 4, "NO_MASK", 0, False),
+    ],
+)
+def test_the_calls_it_makes(monkeypatch, options, seq, mask_type, window, bias):
+    options = dict(options)
+    segments = jax.ShapeDtypeStruct((2, 256), jnp.int32) if options.pop("segments", False) else None
+    mesh = Mesh(np.asarray(jax.devices()).reshape(1, 1, 1, seq, 8 // seq), AXES)
+    # Lowered for CUDA over a mesh of CPU devices: only the platform has to be told.
+    monkeypatch.setattr("framework.layers.kernels_call._platform", lambda *_: "gpu")
+
+    def loss(q, k, v, segments):
+        out = dot_product_attention(
+            q, k, v, segments_BS=segments, implementation="cudnn", scale=0.5, mesh=mesh, **options
+        )
+        return out.astype(jnp.float32).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    program = step.trace(query(), query(), query(), segments).lower(lowering_platforms=("cuda",)).as_text()
+    calls = sorted(set(re.findall(r"__cudnn\$(\w+)", program)))
+    name = "fmhaScaleBiasSoftmax" if bias else "fmhaSoftmax"
+    assert calls == [name, f"{name}Backward"]
+    configs = re.findall(r'backend_config = "(\{.*?\})"[,}]', program.replace("\\22", "'"))
+    assert configs, program
+    for text in configs:
+        config = json.loads(text.replace("'", '"'))["cudnn_fmha_backend_config"]
+        assert config["mask_type"] == mask_type
+        assert config["sliding_window_length"] == window
+        assert config["fmha_scale"] == 0.5

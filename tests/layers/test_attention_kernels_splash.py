@@ -1,0 +1,140 @@
+"""Splash attention: its numbers, with the kernel interpreted on CPU; its programs, made by the real TPU compiler."""
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from framework.layers import kernels_splash
+from framework.layers.attention_kernels import chosen_implementation, dot_product_attention, why_not
+from framework.layers.kernels_call import describe_call
+
+AXES = ("data", "fsdp", "expert", "seq", "model")
+
+
+def mesh_of(devices, sizes):
+    count = int(np.prod(sizes))
+    return Mesh(np.asarray(devices[:count]).reshape(sizes), AXES)
+
+
+def interpreted(q, k, v, segments, mesh, options):
+    defaults = {"window": None, "softcap": None, "causal": True, "scale": None, "platform": None}
+    call = describe_call(q, k, v, segments_BS=segments, mesh=mesh, **defaults | options)
+    return kernels_splash.attend(call, q, k, v, segments, interpret=True)
+
+
+CASES = {
+    # 640 positions make five blocks of 128: some are empty by the mask, some by the documents alone.
+    "documents, grouped": ((1, 640, 2, 1, 64), True, {}, None),
+    "window and cap": ((2, 640, 1, 1, 128), False, {"window": 200, "softcap": 3.0}, None),
+    "all to all": ((1, 128, 1, 1, 40), True, {"causal": False}, None),
+    "eight devices": ((2, 512, 4, 2, 64), True, {}, (1, 2, 1, 2, 2)),
+    "window over seq": ((1, 512, 1, 1, 64), True, {"window": 200}, (1, 1, 1, 4, 1)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted_kernel_equals_xla(case):
+    (B, S, N, K, H), with_segments, options, sizes = CASES[case]
+    rng = np.random.default_rng(0)
+    q, k, v, cotangent = (jnp.asarray(rng.normal(size=(B, S, n, H)), jnp.float32) for n in (N, K, K, N))
+    segments = None
+    if with_segments:
+        segments = np.sort(rng.integers(1, 4, size=(B, S)), axis=1).astype(np.int32)
+        segments[:, -20:] = 0
+    mesh = None if sizes is None else mesh_of(jax.devices(), sizes)
+
+    def splash(q, k, v):
+        out = interpreted(q, k, v, segments, mesh, options)
+        return jnp.vdot(out, cotangent), out
+
+    def xla(q, k, v):
+        out = dot_product_attention(q, k, v, segments_BS=segments, implementation="xla", **options)
+        return jnp.vdot(out, cotangent), out
+
+    results = [jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))(q, k, v) for f in (splash, xla)]
+    ((_, ours), our_gradients), ((_, theirs), their_gradients) = results
+    for a, b in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def topology():
+    """Devices of a TPU slice that is not here, by topology name; the compiler for it is in the libtpu wheel."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    from jax.experimental import topologies
+
+    return lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+
+
+def compile_step(mesh, *, S=1024, N=4, K=4, H=128, segments=False, dtype=jnp.bfloat16, **options):
+    """The compiled program of a forward and a backward pass, its inputs spread over the mesh."""
+    B = 2 * mesh.shape["data"] * mesh.shape["fsdp"]
+    heads = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "seq", "model", None))
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "seq"))
+    q, k = (jax.ShapeDtypeStruct((B, S, n, H), dtype, sharding=heads) for n in (N, K))
+    ids = jax.ShapeDtypeStruct((B, S), jnp.int32, sharding=rows) if segments else None
+    assert chosen_implementation(q, k, segments_BS=ids, mesh=mesh, **options) == "splash"
+
+    def loss(q, k, v, ids):
+        return jnp.sum(dot_product_attention(q, k, v, segments_BS=ids, mesh=mesh, **options).astype(jnp.float32) ** 2)
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), out_shardings=heads)
+    return step.lower(q, k, k, ids).compile()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("v5e:2x4", (2, 2, 1, 1, 2), {"segments": True, "K": 2}),
+        ("v5e:2x4", (1, 2, 1, 4, 1), {"window": 300}),
+        ("v5p:2x2x1", (1, 1, 1, 2, 2), {"segments": True, "softcap": 50.0}),
+        ("v5p:2x2x1", (1, 4, 1, 1, 1), {"H": 64, "dtype": jnp.float32}),
+    ],
+)
+def test_compiles_for_tpu_without_keeping_logits(topology, name, sizes, options):
+    mesh = mesh_of(topology(name), sizes)
+    compiled = compile_step(mesh, **options)
+    program = compiled.as_text()
+    for kernel in ("fwd", "dkv", "dq"):
+        assert f"splash_mha_{kernel}" in program
+    assert f"{1024 // mesh.shape['seq']},1024]" not in program
+    assert ("all-gather" in program) == (mesh.shape["seq"] > 1)
+
+
+def test_remat_that_keeps_attention_runs_the_forward_kernel_once(topology):
+    device = NamedSharding(mesh_of(topology("v5e:2x4"), (1, 1, 1, 1, 1)), PartitionSpec())
+    q = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.bfloat16, sharding=device)
+
+    def forward_kernels(name):
+        def layer(q):
+            return jnp.sin(dot_product_attention(q, q, q, implementation="splash", platform="tpu"))
+
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        step = jax.jit(jax.value_and_grad(lambda q: jax.checkpoint(layer, policy=policy)(q).astype(jnp.float32).sum()))
+        program = step.lower(q).compile().as_text()
+        return len(re.findall(r"%splash_mha_fwd\S* = .* custom-call\(", program))
+
+    assert forward_kernels("attention") == 1
+    assert forward_kernels("something else") == 2
+
+
+def test_a_mesh_that_does_not_divide_the_arrays_is_named(topology):
+    devices = topology("v5e:2x4")
+
+    def reason(sizes, B=8, S=1024, N=8, K=8):
+        q, k = (jax.ShapeDtypeStruct((B, S, n, 128), jnp.bfloat16) for n in (N, K))
+        return why_not("splash", q, k, mesh=mesh_of(devices, sizes))
+
+    assert reason((2, 2, 1, 1, 2)) is None
+    assert "mesh data x fsdp = 8 does not divide the 4 sequences" in reason((4, 2, 1, 1, 1), B=4)
+    assert "mesh model = 4 does not divide the 2 key/value heads" in reason((1, 2, 1, 1, 4), K=2)
+    assert "multiple of 128 positions on each device, not 768 / 4; a length of 1024 would do" in reason(
+        (1, 1, 1, 4, 2), S=768
+    )
