@@ -1,0 +1,372 @@
+"""Checkpoints: orbax behind one door.
+
+Saves are asynchronous and atomic; every leaf has a checksum that is verified when it is restored, because orbax loads
+flipped bits without a word; arrays are restored straight into the shardings and memory kinds that the layout asks for,
+on any mesh, with no second copy. What is stored, and where: docs/checkpoints.md.
+
+Here is the `Checkpointer`; beside it checkpoint_directory (names, retention), checkpoint_manifest (what is stored about
+the arrays), checkpoint_integrity (checksums) and checkpoint_storage (orbax).
+
+May import: jax, framework.config, framework.layout (for the names of leaves) and those files.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from framework import checkpoint_storage as storage
+from framework.checkpoint_directory import (
+    delete_step,
+    describe,
+    incomplete,
+    put_aside,
+    remove_leftovers,
+    scan,
+    settle,
+    step_directory,
+    steps_to_delete,
+)
+from framework.checkpoint_integrity import Checksums
+from framework.checkpoint_manifest import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+    CheckpointSaveError,
+    CheckpointSpaceError,
+    LeafRecord,
+    Manifest,
+    mismatch_table,
+    one_line,
+)
+from framework.config import PositiveInt
+from framework.layout import flatten
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointMissingError",
+    "CheckpointSaveError",
+    "CheckpointSpaceError",
+    "Checkpointer",
+    "Manifest",
+    "Restored",
+    "describe",
+]
+
+_log = logging.getLogger(__name__)
+
+# Beside the arrays: the manifest and the index of the pieces.
+_OVERHEAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A restored state: its step, the pytree of arrays, what the caller had stored beside it, and loud problems.
+
+    `problems` names what was passed over on the way: newer checkpoints that are incomplete or corrupt.
+    """
+
+    step: int
+    state: Any
+    extra: dict[str, Any]
+    problems: list[str]
+
+
+class Checkpointer:
+    """The checkpoints in one directory.
+
+    Every process of a job makes one, and calls save, restore and close at the same points.
+
+    Args:
+        directory: holds one directory per step; made if it is not there.
+        keep: the newest this many are kept.
+        keep_every: also keep the steps that it divides, for good.
+        read_only: for looking at a directory that another job may be writing; `save` is then an error. Otherwise
+            what killed saves left behind is removed at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str | os.PathLike[str],
+        keep: PositiveInt = 3,
+        keep_every: PositiveInt | None = None,
+        read_only: bool = False,
+    ):
+        if "://" in os.fspath(directory):
+            raise ValueError(
+                f"checkpoints need a mounted file system with atomic renames, got {os.fspath(directory)!r}"
+            )
+        if keep < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"keep and keep_every: expected at least 1, got {keep} and {keep_every}")
+        self.directory = Path(os.path.abspath(directory))
+        self.keep, self.keep_every, self.read_only = keep, keep_every, read_only
+        self._checksums = Checksums()
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+        self._saved: list[int] = []  # by this object, committed
+        self._bad: set[int] = set()  # found corrupt by this object
+        if not read_only and jax.process_index() == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for message in remove_leftovers(self.directory):
+                _log.warning("checkpoints: %s", message)
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending, as this process sees them. Their arrays are not looked at."""
+        return scan(self.directory)[0]
+
+    def problems(self) -> list[str]:
+        """What else looks like a checkpoint and is not: incomplete ones, stray directories."""
+        return list(scan(self.directory)[1].values())
+
+    @property
+    def last_saved(self) -> int | None:
+        """The newest step that this object has committed."""
+        return self._saved[-1] if self._saved else None
+
+    def manifest(self, step: int) -> Manifest:
+        """What is stored at `step`, without its arrays: leaves, `extra`, versions.
+
+        Raises:
+            CheckpointMissingError, CheckpointCorruptError.
+        """
+        path = step_directory(self.directory, step)
+        problem = incomplete(path) if os.path.lexists(path) else "there is no such directory"
+        if problem is not None:
+            raise CheckpointMissingError(
+                f"no checkpoint of step {step}: {path}: {problem}; committed steps: {self.steps() or 'none'}"
+            )
+        manifest = Manifest.read(path)
+        if manifest.step != step:
+            raise CheckpointCorruptError(f"{path} was renamed: it holds step {manifest.step}")
+        return manifest
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Any, extra: dict[str, Any]) -> bool:
+        """Saves in the background. Returns once the arrays may be donated or overwritten.
+
+        One save runs at a time: this waits for the one before. A checkpoint of the same step that an earlier course of
+        the run left here is replaced.
+
+        Args:
+            step: how many steps the state has taken.
+            state: pytree of jax.Arrays.
+            extra: JSON: data position, seed, resolved config, counters, ...
+
+        Returns:
+            False if this object has saved that step already, and nothing was done.
+
+        Raises:
+            CheckpointSaveError: the save before this one failed in the background, and nothing was done for this one
+                (calling again will); or this one failed at its start. Older checkpoints are untouched in both cases.
+            CheckpointSpaceError: no room on the disk; nothing was written, older checkpoints are untouched.
+            TypeError, ValueError: a leaf is not an array, or `extra` is not JSON.
+        """
+        if self.read_only:
+            raise ValueError(f"{self.directory} was opened for reading only")
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"step: expected an integer of at least 0, got {step!r}")
+        self.wait()
+        if step in self._saved:
+            return False
+        leaves = flatten(state)
+        assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
+        for name, leaf in leaves.items():
+            if not isinstance(leaf, jax.Array):
+                raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
+        extra = json.loads(json.dumps(extra, allow_nan=False))
+        self._check_space(step, sum(leaf.nbytes for leaf in leaves.values()))
+        sums = self._checksums(leaves)
+        manifest = Manifest(
+            step=step,
+            leaves={name: LeafRecord(x.shape, str(x.dtype), sums[name]) for name, x in leaves.items()},
+            extra=extra,
+            versions=_versions(),
+            saved_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        )
+        self._start(step, leaves, manifest)
+        return True
+
+    def _start(self, step: int, arrays: dict[str, jax.Array], manifest: Manifest) -> None:
+        primary = jax.process_index() == 0
+        try:
+            if primary and put_aside(self.directory, step):
+                _log.warning("checkpoints: step %d exists from before and is being replaced", step)
+            written = storage.write(step_directory(self.directory, step), arrays, manifest.to_json())
+        except Exception as error:
+            if primary:
+                settle(self.directory, step, saved=False)
+            raise self._save_error(step, error) from error
+        self._thread = threading.Thread(target=self._finish, args=(step, written), name=f"checkpoint-{step}")
+        self._thread.start()
+
+    def _finish(self, step: int, written: Callable[[], None]) -> None:
+        """In the background: waits for the commit, then retention. Nothing is deleted before the commit."""
+        primary = jax.process_index() == 0
+        try:
+            written()
+        except BaseException as error:
+            self._failure = self._save_error(step, error)
+            self._failure.__cause__ = error
+            if primary:
+                settle(self.directory, step, saved=False)
+            return
+        self._saved.append(step)
+        self._bad.discard(step)
+        if not primary:
+            return
+        try:
+            settle(self.directory, step, saved=True)
+            known = set(self.steps()) - self._bad
+            for old in steps_to_delete(known, step, self.keep, self.keep_every):
+                delete_step(self.directory, old)
+        except OSError as error:
+            self._failure = CheckpointError(f"step {step} was saved, but old checkpoints were not deleted: {error}")
+
+    def _save_error(self, step: int, error: BaseException) -> CheckpointSaveError:
+        kept = [old for old in self.steps() if old != step]
+        return CheckpointSaveError(
+            f"the checkpoint of step {step} was not saved: {one_line(error)}; still there: steps {kept or 'none'}"
+        )
+
+    def _check_space(self, step: int, num_bytes: int) -> None:
+        free = shutil.disk_usage(self.directory).free
+        needed = num_bytes + _OVERHEAD_BYTES
+        if storage.everywhere(free >= needed):
+            return
+        raise CheckpointSpaceError(
+            f"no room for the checkpoint of step {step}: it needs {needed / 2**20:,.1f} MiB, and {self.directory} has "
+            f"{free / 2**20:,.1f} MiB free; nothing was written; still there: steps {self.steps() or 'none'}"
+        )
+
+    def check(self) -> None:
+        """Raises what has failed in the background since the last call of any method; does not wait."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def wait(self) -> None:
+        """Waits until nothing is being written.
+
+        Raises:
+            CheckpointSaveError: a save failed; names the step.
+        """
+        self._join()
+        self.check()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Waits, as `wait`. Closing twice does nothing."""
+        self.wait()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- restoring ---------------------------------------------------------------------------------------------------
+
+    def restore(self, step: int, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
+        """Restores one step.
+
+        Args:
+            step: which.
+            abstract: pytree of ShapeDtypeStructs with shardings, memory kinds included: the arrays come back in these,
+                whatever the mesh and process count that saved them.
+            groups: of the first level of `abstract`, only these, such as ("parameter", "ema").
+
+        Raises:
+            CheckpointMissingError: no such step, or it is incomplete.
+            CheckpointMismatchError: leaves differ; holds a table; nothing was read.
+            CheckpointCorruptError: bytes cannot be read, or are not what was saved; names the arrays.
+        """
+        self._join()
+        manifest = self.manifest(step)
+        if groups is not None:
+            if missing := set(groups) - set(abstract):
+                raise ValueError(f"groups: expected some of {sorted(abstract)}, got {sorted(missing)}")
+            abstract = {group: abstract[group] for group in abstract if group in groups}
+        wanted = flatten(abstract)
+        stored = {
+            name: leaf for name, leaf in manifest.leaves.items() if groups is None or name.split("/", 1)[0] in groups
+        }
+        if table := mismatch_table(stored, {n: LeafRecord(tuple(x.shape), str(x.dtype)) for n, x in wanted.items()}):
+            raise CheckpointMismatchError(f"step {step} of {self.directory} is of another model: {table}")
+        try:
+            arrays = storage.read(step_directory(self.directory, step), wanted)
+        except storage.UnreadableError as error:
+            raise CheckpointCorruptError(f"step {step} of {self.directory} cannot be read: {error}") from None
+        sums = self._checksums(arrays)
+        bad = [name for name in wanted if sums[name] != stored[name].checksum]
+        if bad:
+            for array in arrays.values():
+                array.delete()  # now, not when the last reference in a traceback dies: another try needs the room
+            raise CheckpointCorruptError(
+                f"step {step} of {self.directory} is corrupt: {len(bad)} of {len(wanted)} arrays are not what was "
+                f"saved: {', '.join(bad[:20])}{', ...' if len(bad) > 20 else ''}"
+            )
+        # Later steps that this object has saved are of another course of the run now: they may be saved again.
+        self._saved = [saved for saved in self._saved if saved <= step]
+        state = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
+        return Restored(step, state, manifest.extra, [])
+
+    def restore_latest(self, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
+        """Restores the newest step that is whole: corrupt ones are passed over, loudly, down to the last.
+
+        Arguments as `restore`. A checkpoint of another model is an error at once: the ones before it are no better.
+
+        Raises:
+            CheckpointMissingError: there is none.
+            CheckpointMismatchError: as `restore`.
+            CheckpointCorruptError: none of them is whole; lists what is wrong with each.
+        """
+        self._join()
+        steps, problems = storage.from_first_process(*scan(self.directory))
+        for problem in problems:
+            _log.warning("checkpoints: %s", problem)
+        for step in reversed(steps):
+            try:
+                restored = self.restore(step, abstract, groups=groups)
+            except (CheckpointCorruptError, CheckpointMissingError) as error:
+                problems.append(str(error))
+                self._bad.add(step)
+                self._saved = [saved for saved in self._saved if saved != step]
+                _log.warning("checkpoints: %s; trying the one before", error)
+            else:
+                return Restored(step, restored.state, restored.extra, problems)
+            gc.collect()  # tracebacks and the frames in them are cycles, and hold arrays
+        kind = CheckpointCorruptError if steps else CheckpointMissingError
+        raise kind("\n  ".join([f"no checkpoint in {self.directory} can be restored:", *problems]))
+
+
+def _versions() -> dict[str, str]:
+    versions = {"jax": jax.__version__}
+    for name in ("plimsoll-train", "orbax-checkpoint"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed as a package"
+    return versions

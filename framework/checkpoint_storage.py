@@ -1,0 +1,147 @@
+"""Arrays to disk and back: the only file that knows orbax, and what all processes of a job must agree on about it.
+
+Orbax is imported inside the functions that use it: that takes half a second, which a typo on the command line should
+not wait for.
+
+May import: jax, orbax.checkpoint (its v1 API) and checkpoint_directory, checkpoint_manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from framework.checkpoint_directory import STATE
+from framework.checkpoint_manifest import MANIFEST, one_line
+
+# Arrays are cut into stored pieces of at most this size, so that a reader of a small shard does not read a whole leaf.
+_CHUNK_BYTES = 64 << 20
+# Being read at a time, if no leaf is larger than half of this.
+_READ_BYTES = 256 << 20
+
+
+class UnreadableError(Exception):
+    """Orbax cannot read the arrays; the message names them where that could be told."""
+
+
+def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any]) -> Callable[[], None]:
+    """Starts to write a checkpoint to `path`, atomically. The arrays may be donated when this returns. Collective.
+
+    Returns:
+        A function that waits for the commit, in any thread, and raises what went wrong.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    stored: dict[str, Any] = {name: x for name, x in arrays.items() if x.size}  # orbax refuses arrays without elements
+    context = _context()
+    if all(device.platform == "cpu" for x in stored.values() for device in x.sharding.device_set):
+        # On CPU orbax would look at the arrays' own memory, and what is looked at is not donated: the next step would
+        # silently allocate a second state. So it is given copies; of arrays of several processes it makes them itself.
+        if jax.process_count() == 1:
+            stored = {name: _copy(x) for name, x in stored.items()}
+        context.array.saving.enable_pinned_host_transfer = True
+    with context:
+        response = ocp.save_checkpointables_async(str(path), {STATE: stored, MANIFEST: manifest})
+    return response.result
+
+
+def _copy(x: jax.Array) -> np.ndarray:
+    """The whole array in numpy's memory. A jax.Array keeps what np.asarray made of it, so that is asked of a copy."""
+    return np.asarray(jax.device_put(x, x.sharding, may_alias=False))
+
+
+def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The arrays at `path`, each in the sharding and memory of its ShapeDtypeStruct. Collective.
+
+    Raises:
+        UnreadableError: bytes or files are missing or make no sense. That they are right is for checksums to tell.
+    """
+    try:
+        arrays = _load(path, {name: x for name, x in wanted.items() if x.size})
+    except (jax.errors.JaxRuntimeError, MemoryError):
+        raise  # out of memory, say: no fault of the checkpoint
+    except Exception as error:
+        raise UnreadableError(_unreadable(path, wanted) or one_line(error)) from None
+    empty = {name: _zeros(x) for name, x in wanted.items() if not x.size}
+    return {name: empty[name] if name in empty else arrays[name] for name in wanted}
+
+
+def _load(path: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    from orbax.checkpoint import v1 as ocp
+
+    if not wanted:
+        return {}
+    context = _context()
+    # What is read passes through host memory. Without a limit all of it does at once: twice the state on a CPU, or of
+    # the leaves in pinned_host. The largest leaf must pass, whole in the worst case.
+    largest = max(x.size * x.dtype.itemsize for x in wanted.values())
+    context.memory.read_concurrent_bytes = max(_READ_BYTES, 2 * largest)
+    with context:
+        return ocp.load_checkpointables(str(path), {STATE: wanted})[STATE]
+
+
+def _zeros(x: Any) -> jax.Array:
+    shard = x.sharding.shard_shape(x.shape)
+    return jax.make_array_from_callback(x.shape, x.sharding, lambda _: np.zeros(shard, x.dtype))
+
+
+def _unreadable(path: Path, wanted: Mapping[str, Any]) -> str:
+    """Which arrays cannot be read, each tried by itself. Several processes might disagree, and wait for one another."""
+    found = []
+    for name, x in wanted.items() if jax.process_count() == 1 else ():
+        try:
+            _load(path, {name: x} if x.size else {})
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise
+        except Exception as error:
+            found.append(f"{name} ({one_line(error)})")
+    return "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+
+
+def _context() -> Any:
+    """Orbax's settings for both directions."""
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    # The checksums find a changed byte in raw data and name its array; decompressing one may fail in any way.
+    context.array.saving.use_compression = False
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    context.array.saving.enable_write_sharding_file = False  # shardings are always given
+    context.asynchronous.create_directories_asynchronously = False  # what stops the start is then raised by the start
+    context.pytree.loading.partial_load = True
+    context.memory.deepcopy_host_arrays = False  # `_copy` made them
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)
+    context.checkpointables.registry = registry
+    return context
+
+
+# --- agreement -------------------------------------------------------------------------------------------------------
+
+
+def everywhere(condition: bool) -> bool:
+    """Whether the condition holds in every process. Collective."""
+    if jax.process_count() == 1:
+        return condition
+    from jax.experimental import multihost_utils
+
+    return bool(np.all(multihost_utils.process_allgather(np.array(condition))))
+
+
+def from_first_process(steps: list[int], problems: dict[int, str]) -> tuple[list[int], list[str]]:
+    """What process 0 sees in a directory, for all: a network file system may show others an older state. Collective."""
+    texts = list(problems.values())
+    if jax.process_count() == 1:
+        return steps, texts
+    from jax.experimental import multihost_utils
+
+    mine = np.frombuffer(json.dumps([steps, texts]).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.array(mine.size)))
+    padded = np.resize(np.append(mine, np.uint8(0)), size)  # others' contents do not matter, their size does
+    steps, texts = json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
+    return steps, texts
