@@ -122,6 +122,7 @@ def cached_tokens(
         dtype=None,
         eos_id=None,
         vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer.digest,
         verify=True,
         hashes=hashes,
     )

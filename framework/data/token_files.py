@@ -114,6 +114,7 @@ class TokenShard:
         dtype: None takes the sidecar's, or uint16 without one.
         eos_id: None takes the sidecar's; without one the file has no known separator.
         vocab_size: every id must be below it.
+        tokenizer: digest of the tokenizer that must have written the file; None where there is none to compare.
         verify: read the whole file once (per size and time of change, see FileHashes): each block's sha256 against the
             sidecar's, each id against `vocab_size`. Otherwise only the size is checked, and ids as they are read.
 
@@ -128,6 +129,7 @@ class TokenShard:
         dtype: TokenDType | None,
         eos_id: int | None,
         vocab_size: int,
+        tokenizer: str | None,
         verify: bool,
         hashes: FileHashes,
     ):
@@ -136,6 +138,7 @@ class TokenShard:
         self.sidecar = self._read_sidecar()
         self._dtype = np.dtype(self._agreed("dtype", dtype) or "uint16").newbyteorder("<")
         self.eos_id: int | None = self._agreed("eos_id", eos_id)
+        self._check_tokenizer(tokenizer)
         self.num_tokens = self._count_tokens()
         self.digest = self._verify(hashes) if verify else self._trusted_digest()
 
@@ -205,6 +208,14 @@ class TokenShard:
         if asked is not None and recorded is not None and asked != recorded:
             raise ValueError(f"{self.file}: {key} is {recorded!r} by its sidecar, but {asked!r} is configured")
         return recorded if asked is None else asked
+
+    def _check_tokenizer(self, tokenizer: str | None) -> None:
+        recorded = self.sidecar.get("tokenizer")
+        if tokenizer is not None and recorded is not None and tokenizer != recorded:
+            raise ValueError(
+                f"{self.file}: tokenized with another tokenizer (sha256 {recorded[:12]}...) than the configured one "
+                f"({tokenizer[:12]}...); point data.tokenizer.path to the tokenizer.json it was prepared with"
+            )
 
     def _count_tokens(self) -> int:
         size, item = self.file.size(), self._dtype.itemsize

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -108,7 +107,7 @@ class BPETokenizer(TableTokenizer):
         path: a `tokenizer.json` of the `tokenizers` library (local or fsspec URL), byte-level: GPT-2, Llama 3, Qwen,
             ours.
         eos_token: the special token that opens documents. A trained tokenizer gives it id 0.
-        training_bytes: at most so much text is trained on: the first documents, of a mixture each source by its weight.
+        training_bytes: about so much text is trained on, in memory: the first documents, of a mixture by weight.
     """
 
     def __init__(
@@ -157,8 +156,8 @@ class BPETokenizer(TableTokenizer):
             file = find(self.path)[0]
             self._load(file.read(0, file.size()), file.name)
         elif kept.exists():
-            self._load(kept.read_bytes(), str(kept))
             self._check_kept(kept)
+            self._load(kept.read_bytes(), str(kept))
         elif not write:
             raise FileNotFoundError(
                 f"{kept} does not exist: the first process was to write it; do all see that folder?"
@@ -169,10 +168,10 @@ class BPETokenizer(TableTokenizer):
                 "tokens were made with (launch.prepare leaves it beside them)"
             )
         else:
-            write_atomically(
-                _meta(kept), json.dumps({"vocab_size": self.vocab_size, "eos_token": self.eos_token}).encode()
-            )
-            write_atomically(kept, self._train(texts(self.training_bytes)).encode())
+            trained = self._train(texts(self.training_bytes))
+            meta = {"vocab_size": self.vocab_size, "eos_token": self.eos_token}
+            write_atomically(_meta(kept), json.dumps(meta).encode())
+            write_atomically(kept, trained.encode())
             self._load(kept.read_bytes(), f"{kept} (trained now)")
 
     def _check_kept(self, kept: Path) -> None:
@@ -188,8 +187,10 @@ class BPETokenizer(TableTokenizer):
     def _train(self, texts: Iterator[str]) -> str:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-        first = next(texts, None)
-        if first is None:
+        # A list, because the library would run the source's generator in a thread of its own, where what belongs to one
+        # thread (a database connection) fails.
+        documents = list(texts)
+        if not documents:
             raise ValueError("the training source is empty: no text to train a BPE tokenizer on")
         library = Tokenizer(models.BPE())
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
@@ -200,7 +201,7 @@ class BPETokenizer(TableTokenizer):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # type: ignore[call-arg]
             show_progress=False,  # type: ignore[call-arg]
         )
-        library.train_from_iterator(itertools.chain([first], texts), trainer)
+        library.train_from_iterator(documents, trainer)
         return library.to_str(pretty=True)
 
     def _load(self, data: bytes, name: str) -> None:

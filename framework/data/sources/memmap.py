@@ -47,16 +47,16 @@ class TokenMemmap:
             FileNotFoundError, PermissionError: as `storage.find`.
             ValueError: a shard is truncated or garbled, or was written with another tokenizer.
         """
-        shards = []
-        for file in find(self.path):
-            shard = TokenShard(
-                file, dtype=self.dtype, eos_id=self.eos_id, vocab_size=vocab_size, verify=self.verify, hashes=hashes
+        shards = [
+            TokenShard(
+                file,
+                dtype=self.dtype,
+                eos_id=self.eos_id,
+                vocab_size=vocab_size,
+                tokenizer=tokenizer,
+                verify=self.verify,
+                hashes=hashes,
             )
-            recorded = shard.sidecar.get("tokenizer")
-            if tokenizer is not None and recorded is not None and tokenizer != recorded:
-                raise ValueError(
-                    f"{file}: tokenized with another tokenizer (sha256 {recorded[:12]}...) than the configured one "
-                    f"({tokenizer[:12]}...); point data.tokenizer.path to the tokenizer.json it was prepared with"
-                )
-            shards.append(shard)
+            for file in find(self.path)
+        ]
         return TokenStream(shards)

@@ -7,6 +7,7 @@ May import: framework.data.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import sysconfig
 from collections.abc import Iterator
@@ -39,9 +40,9 @@ class StdlibSource(TextSource):
 
     def _load(self) -> list[tuple[str, bytes]]:
         if not self._texts:  # some 12 MB: hashing and yielding read the disk once
-            files = [(name, (self.root / name).read_bytes()) for name in library_files(self.root)]
-            files = [(name, data) for name, data in files if data.strip() and _is_utf8(data)]
-            self._texts = [(name, data) for name, data in files if split_of(name) == self.split]
+            names = [name for name in library_files(self.root) if split_of(name) == self.split]
+            files = [(name, (self.root / name).read_bytes()) for name in names]
+            self._texts = [(name, data) for name, data in files if data.strip() and _is_utf8(data)]
             if not self._texts:
                 raise FileNotFoundError(
                     f"the standard library at {self.root} holds no {self.split} source files (is it zipped or "
@@ -64,8 +65,13 @@ class StdlibSource(TextSource):
 
 def library_files(root: Path) -> list[str]:
     """Relative paths (with /) of the library's own modules below `root`, sorted."""
-    names = (path.relative_to(root) for path in root.rglob("*.py") if path.is_file())
-    return sorted(name.as_posix() for name in names if not _left_out(name))
+    names: list[str] = []
+    for folder, children, files in os.walk(root):
+        # Changing the list in place keeps os.walk out of those folders (site-packages may be large).
+        children[:] = [child for child in children if not _left_out(child)]
+        inside = Path(folder).relative_to(root)
+        names += [(inside / name).as_posix() for name in files if name.endswith(".py") and not _one_build(name)]
+    return sorted(names)
 
 
 def split_of(name: str) -> Literal["train", "validation"]:
@@ -74,12 +80,13 @@ def split_of(name: str) -> Literal["train", "validation"]:
     return "validation" if bucket < VALIDATION_PERCENT else "train"
 
 
-def _left_out(name: Path) -> bool:
-    """Tests, and what describes one build or installation (config-3.x-*/, _sysconfigdata_*.py) and not the library."""
-    for folder in name.parts[:-1]:
-        if folder in _LEFT_OUT_FOLDERS or folder.endswith(("_test", "_tests")) or folder.startswith("config-"):
-            return True
-    return name.name.startswith("_sysconfigdata")
+def _left_out(folder: str) -> bool:
+    """Tests, what is installed beside the library, and what describes one build of it (config-3.x-*/)."""
+    return folder in _LEFT_OUT_FOLDERS or folder.endswith(("_test", "_tests")) or folder.startswith("config-")
+
+
+def _one_build(name: str) -> bool:
+    return name.startswith("_sysconfigdata")
 
 
 def _is_utf8(data: bytes) -> bool:

@@ -1,0 +1,64 @@
+"""Small real corpora on disk, and pipelines over them."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.config import Config, config_for
+from framework.data.pipeline import DataPipeline
+from framework.data.sources import TextFiles
+from framework.data.tokenizers import ByteTokenizer
+
+WORDS = [
+    "def",
+    "return",
+    "import",
+    "self",
+    "for",
+    "print",
+    "lambda",
+    "yield",
+    "é",
+    "你好",
+    "naïve",
+    "🚢",
+    "0",
+    "(",
+    ")",
+    "\n",
+]
+
+
+def write_documents(folder: Path, count: int, seed: int = 0, words: int = 60) -> list[str]:
+    """`count` text files of random words, some of them not ASCII, in reading order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(seed)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, words))) + "\n" for _ in range(count)]
+    for number, text in enumerate(texts):
+        (folder / f"{number:04d}.txt").write_bytes(text.encode())
+    return texts
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Callable[..., list[str]]:
+    """documents("name", count=..., seed=...) writes tmp_path/name/*.txt."""
+    return lambda name="corpus", count=40, **kw: write_documents(tmp_path / name, count, **kw)
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Callable[..., DataPipeline]:
+    """pipeline(source=..., ...) over tmp_path/corpus/*.txt, set up in tmp_path/workdir."""
+
+    def build(workdir: str = "workdir", setup: bool = True, **fields: Any) -> DataPipeline:
+        fields.setdefault("source", config_for(TextFiles, paths=[str(tmp_path / "corpus/*.txt")]))
+        fields.setdefault("tokenizer", config_for(ByteTokenizer))
+        config: Config = config_for(DataPipeline, **{"seq_len": 32, "global_batch_size": 8, **fields})
+        built = config.instantiate()
+        if setup:
+            built.setup(tmp_path / workdir)
+        return built
+
+    return build

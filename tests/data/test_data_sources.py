@@ -1,0 +1,215 @@
+"""Each source yields the documents that are in its files, and names file and place when it cannot."""
+
+import gzip
+import json
+from pathlib import Path
+
+import fsspec
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from framework.config import config_for
+from framework.data.sources import JsonLines, Mixture, Parquet, StdlibSource, TextFiles
+from framework.data.sources.stdlib import library_files, split_of
+from framework.data.storage import FileHashes
+
+TEXTS = ["def f():\n    return 1\n", "é 你好 🚢\r\n", "no newline at the end", "x" * 3000]
+
+
+def jsonl(records: list) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def test_text_files_are_documents_byte_for_byte(tmp_path: Path):
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode())
+    assert list(TextFiles(paths=[str(tmp_path / "*.txt")]).documents()) == TEXTS
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 7, 1 << 20])
+def test_a_separator_divides_a_file_wherever_chunks_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
+    monkeypatch.setattr("framework.data.sources.text._CHUNK", chunk)
+    (tmp_path / "all.txt").write_bytes("<|end|>".join(TEXTS).encode())
+    source = TextFiles(paths=[str(tmp_path / "all.txt")], separator="<|end|>")
+    assert list(source.documents()) == TEXTS
+
+
+def test_an_empty_separator_is_refused():
+    with pytest.raises(ValueError, match=r"separator"):
+        TextFiles(paths=["x"], separator="")
+
+
+def test_json_lines_compressed_remote_and_with_blank_lines(tmp_path: Path):
+    data = jsonl([{"body": text, "id": 1} for text in TEXTS]).replace(b"\n", b"\n\n", 1)
+    (tmp_path / "a.jsonl").write_bytes(data)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(data))
+    fsspec.filesystem("memory").pipe("/sources-test/c.jsonl", data)
+    paths = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.gz"), "memory://sources-test/c.jsonl"]
+    assert list(JsonLines(paths=paths, field="body").documents()) == TEXTS * 3
+
+
+@pytest.mark.parametrize(
+    "kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())]
+)
+def test_parquet_by_row_group(tmp_path: Path, kind: pyarrow.DataType):
+    column = (
+        pyarrow.array(TEXTS * 10).cast(kind)
+        if not pyarrow.types.is_dictionary(kind)
+        else pyarrow.array(TEXTS * 10).dictionary_encode()
+    )
+    table = pyarrow.table({"id": list(range(40)), "content": column})
+    parquet.write_table(table, tmp_path / "x.parquet", row_group_size=7)
+    source = Parquet(paths=[str(tmp_path / "x.parquet")], column="content")
+    assert list(source.documents()) == TEXTS * 10
+    done, total = source.progress()
+    assert done > 0
+    assert total == (tmp_path / "x.parquet").stat().st_size
+
+
+# ---- what is wrong, and where
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "half', "line 3 .byte 32.: not JSON"),
+        (b'{"txt": "a", "id": 1}', "line 3 .*no field 'text'; the object has 'txt', 'id'; did you mean 'txt'"),
+        (b'{"text": 7}', "line 3 .*field 'text' is int, expected text"),
+        (b'["a"]', "line 3 .*expected a JSON object, given list"),
+        (b'{"text": "\xff"}', "line 3 .*not JSON"),
+        (b'{"text": "\\ud83d"}', "line 3 .*not valid Unicode"),
+    ],
+)
+def test_a_bad_json_line_is_named(tmp_path: Path, line: bytes, message: str):
+    good = b'{"text": "fine"}\n'
+    (tmp_path / "x.jsonl").write_bytes(good * 2 + line + b"\n")
+    read = JsonLines(paths=[str(tmp_path / "x.jsonl")]).documents()
+    assert [next(read), next(read)] == ["fine", "fine"]
+    with pytest.raises(ValueError, match=rf"{tmp_path}/x.jsonl, {message.replace('byte 32', f'byte {2 * len(good)}')}"):
+        next(read)
+
+
+def test_text_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path):
+    (tmp_path / "x.txt").write_bytes("é".encode() + b"ab\xffcd")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/x.txt: not UTF-8 at byte 4 .0xff"):
+        list(TextFiles(paths=[str(tmp_path / "x.txt")]).documents())
+    (tmp_path / "x.txt").write_bytes(b"good|also\xff|")
+    with pytest.raises(ValueError, match=r"not UTF-8 at byte 9"):
+        list(TextFiles(paths=[str(tmp_path / "x.txt")], separator="|").documents())
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip"])
+@pytest.mark.parametrize("kind", ["txt.gz", "jsonl.gz", "txt.xz", "txt.bz2"])
+def test_damaged_compressed_files_are_named_and_never_end_silently(tmp_path: Path, kind: str, damage: str):
+    import bz2
+    import lzma
+
+    pack = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}[kind.rpartition(".")[2]]
+    data = bytearray(pack(jsonl([{"text": f"line {i} {i * i}"} for i in range(3000)])))
+    if damage == "truncate":
+        del data[len(data) // 2 :]
+    else:
+        data[len(data) // 2] ^= 0x10
+    (tmp_path / f"x.{kind}").write_bytes(data)
+    source = JsonLines if kind.startswith("jsonl") else TextFiles
+    with pytest.raises(ValueError, match=rf"{tmp_path}/x.{kind}"):
+        list(source(paths=[str(tmp_path / f"x.{kind}")]).documents())
+
+
+def test_parquet_damage_is_named(tmp_path: Path):
+    path = tmp_path / "x.parquet"
+    parquet.write_table(
+        pyarrow.table({"text": [f"document {i} " * 20 for i in range(500)]}), path, row_group_size=100,
+        write_page_checksum=True, compression="NONE", use_dictionary=False,
+    )  # fmt: skip
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(ValueError, match=rf"{path}: damaged, truncated or not Parquet"):
+        list(Parquet(paths=[str(path)]).documents())
+    damaged = bytearray(whole)
+    damaged[whole.index(b"document 250 ")] ^= 1  # the checksum of its page tells, though the text would still decode
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=rf"{path}: damaged.*after row group [12]"):
+        list(Parquet(paths=[str(path)]).documents())
+
+
+def test_parquet_columns_that_will_not_do(tmp_path: Path):
+    path = str(tmp_path / "x.parquet")
+    parquet.write_table(pyarrow.table({"texts": ["a", None], "n": [1, 2]}), path)
+    with pytest.raises(ValueError, match=r"no column 'text'; it has 'texts', 'n'; did you mean 'texts'"):
+        list(Parquet(paths=[path]).documents())
+    with pytest.raises(ValueError, match=r"column 'n' is int64, expected text"):
+        list(Parquet(paths=[path], column="n").documents())
+    with pytest.raises(ValueError, match=r"row group 0, row 1: column 'texts' is null"):
+        list(Parquet(paths=[path], column="texts").documents())
+
+
+# ---- the standard library
+
+
+def test_tests_and_installed_packages_are_left_out(tmp_path: Path):
+    kept = ["abc.py", "unittest/case.py", "email/mime/text.py", "doctest.py", "test_like.py"]
+    left_out = [
+        "test/test_abc.py", "unittest/tests/x.py", "idlelib/idle_test/x.py", "lib2to3/tests/data/y.py",
+        "ctypes/test/x.py", "site-packages/numpy/x.py", "dist-packages/x.py", "__pycache__/x.py", "my_tests/x.py",
+        "ensurepip/_bundled/x.py", "config-3.11-x86_64-linux-gnu/x.py", "_sysconfigdata__linux.py",
+    ]  # fmt: skip
+    for name in [*kept, *left_out, "not_python.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    assert library_files(tmp_path) == sorted(kept)
+
+
+def test_the_split_is_by_name_alone_disjoint_and_complete(tmp_path: Path):
+    names = [f"m{i}.py" for i in range(400)]
+    for name in names:
+        (tmp_path / name).write_bytes(f"# {name}\n".encode())
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")  # not UTF-8: left out
+    (tmp_path / "empty.py").write_bytes(b"")
+    parts = {}
+    for split in ("train", "validation"):
+        source = StdlibSource(split=split)
+        source.root = tmp_path
+        parts[split] = list(source.documents())
+    assert sorted(parts["train"] + parts["validation"]) == sorted(f"# {name}\n" for name in names)
+    assert parts["validation"] == [f"# {name}\n" for name in sorted(names) if split_of(name) == "validation"]
+    assert 8 <= len(parts["validation"]) <= 36  # 5% of 400
+
+
+def test_the_running_library_is_recorded_by_hash():
+    contents = StdlibSource(split="validation").contents(FileHashes())
+    record = contents.record()
+    assert record["python"]
+    assert 20 <= len(record["files"]) <= 60
+    assert all(len(file["sha256"]) == 64 and split_of(file["name"]) == "validation" for file in record["files"])
+    assert StdlibSource(split="validation").contents(FileHashes()).digest == contents.digest == record["sha256"]
+
+
+def test_an_interpreter_without_library_sources_says_so(tmp_path: Path):
+    source = StdlibSource()
+    source.root = tmp_path
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}.*zipped or stripped"):
+        list(source.documents())
+
+
+# ---- identity and mixtures
+
+
+def test_content_and_settings_decide_identity_but_names_do_not(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl([{"text": "x", "t2": "y"}]))
+    (tmp_path / "b.jsonl").write_bytes(jsonl([{"text": "x", "t2": "y"}]))
+    (tmp_path / "c.jsonl").write_bytes(jsonl([{"text": "z", "t2": "y"}]))
+
+    def digest(name: str, **fields) -> str:
+        return JsonLines(paths=[str(tmp_path / name)], **fields).contents(FileHashes()).digest
+
+    assert digest("a.jsonl") == digest("b.jsonl")
+    assert len({digest("a.jsonl"), digest("c.jsonl"), digest("a.jsonl", field="t2"), digest("*.jsonl")}) == 4
+
+
+@pytest.mark.parametrize("weights", [[], [1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
+def test_mixture_weights_must_fit(weights: list[float]):
+    source = config_for(TextFiles, paths=["x"])
+    with pytest.raises(ValueError, match=r"Mixture"):
+        Mixture(sources=[source, source], weights=weights)

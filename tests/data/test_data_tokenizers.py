@@ -1,0 +1,194 @@
+"""Tokenizers: every byte survives, every byte is counted, and the separator never comes out of text."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
+
+CORPUS = [
+    "def train(self):\n    return self.loss\n" * 20,
+    "the quick brown fox é naïve 你好 🚢\n" * 30,
+    "a<|endoftext|>b " * 9,
+]
+NASTY = [
+    "",
+    " ",
+    "\x00\x01\x7f\x80\xff",
+    "é 你好 🚢\r\n\t",
+    "<|endoftext|>",
+    "\u2028\ufeff\U0010ffff",
+    "a" * 500,
+    "  \n \n",
+]
+
+
+@pytest.fixture
+def bpe(tmp_path: Path) -> BPETokenizer:
+    tokenizer = BPETokenizer(vocab_size=400)
+    tokenizer.prepare(tmp_path, lambda budget: iter(CORPUS), write=True)
+    return tokenizer
+
+
+def test_bytes_are_their_own_ids():
+    tokenizer = ByteTokenizer()
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
+    (tokens,) = tokenizer.encode_batch(["aé"])
+    assert tokens.tolist() == [0x61, 0xC3, 0xA9]
+    assert tokenizer.byte_lengths.tolist() == [1] * 256 + [0]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_round_trip_and_byte_counts_of_every_byte(kind: str, bpe: BPETokenizer):
+    tokenizer = ByteTokenizer() if kind == "bytes" else bpe
+    texts = [*NASTY, *CORPUS, *(chr(code) for code in range(0, 0x3000, 7))]
+    for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        assert tokenizer.decode_bytes(tokens) == text.encode()
+        assert tokenizer.decode(tokens) == text
+        assert tokenizer.num_bytes(tokens) == len(text.encode())
+        assert tokenizer.eos_id not in tokens
+
+
+def test_every_single_byte_has_an_id(bpe: BPETokenizer):
+    assert {piece for piece in bpe.table if len(piece) == 1} == {bytes([byte]) for byte in range(256)}
+
+
+def test_bytes_count_where_weights_do_not_vanish(bpe: BPETokenizer):
+    (tokens,) = bpe.encode_batch(["the quick 你好"])
+    padded = np.stack([np.append(tokens, bpe.eos_id), np.append(tokens, bpe.eos_id)])
+    weights = np.array([[1.0], [0.0]], np.float32) * np.ones_like(padded, np.float32)
+    assert bpe.num_bytes(padded) == 2 * len("the quick 你好".encode())
+    assert bpe.num_bytes(padded, weights) == len("the quick 你好".encode())
+
+
+def test_half_a_character_decodes_to_the_replacement(bpe: BPETokenizer):
+    assert ByteTokenizer().decode([0xC3]) == "\ufffd"
+    assert bpe.decode_bytes([bpe.eos_id]) == b""
+
+
+def test_it_is_trained_once_kept_and_loaded(tmp_path: Path, bpe: BPETokenizer):
+    again = BPETokenizer(vocab_size=400)
+    again.prepare(tmp_path, lambda budget: pytest.fail("trained again"), write=False)
+    assert (again.digest, again.table, again.eos_id) == (bpe.digest, bpe.table, bpe.eos_id)
+    explicit = BPETokenizer(vocab_size=512, path=str(tmp_path / "tokenizer.json"))
+    explicit.prepare(tmp_path / "other", None, write=True)
+    assert explicit.digest == bpe.digest
+    assert explicit.encode_batch(CORPUS)[1].tolist() == bpe.encode_batch(CORPUS)[1].tolist()
+    assert len(explicit.byte_lengths) == 512
+    assert explicit.byte_lengths[400:].sum() == 0
+
+
+def test_training_is_deterministic_and_learns(tmp_path: Path, bpe: BPETokenizer):
+    (tmp_path / "b").mkdir()
+    other = BPETokenizer(vocab_size=400)
+    other.prepare(tmp_path / "b", lambda budget: iter(CORPUS), write=True)
+    assert other.digest == bpe.digest
+    (tokens,) = bpe.encode_batch([CORPUS[0]])
+    assert len(tokens) < len(CORPUS[0]) / 3
+
+
+def test_the_training_budget_is_passed_on(tmp_path: Path):
+    asked = []
+    tokenizer = BPETokenizer(vocab_size=300, training_bytes=12345)
+    tokenizer.prepare(tmp_path, lambda budget: (asked.append(budget), iter(CORPUS))[1], write=True)
+    assert asked == [12345]
+
+
+def test_an_error_in_the_training_text_passes_through(tmp_path: Path):
+    def texts(budget: int):
+        yield CORPUS[0]
+        raise ValueError("x.txt: not UTF-8 at byte 4")
+
+    with pytest.raises(ValueError, match=r"x.txt: not UTF-8 at byte 4"):
+        BPETokenizer(vocab_size=300).prepare(tmp_path, texts, write=True)
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+def test_a_workdir_trained_for_another_size_is_refused(tmp_path: Path, bpe: BPETokenizer):
+    with pytest.raises(ValueError, match=r"tokenizer.json was trained for vocab_size=400, but 300 is configured"):
+        BPETokenizer(vocab_size=300).prepare(tmp_path, lambda budget: iter(CORPUS), write=True)
+    with pytest.raises(ValueError, match=r"trained for vocab_size=400, but 500 is configured"):
+        BPETokenizer(vocab_size=500).prepare(tmp_path, lambda budget: iter(CORPUS), write=True)
+
+
+def save(library: Tokenizer, path: Path) -> str:
+    library.save(str(path))
+    return str(path)
+
+
+def test_other_files_than_byte_level_bpe_are_refused(tmp_path: Path):
+    wordpiece = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    path = save(wordpiece, tmp_path / "wp.json")
+    with pytest.raises(ValueError, match=r"wp.json: expected a byte-level BPE"):
+        BPETokenizer(vocab_size=1000, path=path).prepare(tmp_path, None, write=True)
+    (tmp_path / "half.json").write_bytes(Path(path).read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"half.json: not a tokenizer.json"):
+        BPETokenizer(vocab_size=1000, path=str(tmp_path / "half.json")).prepare(tmp_path, None, write=True)
+    with pytest.raises(FileNotFoundError, match=r"tokeniser.json does not exist"):
+        BPETokenizer(vocab_size=1000, path=str(tmp_path / "tokeniser.json")).prepare(tmp_path, None, write=True)
+
+
+def test_a_foreign_byte_level_file_with_added_tokens(tmp_path: Path):
+    """The layout of GPT-2 and Qwen files: special tokens at the end, several pre-tokenizers, added plain tokens."""
+    library = Tokenizer(models.BPE())
+    library.normalizer = normalizers.NFC()
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    )
+    library.add_special_tokens(["<|im_end|>"])
+    library.add_tokens(["höchst"])
+    tokenizer = BPETokenizer(vocab_size=320, path=save(library, tmp_path / "t.json"), eos_token="<|im_end|>")
+    tokenizer.prepare(tmp_path, None, write=True)
+    assert tokenizer.eos_id == 300
+    (tokens,) = tokenizer.encode_batch(["it is höchst <|im_end|> 42"])
+    assert 301 in tokens
+    assert tokenizer.eos_id not in tokens
+    assert tokenizer.decode(tokens) == "it is höchst <|im_end|> 42"
+    assert tokenizer.num_bytes(tokens) == len("it is höchst <|im_end|> 42".encode())
+    with pytest.raises(ValueError, match=r"has ids up to 301, but data.tokenizer.vocab_size is 301"):
+        BPETokenizer(vocab_size=301, path=str(tmp_path / "t.json"), eos_token="<|im_end|>").prepare(
+            tmp_path, None, write=True
+        )
+    with pytest.raises(ValueError, match=r"no token '<.endoftext.>' .*special are .*<.im_end.>"):
+        BPETokenizer(vocab_size=320, path=str(tmp_path / "t.json")).prepare(tmp_path, None, write=True)
+
+
+def test_what_cannot_be_trained(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"vocab_size: expected at least 257"):
+        BPETokenizer(vocab_size=256)
+    with pytest.raises(ValueError, match=r"cannot be trained on tokens"):
+        BPETokenizer(vocab_size=300).prepare(tmp_path, None, write=True)
+    with pytest.raises(ValueError, match=r"the training source is empty"):
+        BPETokenizer(vocab_size=300).prepare(tmp_path, lambda budget: iter([]), write=True)
+    with pytest.raises(FileNotFoundError, match=r"the first process was to write it"):
+        BPETokenizer(vocab_size=300).prepare(tmp_path, lambda budget: iter(CORPUS), write=False)
+    assert list(tmp_path.glob("tokenizer.json")) == []
+
+
+def test_a_small_corpus_fills_less_than_the_vocabulary(tmp_path: Path):
+    tokenizer = BPETokenizer(vocab_size=5000)
+    tokenizer.prepare(tmp_path, lambda budget: iter(["ab ab ab"]), write=True)
+    used = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    assert len(used) < 300
+    assert tokenizer.vocab_size == len(tokenizer.table) == 5000
+    assert tokenizer.decode_bytes([4999]) == b""
+
+
+def test_no_tokenizer_has_no_text(tmp_path: Path):
+    tokenizer = NoTokenizer(vocab_size=50257, eos_id=50256)
+    tokenizer.prepare(tmp_path, None, write=True)
+    assert not tokenizer.has_text
+    with pytest.raises(ValueError, match=r"stand for no text"):
+        tokenizer.num_bytes(np.zeros(3, int))
+    with pytest.raises(ValueError, match=r"data.source yields text"):
+        tokenizer.prepare(tmp_path, lambda budget: iter([]), write=True)
+    with pytest.raises(ValueError, match=r"eos_id: expected an id below vocab_size=100, given 100"):
+        NoTokenizer(vocab_size=100, eos_id=100)

@@ -1,0 +1,105 @@
+"""docs/data.md, run as written: its files saved, its Python blocks and commands executed."""
+
+import gzip
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import configs
+import launch
+from framework.data import sources, tokenizers
+from framework.data.packing import pack
+from launch import cli, prepare
+from launch import configs as show
+
+ROOT = Path(launch.__path__[0]).parent
+TEXT = (ROOT / "docs" / "data.md").read_text()
+BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+COMMANDS = [shlex.split(line) for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()]
+
+
+@pytest.fixture
+def saved_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files that the page says to save, and the raw data that its commands read."""
+    for kind, block in BLOCKS:
+        if kind == "python" and (name := re.match(r"# (\w+\.py)\n", block)):
+            (tmp_path / name[1]).write_text(block)
+    (tmp_path / "raw").mkdir()
+    lines = "".join(json.dumps({"body": f"document {i} of the corpus, " * 5}) + "\n" for i in range(200))
+    (tmp_path / "raw/a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_python_blocks_run():
+    space: dict[str, Any] = {"__name__": "docs_data"}
+    blocks = [block for kind, block in BLOCKS if kind == "python" and not block.startswith("# ")]
+    for block in blocks:
+        exec(compile(block, "docs/data.md", "exec"), space)
+    assert len(blocks) == 2
+    assert space["counted"] > 1000
+
+
+def test_commands_run(saved_files: Path, capsys: pytest.CaptureFixture[str]):
+    ran = []
+    for words in COMMANDS:
+        ran.append(words[2] if words[1] == "-m" else words[1])
+        if words[:2] != ["python", "-m"]:
+            subprocess.run([sys.executable, *words[1:]], check=True)
+        elif words[2] == "launch.configs":
+            assert show.main(words[3:]) == 0, capsys.readouterr().err
+        elif words[2] == "launch.prepare":
+            assert prepare.main(words[3:]) == 0, capsys.readouterr().err
+        else:  # training takes longer than a test may: that its data are as promised is tried below
+            spec, overrides, _ = cli.split(words[3:])
+            assert spec is not None
+            cli.apply_overrides(configs.load(spec), overrides)
+    assert ran.count("launch.prepare") == 2
+    assert ran[-4:] == ["make_rows.py", "launch.configs", "launch.prepare", "launch.train"]
+    assert (saved_files / "rows-tokens/train-00000.bin").exists()
+
+
+def test_the_added_source_feeds_a_pipeline(saved_files: Path):
+    subprocess.run([sys.executable, "make_rows.py"], check=True)
+    data = configs.load("my_rows.py:tiny_rows").data.instantiate()
+    data.setup(saved_files / "runs")
+    train = data.source_report()[0]
+    assert (train.kind, train.documents) == ("SqliteRows", 500)
+    assert data.train_batch(0, [0])["tokens"].shape == (1, data.seq_len)
+    (saved_files / "rows.sqlite").unlink()
+    with pytest.raises(FileNotFoundError, match=r"data\.source: rows\.sqlite does not exist"):
+        configs.load("my_rows.py:tiny_rows").data.instantiate().setup(saved_files / "elsewhere")
+
+
+def test_the_tables_name_what_there_is():
+    for module in (sources, tokenizers):
+        rows = set(re.findall(r"^\| `(\w+)", TEXT, flags=re.MULTILINE))
+        kinds = {
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and value.__module__.startswith(module.__name__)
+        }
+        public = {name for name in kinds if not name.startswith("_")} - {
+            "Contents",
+            "TextSource",
+            "TableTokenizer",
+            "Tokenizer",
+        }
+        assert public <= rows, public - rows
+
+
+def test_the_picture_of_packing_is_what_pack_does():
+    (picture,) = [block for kind, block in BLOCKS if kind == "text" and block.startswith("tokens")]
+    rows = {line.split()[0]: line.split()[1:8] for line in picture.splitlines()}
+    window = [ord(letter) for letter in [*rows["tokens"], rows["targets"][-1]]]
+    batch = pack([__import__("numpy").array(window, "int32")], 7, separators=[ord("#")])
+    for name in ("tokens", "targets"):
+        assert [chr(token) for token in batch[name][0]] == rows[name]
+    for name in ("positions", "segments"):
+        assert [str(number) for number in batch[name][0]] == rows[name]

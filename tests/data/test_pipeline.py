@@ -1,0 +1,288 @@
+"""The pipeline as the trainer uses it: deterministic global batches, any split of rows, resume, evaluation."""
+
+import json
+import math
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from framework.config import Config, config_for
+from framework.data.compressors import compressor_bits_per_byte
+from framework.data.pipeline import DataPipeline
+from framework.data.sources import JsonLines, Mixture, StdlibSource, TextFiles, TokenMemmap
+from framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
+
+B, S = 8, 32
+
+
+def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def test_a_batch_is_a_function_of_seed_and_step(documents, pipeline):
+    documents()
+    one, two, other = pipeline(), pipeline("elsewhere"), pipeline("third", seed=1)
+    for step in (0, 1, 7, 10**6):
+        assert equal(one.train_batch(step, range(B)), two.train_batch(step, range(B)))
+        assert not equal(one.train_batch(step, range(B)), other.train_batch(step, range(B)))
+    assert not equal(one.train_batch(0, range(B)), one.train_batch(1, range(B)))
+    assert one.fingerprint() == two.fingerprint() != other.fingerprint()
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_processes_hold_the_rows_of_one_global_batch(documents, pipeline, processes: int, document_mask: bool):
+    documents()
+    built = pipeline(document_mask=document_mask)
+    for step in (0, 5):
+        whole = built.train_batch(step, range(B))
+        parts = [built.train_batch(step, range(p, B, processes)) for p in range(processes)]
+        merged = {name: np.empty_like(array) for name, array in whole.items()}
+        for p, part in enumerate(parts):
+            for name, array in part.items():
+                merged[name][p::processes] = array
+        assert equal(whole, merged)
+    shuffled = [5, 0, 5]
+    assert np.array_equal(built.train_batch(3, shuffled)["tokens"], built.train_batch(3, range(B))["tokens"][shuffled])
+
+
+def test_resuming_at_a_step_continues_the_undisturbed_run(documents, pipeline):
+    documents()
+    with pipeline().train_iterator(0, range(B)) as run:
+        undisturbed = [next(run) for _ in range(12)]
+    with pipeline("resumed").train_iterator(5, range(B)) as run:
+        resumed = [next(run) for _ in range(7)]
+    assert [step for step, _ in resumed] == list(range(5, 12))
+    assert all(equal(a, b) for (_, a), (_, b) in zip(undisturbed[5:], resumed, strict=True))
+
+
+def test_epochs_tile_the_stream_and_differ(documents, pipeline):
+    texts = documents()
+    built = pipeline()
+    (report,) = built.source_report()
+    stream = [token for text in texts for token in [256, *text.encode()]]
+    assert (report.tokens, report.documents, report.bytes) == (len(stream), len(texts), len("".join(texts).encode()))
+    assert report.sequences == (len(stream) - 1) // S
+    expected = {tuple(stream[i * S : i * S + S + 1]) for i in range(report.sequences)}
+    rows = [
+        (*batch["tokens"][row], batch["targets"][row][-1])
+        for batch in (built.train_batch(step, range(B)) for step in range(2 * report.sequences // B + 1))
+        for row in range(B)
+    ]
+    first, second = rows[: report.sequences], rows[report.sequences : 2 * report.sequences]
+    assert set(map(tuple, first)) == expected
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_targets_are_the_next_tokens(documents, pipeline):
+    documents()
+    batch = pipeline().train_batch(0, range(B))
+    np.testing.assert_array_equal(batch["targets"][:, :-1], batch["tokens"][:, 1:])
+    assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
+        "tokens": ((B, S), "int32"), "targets": ((B, S), "int32"), "weights": ((B, S), "float32"),
+    }  # fmt: skip
+    assert batch["weights"].min() == 1.0
+
+
+def test_document_masks_add_keys_and_change_nothing_else(documents, pipeline):
+    documents()
+    plain, masked = pipeline(), pipeline("masked", document_mask=True)
+    a, b = plain.train_batch(2, range(B)), masked.train_batch(2, range(B))
+    assert set(b) - set(a) == {"positions", "segments"}
+    assert all(np.array_equal(a[name], b[name]) for name in a)
+    opens = b["tokens"] == 256
+    assert opens.any()
+    assert (b["positions"][opens] == 0).all()
+    assert (b["segments"][:, 0] == 1).all()
+    assert (np.diff(b["segments"], axis=1) == opens[:, 1:]).all()
+    assert plain.fingerprint() != masked.fingerprint()
+
+
+# ---- evaluation
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_evaluation_reads_each_token_once_and_counts_every_byte(documents, pipeline, tmp_path: Path, kind: str):
+    documents()
+    texts = documents("held", count=23, seed=9)
+    tokenizer = config_for(ByteTokenizer) if kind == "bytes" else config_for(BPETokenizer, vocab_size=300)
+    held = config_for(TextFiles, paths=[str(tmp_path / "held/*.txt")])
+    built = pipeline(validation={"held": held}, tokenizer=tokenizer)
+    expected = [t for tokens in built.tokenizer.encode_batch(texts) for t in [built.tokenizer.eos_id, *tokens]]
+    batches = list(built.eval_batches("held", range(B)))
+    assert len(batches) == built.num_eval_batches("held") == math.ceil(math.ceil((len(expected) - 1) / S) / B)
+    assert {batch["tokens"].shape for batch in batches} == {(B, S)}
+    used = [batch["weights"] > 0 for batch in batches]
+    assert np.concatenate([b["targets"][u] for b, u in zip(batches, used, strict=True)]).tolist() == expected[1:]
+    assert np.concatenate([b["tokens"][u] for b, u in zip(batches, used, strict=True)]).tolist() == expected[:-1]
+    text = "".join(texts).encode()
+    assert built.document_text("held") == text
+    assert sum(built.tokenizer.num_bytes(b["targets"], b["weights"]) for b in batches) == len(text)
+
+
+def test_evaluation_in_parts_and_limits(documents, pipeline, tmp_path: Path):
+    documents()
+    documents("held", count=30, seed=3)
+    built = pipeline(
+        validation={"held": config_for(TextFiles, paths=[str(tmp_path / "held/*.txt")])}, document_mask=True
+    )
+    whole = list(built.eval_batches("held", range(B)))
+    halves = [list(built.eval_batches("held", rows)) for rows in (range(4), range(4, 8))]
+    for batch, low, high in zip(whole, *halves, strict=True):
+        assert equal(batch, {name: np.concatenate([low[name], high[name]]) for name in batch})
+    assert len(list(built.eval_batches("held", range(B), limit=2))) == 2
+    assert len(list(built.eval_batches("held", range(B), limit=10**6))) == len(whole)
+    last = whole[-1]
+    assert (last["segments"][last["weights"] == 0] == 0).all()
+
+
+def test_a_validation_text_shorter_than_a_window_still_counts(documents, pipeline, tmp_path: Path):
+    documents()
+    (tmp_path / "short.txt").write_text("ab")
+    built = pipeline(validation={"short": config_for(TextFiles, paths=[str(tmp_path / "short.txt")])})
+    (batch,) = built.eval_batches("short", range(B))
+    assert batch["weights"].sum() == 2
+    assert batch["targets"][0, :2].tolist() == [97, 98]
+
+
+def test_compressors_on_known_text():
+    sizes = compressor_bits_per_byte(b"abcdefgh" * 10_000)
+    assert sizes.keys() == {"gzip -9", "xz -9"}
+    assert 0 < sizes["xz -9"] < sizes["gzip -9"] < 0.1
+    with pytest.raises(ValueError, match=r"some text"):
+        compressor_bits_per_byte(b"")
+
+
+# ---- mixtures, memmaps, caches
+
+
+def test_a_mixture_draws_by_weight_also_nested(documents, pipeline, tmp_path: Path):
+    for name, letter in (("a", "a"), ("b", "b"), ("c", "c")):
+        (tmp_path / f"{name}.txt").write_text(letter * 4000)
+    file = {name: config_for(TextFiles, paths=[str(tmp_path / f"{name}.txt")]) for name in "abc"}
+    inner = config_for(Mixture, sources=[file["b"], file["c"]], weights=[3.0, 1.0])
+    built = pipeline(source=config_for(Mixture, sources=[file["a"], inner], weights=[1.0, 1.0]))
+    report = built.source_report()
+    assert [(row.name, row.weight) for row in report] == [("train.0", 0.5), ("train.1.0", 0.375), ("train.1.1", 0.125)]
+    last = np.concatenate([built.train_batch(step, range(B))["targets"][:, -1] for step in range(100)])
+    shares = [np.mean(last == ord(letter)) for letter in "abc"]
+    np.testing.assert_allclose(shares, [0.5, 0.375, 0.125], atol=0.01)
+    whole = built.train_batch(4, range(B))["tokens"]
+    assert np.array_equal(built.train_batch(4, [1, 6])["tokens"], whole[[1, 6]])
+    heavier = pipeline("x", source=config_for(Mixture, sources=[file["a"], inner], weights=[2.0, 1.0]))
+    assert heavier.fingerprint() != built.fingerprint()
+
+
+def test_text_and_its_token_file_give_the_same_batches(documents, pipeline, tmp_path: Path):
+    documents()
+    text = pipeline(document_mask=True)
+    (cached,) = (tmp_path / "workdir/data").glob("tokens-*/tokens.bin")
+    memmap = pipeline("second", source=config_for(TokenMemmap, path=str(cached)), document_mask=True)
+    assert equal(text.train_batch(3, range(B)), memmap.train_batch(3, range(B)))
+    assert text.fingerprint() == memmap.fingerprint()
+
+
+def test_a_memmap_without_a_tokenizer(tmp_path: Path, pipeline):
+    tokens = np.random.default_rng(0).integers(0, 500, 5000).astype("<u2")
+    tokens.tofile(tmp_path / "train.bin")
+    source = config_for(TokenMemmap, path=str(tmp_path / "train.bin"))
+    built = pipeline(source=source, tokenizer=config_for(NoTokenizer, vocab_size=500), validation={"same": source})
+    assert not built.tokenizer.has_text
+    assert sum(int(b["weights"].sum()) for b in built.eval_batches("same", range(B))) == 4999
+    with pytest.raises(ValueError, match=r"NoTokenizer"):
+        built.document_text("same")
+    with pytest.raises(ValueError, match=r"document_mask needs to know the separator"):
+        pipeline("b", source=source, tokenizer=config_for(NoTokenizer, vocab_size=500), document_mask=True)
+    masked = pipeline(
+        "c", source=source, tokenizer=config_for(NoTokenizer, vocab_size=500, eos_id=7), document_mask=True
+    )
+    batch = masked.train_batch(0, range(B))
+    assert (np.diff(batch["segments"], axis=1) == (batch["tokens"][:, 1:] == 7)).all()
+
+
+def test_the_cache_is_used_by_content(documents, pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    documents()
+    cache = str(tmp_path / "cache")
+    first = pipeline("one", cache_dir=cache)
+    assert not (tmp_path / "one/data").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("framework.data.encode._tokenize_into", lambda *a: pytest.fail("tokenized again"))
+        again = pipeline("two", cache_dir=cache, seq_len=16)
+    assert again.source_report()[0].sha256 == first.source_report()[0].sha256
+    (tmp_path / "corpus/0003.txt").write_text("changed")
+    changed = pipeline("three", cache_dir=cache)
+    assert changed.fingerprint() != first.fingerprint()
+    bpe = pipeline("four", cache_dir=cache, tokenizer=config_for(BPETokenizer, vocab_size=300))
+    assert len(list(Path(cache).glob("tokens-*"))) == 3
+    (record,) = [json.loads(p.read_text()) for p in Path(cache).glob("tokens-*/source.json")][:1]
+    assert record["settings"]["kind"] == "TextFiles"
+    assert bpe.tokenizer.digest in "".join(p.read_text() for p in Path(cache).glob("tokens-*/tokens.json"))
+
+
+def test_one_process_writes_and_the_others_find_it(documents, pipeline, tmp_path: Path):
+    """Four 'processes' as threads with a real barrier: each holds two rows of the same batch."""
+    documents()
+    barrier = threading.Barrier(4, timeout=30)
+    built: dict[int, DataPipeline] = {}
+
+    def process(index: int) -> None:
+        one = pipeline(setup=False, tokenizer=config_for(BPETokenizer, vocab_size=300))
+        one.setup(tmp_path / "workdir", is_primary=index == 0, barrier=barrier.wait)
+        built[index] = one
+
+    threads = [threading.Thread(target=process, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len({one.fingerprint() for one in built.values()}) == 1
+    whole = built[0].train_batch(9, range(B))["tokens"]
+    parts = [built[index].train_batch(9, [2 * index, 2 * index + 1])["tokens"] for index in range(4)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_bpe_trains_on_the_training_source_only(documents, pipeline, tmp_path: Path):
+    documents()
+    (tmp_path / "held.txt").write_text("zyzzyva " * 500)
+    held = config_for(TextFiles, paths=[str(tmp_path / "held.txt")])
+    built = pipeline(tokenizer=config_for(BPETokenizer, vocab_size=400), validation={"held": held})
+    vocab = json.loads((tmp_path / "workdir/tokenizer.json").read_text())["model"]["vocab"]
+    assert not any("zz" in token or "zy" in token for token in vocab)
+    assert any("return" in token for token in vocab)
+    assert built.vocab_size == 400
+
+
+def test_mixtures_share_the_training_budget_by_weight(tmp_path: Path, pipeline):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": name * 100}) + "\n" for _ in range(200)))
+    parts = [config_for(JsonLines, paths=[str(tmp_path / f"{name}.jsonl")]) for name in "ab"]
+    from framework.data.leaves import leaves_of, training_text
+
+    mixture: Config = config_for(Mixture, sources=parts, weights=[3.0, 1.0])
+    texts = list(training_text(list(leaves_of(mixture.instantiate(), "data.source", "train")), 4000))
+    assert sum(text[0] == "a" for text in texts) == 30
+    assert sum(text[0] == "b" for text in texts) == 10
+
+
+def test_the_vocabulary_is_known_before_anything_is_read(pipeline):
+    source = config_for(TextFiles, paths=["/nowhere/at/all.txt"])
+    built = pipeline(source=source, tokenizer=config_for(BPETokenizer, vocab_size=1234), setup=False)
+    assert built.vocab_size == 1234
+
+
+def test_the_standard_library_end_to_end(tmp_path: Path):
+    config = config_for(
+        DataPipeline, source=config_for(StdlibSource), tokenizer=config_for(ByteTokenizer),
+        validation={"stdlib": config_for(StdlibSource, split="validation")}, seq_len=256, global_batch_size=16,
+    )  # fmt: skip
+    built = Config.from_json(config.to_json()).instantiate()
+    built.setup(tmp_path)
+    train, held = built.source_report()
+    assert train.bytes > 5_000_000
+    assert 0.02 < held.bytes / train.bytes < 0.10
+    assert built.tokenizer.decode(built.train_batch(0, [0])["tokens"][0])
+    sizes = compressor_bits_per_byte(built.document_text("stdlib"))
+    assert 1.2 < sizes["xz -9"] < sizes["gzip -9"] < 2.5

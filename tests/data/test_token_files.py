@@ -1,0 +1,222 @@
+"""Token files: what is written is read, over shards; what is cut off, damaged or foreign is named with its offset."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from framework.data.sources import TokenMemmap
+from framework.data.storage import BLOCK_BYTES, FileHashes
+from framework.data.token_files import TokenStream, TokenWriter, documents_name, dtype_for, sidecar_name
+
+EOS = 999
+
+
+def write(path: Path, documents: list[list[int]], vocab_size: int = 1000, eos_id: int = EOS) -> Path:
+    writer = TokenWriter(path, vocab_size=vocab_size, eos_id=eos_id, tokenizer="t" * 64)
+    for tokens in documents:
+        writer.add(np.array(tokens), num_bytes=2 * len(tokens))
+    writer.finish()
+    return path
+
+
+def open_stream(path: Path | str, vocab_size: int = 1000, **fields: Any) -> TokenStream:
+    return TokenMemmap(path=str(path), **fields).open(vocab_size=vocab_size, tokenizer=None, hashes=FileHashes())
+
+
+def test_written_documents_are_read_back(tmp_path: Path):
+    path = write(tmp_path / "x.bin", [[1, 2, 3], [4], [5, 6]])
+    stream = open_stream(path)
+    expected = [EOS, 1, 2, 3, EOS, 4, EOS, 5, 6]
+    assert (stream.num_tokens, stream.num_documents, stream.num_bytes, stream.eos_id) == (9, 3, 12, EOS)
+    assert stream.read(0, 9).tolist() == expected
+    assert stream.read(0, 9).dtype == np.int32
+    assert np.fromfile(path, "<u2").tolist() == expected  # as nanoGPT reads it
+    assert [stream.document(i).tolist() for i in range(3)] == [[1, 2, 3], [4], [5, 6]]
+    assert np.load(documents_name(str(path))).tolist() == [0, 4, 6]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+def test_the_dtype_holds_the_vocabulary(tmp_path: Path, vocab_size: int, dtype: str):
+    assert dtype_for(vocab_size) == dtype
+    path = write(tmp_path / "x.bin", [[vocab_size - 2]], vocab_size, eos_id=vocab_size - 1)
+    assert open_stream(path, vocab_size).read(0, 2).tolist() == [vocab_size - 1, vocab_size - 2]
+    assert path.stat().st_size == 2 * np.dtype(dtype).itemsize
+
+
+def test_shards_read_as_one_stream_in_sorted_order(tmp_path: Path):
+    lengths = [3, 1, 7, 2]
+    for number, length in enumerate(lengths):
+        write(tmp_path / f"s-{number:05d}.bin", [list(range(100 * number, 100 * number + length))])
+    stream = open_stream(tmp_path / "s-*.bin")
+    whole = [t for number, length in enumerate(lengths) for t in [EOS, *range(100 * number, 100 * number + length)]]
+    assert stream.num_tokens == len(whole)
+    for start in range(len(whole) + 1):
+        for stop in range(start, len(whole) + 1):
+            assert stream.read(start, stop).tolist() == whole[start:stop]
+    assert stream.document(2).tolist() == list(range(200, 207))
+    with pytest.raises(IndexError):
+        stream.document(4)
+
+
+def test_a_bare_nanogpt_file_and_a_remote_one(tmp_path: Path):
+    tokens = np.arange(50, dtype="<u2")
+    tokens.tofile(tmp_path / "train.bin")
+    fsspec.filesystem("memory").pipe("/token-files/train.bin", tokens.tobytes())
+    for path in (tmp_path / "train.bin", "memory://token-files/train.bin"):
+        stream = open_stream(path, eos_id=7)
+        assert (stream.num_tokens, stream.num_documents, stream.eos_id) == (50, None, 7)
+        assert stream.read(3, 6).tolist() == [3, 4, 5]
+    wide = open_stream(tmp_path / "train.bin", vocab_size=1 << 31, dtype="uint32")
+    assert wide.num_tokens == 25
+    with pytest.raises(ValueError, match=r"no document index"):
+        stream.document(0)
+
+
+def test_the_digest_is_of_content_and_the_same_verified_or_not(tmp_path: Path):
+    a, b = write(tmp_path / "a.bin", [[1, 2]]), write(tmp_path / "b.bin", [[1, 2]])
+    c = write(tmp_path / "c.bin", [[1, 3]])
+    assert open_stream(a).digest == open_stream(b).digest == open_stream(a, verify=False).digest
+    assert open_stream(a).digest != open_stream(c).digest
+
+
+# ---- what is wrong, and where
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    ("cut", "place"), [(2, "byte 16 .token 8."), (3, "byte 15 .token 7."), (18, "byte 0 .token 0.")]
+)
+def test_a_truncated_file_is_named_with_its_end(tmp_path: Path, verify: bool, cut: int, place: str):
+    path = write(tmp_path / "x.bin", [[1, 2, 3], [4], [5, 6]])
+    path.write_bytes(path.read_bytes()[: 18 - cut])
+    with pytest.raises(ValueError, match=rf"{path}: ends early at {place}.*sidecar says 18"):
+        open_stream(path, verify=verify)
+
+
+def test_a_file_that_grew_is_named(tmp_path: Path):
+    path = write(tmp_path / "x.bin", [[1, 2, 3]])
+    path.write_bytes(path.read_bytes() + b"\1\0")
+    with pytest.raises(ValueError, match=rf"{path}: goes on at byte 8 .token 4."):
+        open_stream(path)
+
+
+def test_a_bare_file_with_half_a_token_or_none(tmp_path: Path):
+    (tmp_path / "x.bin").write_bytes(b"\1\0\2\0\3")
+    with pytest.raises(ValueError, match=r"5 bytes is not a whole number of uint16 tokens.*at byte 4"):
+        open_stream(tmp_path / "x.bin")
+    (tmp_path / "x.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"x.bin: empty"):
+        open_stream(tmp_path / "x.bin")
+
+
+def test_a_flipped_bit_is_located_to_its_block(tmp_path: Path):
+    path = write(tmp_path / "x.bin", [list(range(900))] * (BLOCK_BYTES // 1000))  # nearly two blocks
+    data = bytearray(path.read_bytes())
+    at = BLOCK_BYTES + 12345
+    data[at] ^= 0x80  # may make an id out of range too: the damage is what is reported
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{path}: garbled between byte {BLOCK_BYTES} and byte {len(data)}"):
+        open_stream(path)
+    data[5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"garbled between byte 0 and byte {BLOCK_BYTES}"):
+        open_stream(path)
+
+
+def test_an_id_outside_of_the_vocabulary_is_located(tmp_path: Path):
+    tokens = np.zeros(BLOCK_BYTES // 2 + 100, "<u2")
+    tokens[BLOCK_BYTES // 2 + 3] = 500
+    tokens.tofile(tmp_path / "x.bin")
+    where = f"token 500 at index {BLOCK_BYTES // 2 + 3} .byte {BLOCK_BYTES + 6}. .*the vocabulary has 500 ids"
+    with pytest.raises(ValueError, match=where):
+        open_stream(tmp_path / "x.bin", vocab_size=500)
+    stream = open_stream(tmp_path / "x.bin", vocab_size=500, verify=False)
+    assert stream.read(0, 100).sum() == 0
+    with pytest.raises(ValueError, match=where):
+        stream.read(BLOCK_BYTES // 2, BLOCK_BYTES // 2 + 10)
+
+
+def test_verification_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from framework.data import storage
+
+    path = write(tmp_path / "x.bin", [[1, 2, 3]])
+    monkeypatch.setattr(storage, "_RACY_SECONDS", -1.0)  # as if the file had been written long ago
+    hashes = FileHashes(tmp_path / "hashes.json")
+    opened = TokenMemmap(path=str(path)).open(vocab_size=1000, tokenizer=None, hashes=hashes)
+    hashes.save()
+    monkeypatch.setattr(storage.DataFile, "blocks", lambda self: pytest.fail("read again"))
+    hashes = FileHashes(tmp_path / "hashes.json")
+    again = TokenMemmap(path=str(path)).open(vocab_size=1000, tokenizer=None, hashes=hashes)
+    assert again.digest == opened.digest
+    monkeypatch.undo()
+    data = bytearray(path.read_bytes())
+    data[2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"garbled"):
+        TokenMemmap(path=str(path)).open(vocab_size=1000, tokenizer=None, hashes=FileHashes(tmp_path / "hashes.json"))
+
+
+def test_truncation_after_opening_is_an_error_of_the_read(tmp_path: Path):
+    path = write(tmp_path / "x.bin", [list(range(100))])
+    stream = open_stream(path)
+    path.write_bytes(path.read_bytes()[:101])
+    assert stream.read(0, 50).tolist() == [EOS, *range(49)]
+    with pytest.raises(ValueError, match=rf"{path}: ends at byte 101, but it held 202 bytes"):
+        stream.read(40, 60)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=str(path)):
+        stream.read(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda facts: facts.clear(), "not the sidecar of a token file"),
+        (lambda facts: facts.update(format=99), "format 1, given format 99"),
+        (lambda facts: facts.pop("num_tokens"), "missing .'num_tokens'"),
+        (lambda facts: facts.update(sha256=[]), "expected 1 block hashes, given 0"),
+        (lambda facts: facts.update(dtype="uint32"), "ends early"),
+    ],
+)
+def test_a_sidecar_that_does_not_fit(tmp_path: Path, change, message: str):
+    path = write(tmp_path / "x.bin", [[1, 2, 3]])
+    sidecar = Path(sidecar_name(str(path)))
+    facts = json.loads(sidecar.read_text())
+    change(facts)
+    sidecar.write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=message):
+        open_stream(path)
+    sidecar.write_text('{"format": 1, "dty')
+    with pytest.raises(ValueError, match=rf"{sidecar}: not the sidecar"):
+        open_stream(path)
+
+
+def test_the_config_and_the_sidecar_must_agree(tmp_path: Path):
+    path = write(tmp_path / "x.bin", [[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"dtype is 'uint16' by its sidecar, but 'uint32' is configured"):
+        open_stream(path, dtype="uint32")
+    with pytest.raises(ValueError, match=r"eos_id is 999 by its sidecar, but 5 is configured"):
+        open_stream(path, eos_id=5)
+    with pytest.raises(ValueError, match=r"tokenized with another tokenizer"):
+        TokenMemmap(path=str(path)).open(vocab_size=1000, tokenizer="u" * 64, hashes=FileHashes())
+
+
+def test_shards_must_agree_on_the_separator(tmp_path: Path):
+    write(tmp_path / "a-0.bin", [[1]], eos_id=3)
+    write(tmp_path / "a-1.bin", [[1]], eos_id=4)
+    with pytest.raises(ValueError, match=r"a-0.bin has eos_id=3, .*a-1.bin eos_id=4"):
+        open_stream(tmp_path / "a-*.bin")
+
+
+def test_a_document_index_of_another_file_is_refused(tmp_path: Path):
+    path = write(tmp_path / "x.bin", [[1, 2], [3]])
+    starts = np.array([0, 2], np.int64)
+    np.save(documents_name(str(path)), starts)
+    assert hashlib.sha256(starts.tobytes()).hexdigest() not in Path(sidecar_name(str(path))).read_text()
+    with pytest.raises(ValueError, match=r"does not match its sidecar"):
+        open_stream(path).document(0)
