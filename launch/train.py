@@ -20,12 +20,10 @@ EXIT_NONFINITE = 3
 def main(argv: list[str]) -> int:
     """Parses, checks everything that needs no device, then starts JAX and trains."""
     parser = cli.Parser("train", __doc__)
-    parser.add_argument(
-        "--workdir", required=True, metavar="DIR", help="config, metrics, checkpoints and logs go there"
-    )
-    parser.add_argument(
-        "--resume", choices=["auto", "never", "must"], default="auto", help="what to do with checkpoints"
-    )
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--workdir", metavar="DIR", help="config, metrics, checkpoints and logs go there")
+    place.add_argument("--run_name", metavar="NAME", help="short for --workdir=runs/NAME")
+    parser.add_argument("--resume", choices=["auto", "never", "must"], default="auto", help="if there are checkpoints")
     parser.add_argument("--dry_run", action="store_true", help="show the start table, compile the step, train nothing")
     parser.add_argument("--force", action="store_true", help="resume although the data differs from the checkpoint's")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens")
@@ -37,10 +35,10 @@ def main(argv: list[str]) -> int:
     # Imported late: a typo on the command line should not wait for these.
     from framework import distributed
     from framework.trainer import use_compilation_cache
-    from framework.workdir import Workdir
+    from framework.workdir import Workdir, safe_child
 
     args = command.args
-    workdir = Workdir(args.workdir)
+    workdir = Workdir(args.workdir or safe_child("runs", args.run_name, "--run_name"))
     distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     use_compilation_cache(command.config.trainer.compilation_cache)
     if not distributed.is_primary():

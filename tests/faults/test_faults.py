@@ -1,0 +1,215 @@
+"""Faults, tried through `launch.train`: what a person sees, and what is still there afterwards.
+
+Numbers are the rows of the table in docs/faults.md. Rows 1 to 3 are in tests/config, 10 in tests/checkpoint.
+"""
+
+import os
+import pickle
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from framework.metrics.memory import live_array_bytes
+from framework.trainer import Trainer
+from tests.support.runs import CONFIG, losses, rows, start, train
+
+
+def steps(workdir: Path) -> list[int]:
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--config.mesh.fsdp=3"], ["mesh", "3", "8", "nearest: [2, 4]"]),
+        (["--config.data.global_batch_size=12"], ["fsdp = 8", "12", "nearest global_batch_size: [8, 16]"]),
+        (["--config.learner.accumulate=3"], ["accumulate = 3", "8", "nearest: [2, 4]"]),
+        (["--config.mesh.fsdp=2", "--config.mesh.model=4"], ["mesh.model = 4", "num_kv_heads = 2", "[2]"]),
+        (["--config.mesh.fsdp=4", "--config.mesh.expert=2"], ["expert = 2", "no experts"]),
+        (["--config.data.seq_len=64"], ["seq_len = 64", "max_positions = 32"]),
+        (["--config.mesh.fsdp=1", "--config.mesh.data=-1", "--config.mesh.fsdp=-1"], ["one axis of -1"]),
+    ],
+)
+def test_4_mesh_or_batch_does_not_divide(
+    text: Path, tmp_path: Path, capsys, flags: list[str], words: list[str]
+) -> None:
+    assert train(tmp_path / "run", *flags) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_6_missing_data_is_named_before_any_compile(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("framework.program.Program.compiled_step", property(lambda self: pytest.fail("compiled")))
+    (text / "train.txt").unlink()
+    assert train(tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert str(text / "train*.txt") in error
+    assert "data.source" in error
+
+
+def test_7_a_garbled_token_cache_is_named(text: Path, tmp_path: Path, capsys) -> None:
+    assert train(tmp_path / "run", "--config.trainer.max_steps=1") == 0
+    tokens = next((tmp_path / "run").rglob("*.bin"))
+    tokens.write_bytes(tokens.read_bytes()[:-7])
+    capsys.readouterr()
+    assert train(tmp_path / "run", "--config.trainer.max_steps=2") == 2
+    assert str(tokens) in capsys.readouterr().err
+    assert steps(tmp_path / "run") == [1]
+
+
+def test_8_a_flipped_byte_falls_back_loudly(text: Path, tmp_path: Path, capsys) -> None:
+    workdir = tmp_path / "run"
+    assert train(workdir) == 0
+    undisturbed = losses(workdir)
+    newest = workdir / "checkpoints" / max(path.name for path in (workdir / "checkpoints").iterdir())
+    data = max((path for path in newest.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    capsys.readouterr()
+    assert train(workdir) == 0
+    out = capsys.readouterr().out
+    assert "step 12" in out
+    assert "checksum" in out or "corrupt" in out, out
+    assert "resumed from step 8" in out
+    assert losses(workdir) == undisturbed
+
+
+def test_13_no_room_keeps_the_last_good_one(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    workdir = tmp_path / "run"
+    usage = shutil.disk_usage
+    full = type(usage(tmp_path))(1 << 40, 1 << 40, 1000)
+    original = Trainer.save
+
+    def save(self: Trainer, step: int) -> None:
+        with monkeypatch.context() as patch:
+            if step > 4:
+                patch.setattr(shutil, "disk_usage", lambda path: full)
+            original(self, step)
+
+    monkeypatch.setattr(Trainer, "save", save)
+    assert train(workdir) == 1
+    out = capsys.readouterr()
+    assert "NOT SAVED at step 8" in out.out
+    assert "Kept: [4]" in out.out
+    assert "last step was not saved" in out.err
+    assert list(losses(workdir)) == list(range(1, 13)), "training went on"
+    assert steps(workdir) == [4]
+
+
+def poison(text: Path, capsys) -> tuple[str, int]:
+    """Writes a document with the poisonous byte; a data seed, and the 1-based step between 6 and 8 that it hits."""
+    from configs import load
+
+    (text / "train_poison.txt").write_text("abc\x01" + "xyz " * 2)
+    for seed in range(200):
+        pipeline = load(f"{CONFIG}:tiny")
+        pipeline.data.seed = seed
+        data = pipeline.data.instantiate()
+        data.setup(text.parent / "probe")
+        hit = [step + 1 for step in range(12) if np.any(data.train_batch(step, range(8))["tokens"] == 1)]
+        if len(hit) == 1 and 6 <= hit[0] <= 7:
+            return f"--config.data.seed={seed}", hit[0]
+    raise AssertionError("no seed puts the poison where it is wanted")
+
+
+def test_14_not_finite_skip_stop_and_roll_back(text: Path, tmp_path: Path, capsys) -> None:
+    seed, bad = poison(text, capsys)
+    assert train(tmp_path / "skip", seed) == 0
+    assert f"step {bad}: loss nan" in capsys.readouterr().out
+    logged = losses(tmp_path / "skip")
+    assert logged[bad] == "NaN"
+    assert all(isinstance(logged[step], float) for step in logged if step != bad)
+    assert [row["train/skipped"] for row in rows(tmp_path / "skip") if "train/skipped" in row].count(1.0) == 1
+
+    assert train(tmp_path / "stop", seed, "--config.learner.nonfinite=stop") == 3
+    assert "nothing was updated" in capsys.readouterr().err
+    assert steps(tmp_path / "stop") == [4], "nothing was saved after the bad step"
+    assert train(tmp_path / "stop", seed) == 0
+    assert losses(tmp_path / "stop") == logged
+
+    assert train(tmp_path / "back", seed, "--config.learner.nonfinite=rollback") == 0
+    out = capsys.readouterr().out
+    assert f"rolled back to step 4; batch {bad - 1} is left out" in out
+    again = losses(tmp_path / "back")
+    assert all(isinstance(value, float) for value in again.values())
+    assert [again[step] for step in range(1, 5)] == [logged[step] for step in range(1, 5)]
+
+    limit = ("--config.learner.nonfinite=skip", "--config.learner.max_nonfinite=1")
+    assert train(tmp_path / "limit", seed, *limit) == 3
+    assert "1 such steps in a row" in capsys.readouterr().err
+
+
+def test_20_a_checkpoint_of_another_model(text: Path, tmp_path: Path, capsys) -> None:
+    workdir = tmp_path / "run"
+    assert train(workdir, "--config.trainer.max_steps=1") == 0
+    capsys.readouterr()
+    assert train(workdir, "--config.model.stack.num_layers=3", "--config.learner.ema=0.9") == 2
+    error = capsys.readouterr().err
+    assert "ema/embed/token" in error
+    assert "parameter/stack/block0/attention/query/weight" in error
+    assert "(2, 32, 32)" in error
+    assert "(3, 32, 32)" in error
+    assert steps(workdir) == [1]
+
+
+def test_21_two_jobs_in_one_workdir(text: Path, tmp_path: Path, capsys) -> None:
+    workdir = tmp_path / "run"
+    first = start(workdir, "--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")
+    try:
+        while not losses(workdir) and first.poll() is None:
+            time.sleep(0.05)
+        assert train(workdir) == 2
+        error = capsys.readouterr().err
+        assert str(first.pid) in error
+        assert os.uname().nodename in error
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    assert train(workdir, "--config.trainer.max_steps=1") == 0, "the lock of a dead process is taken over"
+
+
+def test_22_nothing_in_a_workdir_is_executed(text: Path, tmp_path: Path, capsys) -> None:
+    workdir, canary = tmp_path / "run", tmp_path / "canary"
+
+    class Payload:
+        def __reduce__(self):
+            return os.system, (f"touch {canary}",)
+
+    assert train(workdir, "--config.trainer.max_steps=1") == 0
+    checkpoint = next((workdir / "checkpoints").iterdir())
+    for name in ("state.pkl", "checkpoint.pickle", "data.yaml"):
+        (checkpoint / name).write_bytes(pickle.dumps(Payload()))
+    (workdir / "config.json").write_text('{"$class": "os.system", "command": "touch %s"}' % canary)
+    assert train(workdir, "--config.trainer.max_steps=2") == 0
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "", "a b", ".hidden"])
+def test_23_unsafe_run_names(text: Path, tmp_path: Path, capsys, monkeypatch, name: str) -> None:
+    from launch.train import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main([f"--config={CONFIG}:tiny", f"--run_name={name}"]) == 2
+    assert "--run_name" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_24_resuming_needs_no_more_memory(text: Path, tmp_path: Path, monkeypatch) -> None:
+    peaks: list[int] = []
+    original = Trainer.start
+
+    def watched(self: Trainer, *args, **options) -> int:
+        step = original(self, *args, **options)
+        peaks.append(sum(size for (_, kind), size in live_array_bytes().items() if kind == "device"))
+        return step
+
+    monkeypatch.setattr(Trainer, "start", watched)
+    assert train(tmp_path / "run", "--config.trainer.max_steps=1") == 0
+    assert train(tmp_path / "run", "--config.trainer.max_steps=2") == 0
+    assert peaks[1] <= 1.02 * peaks[0]

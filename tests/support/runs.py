@@ -1,0 +1,76 @@
+"""Runs of `launch.train` in this process and in others, on a little text."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from launch.train import main
+
+CONFIG = str(Path(__file__).parent / "tiny.py")
+ROOT = Path(__file__).parents[2]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "some",
+    "other",
+    "words",
+    "pass",
+    "by",
+    "in",
+    "no",
+    "order",
+]
+
+
+def write_text(folder: Path) -> Path:
+    """train.txt and valid.txt, and $TINY_TEXT says where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [" ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 12)) for i in range(1, 160)]
+    (folder / "train.txt").write_text("\n".join(lines))
+    (folder / "valid.txt").write_text("\n".join(lines[7::20]))
+    os.environ["TINY_TEXT"] = str(folder)
+    return folder
+
+
+def train(workdir: Path, *flags: str, config: str = "tiny") -> int:
+    """`launch.train` in this process; the exit code."""
+    return main([f"--config={CONFIG}:{config}", f"--workdir={workdir}", *flags])
+
+
+def command(workdir: Path, *flags: str, config: str = "tiny") -> list[str]:
+    """The command line of a run in a process of its own."""
+    return [sys.executable, "-m", "launch.train", f"--config={CONFIG}:{config}", f"--workdir={workdir}", *flags]
+
+
+def start(workdir: Path, *flags: str, config: str = "tiny", devices: int = 1) -> subprocess.Popen:
+    """A run in a process of its own, on so many CPU devices; output goes to WORKDIR.out."""
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    with open(f"{workdir}.out", "a") as out:
+        return subprocess.Popen(
+            command(workdir, *flags, config=config), cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
+
+
+def rows(workdir: Path) -> list[dict]:
+    """The rows of metrics.jsonl."""
+    path = workdir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    """Training loss by step."""
+    return {row["step"]: row["train/loss"] for row in rows(workdir) if "train/loss" in row}

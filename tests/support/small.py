@@ -1,0 +1,155 @@
+"""Tiny experiments as objects, hand-made batches, and the functions that tests of the core compare: no data is read."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from configs.parts import gpt2_model, llama_model
+from framework.config import Config, config_for
+from framework.data.pipeline import DataPipeline
+from framework.data.sources import TokenMemmap
+from framework.data.tokenizers import NoTokenizer
+from framework.experiment import Experiment
+from framework.layout import flatten
+from framework.learner import Learner
+from framework.memory import Memory
+from framework.mesh import MeshShape
+from framework.program import Program
+from framework.schedules.after_backward import accumulated_gradients, training_context
+from framework.trainer_options import TrainerOptions
+
+VOCAB = 64
+
+
+def gpt2(**fields: Any) -> Config:
+    """2 layers of width 32, 4 heads, tied, learned positions, biases, dropout. `fields` are dotted paths, __ for dots."""
+    return _with(gpt2_model(layers=2, heads=4, dim=32, vocab_size=VOCAB, positions=32, dropout=0.1), fields)
+
+
+def llama(**fields: Any) -> Config:
+    """2 layers of width 32, 4 heads on 2 of keys and values, gated, rotary, a table of its own for the head."""
+    return _with(llama_model(layers=2, heads=4, kv_heads=2, dim=32, hidden=48, vocab_size=VOCAB), fields)
+
+
+def block(model: Config) -> Config:
+    """The config of a model's only layer."""
+    return model.stack.pattern[0]
+
+
+def experiment(
+    model: Config | None = None,
+    *,
+    seq_len: int = 16,
+    batch: int = 8,
+    documents: bool = False,
+    mesh: dict[str, int] | None = None,
+    memory: dict[str, Any] | None = None,
+    **learner: Any,
+) -> Config:
+    """The config of an experiment: AdamW at a rate that moves every weight, unless `learner` says otherwise."""
+    learner.setdefault("optimizer", config_for(optax.adamw, learning_rate=1e-2, weight_decay=0.1))
+    return config_for(
+        Experiment,
+        model=gpt2() if model is None else model,
+        data=config_for(
+            DataPipeline,
+            source=config_for(TokenMemmap, path="never-read.bin"),
+            tokenizer=config_for(NoTokenizer, vocab_size=VOCAB),
+            seq_len=seq_len,
+            global_batch_size=batch,
+            document_mask=documents,
+        ),
+        mesh=config_for(MeshShape, **(mesh or {})),
+        learner=config_for(Learner, **learner),
+        memory=config_for(Memory, **(memory or {})),
+        trainer=config_for(TrainerOptions, max_steps=10),
+    )
+
+
+def program(config: Config) -> Program:
+    """On one device, or on all eight where the config has a mesh."""
+    built = config.instantiate()
+    single = config.mesh == config_for(MeshShape)
+    return Program(built, jax.devices()[:1] if single else jax.devices())
+
+
+def host_batch(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tokens, a few targets not counted; with a document mask three documents and padding in each row."""
+    data = program.experiment.data
+    shape = (data.global_batch_size, data.seq_len)
+    rng = np.random.default_rng(seed)
+    stream = rng.integers(0, program.experiment.model.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
+    batch = {"tokens": stream[:, :-1], "targets": stream[:, 1:], "weights": np.ones(shape, np.float32)}
+    batch["weights"][rng.random(shape) < 0.2] = 0.0
+    if data.document_mask:
+        segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        for row in range(shape[0]):
+            first, second = sorted(rng.choice(np.arange(1, shape[1] - 2), 2, replace=False))
+            for number, (start, end) in enumerate([(0, first), (first, second), (second, shape[1] - 2)], 1):
+                segments[row, start:end] = number
+                positions[row, start:end] = np.arange(end - start)
+        batch |= {"segments": segments, "positions": positions, "weights": batch["weights"] * (segments > 0)}
+    return batch
+
+
+def run(program: Program, steps: int, state: Any = None) -> tuple[Any, list[dict[str, float]]]:
+    """So many training steps on batches 0, 1, ...: the last state, and the metrics of each step."""
+    state = program.init() if state is None else state
+    metrics = []
+    for step in range(steps):
+        state, values = program.step(state, program.put(host_batch(program, step)))
+        metrics.append({name: float(value) for name, value in values.items()})
+    return state, metrics
+
+
+def loss_and_grads(program: Program, seed: int = 0, params: Any = None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Loss and gradients of the first step's batch as the training step computes them: {path: gradient}."""
+    state = program.init()
+    if params is not None:
+        state["parameter"] = jax.device_put(params, program.layout.shardings()["parameter"])
+    (loss, _), grads = compiled_gradients(program)(state, program.put(host_batch(program, seed)))
+    return np.asarray(loss), arrays(grads)
+
+
+def compiled_gradients(program: Program) -> Any:
+    """(state, batch) -> ((loss, out), gradients), compiled for the program's mesh."""
+    parts = program.experiment
+
+    def gradients(state: Any, batch: Any) -> Any:
+        ctx = training_context(batch, state["counter"], parts.model, program.layout, parts.memory.remat)
+        return accumulated_gradients(parts.model, parts.learner, state, ctx)
+
+    abstract = program.layout.abstract(), program.layout.abstract(program.batch_specs)
+    return jax.jit(gradients).lower(*abstract).compile()
+
+
+def arrays(tree: Any) -> dict[str, np.ndarray]:
+    """{path: copy of the leaf on the host}."""
+    return {path: np.array(leaf) for path, leaf in flatten(tree).items()}
+
+
+def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    """Each leaf within `tolerance` of the largest element of the expected leaf (of all, for leaves that are ~0)."""
+    assert actual.keys() == expected.keys()
+    largest = max(np.abs(value).max() for value in expected.values())
+    for path, value in expected.items():
+        scale = max(np.abs(value).max(), 1e-3 * largest)
+        error = np.abs(np.asarray(actual[path], np.float64) - np.asarray(value, np.float64)).max() / scale
+        assert error <= tolerance, f"{path}: off by {error:.1e} of {scale:.1e}"
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    """Equal structures, dtypes and bits (NaN included)."""
+    left, right = arrays(actual), arrays(expected)
+    assert left.keys() == right.keys()
+    for path in left:
+        assert left[path].dtype == right[path].dtype, path
+        assert left[path].tobytes() == right[path].tobytes(), f"{path} differs"
+
+
+def _with(config: Config, fields: dict[str, Any]) -> Config:
+    for name, value in fields.items():
+        config.set_path(name.replace("__", "."), value)
+    return config

@@ -1,0 +1,85 @@
+"""A user's own config file, as the tests use it: a model that compiles in seconds, on text in $TINY_TEXT.
+
+Its head turns the loss into NaN in batches that hold the byte \\x01, which a test puts into the text to poison a batch.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from configs.parts import gpt2_model
+from framework.config import Config, config_for
+from framework.data.pipeline import DataPipeline
+from framework.data.sources import TextFiles
+from framework.data.tokenizers import ByteTokenizer
+from framework.experiment import Experiment
+from framework.layers.base import Context, Out
+from framework.layers.head import LMHead
+from framework.layers.norm import LayerNorm
+from framework.learner import Learner
+from framework.mesh import MeshShape
+from framework.trainer_options import TrainerOptions
+
+POISON = 1
+CACHE = str(Path(__file__).parents[2] / ".cache" / "xla")
+
+
+class PoisonHead(LMHead):
+    """An LMHead whose loss is NaN when the batch holds the byte POISON."""
+
+    def apply(self, weights, carry: jax.Array, ctx: Context, layer_state) -> tuple[None, Out]:
+        """As LMHead.apply, times NaN for a poisoned batch."""
+        carry = carry * jnp.where(jnp.any(ctx.batch["tokens"] == POISON), jnp.nan, 1.0)
+        return super().apply(weights, carry, ctx, layer_state)
+
+
+def tiny() -> Config:
+    """Two layers of width 32, bytes, 32 positions, batches of 8."""
+    folder = os.environ.get("TINY_TEXT", "tests/trainer")
+    model = gpt2_model(layers=2, heads=2, dim=32, vocab_size=257, positions=32, dropout=0.1)
+    model.head = config_for(PoisonHead, norm=config_for(LayerNorm), tied=True)
+    model.stack.unroll = 0
+    return config_for(
+        Experiment,
+        model=model,
+        data=config_for(
+            DataPipeline,
+            source=config_for(TextFiles, paths=[f"{folder}/train*.txt"]),
+            validation={"held": config_for(TextFiles, paths=[f"{folder}/valid.txt"])},
+            tokenizer=config_for(ByteTokenizer),
+            seq_len=32,
+            global_batch_size=8,
+            seed=3,
+        ),
+        mesh=config_for(MeshShape),
+        learner=config_for(Learner, optimizer=config_for(optax.adamw, learning_rate=3e-3)),
+        trainer=config_for(
+            TrainerOptions,
+            max_steps=12,
+            log_every=1,
+            eval_every=None,
+            save_every=4,
+            keep=3,
+            compilation_cache=CACHE,  # runs of the tests share what they compile
+        ),
+    )
+
+
+def wide() -> Config:
+    """The same with 2 MiB of parameters, so that a second copy of anything shows; with averages and a sample."""
+    config = tiny()
+    config.model.dim = 160
+    config.model.stack.pattern[0].mlp.hidden = 640
+    config.learner.ema = 0.9
+    config.trainer.eval_every = 2
+    config.trainer.max_steps = 4
+    config.trainer.save_every = 2
+    config.trainer.sample_tokens = 3
+    config.trainer.sample_prompt = "the "
+    return config
+
+
+CONFIGS = {"tiny": tiny, "wide": wide}

@@ -1,0 +1,134 @@
+"""One copy: in every phase of a run, the live arrays are the layout's leaves, a few batches, and next to nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from framework import hooks, report, sampling
+from framework.metrics.memory import live_array_bytes
+from framework.program import Program
+from framework.trainer import Trainer
+from tests.support.runs import train
+
+SLACK = 1 << 20
+
+
+class Probe:
+    """Looks at all live arrays, by phase."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.program: Program | None = None
+        self.seen: dict[str, tuple[int, int]] = {}  # phase: most bytes beyond the layout's, (device, host)
+        for owner, name, phase in [
+            (Trainer, "start", "init or restore"),
+            (Program, "step", "train"),
+            (Program, "evaluate", "eval"),
+            (Trainer, "save", "save"),
+            (sampling, "_draw", "sampling"),
+        ]:
+            self._wrap(monkeypatch, owner, name, phase)
+
+    def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, phase: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            which = "ema-eval" if kwargs.get("averaged") else phase
+            if isinstance(args[0], Trainer):
+                self.program = args[0].program
+            tracing = owner is sampling
+            if phase not in ("init or restore",) and not tracing:
+                self.look(f"before {which}")
+            result = original(*args, **kwargs)
+            if not tracing:
+                jax.block_until_ready(result)
+                self.look(f"after {which}")
+            return result
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    def look(self, phase: str) -> None:
+        """Notes how many bytes are alive beyond the layout, over all devices."""
+        assert self.program is not None
+        count = self.program.mesh.size
+        layout = self.program.layout
+        found = {"device": 0, "pinned_host": 0}
+        for (_, kind), size in live_array_bytes().items():
+            found[kind] += size
+        beyond = tuple(found[k] - count * layout.bytes_per_device(memory_kind=k) for k in ("device", "pinned_host"))
+        old = self.seen.get(phase, (0, 0))
+        self.seen[phase] = (max(old[0], beyond[0]), max(old[1], beyond[1]))
+
+
+def batch_bytes(program: Program) -> int:
+    return sum(spec.num_bytes for spec in program.batch_specs.values())
+
+
+@pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
+def test_one_copy_in_every_phase(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_kind: str) -> None:
+    probe = Probe(monkeypatch)
+    flag = f"--config.memory.optimizer_state={memory_kind}"
+    assert train(tmp_path / "run", flag, config="wide") == 0
+    assert train(tmp_path / "run", flag, "--config.trainer.max_steps=6", config="wide") == 0
+    assert {"after init or restore", "after train", "after eval", "after ema-eval", "after save"} <= probe.seen.keys()
+    assert probe.program is not None
+    state = probe.program.layout
+    limit = SLACK + 2 * batch_bytes(probe.program)
+    assert state.bytes_per_device("parameter") * probe.program.mesh.size > 2 * limit, "a copy would not be noticed"
+    for phase, (device, host) in probe.seen.items():
+        assert device <= limit, f"{phase}: {device} bytes on the devices beyond the layout; all: {probe.seen}"
+        if "save" not in phase:
+            continue
+        # An asynchronous save holds one snapshot in host memory until it is written; never two.
+        snapshot = sum(leaf.spec.num_bytes for leaf in state)
+        assert host <= snapshot + SLACK, f"{phase}: {host} bytes in host memory beyond the layout"
+
+
+def test_sampling_holds_no_second_model(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+    original = report.sample
+
+    def watched(program: Program, state: Any, prompt: list[int], **options: Any) -> list[int]:
+        nonlocal most
+        get = jax.device_get
+
+        def look(tree: Any) -> Any:
+            nonlocal most
+            device = sum(size for (_, kind), size in live_array_bytes().items() if kind == "device")
+            most = max(most, device - program.mesh.size * program.layout.bytes_per_device(memory_kind="device"))
+            return get(tree)
+
+        monkeypatch.setattr(jax, "device_get", look)
+        try:
+            return original(program, state, prompt, **options)
+        finally:
+            monkeypatch.setattr(jax, "device_get", get)
+
+    monkeypatch.setattr(report, "sample", watched)
+    assert train(tmp_path / "run", "--config.trainer.max_steps=1", config="wide") == 0
+    assert 0 < most <= SLACK
+
+
+def test_a_lost_donation_is_noticed(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jit = jax.jit
+
+    def without_donation(function: Any, **options: Any) -> Any:
+        options.pop("donate_argnums", None)
+        return jit(function, **options)
+
+    probe = Probe(monkeypatch)
+    step = hooks.Hook.after_step
+    monkeypatch.setattr("framework.program.jax.jit", without_donation)
+    held: list[Any] = []
+    before = hooks.Guard.before_step if "before_step" in vars(hooks.Guard) else hooks.Hook.before_step
+
+    def hold(self: hooks.Hook, run: Trainer, number: int) -> None:
+        held[:] = [run.state]  # without donation, the old state is still there after the step
+        before(self, run, number)
+
+    monkeypatch.setattr(hooks.Guard, "before_step", hold, raising=False)
+    assert step is not None
+    assert train(tmp_path / "run", "--config.trainer.max_steps=2", config="wide") == 0
+    assert probe.program is not None
+    assert probe.seen["after train"][0] > SLACK + 2 * batch_bytes(probe.program)

@@ -1,0 +1,76 @@
+"""`launch.train` as a person uses it: a run leaves what the README says, resumes, stops, and refuses."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import losses, rows, start, train
+
+
+def test_a_run_leaves_everything(done: Path) -> None:
+    assert list(losses(done)) == list(range(1, 13))
+    assert losses(done)[12] < losses(done)[1] - 0.3
+    names = {path.name for path in done.iterdir()}
+    assert {"config.json", "metrics.jsonl", "checkpoints", "tensorboard", "log.txt", "loss.png"} <= names
+    assert json.loads((done / "config.json").read_text())["trainer"]["max_steps"] == 12
+    assert (done / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    final = next(row for row in rows(done) if "eval/held/loss" in row)
+    assert final["step"] == 12
+    assert 0 < final["eval/held/bits_per_byte"] < 8
+    out = Path(f"{done}.out").read_text()
+    assert "gzip -9" in out
+    assert "bytes per device" in out
+    assert "bytes per device" in (done / "log.txt").read_text()
+
+
+def test_killed_and_resumed_to_the_same_bits(done: Path, text: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    process = start(workdir)
+    deadline = time.time() + 300
+    while len(losses(workdir)) < 7 and process.poll() is None and time.time() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    seen = max(losses(workdir))
+    assert seen < 12, "the run was over before it was killed"
+    assert start(workdir).wait(timeout=300) == 0, Path(f"{workdir}.out").read_text()
+    assert losses(workdir) == losses(done)
+    resumed = [row["resumed_from"] for row in rows(workdir) if "resumed_from" in row]
+    assert resumed in ([4], [8])
+    steps = [row["step"] for row in rows(workdir) if "train/loss" in row]
+    assert steps == list(range(1, 13)), "a step is repeated or missing"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_exits(done: Path, text: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    workdir = tmp_path / "run"
+    flags = ("--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")
+    process = start(workdir, *flags)
+    while len(losses(workdir)) < 3 and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(timeout=120) == code, Path(f"{workdir}.out").read_text()
+    last = max(losses(workdir))
+    assert sorted(int(path.name) for path in (workdir / "checkpoints").iterdir()) == [last]
+    stop = (f"--config.trainer.max_steps={last + 1}",)
+    assert start(workdir, *stop).wait(timeout=300) == 0
+    undisturbed = losses(done)
+    assert all(losses(workdir)[step] == undisturbed[step] for step in losses(workdir) if step <= 12)
+
+
+def test_resume_flags(done: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(done, "--resume=never") == 2
+    assert "holds checkpoints up to step 12" in capsys.readouterr().err
+    assert train(tmp_path / "empty", "--resume=must") == 2
+    assert "holds no valid checkpoint" in capsys.readouterr().err
+
+
+def test_dry_run_trains_nothing(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(tmp_path / "run", "--dry_run") == 0
+    assert "Nothing was trained" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
