@@ -91,7 +91,8 @@ def _show(name: str, config: Config, rules: list[str], overrides: Sequence[tuple
         mark = f"  <- {marks[line.path]}" if line.path in marks else ""
         comment = f"  # {textwrap.shorten(line.doc, _DOC, placeholder='...')}" if line.doc else ""
         style = "cyan" if line.component else ""
-        _print([(f"{text:{column}}" if comment or mark else text, style), (mark, "yellow"), (comment, "dim")])
+        padding = " " * (column - len(text + mark)) if comment else ""
+        _print([(text, style), (mark, "yellow"), (f"{padding}{comment}", "dim")])
     if any(line.value == "?" for line in lines):
         print(
             "\n?: not set here. The parent fills it in when it builds the component; if it does not, training says so."

@@ -49,6 +49,7 @@ class Everything:
         opt: int | None = None,
         text: str | None = None,
         lit: Literal["none", "full", 3] = "full",
+        maybe: Literal["none", "full"] | None = None,
         auto: Literal["auto"] | bool | float = "auto",
         size: Size = Size.SMALL,
         ints: list[int] = [],  # noqa: B006
@@ -86,6 +87,7 @@ TEXTS = [
     ("text", '"none"', "none"),
     ("lit", "none", "none"),
     ("lit", "3", 3),
+    ("maybe", "none", "none"),  # a choice of that spelling goes before the absence of one
     ("auto", "true", True),
     ("auto", "0.5", 0.5),
     ("auto", "auto", "auto"),

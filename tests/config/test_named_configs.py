@@ -120,12 +120,13 @@ def test_files_of_one_name_do_not_mix(tmp_path):
     assert Config.from_json(two.to_json()).x == 2
 
 
-def test_files_may_import_their_neighbours_but_shadow_nothing(tmp_path):
+def test_files_may_import_their_neighbours_but_shadow_nothing(tmp_path, monkeypatch):
     (tmp_path / "my_neighbour.py").write_text("import optax\ntarget = optax.lion\n")
-    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')\n")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError('shadowed')\n")
     path = tmp_path / "needs_neighbour.py"
     path.write_text(
-        "import json\nimport my_neighbour\nfrom framework.config import config_for\n"
+        "import colorsys\nimport my_neighbour\nfrom framework.config import config_for\n"
         "def lion(): return config_for(my_neighbour.target)\n"
     )
     assert name_of(target_of(configs.load(f"{path}:lion"))) == "optax.lion"
