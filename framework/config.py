@@ -417,11 +417,11 @@ def _from_text(hint: Any, text: str, path: str, present: Any) -> Any:
     except Mismatch as error:
         value, mismatch = None, error
     # Text that fits as data is a component's name only if it could not be mistaken: dotted, in a trusted package.
-    beside = f"{name_of(present._target).rpartition('.')[0]}.{text}" if isinstance(present, Config) else ""
-    name = text if "." in text else beside
-    if accepts_config(hint) and config_names.is_name(name) and (mismatch or config_names.is_trusted(text)):
+    beside = name_of(present._target) if isinstance(present, Config) else ""
+    named = config_names.is_name(text) and ("." in text or beside)
+    if accepts_config(hint) and named and (mismatch or config_names.is_trusted(text)):
         try:
-            return config_for(config_names.resolve(name))
+            return config_for(config_names.resolve(text) if "." in text else config_names.resolve_beside(beside, text))
         except UntrustedNameError as error:
             raise UntrustedNameError(f"expected a component: {error}", path=path) from None
     if mismatch:
@@ -438,7 +438,7 @@ def _next_key(value: Any, parts: list[str], path: str) -> str:
             return found
         message = f"no such key{did_you_mean(found, value)}"
     elif parts[0].isdecimal() and int(parts[0]) < len(value):
-        return parts[0]
+        return str(int(parts[0]))
     else:
         message = f"no such index; valid: 0 to {len(value) - 1}" if value else "no such index: it is empty"
     raise UnknownFieldError(message, path=join(path, parts[0]))

@@ -82,9 +82,26 @@ def resolve(name: Any) -> Any:
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UntrustedNameError(f"{name!r} does not exist{did_you_mean(attribute, public)}")
     home = f"{getattr(found, '__module__', None) or ''}."
-    if attribute.startswith("_") or not callable(found) or not home.startswith(f"{TRUSTED[prefix]}."):
+    if attribute.startswith("_") or not hasattr(found, "__qualname__") or not home.startswith(f"{TRUSTED[prefix]}."):
         raise UntrustedNameError(f"{name!r} is refused: it is not a public class or function defined in {prefix}")
     return found
+
+
+def resolve_beside(name: str, bare: str) -> Any:
+    """The class or function that is called `bare` in the module of `name`, or in a package around that module.
+
+    Raises:
+        UntrustedNameError: there is none; the error with the nearest name that any of them has.
+    """
+    errors = []
+    module = name.rpartition(".")[0]
+    while module:
+        try:
+            return resolve(f"{module}.{bare}")
+        except UntrustedNameError as error:
+            errors.append(error)
+        module = module.rpartition(".")[0]
+    raise next((error for error in errors if "did you mean" in str(error)), errors[0])
 
 
 def _import(module_name: str, name: str) -> types.ModuleType:

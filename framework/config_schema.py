@@ -59,7 +59,7 @@ class Field:
         since a class may be configured above the class that its own hints name."""
         try:
             hint = self._resolved
-        except (NameError, AttributeError, TypeError):
+        except (NameError, AttributeError, TypeError, SyntaxError):
             hint = self.annotation
         return Union[(hint, *self.widened)] if self.widened else hint
 

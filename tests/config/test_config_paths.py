@@ -177,6 +177,11 @@ def test_a_component_is_swapped_by_dotted_or_neighbouring_name():
     config.override("layers.1", f"{WideLayer.__module__}.WideLayer")
     config.override("layers.0", "WideLayer")  # beside Layer
     assert [target_of(layer) for layer in config.layers] == [WideLayer, WideLayer]
+    config.override("optimizer", "optax.contrib.muon")
+    config.override("optimizer", "lion")  # in the package around optax.contrib
+    assert target_of(config.optimizer) is optax.lion
+    with pytest.raises(UntrustedNameError, match=r"'optax\.lionn' does not exist; did you mean 'lion'"):
+        config.override("optimizer", "lionn")
     config.override("rate", "optax.constant_schedule")
     config.override("rate.value", "0.3")
     assert config.get_path("rate.value") == 0.3
@@ -225,7 +230,7 @@ def test_get_path():
 
 def test_set_path_checks_the_whole_value():
     config = config_for(Everything)
-    config.set_path("pair.0", 3)
+    config.set_path("pair.00", 3)
     assert config.pair == (3, 0.0)
     config.set_path("layers.0", config_for(WideLayer))
     assert config.get_path("layers.0.heads") == 16

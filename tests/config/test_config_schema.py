@@ -276,6 +276,11 @@ def test_hints_that_cannot_be_resolved_accept_any_data():
     with pytest.raises(FieldTypeError, match="expected data"):
         config.amount = object()
 
+    def prose(*, shape: "a list of sizes" = 3):  # noqa: F722
+        return shape
+
+    assert config_for(prose, shape=[1]).instantiate() == [1]
+
 
 def test_hints_resolve_once_their_names_exist():
     namespace: dict[str, Any] = {"__name__": __name__}
