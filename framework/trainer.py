@@ -15,7 +15,7 @@ import jax
 
 from framework import distributed
 from framework.accelerators import accelerator_name, spec_for
-from framework.checkpoint import Checkpointer, CheckpointSpaceError
+from framework.checkpoint import Checkpointer, CheckpointError, CheckpointSaveError, CheckpointSpaceError
 from framework.config import Config
 from framework.data.pipeline import DataPipeline
 from framework.experiment import Experiment
@@ -29,6 +29,10 @@ from framework.program import Program, State
 from framework.workdir import Workdir, config_changes
 
 Resume = Literal["auto", "never", "must"]
+
+
+class LastStepNotSavedError(RuntimeError):
+    """The run is over, and its last checkpoint is not on disk."""
 
 
 class Trainer:
@@ -87,6 +91,8 @@ class Trainer:
                 with other data and `force` is not given.
         """
         steps = self.checkpointer.steps()
+        for problem in self.checkpointer.problems():
+            self.progress.print(f"checkpoint: {problem}")
         if resume == "never" and steps:
             raise ValueError(
                 f"--resume=never, but {self.workdir.path} holds checkpoints up to step {max(steps)}; "
@@ -134,11 +140,27 @@ class Trainer:
             },
             "seed": self.options.seed,
         }
+        for _ in range(2):  # the first try may only report that the save before it failed in the background
+            try:
+                self.checkpointer.save(step, self.state, extra)
+                return
+            except CheckpointSpaceError as error:
+                self._not_saved(step, error)
+                return
+            except CheckpointSaveError as error:
+                self._not_saved(step, error)
+
+    def _not_saved(self, step: int, error: CheckpointError) -> None:
+        kept = self.checkpointer.steps()
+        self.progress.print(f"NOT SAVED at step {step}: {error}. Kept: {kept or 'none'}. Training goes on.")
+
+    def saved(self, step: int) -> bool:
+        """Waits for pending saves; whether this step is on disk."""
         try:
-            self.checkpointer.save(step, self.state, extra)
-        except CheckpointSpaceError as error:
-            kept = self.checkpointer.steps()
-            self.progress.print(f"NOT SAVED at step {step}: {error}. Kept: {kept or 'none'}. Training goes on.")
+            self.checkpointer.wait()
+        except CheckpointSaveError as error:
+            self._not_saved(step, error)
+        return step in self.checkpointer.steps()
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -147,6 +169,10 @@ class Trainer:
 
         Returns:
             The signal that stopped it early, after saving; None when it came to its end.
+
+        Raises:
+            LastStepNotSavedError: it is not on disk.
+            NonFiniteError: learner.nonfinite ended the run.
         """
         self.progress.status("compiling")
         self.program.compiled_step  # noqa: B018  (before the first batch is read)
@@ -166,7 +192,10 @@ class Trainer:
                     self.progress.print(f"rolled back to step {step}; batch {index} is left out")
             for hook in self.hooks:
                 hook.at_end(self, step)
-            self.checkpointer.wait()
+            if not self.saved(step):
+                raise LastStepNotSavedError(
+                    f"the last step was not saved; checkpoints: {self.checkpointer.steps() or 'none'}"
+                )
         return stop[0] if stop else None
 
     def _steps(self, step: int, stop: list[int]) -> int:

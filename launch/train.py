@@ -64,7 +64,7 @@ def _train(command: cli.Command, workdir: Any) -> int:
     from framework.metrics.tables import human_bytes, render
     from framework.program import Program
     from framework.report import compression_lines, sample_text, start_report
-    from framework.trainer import Trainer
+    from framework.trainer import LastStepNotSavedError, Trainer
     from framework.workdir import write_json
 
     args = command.args
@@ -98,9 +98,9 @@ def _train(command: cli.Command, workdir: Any) -> int:
             if primary:
                 write_json(workdir.config, config.to_dict())
             stopped = trainer.run(step)
-        except NonFiniteError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return EXIT_NONFINITE
+        except (NonFiniteError, LastStepNotSavedError) as error:
+            progress.print(f"error: {error}")
+            return EXIT_NONFINITE if isinstance(error, NonFiniteError) else 1
         finally:
             trainer.close()
         if stopped is not None:

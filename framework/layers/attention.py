@@ -117,7 +117,7 @@ class Attention(Layer):
             q_BSNH, k_BSKH = self.rotary(positions_BS, q_BSNH, k_BSKH)
         q_BSNH = checkpoint_name(q_BSNH, "query")
         k_BSKH, v_BSKH = checkpoint_name(k_BSKH, "key"), checkpoint_name(v_BSKH, "value")
-        y_BSNH = dot_product_attention(
+        y_BSNH = dot_product_attention(  # named "attention" for remat policies
             q_BSNH,
             k_BSKH,
             v_BSKH,
@@ -127,7 +127,6 @@ class Attention(Layer):
             implementation=self.implementation,
             mesh=ctx.mesh,
         )
-        y_BSNH = checkpoint_name(y_BSNH, "attention")
         y_BSD = self.output(weights["output"], y_BSNH.reshape(batch, length, -1), ctx)
         return ctx.constrain_hidden(y_BSD), Out()
 

@@ -3,6 +3,7 @@
 Numbers are the rows of the table in docs/faults.md. Rows 1 to 3 are in tests/config, 10 in tests/checkpoint.
 """
 
+import json
 import os
 import pickle
 import shutil
@@ -97,7 +98,7 @@ def test_13_no_room_keeps_the_last_good_one(text: Path, tmp_path: Path, capsys, 
     out = capsys.readouterr()
     assert "NOT SAVED at step 8" in out.out
     assert "Kept: [4]" in out.out
-    assert "last step was not saved" in out.err
+    assert "last step was not saved" in out.out
     assert list(losses(workdir)) == list(range(1, 13)), "training went on"
     assert steps(workdir) == [4]
 
@@ -106,7 +107,7 @@ def poison(text: Path, capsys) -> tuple[str, int]:
     """Writes a document with the poisonous byte; a data seed, and the 1-based step between 6 and 8 that it hits."""
     from configs import load
 
-    (text / "train_poison.txt").write_text("abc\x01" + "xyz " * 2)
+    (text / "train_poison.txt").write_text("xyz " * 9 + "\x01" + " xyz" * 30)
     for seed in range(200):
         pipeline = load(f"{CONFIG}:tiny")
         pipeline.data.seed = seed
@@ -128,7 +129,7 @@ def test_14_not_finite_skip_stop_and_roll_back(text: Path, tmp_path: Path, capsy
     assert [row["train/skipped"] for row in rows(tmp_path / "skip") if "train/skipped" in row].count(1.0) == 1
 
     assert train(tmp_path / "stop", seed, "--config.learner.nonfinite=stop") == 3
-    assert "nothing was updated" in capsys.readouterr().err
+    assert "nothing was updated" in capsys.readouterr().out
     assert steps(tmp_path / "stop") == [4], "nothing was saved after the bad step"
     assert train(tmp_path / "stop", seed) == 0
     assert losses(tmp_path / "stop") == logged
@@ -142,7 +143,7 @@ def test_14_not_finite_skip_stop_and_roll_back(text: Path, tmp_path: Path, capsy
 
     limit = ("--config.learner.nonfinite=skip", "--config.learner.max_nonfinite=1")
     assert train(tmp_path / "limit", seed, *limit) == 3
-    assert "1 such steps in a row" in capsys.readouterr().err
+    assert "1 such steps in a row" in capsys.readouterr().out
 
 
 def test_20_a_checkpoint_of_another_model(text: Path, tmp_path: Path, capsys) -> None:
@@ -151,10 +152,10 @@ def test_20_a_checkpoint_of_another_model(text: Path, tmp_path: Path, capsys) ->
     capsys.readouterr()
     assert train(workdir, "--config.model.stack.num_layers=3", "--config.learner.ema=0.9") == 2
     error = capsys.readouterr().err
-    assert "ema/embed/token" in error
-    assert "parameter/stack/block0/attention/query/weight" in error
-    assert "(2, 32, 32)" in error
-    assert "(3, 32, 32)" in error
+    assert "ema/embed/token" in error  # a leaf that is missing
+    assert "optimizer/stack/default/state/0/mu/block0/attention/key/weight" in error  # one of another shape
+    assert "2,32,32" in error.replace(" ", "")
+    assert "3,32,32" in error.replace(" ", "")
     assert steps(workdir) == [1]
 
 
@@ -185,7 +186,7 @@ def test_22_nothing_in_a_workdir_is_executed(text: Path, tmp_path: Path, capsys)
     checkpoint = next((workdir / "checkpoints").iterdir())
     for name in ("state.pkl", "checkpoint.pickle", "data.yaml"):
         (checkpoint / name).write_bytes(pickle.dumps(Payload()))
-    (workdir / "config.json").write_text('{"$class": "os.system", "command": "touch %s"}' % canary)
+    (workdir / "config.json").write_text(json.dumps({"$class": "os.system", "command": f"touch {canary}"}))
     assert train(workdir, "--config.trainer.max_steps=2") == 0
     assert not canary.exists()
 

@@ -10,32 +10,14 @@ from launch.train import main
 
 CONFIG = str(Path(__file__).parent / "tiny.py")
 ROOT = Path(__file__).parents[2]
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "some",
-    "other",
-    "words",
-    "pass",
-    "by",
-    "in",
-    "no",
-    "order",
-]
+WORDS = "the quick brown fox jumps over a lazy dog while other words pass by in no order"
 
 
 def write_text(folder: Path) -> Path:
     """train.txt and valid.txt, and $TINY_TEXT says where."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [" ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 12)) for i in range(1, 160)]
+    words = WORDS.split()
+    lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 12)) for i in range(1, 160)]
     (folder / "train.txt").write_text("\n".join(lines))
     (folder / "valid.txt").write_text("\n".join(lines[7::20]))
     os.environ["TINY_TEXT"] = str(folder)

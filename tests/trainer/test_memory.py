@@ -1,4 +1,4 @@
-"""One copy: in every phase of a run, the live arrays are the layout's leaves, a few batches, and next to nothing else."""
+"""One copy: in every phase of a run, live arrays are the layout's leaves, a few batches, and next to nothing else."""
 
 from pathlib import Path
 from typing import Any
