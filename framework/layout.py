@@ -195,7 +195,9 @@ class StateLayout:
         assert not unknown, f"unknown groups {unknown}"
         self.specs = specs
         self.mesh = mesh
-        self.leaves = [self._leaf(path, spec) for path, spec in flatten(specs).items()]
+        # Parameters first: a dimension that does not divide is named by the parameter, not by a moment of it.
+        in_order = sorted(flatten(specs).items(), key=lambda item: GROUPS.index(_group(item[0])))
+        self.leaves = [self._leaf(path, spec) for path, spec in in_order]
 
     def _leaf(self, path: str, spec: TensorSpec) -> Leaf:
         shard = []
@@ -209,8 +211,7 @@ class StateLayout:
                     f"nearest that do: {nearest_divisors(dim, parts)}"
                 )
             shard.append(dim // parts)
-        group: Any = path.split("/", 1)[0]
-        return Leaf(path, group, spec, math.prod(shard) * spec.dtype.itemsize)
+        return Leaf(path, _group(path), spec, math.prod(shard) * spec.dtype.itemsize)
 
     def __iter__(self) -> Iterator[Leaf]:
         return iter(self.leaves)
@@ -272,6 +273,10 @@ class StateLayout:
     def size(self, group: Group) -> int:
         """Number of elements of a group."""
         return sum(leaf.spec.size for leaf in self.leaves if leaf.group == group)
+
+
+def _group(path: str) -> Any:
+    return path.split("/", 1)[0]
 
 
 def _to_device(spec: TensorSpec, x: jax.Array) -> jax.Array:

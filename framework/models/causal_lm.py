@@ -19,7 +19,7 @@ from framework.layers.base import Context, Layer, Out
 from framework.layers.embedding import Embedding
 from framework.layers.head import LMHead
 from framework.layers.stack import Stack
-from framework.layout import Nested, ParameterSpec, flatten
+from framework.layout import Nested, ParameterSpec, flatten, nearest_divisors
 
 
 class CausalLM:
@@ -76,7 +76,10 @@ class CausalLM:
         if mesh.shape["expert"] > 1 and not _uses_axis(self.parameter_specs(), "expert"):
             raise ValueError(f"mesh.expert = {mesh.shape['expert']}, but the model has no experts; expected 1")
         if seq_len % mesh.shape["seq"]:
-            raise ValueError(f"mesh.seq = {mesh.shape['seq']} does not divide data.seq_len = {seq_len}")
+            raise ValueError(
+                f"mesh.seq = {mesh.shape['seq']} does not divide data.seq_len = {seq_len}; "
+                f"nearest that do: {nearest_divisors(seq_len, mesh.shape['seq'])}"
+            )
 
     def split_units(self, params: Nested) -> Nested:
         """Parameters as they are best differentiated: those of an unrolled stack as a list of its units'."""
