@@ -12,7 +12,6 @@ May import: jax, framework.config, framework.layout (for the names of leaves) an
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import json
 import logging
@@ -357,7 +356,6 @@ class Checkpointer:
                 _log.warning("checkpoints: %s; trying the one before", error)
             else:
                 return Restored(step, restored.state, restored.extra, problems)
-            gc.collect()  # tracebacks and the frames in them are cycles, and hold arrays
         kind = CheckpointCorruptError if steps else CheckpointMissingError
         raise kind("\n  ".join([f"no checkpoint in {self.directory} can be restored:", *problems]))
 

@@ -119,7 +119,9 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error, for a list of problems."""
+    """The first line of what an error goes back to: orbax wraps the message that helps in several that do not."""
+    while (deeper := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        error = deeper
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300] if text else ''}"
 

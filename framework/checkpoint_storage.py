@@ -8,8 +8,11 @@ May import: jax, orbax.checkpoint (its v1 API) and checkpoint_directory, checkpo
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +64,34 @@ def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     Raises:
         UnreadableError: bytes or files are missing or make no sense. That they are right is for checksums to tell.
     """
+    problem = None
+    with _quiet():
+        try:
+            arrays = _load(path, {name: x for name, x in wanted.items() if x.size})
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise  # out of memory, say: no fault of the checkpoint
+        except Exception as error:
+            problem = _unreadable(path, wanted) or one_line(error)
+            arrays = {}
+        if problem is not None:
+            gc.collect()  # what orbax was doing when it failed holds arrays, and complains when it is collected
+            raise UnreadableError(problem)
+    # A changed byte in orbax's own index may hide a leaf; it then hands back what it was asked with.
+    lost = [name for name, x in wanted.items() if x.size and not isinstance(arrays.get(name), jax.Array)]
+    if lost:
+        raise UnreadableError(f"not in orbax's index: {', '.join(lost[:20])}")
+    return {name: arrays[name] if x.size else _zeros(x) for name, x in wanted.items()}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax leaves its other reads to themselves when one fails, and asyncio logs each as an error, pages of it."""
+    logger = logging.getLogger("asyncio")
+    before, logger.disabled = logger.disabled, True
     try:
-        arrays = _load(path, {name: x for name, x in wanted.items() if x.size})
-    except (jax.errors.JaxRuntimeError, MemoryError):
-        raise  # out of memory, say: no fault of the checkpoint
-    except Exception as error:
-        raise UnreadableError(_unreadable(path, wanted) or one_line(error)) from None
-    empty = {name: _zeros(x) for name, x in wanted.items() if not x.size}
-    return {name: empty[name] if name in empty else arrays[name] for name in wanted}
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _load(path: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:

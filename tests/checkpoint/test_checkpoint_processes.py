@@ -1,0 +1,155 @@
+"""Checkpoints of a job of two real processes: saved by two and restored by one, and the other way round."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from framework.checkpoint import Checkpointer
+
+# Each process has two devices. Arguments: directory, port, process id.
+JOB = """
+import os, random, sys
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+directory, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, heartbeat_timeout_seconds=30)
+import logging
+from framework.checkpoint import Checkpointer, CheckpointCorruptError, CheckpointSpaceError
+mesh = jax.make_mesh((2, 2), ("a", "b"))
+shardings = {
+    "parameter": {"w": NamedSharding(mesh, PartitionSpec("a", "b")), "b": NamedSharding(mesh, PartitionSpec())},
+    "optimizer": NamedSharding(mesh, PartitionSpec("a"), memory_kind="pinned_host"),
+}
+values = {
+    "parameter": {"w": np.arange(8192, dtype=np.float32).reshape(64, 128), "b": np.arange(5, dtype=np.int32)},
+    "optimizer": np.arange(4096, dtype=np.float32).reshape(64, 64),
+}
+def put(factor):
+    make = lambda v, s: jax.make_array_from_callback(v.shape, s, lambda i: (v * factor).astype(v.dtype)[i])
+    return jax.tree.map(make, values, shardings)
+def check(state, factor):
+    for x, v, s in zip(jax.tree.leaves(state), jax.tree.leaves(values), jax.tree.leaves(shardings)):
+        assert x.sharding == s
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), (v * factor)[shard.index])
+abstract = jax.tree.map(lambda v, s: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=s), values, shardings)
+checkpointer = Checkpointer(directory=directory, keep=2)
+"""
+
+SAVE = (
+    JOB
+    + """
+state = put(1)
+checkpointer.save(1, state, {"next": 1})
+# The arrays may be donated at once, in every process.
+step = jax.jit(lambda x: x + 1, donate_argnums=0)
+before, state["parameter"]["w"] = state["parameter"]["w"], step(state["parameter"]["w"])
+assert before.is_deleted()
+checkpointer.save(2, put(2), {"next": 2})
+checkpointer.save(3, put(3), {"next": 3})
+checkpointer.wait()
+assert checkpointer.last_saved == 3
+check(checkpointer.restore(2, abstract).state, 2)
+# The disk is full for one of the two: both hear of it, and nothing is written.
+import shutil
+usage = shutil.disk_usage(directory)
+if process == 1:
+    shutil.disk_usage = lambda path: usage._replace(free=0)
+try:
+    checkpointer.save(4, put(4), {})
+except CheckpointSpaceError:
+    print("REFUSED", checkpointer.steps())
+checkpointer.close()
+"""
+)
+
+RESTORE = (
+    JOB
+    + """
+# Both see what process 0 sees, whatever their file system shows them.
+if process == 1:
+    import framework.checkpoint
+    real = framework.checkpoint.scan
+    framework.checkpoint.scan = lambda root: ([99], {98: "nonsense"})
+restored = checkpointer.restore_latest(abstract)
+assert restored.step == 1 and restored.extra == {"next": 8}, restored
+check(restored.state, 8)
+# The newer one is corrupt: both fall back, since each sums what the other holds.
+print("PROBLEMS", len(restored.problems), "parameter/w" in restored.problems[0])
+checkpointer.close()
+"""
+)
+
+
+def run(code, directory):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code, str(directory), str(port), str(process)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path.cwd(),
+        )
+        for process in (0, 1)
+    ]
+    try:
+        results = [job.communicate(timeout=240) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert [job.returncode for job in jobs] == [0, 0], "\n".join(err[-3000:] for _, err in results)
+    return [out.splitlines()[-1] for out, _ in results]  # before that, gloo counts its peers
+
+
+def abstract_of(values, spec, kind="device"):
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), spec, memory_kind=kind)
+    return jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
+
+
+W, B = np.arange(8192, dtype=np.float32).reshape(64, 128), np.arange(5, dtype=np.int32)
+HOST = np.arange(4096, dtype=np.float32).reshape(64, 64)
+ABSTRACT = {
+    "parameter": {"w": abstract_of(W, PartitionSpec(None, "x")), "b": abstract_of(B, PartitionSpec())},
+    "optimizer": abstract_of(HOST, PartitionSpec("x"), "pinned_host"),
+}
+
+
+def test_two_processes_save_one_restores(tmp_path):
+    outs = run(SAVE, tmp_path)
+    assert outs == ["REFUSED [2, 3]"] * 2
+    checkpointer = Checkpointer(directory=tmp_path)
+    assert checkpointer.steps() == [2, 3]
+    restored = checkpointer.restore_latest(ABSTRACT)
+    assert (restored.step, restored.extra, restored.problems) == (3, {"next": 3}, [])
+    np.testing.assert_array_equal(np.asarray(restored.state["parameter"]["w"]), W * 3)
+    np.testing.assert_array_equal(np.asarray(restored.state["parameter"]["b"]), B * 3)
+    np.testing.assert_array_equal(np.asarray(restored.state["optimizer"]), HOST * 3)
+    assert restored.state["optimizer"].sharding.memory_kind == "pinned_host"
+
+
+def test_one_process_saves_two_restore(tmp_path):
+    def place(values, x):
+        return jax.device_put(jnp.asarray(values), x.sharding)
+
+    values = {"parameter": {"w": W * 8, "b": B * 8}, "optimizer": HOST * 8}
+    state = jax.tree.map(place, values, ABSTRACT)
+    with Checkpointer(directory=tmp_path) as checkpointer:
+        checkpointer.save(1, state, {"next": 8})
+        checkpointer.save(2, state, {"next": 9})
+    path = max((tmp_path / "00000002").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    raw = bytearray(path.read_bytes())
+    at = raw.index((W * 8)[10, :16].tobytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    assert run(RESTORE, tmp_path) == ["PROBLEMS 1 True"] * 2
