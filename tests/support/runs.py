@@ -9,6 +9,7 @@ from pathlib import Path
 from launch.train import main
 
 CONFIG = str(Path(__file__).parent / "tiny.py")
+LONG = ("--config.trainer.max_steps=120", "--config.trainer.save_every=20")
 ROOT = Path(__file__).parents[2]
 WORDS = "the quick brown fox jumps over a lazy dog while other words pass by in no order"
 

@@ -16,11 +16,11 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of an undisturbed run of 12 steps, made in a process with one device."""
+    """The workdir of an undisturbed run of 120 steps, made in a process with one device."""
     root = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINY_TEXT", "")
         runs.write_text(root / "text")
-        process = runs.start(root / "run")
+        process = runs.start(root / "run", *runs.LONG)
         assert process.wait(timeout=300) == 0, (root / "run.out").read_text()
     return root / "run"

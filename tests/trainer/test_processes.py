@@ -1,0 +1,32 @@
+"""Two real processes of one run: the losses of one process, and checkpoints that either can restore."""
+
+import socket
+import subprocess
+from pathlib import Path
+
+from tests.support.runs import losses, start
+
+
+def pair(workdir: Path, *flags: str) -> list[subprocess.Popen]:
+    """Two processes with two devices each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = (f"--coordinator=127.0.0.1:{port}", "--num_processes=2")
+    return [start(workdir, *where, f"--process_id={i}", *flags, devices=2) for i in range(2)]
+
+
+def test_two_processes_equal_one(text: Path, tmp_path: Path) -> None:
+    mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=2")
+    one = start(tmp_path / "one", *mesh, devices=4)
+    assert one.wait(timeout=300) == 0, Path(f"{tmp_path}/one.out").read_text()
+    two = pair(tmp_path / "two", *mesh, "--config.trainer.max_steps=8")
+    assert [process.wait(timeout=300) for process in two] == [0, 0], Path(f"{tmp_path}/two.out").read_text()
+    # 8 steps by two processes, then 4 more by one process with another mesh, from the checkpoint of the two.
+    rest = start(tmp_path / "two", "--config.mesh.fsdp=2", devices=2)
+    assert rest.wait(timeout=300) == 0, Path(f"{tmp_path}/two.out").read_text()
+    expected, found = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert list(found) == list(range(1, 13))
+    assert "resumed from step 8" in Path(f"{tmp_path}/two.out").read_text()
+    for step, loss in expected.items():
+        assert abs(found[step] - loss) < 2e-5 * abs(loss), (step, found[step], loss)
