@@ -25,6 +25,13 @@ _RACY_SECONDS = (
     2.0  # a file changed this recently could change again within the clock's grain: do not memorize its hash
 )
 
+# How fsspec's filesystems call what changes with the content.
+_VERSION_KEYS = frozenset(
+    {"ETag", "etag", "LastModified", "last_modified", "updated", "generation", "md5Hash", "crc32c", "mtime", "created"}
+)
+
+_CODEC_PACKAGES = {".zst": "zstandard", ".lz4": "lz4"}
+
 
 class DataFile:
     """One file of a source.
@@ -51,17 +58,21 @@ class DataFile:
         with readable(self.name):
             return int(self.fs.info(self.path)["size"])
 
-    def state(self) -> str:
-        """A cheap digest of size, times and version of the file: when it is unchanged, so is the content."""
+    def state(self) -> str | None:
+        """Size, times and version of the file: while they do not change, neither does the content. None where the
+        filesystem tells nothing of the kind (some web servers), so that nothing may be concluded."""
         with readable(self.name):
-            return str(self.fs.ukey(self.path))
+            if self.is_local:  # of what a link points to, which fsspec's info would not say
+                facts = os.stat(self.path)
+                return f"{facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_ino}"
+            info = self.fs.info(self.path)
+        versions = {key: str(info[key]) for key in sorted(_VERSION_KEYS & set(info)) if info[key] is not None}
+        return f"{info['size']} {versions}" if versions else None
 
     def modified(self) -> float:
-        """Seconds since the epoch, or 0.0 where the filesystem does not say."""
-        info = self.fs.info(self.path)
-        return max(
-            float(info.get(key, 0.0)) if isinstance(info.get(key), int | float) else 0.0 for key in ("mtime", "created")
-        )
+        """Seconds since the epoch of the last change; 0.0 for remote files, whose versions are not clock readings."""
+        facts = os.stat(self.path) if self.is_local else None
+        return 0.0 if facts is None else max(facts.st_mtime, facts.st_ctime)
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop); fewer when the file ends before `stop`.
@@ -88,6 +99,9 @@ class DataFile:
 
         if compression == "infer":
             compression = fsspec.utils.infer_compression(self.path)
+            package = _CODEC_PACKAGES.get(os.path.splitext(self.path)[1])
+            if compression is None and package is not None:  # fsspec only knows the codecs that are installed
+                raise ValueError(f"{self.name}: to read this compression, `pip install {package}`")
         codecs: dict[str, Any] = fsspec.compression.compr  # type: ignore[assignment]
         with contextlib.ExitStack() as stack:
             with readable(self.name):
@@ -221,13 +235,13 @@ class FileHashes:
 
     def recall(self, file: DataFile) -> dict[str, Any] | None:
         """What was memorized for the file as it is now, or None."""
-        return self._known.get(f"{file.name} {file.state()}")
+        known, state = self._known.get(file.name), file.state()
+        return known["facts"] if known is not None and state is not None and known["state"] == state else None
 
-    def remember(self, file: DataFile, state: str, facts: dict[str, Any]) -> None:
+    def remember(self, file: DataFile, state: str | None, facts: dict[str, Any]) -> None:
         """Memorizes `facts` (JSON data) for the file in the `state` that it had before it was read."""
-        if time.time() - file.modified() > _RACY_SECONDS and file.state() == state:
-            self._known = {key: value for key, value in self._known.items() if key.rsplit(" ", 1)[0] != file.name}
-            self._known[f"{file.name} {state}"] = facts
+        if state is not None and time.time() - file.modified() > _RACY_SECONDS and file.state() == state:
+            self._known[file.name] = {"state": state, "facts": facts}
             self._changed = True
 
     def sha256(self, file: DataFile) -> str:

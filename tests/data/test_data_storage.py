@@ -17,6 +17,11 @@ from framework.data import storage
 from framework.data.storage import BLOCK_BYTES, FileHashes, clear_leftovers, find, temporary_name, write_atomically
 
 
+def set_age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
 def test_a_glob_is_its_matches_in_sorted_order_without_folders(tmp_path: Path):
     for name in ("b.txt", "a.txt", "c.bin"):
         (tmp_path / name).write_text(name)
@@ -58,6 +63,16 @@ def test_compression_is_inferred_from_the_name(tmp_path: Path, extension: str, m
         assert stream.read() == path.read_bytes()
 
 
+@pytest.mark.parametrize(("extension", "package"), [("zst", "zstandard"), ("lz4", "lz4")])
+def test_a_codec_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extension: str, package: str
+):
+    monkeypatch.setattr("fsspec.utils.infer_compression", lambda path: None)  # as fsspec does without the package
+    (tmp_path / f"x.jsonl.{extension}").write_bytes(b"compressed")
+    with pytest.raises(ValueError, match=f"x.jsonl.{extension}: .*pip install {package}"):
+        find(str(tmp_path / "*"))[0].open("infer").__enter__()
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
@@ -84,7 +99,7 @@ def test_no_path_at_all_is_an_error():
 def test_a_hash_is_read_once_and_again_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, memo = tmp_path / "x.bin", tmp_path / "hashes.json"
     path.write_bytes(b"a" * 100)
-    os.utime(path, (time.time() - 100,) * 2)
+    set_age(path, 100)
     monkeypatch.setattr(
         storage.DataFile, "modified", lambda self: os.stat(self.path).st_mtime
     )  # ctime cannot be set back
@@ -101,7 +116,7 @@ def test_a_hash_is_read_once_and_again_when_the_file_changes(tmp_path: Path, mon
     first = digest()
     assert (digest(), len(reads)) == (first, 1)
     path.write_bytes(b"b" * 100)
-    os.utime(path, (time.time() - 50,) * 2)
+    set_age(path, 50)
     assert digest() != first
     assert len(reads) == 2
 
@@ -113,6 +128,29 @@ def test_a_hash_of_a_file_changed_just_now_is_not_memorized(tmp_path: Path):
     hashes.sha256(find(str(path))[0])
     hashes.save()
     assert not memo.exists()
+
+
+def test_a_link_is_known_by_what_it_points_to(tmp_path: Path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_bytes(b"a" * 10)
+    link.symlink_to(target)
+    before = find(str(link))[0].state()
+    time.sleep(0.02)
+    target.write_bytes(b"b" * 10)  # the link itself does not change
+    assert find(str(link))[0].state() != before
+
+
+def test_a_file_without_a_version_is_never_trusted_unread(monkeypatch: pytest.MonkeyPatch):
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/storage-test/y.txt", b"one")
+    (file,) = find("memory://storage-test/y.txt")
+    assert file.state() is not None
+    hashes = FileHashes()
+    first = hashes.sha256(file)
+    monkeypatch.setattr(type(memory), "info", lambda self, path, **kw: {"name": path, "size": 3, "type": "file"})
+    assert file.state() is None
+    memory.pipe("/storage-test/y.txt", b"two")
+    assert hashes.sha256(file) != first
 
 
 def test_a_damaged_memo_is_made_anew(tmp_path: Path):

@@ -321,3 +321,43 @@ def test_a_typo_is_answered_before_any_library_is_imported():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert time.monotonic() - started < 3
+
+
+def test_the_last_act_of_a_set_up_is_one_rename(documents, pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A kill just before it leaves no token folder under its final name, and no other act makes one."""
+    documents()
+
+    def killed(*paths: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline()
+    assert list((tmp_path / "workdir/data").iterdir()) == []
+
+
+def test_another_job_may_finish_first(documents, pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    documents()
+    cache = tmp_path / "cache"
+    rename = os.rename
+
+    def late(source: Path, target: Path) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", rename)
+            pipeline("other", cache_dir=str(cache))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert pipeline("mine", cache_dir=str(cache)).train_batch(0, range(B))
+    assert [path.name[:7] for path in cache.iterdir()] == ["tokens-"]
+
+
+@pytest.mark.parametrize("bpe", [False, True])
+def test_a_process_that_is_not_the_first_writes_nothing(documents, pipeline, tmp_path: Path, bpe: bool):
+    documents()
+    tokenizer = config_for(BPETokenizer, vocab_size=300) if bpe else config_for(ByteTokenizer)
+    what = "data.tokenizer: .*tokenizer.json" if bpe else "data.source: .*/tokens-[0-9a-f]+"
+    with pytest.raises(FileNotFoundError, match=rf"^{what} does not exist: the first process was to write it"):
+        pipeline(setup=False, tokenizer=tokenizer).setup(tmp_path / "workdir", is_primary=False)
+    assert not (tmp_path / "workdir").exists()
