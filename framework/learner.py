@@ -254,7 +254,9 @@ class Learner:
 
         def update(weights: Nested, grads: Nested, entry: Nested, average: Nested, decision: Decision) -> Any:
             reference = entry.get("master", weights)
-            grads = jax.tree.map(lambda g, r: g.astype(r.dtype) * decision.factor.astype(r.dtype), grads, reference)
+            grads = jax.tree.map(lambda g, r: g.astype(r.dtype), grads, reference)
+            if self.clip is not None:
+                grads = jax.tree.map(lambda g: g * decision.factor.astype(g.dtype), grads)
             state = self._precise(entry["state"], reference)
             updates, new_state = optimizer.update(grads, state, reference)
             new_reference = optax.apply_updates(reference, updates)
@@ -272,10 +274,10 @@ class Learner:
         return update
 
     def _precise(self, state: Any, reference: Nested) -> Any:
-        """Moments kept in `moment_dtype`, in the dtype that the update is computed in."""
+        """Moments kept in a narrower `moment_dtype`, in the dtype that the update is computed in; wider ones stay."""
         if self.moment_dtype is None:
             return state
-        wide = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(reference)))
+        wide = jnp.result_type(self.moment_dtype, *(leaf.dtype for leaf in jax.tree.leaves(reference)))
         return jax.tree.map(lambda s: s.astype(wide) if s.dtype == self.moment_dtype else s, state)
 
 

@@ -156,7 +156,6 @@ def test_a_mesh_that_does_not_fit_the_devices_names_both_numbers(sizes, devices,
         Program(config.instantiate(), jax.devices()[:devices])
 
 
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -1,0 +1,110 @@
+"""The learner's updates beside plain optax's on unstacked leaves: a list of per-layer trees, as a hand would write it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from framework.layout import ParameterSpec, flatten
+from framework.learner import Learner
+
+LAYERS = 3
+Trees = list[Any]
+
+
+def specs(dtype: str = "float32") -> dict[str, Any]:
+    """Two single stages and a stack of three layers: matrices wide, high and square, biases, a scale."""
+
+    def spec(*shape: int, layers: bool = False) -> ParameterSpec:
+        one = ParameterSpec(shape, dtype, roles=("axis",) * len(shape))
+        return one.stacked(LAYERS) if layers else one
+
+    block = {
+        "wide": {"weight": spec(8, 12, layers=True), "bias": spec(12, layers=True)},
+        "high": {"weight": spec(12, 8, layers=True)},
+        "square": {"weight": spec(8, 8, layers=True)},
+    }
+    return {"embed": {"token": spec(16, 8)}, "stack": {"block0": block}, "head": {"norm": {"scale": spec(8)}}}
+
+
+def draw(seed: int, dtype: str = "float32", scale: float = 1.0) -> Any:
+    """Random numbers in the shapes of `specs`; leaves of unlike sizes, as gradients have."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda s: jnp.asarray(scale * rng.exponential() * rng.standard_normal(s.shape), dtype), specs(dtype)
+    )
+
+
+def gradients(steps: int, dtype: str = "float32") -> Trees:
+    """So many trees of gradients."""
+    return [draw(1000 + step, dtype, scale=0.3) for step in range(steps)]
+
+
+def unstack(tree: Any) -> Any:
+    """{"embed": ..., "stack": [layer 0, layer 1, layer 2], "head": ...}; trees without a stack stay."""
+    if "stack" not in tree:
+        return tree
+    return {**tree, "stack": [jax.tree.map(lambda x, i=i: x[i], tree["stack"]) for i in range(LAYERS)]}
+
+
+class Kept(NamedTuple):
+    """What the learner keeps."""
+
+    params: Any
+    optimizer: Any
+    ema: Any
+
+
+def start(learner: Learner, params: Any) -> Kept:
+    """The first state, jitted."""
+    return Kept(*jax.jit(learner.init)(params))
+
+
+def stepper(learner: Learner) -> Callable[[Kept, Any, Any], Kept]:
+    """(state, loss, gradients) -> state, jitted."""
+
+    def step(kept: Kept, loss: jax.Array, grads: Any) -> Kept:
+        return Kept(*learner.update(kept.params, grads, kept.optimizer, kept.ema, learner.decide(loss, grads)))
+
+    return jax.jit(step)
+
+
+def ours(learner: Learner, params: Any, grads: Trees) -> list[Kept]:
+    """The state after each step."""
+    kept, step, history = start(learner, params), stepper(learner), []
+    for tree in grads:
+        kept = step(kept, jnp.float32(1.0), tree)
+        history.append(kept)
+    return history
+
+
+def plain(optimizer: optax.GradientTransformation, params: Any, grads: Trees) -> tuple[Trees, Any]:
+    """The unstacked parameters after each step of plain optax, and the last optimizer state."""
+    params = unstack(params)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    history = []
+    for tree in grads:
+        params, state = step(params, state, unstack(tree))
+        history.append(params)
+    return history, state
+
+
+def worst(actual: Trees, expected: Trees) -> float:
+    """The largest difference of any leaf at any step, relative to the leaf's largest element."""
+    errors = []
+    for left, right in zip(actual, expected, strict=True):
+        left, right = flatten(left), flatten(right)
+        assert left.keys() == right.keys()
+        for path in left:
+            a, b = (np.asarray(side[path], np.float64) for side in (left, right))
+            errors.append(np.abs(a - b).max() / np.abs(b).max())
+    return float(max(errors))
