@@ -1,0 +1,44 @@
+"""docs/architecture.md: its code runs as it is written."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import ROOT
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
+
+
+def run(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env={**_environment()}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.slow
+def test_own_loop(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(BLOCKS[0])
+    out = run(tmp_path, "loop.py")
+    losses = [float(line.split()[1]) for line in out.splitlines() if re.fullmatch(r"\d+ [\d.]+", line)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert "bytes of state on 1 devices" in out
+
+
+@pytest.mark.slow
+def test_own_layer(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(BLOCKS[1])
+    flags = ["--config.trainer.max_steps=20", "--config.data.validation={}", "--workdir=runs/my"]
+    out = run(tmp_path, "-m", "launch.train", "--config=my.py:tiny_scalenorm", *flags)
+    assert "step   20/20" in out or "step 20/20" in out

@@ -1,0 +1,157 @@
+"""Breaks the source in ten ways, one at a time, and reports whether a test fails each time.
+
+    python tools/mutate.py             all
+    python tools/mutate.py --only mask only those whose name holds "mask"
+
+Each mutation is applied to a copy of the checkout in a temporary folder, where the tests that guard it are run. A
+mutation that no test notices is a hole in the tests: exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` in `file` becomes `new`; `tests` (pytest arguments) must then fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "drop the causal mask",
+        "framework/layers/kernels_xla.py",
+        "if mask_BRT is not None:",
+        "if mask_BRT is not None and False:",
+        ("tests/layers/test_attention_kernels.py",),
+    ),
+    Mutation(
+        "skip bias correction",
+        "framework/learner.py",
+        "lambda new, old: new.astype(old.dtype), new_state",
+        "lambda new, old: new.astype(old.dtype) if new.dtype.kind == 'f' else old + 1000, new_state",
+        ("tests/learner",),
+    ),
+    Mutation(
+        "do not donate",
+        "framework/program.py",
+        "donate_argnums=0,",
+        "donate_argnums=(),",
+        ("tests/trainer/test_memory.py", "tests/schedules"),
+    ),
+    Mutation(
+        "shift labels by two",
+        "framework/data/packing.py",
+        "targets[row, :count] = window[1:]",
+        "targets[row, : count - 1] = window[2:]",
+        ("tests/data/test_packing.py", "tests/data/test_pipeline.py"),
+    ),
+    Mutation(
+        "drop a checksum",
+        "framework/checkpoint.py",
+        "if sums[name] != stored[name].checksum",
+        "if sums[name] != stored[name].checksum and 'mu' not in name and 'weight' not in name",
+        ("tests/checkpoint/test_checkpoint_faults.py", "tests/faults/test_faults.py"),
+    ),
+    Mutation(
+        "ignore a memory kind",
+        "framework/layout.py",
+        "memory_kind=spec.memory_kind)",
+        'memory_kind="device")',
+        ("tests/layout",),
+    ),
+    Mutation(
+        "reuse a dropout key",
+        "framework/layers/base.py",
+        "return self if self.rng is None else replace(self, rng=jax.random.fold_in(self.rng, index))",
+        "return self",
+        ("tests/layers", "tests/models"),
+    ),
+    Mutation(
+        "forget weight-decay rules",
+        "framework/learner.py",
+        "for field, value in rule.set.items():",
+        "for field, value in ():",
+        ("tests/learner",),
+    ),
+    Mutation(
+        "an off-by-one in the data index",
+        "framework/data/pipeline.py",
+        "order.locate(step * self.global_batch_size + row)",
+        "order.locate(step * self.global_batch_size + row + 1)",
+        ("tests/data/test_pipeline.py",),
+    ),
+    Mutation(
+        "swallow a NaN",
+        "framework/learner.py",
+        "jnp.isfinite(norm) & jnp.isfinite(loss)",
+        "jnp.ones_like(loss, bool)",
+        ("tests/learner", "tests/faults/test_faults.py"),
+    ),
+)
+
+
+def mutate(mutation: Mutation, python: str) -> tuple[bool, str, float]:
+    """(noticed, the first test that failed or pytest's last line, seconds)."""
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        copy = Path(folder) / "checkout"
+        skip = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "__pycache__", "*.egg-info")
+        shutil.copytree(ROOT, copy, ignore=skip)
+        path = copy / mutation.file
+        source = path.read_text()
+        if source.count(mutation.old) != 1:
+            raise SystemExit(
+                f"{mutation.name}: {mutation.file} holds {mutation.old!r} {source.count(mutation.old)} times"
+            )
+        path.write_text(source.replace(mutation.old, mutation.new))
+        began = time.perf_counter()
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not peers"]
+        done = subprocess.run(
+            [python, "-m", "pytest", *options, *mutation.tests],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    lines = done.stdout.splitlines()
+    failed = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else done.stderr)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{mutation.name}: pytest ended with {done.returncode}: {failed}")
+    return done.returncode == 1, failed, time.perf_counter() - began
+
+
+def main() -> int:
+    """Runs the mutations and prints a line for each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="only mutations whose name holds this")
+    chosen = [mutation for mutation in MUTATIONS if parser.parse_args().only in mutation.name]
+    survivors = 0
+    for mutation in chosen:
+        noticed, what, seconds = mutate(mutation, sys.executable)
+        survivors += not noticed
+        print(
+            f"{'noticed ' if noticed else 'SURVIVED'}  {mutation.name:32}  {seconds:4.0f} s  {what[:110]}", flush=True
+        )
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutations noticed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
