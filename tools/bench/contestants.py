@@ -1,0 +1,252 @@
+"""The contestants, each a process: `python -m tools.bench.contestants NAME SIZE TOKENS_FILE WORKDIR`.
+
+    ours      launch.train itself, from its command line on, with one more hook that waits for its turn
+    plain     the hand-written JAX step of plain_gpt2.py, in a plain loop
+    eager     transformers' GPT2LMHeadModel with torch.optim.AdamW
+    compiled  the same through torch.compile
+
+All read the same token file with batches of the same shape, AdamW with the same numbers, global-norm clip 1.0, float32,
+no dropout; each looks at its loss every ten steps. May import: everything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.bench.sizes import B1, B2, CLIP, LEARNING_RATE, SIZES, WEIGHT_DECAY, Batches, Size
+from tools.bench.turns import Channel, Clock, Contestant, Hello, serve
+
+LOG_EVERY = 10
+NAMES = {
+    "plain": "hand-written JAX + optax",
+    "ours": "Plimsoll, launch.train's loop",
+    "eager": "transformers + torch AdamW, eager",
+    "compiled": "transformers + torch AdamW, torch.compile",
+}
+
+
+def missing(name: str) -> str | None:
+    """What a contestant needs and this environment lacks."""
+    if name in ("eager", "compiled"):
+        absent = [module for module in ("torch", "transformers") if importlib.util.find_spec(module) is None]
+        if absent:
+            return f"not installed: {', '.join(absent)} (pip install -e '.[peers]')"
+    return None
+
+
+class PlainJax:
+    """plain_gpt2.step in a loop."""
+
+    def __init__(self, size: Size, tokens: Path):
+        from tools.bench import plain_gpt2
+
+        self._step, self._size = plain_gpt2.step, size
+        self.params = plain_gpt2.init(size)
+        self._state = plain_gpt2.OPTIMIZER.init(self.params)
+        self._batches = Batches(tokens, size)
+        self._loss: Any = None
+        self._count = 0
+
+    def hello(self) -> Hello:
+        """Versions of JAX and optax."""
+        import jax
+
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return Hello(count, self._size.tokens_per_step, _versions("jax", "jaxlib", "optax"))
+
+    def run(self, steps: int) -> float:
+        """Steps, the loss looked at every tenth."""
+        import jax
+
+        for _ in range(steps):
+            tokens, targets = self._batches()
+            self.params, self._state, self._loss = self._step(
+                self.params, self._state, tokens, targets, heads=self._size.heads
+            )
+            self._count += 1
+            if self._count % LOG_EVERY == 0:
+                float(self._loss)
+        jax.block_until_ready((self.params, self._state))
+        return float(self._loss)
+
+
+class Torch:
+    """transformers' GPT-2 in a loop.
+
+    Args:
+        size: the shape.
+        tokens: the file to read.
+        compiled: through torch.compile.
+    """
+
+    def __init__(self, size: Size, tokens: Path, *, compiled: bool):
+        import torch
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self._size, self._torch = size, torch
+        config = GPT2Config(
+            vocab_size=size.vocab,
+            n_positions=size.positions,
+            n_embd=size.dim,
+            n_layer=size.layers,
+            n_head=size.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+        torch.manual_seed(0)
+        self.model = GPT2LMHeadModel(config).train()
+        named = dict(self.model.named_parameters())
+        decayed = [p for name, p in named.items() if p.dim() == 2 and "wpe" not in name]
+        others = [p for name, p in named.items() if p.dim() != 2 or "wpe" in name]
+        groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(B1, B2), fused=True)
+        self._batches = Batches(tokens, size)
+
+        def loss_of(tokens: Any, targets: Any) -> Any:
+            logits = self.model(tokens).logits
+            return torch.nn.functional.cross_entropy(logits.view(-1, size.vocab), targets.view(-1))
+
+        self._loss_of: Any = torch.compile(loss_of) if compiled else loss_of
+        self._count = 0
+
+    def hello(self) -> Hello:
+        """Versions of torch and transformers."""
+        count = sum(p.numel() for p in self.model.parameters())
+        return Hello(count, self._size.tokens_per_step, _versions("torch", "transformers"))
+
+    def run(self, steps: int) -> float:
+        """Steps, the loss looked at every tenth."""
+        torch = self._torch
+        loss: Any = None
+        for _ in range(steps):
+            tokens, targets = (torch.from_numpy(x).long() for x in self._batches())
+            loss = self._loss_of(tokens, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            self._count += 1
+            if self._count % LOG_EVERY == 0:
+                loss.item()
+        return float(loss.detach())
+
+
+def overrides(size: Size, tokens: Path) -> list[str]:
+    """What launch.train is told: the size's config with this shape, this data and these numbers; in f32."""
+    block = "model.stack.pattern.0"
+    fields = {
+        "model.dim": size.dim,
+        "model.stack.num_layers": size.layers,
+        f"{block}.attention.num_heads": size.heads,
+        f"{block}.mlp.hidden": 4 * size.dim,
+        "model.embed.max_positions": size.positions,
+        "model.vocab_size": size.vocab,
+        "model.param_dtype": "float32",
+        "model.compute_dtype": "float32",
+        "data.source": "framework.data.sources.TokenMemmap",
+        "data.source.path": tokens,
+        "data.tokenizer": "framework.data.tokenizers.NoTokenizer",
+        "data.tokenizer.vocab_size": size.vocab,
+        "data.validation": "{}",
+        "data.seq_len": size.seq_len,
+        "data.global_batch_size": size.batch,
+        "learner.optimizer.learning_rate": LEARNING_RATE,
+        "learner.optimizer.b1": B1,
+        "learner.optimizer.b2": B2,
+        "learner.optimizer.weight_decay": WEIGHT_DECAY,
+        "learner.clip": CLIP,
+        "trainer.log_every": LOG_EVERY,
+        "trainer.eval_every": "none",
+        "trainer.save_every": 1_000_000_000,
+        "trainer.sample_tokens": 0,
+    }
+    return [f"--config={size.config}", *(f"--config.{path}={value}" for path, value in fields.items())]
+
+
+class Finished(BaseException):
+    """The driver has left. No Exception, so that nothing on the way takes it for an error of the run."""
+
+
+def train_in_turns(channel: Channel, arguments: list[str]) -> None:
+    """launch.train with one more hook, first in the list: it lets steps pass as the driver asks for them."""
+    import jax
+
+    from framework import trainer
+    from framework.hooks import Hook
+    from launch.train import main
+
+    class Gate(Hook):
+        """Ends turns between steps, when everything has been computed."""
+
+        def __init__(self) -> None:
+            self.left, self.loss = 0, float("nan")
+            self.clock: Clock | None = None
+
+        def before_step(self, run: trainer.Trainer, step: int) -> None:
+            """Waits for the driver if the turn is over."""
+            if self.left == 0:
+                if self.clock is None:
+                    count = sum(leaf.size for leaf in jax.tree.leaves(run.state["parameter"]))
+                    tokens = run.data.global_batch_size * run.data.seq_len
+                    channel.send(Hello(count, tokens, _versions("jax", "jaxlib", "optax")))
+                else:
+                    jax.block_until_ready(run.state)
+                    channel.send(self.clock.turn(self.loss))
+                steps = channel.receive()
+                if steps is None:
+                    raise Finished
+                self.left, self.clock = steps, Clock()
+            self.left -= 1
+
+        def on_metrics(self, run: trainer.Trainer, step: int, metrics: dict[str, float]) -> None:
+            """Keeps the newest loss."""
+            self.loss = metrics["loss"]
+
+    class GatedTrainer(trainer.Trainer):
+        """The trainer that launch.train builds, with the gate."""
+
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            self.hooks.insert(0, Gate())
+
+    plain_trainer = trainer.Trainer
+    trainer.Trainer = GatedTrainer  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        code = main(arguments)
+    except Finished:
+        return
+    finally:
+        trainer.Trainer = plain_trainer
+    sys.exit(code)
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {package: version(package) for package in packages}
+
+
+def main() -> None:
+    """The process of one contestant."""
+    name, size, tokens, workdir = sys.argv[1], SIZES[sys.argv[2]], Path(sys.argv[3]), sys.argv[4]
+    channel = Channel.of_process()
+    if name == "ours":
+        # No compilation cache: the measured program is the one that this command compiles.
+        extra = [f"--workdir={workdir}", "--config.trainer.max_steps=1000000000"]
+        train_in_turns(channel, [*overrides(size, tokens), *extra, "--config.trainer.compilation_cache=none"])
+        return
+    contestant: Contestant
+    if name == "plain":
+        contestant = PlainJax(size, tokens)
+    else:
+        contestant = Torch(size, tokens, compiled=name == "compiled")
+    serve(contestant, channel)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""How fast is a training step on a CPU? Ours, a hand-written JAX step, and transformers with torch, in one run.
+
+    python -m tools.bench.cpu_peers [--sizes=nanogpt-cpu,6x384,gpt2-124m] [--contestants=plain,ours,eager,compiled]
+                                    [--rounds=20] [--steps=N] [--first_step=N] [--json=FILE]
+
+Every contestant is a process of its own, kept alive; they take turns of a few steps, there and back, and are compared
+pair by pair with the hand-written step, so a machine that others use too disturbs the ratios less than the times.
+Printed per contestant: milliseconds per step (median), speed against the hand-written step in wall time and in
+processor time (median of the pairs, and in brackets an interval that holds the true median with 95% probability), and
+seconds from starting the process to its first step. Without torch and transformers (`pip install -e '.[peers]'`) their
+rows say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.bench.contestants import NAMES, missing
+from tools.bench.first_step import cold_and_cached
+from tools.bench.ratios import Ratio, ratio
+from tools.bench.sizes import SIZES, Size, write_tokens
+from tools.bench.turns import ContestantError, Hello, Turn, Worker, rotate
+
+REFERENCE = "plain"
+# One device, and no flags that somebody left in the environment.
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass
+class Result:
+    """One contestant at one size.
+
+    Args:
+        problem: why there are no turns, None where there are.
+        hello: what it said of itself.
+        first: seconds from starting its process to the end of its first step.
+        turns: all, without warm-up.
+    """
+
+    problem: str | None
+    hello: Hello | None
+    first: float
+    turns: list[Turn]
+
+
+def compete(size: Size, names: Sequence[str], *, rounds: int, steps: int, folder: Path) -> dict[str, Result]:
+    """All turns of all contestants at one size.
+
+    Raises:
+        ContestantError: two of them do not train the same model on as many tokens, or a loss did not fall.
+    """
+    tokens = folder / f"tokens-{size.vocab}.bin"
+    if not tokens.exists():
+        write_tokens(tokens, size.vocab)
+    results: dict[str, Result] = {}
+    workers: dict[str, Worker] = {}
+    try:
+        for name in names:
+            results[name], worker = _start(name, size, tokens, steps, folder)
+            if worker is not None:
+                workers[name] = worker
+        for order in rotate(list(workers), rounds):
+            for name in order:
+                results[name].turns.append(workers[name].run(steps))
+    finally:
+        for worker in workers.values():
+            worker.close()
+    for name in workers:
+        check_loss(name, size, results[name].turns)
+    return results
+
+
+def _start(name: str, size: Size, tokens: Path, steps: int, folder: Path) -> tuple[Result, Worker | None]:
+    """Starts and warms up one contestant; a peer that cannot start is a row of the table, ours is an error."""
+    problem = missing(name)
+    if problem is not None:
+        return Result(problem, None, math.nan, []), None
+    _say(f"{size.name}: starting {name}")
+    workdir = folder / f"{size.name}-{name}"
+    arguments = ["-m", "tools.bench.contestants", name, size.name, str(tokens), str(workdir)]
+    try:
+        worker = Worker(arguments, folder / f"{size.name}-{name}.log", ENVIRONMENT)
+        worker.run(1)
+        first = worker.seconds_since_start()
+        worker.run(max(2, steps))
+    except ContestantError as error:
+        if name in (REFERENCE, "ours"):
+            raise
+        return Result(f"failed: {error}", None, math.nan, []), None
+    check_equal(name, size, worker.hello)
+    return Result(None, worker.hello, first, []), worker
+
+
+def check_equal(name: str, size: Size, hello: Hello) -> None:
+    """The same number of parameters, and of tokens per step.
+
+    Raises:
+        ContestantError: not the same.
+    """
+    expected, given = (size.num_parameters, size.tokens_per_step), (hello.parameters, hello.tokens_per_step)
+    if expected != given:
+        raise ContestantError(f"{name} at {size.name}: (parameters, tokens per step) = {given}, expected {expected}")
+
+
+def check_loss(name: str, size: Size, turns: Sequence[Turn]) -> None:
+    """That it learns: the loss at the end is well below ln V, that of the first step.
+
+    Raises:
+        ContestantError: it is not.
+    """
+    at_end = statistics.mean(turn.loss for turn in turns[-5:])
+    if not at_end < math.log(size.vocab) - 0.2:
+        raise ContestantError(f"the loss of {name} at {size.name} did not fall: {at_end}; more --rounds or --steps?")
+
+
+def summarize(size: Size, results: dict[str, Result], steps: int) -> list[dict[str, Any]]:
+    """A row per contestant: JSON data."""
+    reference = results[REFERENCE].turns
+    rows = []
+    for name, result in results.items():
+        row: dict[str, Any] = {"contestant": name, "problem": result.problem}
+        if result.problem is None and result.hello is not None:
+            turns = result.turns
+            wall: Ratio = ratio([t.seconds for t in reference], [t.seconds for t in turns])
+            cpu: Ratio = ratio([t.cpu_seconds for t in reference], [t.cpu_seconds for t in turns])
+            seconds = statistics.median(t.seconds for t in turns) / steps
+            row |= {
+                "parameters": result.hello.parameters,
+                "tokens_per_step": result.hello.tokens_per_step,
+                "versions": result.hello.versions,
+                "ms_per_step": 1e3 * seconds,
+                "cpu_ms_per_step": 1e3 * statistics.median(t.cpu_seconds for t in turns) / steps,
+                "gflops": size.flops_per_step / seconds / 1e9,
+                "speed": asdict(wall),
+                "speed_cpu": asdict(cpu),
+                "start_s": result.first,
+                "losses": [math.log(size.vocab), statistics.mean(t.loss for t in turns[-5:])],
+                "turns": [[t.seconds, t.cpu_seconds] for t in turns],
+            }
+        rows.append(row)
+    return rows
+
+
+HEADER = [
+    "contestant",
+    "ms/step",
+    "cpu ms/step",
+    "GFLOP/s",
+    "speed (wall)",
+    "speed (processor time)",
+    "process to step 1",
+    "loss",
+]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Cells of the rows of one size, the header first."""
+    lines = [HEADER]
+    for row in rows:
+        name = NAMES[row["contestant"]]
+        if row["problem"] is not None:
+            lines.append([name, row["problem"], *[""] * (len(HEADER) - 2)])
+            continue
+        cells = [f"{row['ms_per_step']:.1f}", f"{row['cpu_ms_per_step']:.1f}", f"{row['gflops']:.0f}"]
+        cells += [str(_ratio(row[key])) if row["contestant"] != REFERENCE else "1" for key in ("speed", "speed_cpu")]
+        cells += [f"{row['start_s']:.1f} s", f"{row['losses'][0]:.3f} -> {row['losses'][1]:.3f}"]
+        lines.append([name, *cells])
+    return lines
+
+
+def _ratio(fields: dict[str, Any]) -> Ratio:
+    return Ratio(fields["median"], tuple(fields["quartiles"]), tuple(fields["interval"]), fields["pairs"])
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table that reads well as it is, too."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    rule = ["-" * width for width in widths]
+    padded = [
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in [lines[0], rule, *lines[1:]]
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+
+def describe(size: Size) -> str:
+    """One line above the table."""
+    return (
+        f"{size.name}: {size.layers} layers, {size.heads} heads, width {size.dim}, {size.seq_len} positions, batch "
+        f"{size.batch}, vocabulary {size.vocab}: {size.num_parameters:,} parameters, {size.tokens_per_step} tokens and "
+        f"{size.flops_per_step / 1e9:.1f} GFLOP per step, the same for all"
+    )
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return {
+        "processor": names[0].split(":", 1)[1].strip() if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _names(text: str, valid: Sequence[str]) -> list[str]:
+    names = text.split(",")
+    wrong = [name for name in names if name not in valid]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(valid)}")
+    return names
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=lambda text: _names(text, list(SIZES)), default=list(SIZES))
+    parser.add_argument("--contestants", type=lambda text: _names(text, list(NAMES)), default=list(NAMES))
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each contestant")
+    parser.add_argument("--steps", type=int, help="steps of a turn; by default what suits the size")
+    parser.add_argument(
+        "--first_step", type=int, default=3, metavar="N", help="starts of launch.train, cold and cached"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all turns, versions, date and command go there")
+    args = parser.parse_args(argv)
+    if REFERENCE not in args.contestants:
+        parser.error(f"--contestants: {REFERENCE} must be one of them, the others are measured against it")
+    record: dict[str, Any] = {
+        "command": " ".join(["python -m tools.bench.cpu_peers", *(sys.argv[1:] if argv is None else argv)]),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "sizes": {},
+    }
+    print(
+        f"{record['date']}, {record['machine']['processor']}, {record['machine']['cores']} cores: {record['command']}"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.sizes:
+            size = SIZES[name]
+            steps = args.steps or size.steps
+            results = compete(size, args.contestants, rounds=args.rounds, steps=steps, folder=Path(folder))
+            rows = summarize(size, results, steps)
+            print(f"\n{describe(size)}; {args.rounds} turns of {steps} steps\n\n{markdown(table(rows))}", flush=True)
+            record["sizes"][name] = {"shape": asdict(size), "steps": steps, "rows": rows}
+            if args.first_step:
+                tokens = Path(folder) / f"tokens-{size.vocab}.bin"
+                seconds = cold_and_cached(size, tokens, args.first_step, ENVIRONMENT)
+                record["sizes"][name]["command_to_first_step_s"] = seconds
+                cold, cached = (f"{statistics.median(seconds[kind]):.1f} s" for kind in ("cold", "cached"))
+                print(f"\nlaunch.train, from command to first step (median of {args.first_step}): cold {cold}, "
+                      f"cached {cached}", flush=True)  # fmt: skip
+            if args.json:
+                args.json.write_text(json.dumps(record, indent=1) + "\n")
+    versions = {
+        k: v for size in record["sizes"].values() for row in size["rows"] for k, v in row.get("versions", {}).items()
+    }
+    print("\nversions: " + ", ".join(f"{package} {version}" for package, version in sorted(versions.items())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The GPT-2 shapes that are compared, and the tokens that all contestants read.
+
+May import: numpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+NUM_TOKENS = 1 << 20
+LEARNING_RATE = 1e-3
+B1, B2, WEIGHT_DECAY, CLIP = 0.9, 0.95, 0.1, 1.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT-2: shape of the model, shape of a batch.
+
+    Args:
+        name: what it is called on the command line.
+        layers: L.
+        heads: N.
+        dim: D.
+        seq_len: S.
+        batch: B, sequences per step.
+        vocab: V.
+        positions: rows of the table of learned positions.
+        config: the named config that ours starts from.
+        steps: steps per turn; a turn should last about a second, so that a busy machine disturbs both of a pair.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    dim: int
+    seq_len: int
+    batch: int
+    vocab: int
+    positions: int
+    config: str
+    steps: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """B * S."""
+        return self.batch * self.seq_len
+
+    @property
+    def num_parameters(self) -> int:
+        """Tied embeddings, per layer 12 D^2 + 13 D (norms, qkv, output, MLP of 4 D; all biased), last norm."""
+        D = self.dim
+        return (self.vocab + self.positions) * D + self.layers * (12 * D * D + 13 * D) + 2 * D
+
+    @property
+    def flops_per_step(self) -> float:
+        """Matrix products of forward and backward, attention as if nothing were masked."""
+        per_layer = 12 * self.dim**2 + 2 * self.seq_len * self.dim
+        return 6.0 * self.tokens_per_step * (self.layers * per_layer + self.vocab * self.dim)
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size("nanogpt-cpu", 4, 4, 128, 64, 12, 257, 64, "nanogpt-cpu", 25),
+        Size("6x384", 6, 6, 384, 256, 8, 257, 256, "nanogpt-cpu", 1),
+        Size("gpt2-124m", 12, 12, 768, 512, 1, 50257, 1024, "gpt2-124m", 1),
+    )
+}
+
+
+def write_tokens(path: Path, vocab: int, count: int = NUM_TOKENS) -> None:
+    """A nanoGPT-style file, uint16: ids drawn by Zipf's law, so that there is something to learn at once."""
+    chances = 1.0 / (np.arange(vocab) + 3.0)
+    ids = np.random.default_rng(0).choice(vocab, size=count, p=chances / chances.sum())
+    ids.astype("<u2").tofile(path)
+
+
+class Batches:
+    """Random windows of a token file, as nanoGPT's get_batch takes them.
+
+    Args:
+        path: a uint16 file.
+        size: says B and S.
+        seed: of the windows.
+    """
+
+    def __init__(self, path: Path, size: Size, seed: int = 0):
+        self._tokens = np.memmap(path, dtype="<u2", mode="r")
+        self._size = size
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, targets), each int32[B, S]."""
+        S = self._size.seq_len
+        starts = self._rng.integers(0, len(self._tokens) - S - 1, self._size.batch)
+        windows = np.stack([self._tokens[start : start + S + 1] for start in starts]).astype(np.int32)
+        return windows[:, :-1], windows[:, 1:]
