@@ -1,0 +1,142 @@
+"""GPT-2, Llama and Qwen2 shapes against what transformers and torch computed (`python -m tools.record_peers`).
+
+The promise is 1e-4 relative. float32 rounding costs about 2e-6 (torch's own: recorded.json), so the limits are tighter:
+a small mistake, an eps say, should show. Each family runs once as a loop over layers and once without, and with and
+without chunks of logits; which of the two gives the gradients and which trains differs by family.
+"""
+
+import json
+import zipfile
+
+import jax
+import numpy as np
+import pytest
+
+from framework.layout import flatten
+from tools.peers import ours
+from tools.peers.families import FAMILIES, LAYERS, ROTARY, ROTARY_POSITIONS
+from tools.peers.names import to_ours
+from tools.peers.recording import FOLDER, load
+
+LIMIT = 1e-5
+VARIANTS = {
+    "loop, chunks of logits": {"unroll": 1, "chunk_tokens": 8},
+    "no loop, full remat": {"unroll": 0, "chunk_tokens": 0, "remat": "full"},
+}
+LOOP, FLAT = VARIANTS
+GRADIENTS = {"gpt2": LOOP, "llama": FLAT, "llama3-scaled": LOOP, "qwen2-tied": FLAT, "qwen2-untied": LOOP}
+TRAINING = {name: FLAT if variant is LOOP else LOOP for name, variant in GRADIENTS.items()}
+
+
+def setup(name, **options):
+    """(program, our parameters, recorded inputs, recorded results)"""
+    inputs, results = load(FOLDER / f"{name}.npz")
+    program = ours.program_of(ours.experiment(FAMILIES[name], **options))
+    return program, ours.parameters(FAMILIES[name], program.experiment.model, results.weights), inputs, results
+
+
+@pytest.mark.parametrize(("name", "variant"), [*GRADIENTS.items(), ("gpt2", FLAT)])
+def test_logits_and_gradients(name, variant):
+    program, params, inputs, theirs = setup(name, **VARIANTS[variant])
+    logits, loss, grads = ours.gradients(program, params, inputs.batch())
+    assert np.linalg.norm(logits - theirs.logits) <= LIMIT * np.linalg.norm(theirs.logits)
+    assert np.abs(logits - theirs.logits).max() <= LIMIT * np.abs(theirs.logits).max()
+    assert loss == pytest.approx(theirs.loss, rel=LIMIT)
+    errors = ours.relative_errors(FAMILIES[name], grads, theirs)
+    assert {path: error for path, error in errors.items() if not error <= LIMIT} == {}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_packed_document_is_as_if_alone(name):
+    program, params, inputs, theirs = setup(name)
+    batch = inputs.packed_batch()
+    used = batch["weights"] > 0
+    logits = ours.logits(program, params, batch)
+    assert np.isfinite(logits).all()
+    assert np.abs(logits - theirs.packed_logits)[used].max() <= LIMIT * np.abs(theirs.packed_logits).max()
+    # And the masks matter: without them the second document would be told apart.
+    causal = ours.logits(program, params, {name: batch[name] for name in ("tokens", "targets", "weights")})
+    second = used & (batch["segments"] > 1)
+    assert np.abs(causal - theirs.packed_logits)[second].max() > 1000 * LIMIT * np.abs(theirs.packed_logits).max()
+
+
+@pytest.mark.parametrize(("name", "variant"), TRAINING.items())
+def test_ten_steps_of_adamw(name, variant):
+    program, params, inputs, theirs = setup(name, **VARIANTS[variant])
+    losses, moved = ours.train(program, params, inputs)
+    np.testing.assert_allclose(losses, theirs.losses, rtol=LIMIT)
+    assert theirs.losses[0] - theirs.losses[-1] > 0.5, "a loss that hardly moves would say little about the updates"
+    # Adam divides a gradient by its own size: where it is zero but for rounding, the update is rounding too.
+    compared = sorted(set(moved) - set(FAMILIES[name].no_gradient))
+    np.testing.assert_allclose(
+        [moved[path] for path in compared], [theirs.update_norms[path] for path in compared], rtol=20 * LIMIT
+    )
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_tables(name):
+    head_dim, theta, scaling = ROTARY[name]
+    positions = np.asarray(ROTARY_POSITIONS)
+    with np.load(FOLDER / "rotary.npz") as file:
+        query, expected, their_error = (file[f"{name}:{key}"] for key in ("query", "rotated", "float32_error"))
+    with jax.enable_x64(True):
+        exact = ours.rotated(head_dim, theta, scaling, positions, query)
+    assert exact.dtype == np.float64
+    # An angle of 1e5 radians has 1.5e-11 of rounding.
+    np.testing.assert_allclose(exact, expected, rtol=0, atol=1e-10)
+    rounded = ours.rotated(head_dim, theta, scaling, positions, query.astype(np.float32))
+    assert rounded.dtype == np.float32
+    # float32 angles lose digits as positions grow; ours no more than transformers'.
+    assert (np.abs(rounded - expected).max(axis=1) <= 2 * their_error + 1e-6).all()
+
+
+def test_scaled_tables_differ_from_plain_ones():
+    """All three branches of the scaling are in what is compared: kept, interpolated and slowed frequencies."""
+    for name, (head_dim, theta, scaling) in ROTARY.items():
+        if scaling is None:
+            continue
+        plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+        scaled = ours.rotary_frequencies(head_dim, theta, scaling)
+        ratio = plain / scaled
+        assert np.isclose(ratio, 1).any(), name
+        assert np.isclose(ratio, scaling["factor"]).any(), name
+        assert ((ratio > 1.01) & (ratio < scaling["factor"] / 1.01)).any(), name
+
+
+def test_recorded_files_are_of_these_families_and_small():
+    about = json.loads((FOLDER / "recorded.json").read_text())
+    assert about["versions"].keys() >= {"torch", "transformers"}
+    assert about["command"] == f"python -m tools.record_peers --seed={about['seed']}"
+    assert {name: (entry["model_type"], entry["config"]) for name, entry in about["families"].items()} == {
+        name: (family.model_type, family.theirs) for name, family in FAMILIES.items()
+    }, "families changed: record again"
+    files = sorted(FOLDER.glob("*.npz"))
+    assert [file.stem for file in files] == sorted([*FAMILIES, "rotary"])
+    for file in files:
+        assert zipfile.is_zipfile(file)
+        assert file.stat().st_size < 300_000, file.name
+
+
+def test_nothing_is_trivial_in_the_recorded_weights():
+    """No gradient is zero but those that must be, no norm all ones, no bias all zeros; else agreement is cheap."""
+    for name, family in FAMILIES.items():
+        _, results = load(FOLDER / f"{name}.npz")
+        for tensor, weight in results.weights.items():
+            assert weight.std() > 0.05, (name, tensor)
+        gradients = flatten(to_ours(family.sources, results.gradients, LAYERS))
+        norms = {path: float(np.linalg.norm(gradient)) for path, gradient in gradients.items()}
+        small = {path for path, norm in norms.items() if norm < 1e-4 * max(norms.values())}
+        assert small == set(family.no_gradient), name
+
+
+def test_a_forgotten_tensor_is_an_error():
+    _, results = load(FOLDER / "llama.npz")
+    family = FAMILIES["llama"]
+    extra = {**results.weights, "model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}
+    with pytest.raises(ValueError, match=r"q_proj\.bias"):
+        to_ours(family.sources, extra, LAYERS)
+    fused = dict(FAMILIES["gpt2"].sources)
+    del fused["stack/block0/attention/key/weight"]
+    _, gpt2 = load(FOLDER / "gpt2.npz")
+    with pytest.raises(ValueError, match=r"c_attn\.weight"):
+        to_ours(fused, gpt2.weights, LAYERS)

@@ -1,0 +1,147 @@
+"""What we compute: the same weights and inputs through the parts that training uses.
+
+May import: framework, families, names, recording.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from framework.config import Config, config_for
+from framework.data.packing import Batch
+from framework.data.pipeline import DataPipeline
+from framework.data.sources import TokenMemmap
+from framework.data.tokenizers import NoTokenizer
+from framework.experiment import Experiment
+from framework.layers.base import Context
+from framework.layers.rotary import Rotary
+from framework.layout import Nested, flatten
+from framework.learner import Learner
+from framework.models.causal_lm import CausalLM
+from framework.program import Program
+from framework.schedules.after_backward import accumulated_gradients, training_context
+from framework.trainer_options import TrainerOptions
+from tools.peers.families import BATCH, LAYERS, SEQ_LEN, VOCAB, Family, llama3_scaling
+from tools.peers.names import to_ours
+from tools.peers.recording import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Inputs, Results, Tensors
+
+
+def parameters(family: Family, model: CausalLM, tensors: Tensors) -> Nested:
+    """transformers' tensors as our parameters (or gradients, ...).
+
+    Raises:
+        ValueError: a tensor has no place, or a parameter of the model is not filled, or not by its shape.
+    """
+    params = to_ours(family.sources, tensors, LAYERS)
+    expected = {path: spec.shape for path, spec in flatten(model.parameter_specs()).items()}
+    actual = {path: array.shape for path, array in flatten(params).items()}
+    if expected != actual:
+        raise ValueError(f"{family.name}: parameters differ: {sorted(set(expected.items()) ^ set(actual.items()))}")
+    return params
+
+
+def experiment(family: Family, *, unroll: int = 1, chunk_tokens: int = 1024, **memory: Any) -> Config:
+    """A whole experiment with the family's model; its data is never opened."""
+    model = family.ours()
+    model.stack.unroll = unroll
+    model.head.chunk_tokens = chunk_tokens
+    optimizer = config_for(
+        optax.adamw, learning_rate=LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY
+    )
+    config = config_for(
+        Experiment,
+        model=model,
+        data=config_for(
+            DataPipeline,
+            source=config_for(TokenMemmap, path="not-there.bin"),
+            tokenizer=config_for(NoTokenizer, vocab_size=VOCAB),
+            seq_len=SEQ_LEN,
+            global_batch_size=BATCH,
+        ),
+        learner=config_for(Learner, optimizer=optimizer, clip=CLIP),
+        trainer=config_for(TrainerOptions, max_steps=1),
+    )
+    for field, value in memory.items():
+        config.memory[field] = value
+    return config
+
+
+def program_of(config: Config) -> Program:
+    """On one device."""
+    return Program(config.instantiate(), jax.devices()[:1])
+
+
+def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarray, np.ndarray, Nested]:
+    """(logits [B, S, V], loss, gradients) on the host, all by the functions that a training step is made of."""
+    model, experiment = program.experiment.model, program.experiment
+
+    def run(params: Nested, batch: Batch) -> Any:
+        counter = {"rng": jax.random.key_data(jax.random.key(0)), "step": jnp.int32(0)}
+        ctx = training_context(batch, counter, model, program.layout, experiment.memory.remat)
+        state = {"parameter": params, "frozen": {}, "buffer": {}}
+        (loss, _), grads = accumulated_gradients(model, experiment.learner, state, ctx)
+        return model.logits(params, program.evaluation_context(batch), {}), loss, grads
+
+    return jax.device_get(jax.jit(run)(params, batch))
+
+
+def logits(program: Program, params: Nested, batch: Batch) -> np.ndarray:
+    """float32[B, S, V]."""
+
+    def run(params: Nested, batch: Batch) -> jax.Array:
+        context: Context = program.evaluation_context(batch)
+        return program.experiment.model.logits(params, context, {})
+
+    return jax.device_get(jax.jit(run)(params, batch))
+
+
+def train(program: Program, params: Nested, inputs: Inputs) -> tuple[np.ndarray, Tensors]:
+    """(losses [steps], how far each parameter moved, by path) of the compiled training step."""
+    weights, optimizer, ema = program.experiment.learner.init(params)
+    counter = {"step": np.int32(0), "skipped": np.int32(0), "rng": jax.random.key_data(jax.random.key(0))}
+    state = {"parameter": weights, "frozen": {}, "buffer": {}, "optimizer": optimizer, "ema": ema, "counter": counter}
+    state = jax.device_put(state, program.layout.shardings())
+    losses = []
+    for batch in inputs.training_batches():
+        state, metrics = program.step(state, program.put(batch))
+        losses.append(np.asarray(metrics["loss"]))
+    first = flatten(params)
+    moved = {path: np.asarray(array, np.float64) - first[path] for path, array in flatten(state["parameter"]).items()}
+    return np.asarray(losses), {path: np.asarray(np.linalg.norm(array)) for path, array in moved.items()}
+
+
+def _rotary(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> Rotary:
+    ours = None if scaling is None else llama3_scaling(scaling)
+    return config_for(Rotary, theta=theta, scaling=ours).instantiate(head_dim=head_dim)
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> np.ndarray:
+    """float64[H / 2], radians per position; scaling as transformers writes it."""
+    return _rotary(head_dim, theta, scaling).frequencies
+
+
+def rotated(
+    head_dim: int, theta: float, scaling: dict[str, Any] | None, positions_P: np.ndarray, query_PH: np.ndarray
+) -> np.ndarray:
+    """[P, H] queries turned by their positions [P], in the query's dtype."""
+    rotary = _rotary(head_dim, theta, scaling)
+    (turned,) = rotary(jnp.asarray(positions_P)[None], jnp.asarray(query_PH)[None, :, None])
+    return np.asarray(turned[0, :, 0])
+
+
+def relative_errors(family: Family, ours: Nested, theirs: Results) -> dict[str, float]:
+    """||ours - theirs|| / ||theirs|| of each gradient; a gradient that is zero in exact arithmetic is measured against
+    the norm of all."""
+    expected = flatten(to_ours(family.sources, theirs.gradients, LAYERS))
+    total = float(np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in expected.values())))
+    errors = {}
+    for path, gradient in flatten(ours).items():
+        difference = float(np.linalg.norm(np.asarray(gradient, np.float64) - expected[path]))
+        scale = total if path in family.no_gradient else float(np.linalg.norm(expected[path].astype(np.float64)))
+        errors[path] = difference / scale
+    return errors

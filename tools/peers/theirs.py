@@ -1,0 +1,190 @@
+"""What torch and transformers compute, on the CPU. The only file here that imports them.
+
+May import: families, names, recording, torch, transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+from framework.layout import flatten
+from tools.peers.families import LAYERS, ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, Family
+from tools.peers.names import to_ours
+from tools.peers.recording import (
+    BETAS,
+    CLIP,
+    DOCUMENTS,
+    EPS,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Inputs,
+    Results,
+    Tensors,
+)
+
+FLOAT64 = torch.float64
+Model = Any  # a transformers model: its classes say little about themselves to a type checker
+Gradients = tuple[np.ndarray, np.ndarray, Tensors]
+
+
+def build(family: Family, seed: int) -> Model:
+    """A model of random weights, float32, without dropout.
+
+    Everything is drawn anew, norm scales and biases too: what is one or zero at first would hide a mistake. Values are
+    rounded to float16 numbers, see `Results.weights`.
+    """
+    model = _empty(family).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 2:
+                # Rows of embeddings are small, so that the norms' eps shows; logits of attention are of order one.
+                is_table = any(part in name for part in ("embed", "wte", "wpe", "lm_head"))
+                value = noise * (0.1 if is_table else 1.2 / math.sqrt(parameter.shape[0]))
+            elif name.endswith("bias"):
+                value = 0.2 * noise
+            else:
+                value = 1.0 + 0.25 * noise
+            parameter.copy_(value.half().float())
+    return model
+
+
+def _empty(family: Family) -> Model:
+    # A copy: transformers completes the dict of the rotary scaling in place.
+    config = transformers.AutoConfig.for_model(family.model_type, **copy.deepcopy(family.theirs))
+    # Eager: attention written out, rather than one fused operation.
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def wide_float() -> Any:
+    """A context in which transformers computes in float64.
+
+    It asks for float32 by the names `torch.float` and `torch.float32` (norms, softmax, rotary tables) whatever the
+    model's dtype is. With both meaning float64, what is exact is transformers' own code too.
+    """
+    return mock.patch.multiple(torch, float=torch.float64, float32=torch.float64)
+
+
+def compute_wide(model: Model, family: Family, inputs: Inputs) -> Gradients:
+    """`gradients_of` in float64, with the weights of a float32 model."""
+    with wide_float():
+        wide = _empty(family).double()
+        wide.load_state_dict(model.state_dict())
+        return gradients_of(wide, inputs)
+
+
+def compute(model: Model, family: Family, inputs: Inputs) -> Results:
+    """All that is compared. The model is trained on the way: it is not what it was afterwards."""
+    weights = _numpy(dict(model.named_parameters()))
+    logits, loss, gradients = gradients_of(model, inputs)
+    packed_logits = _packed_logits(model, inputs)
+    losses = _train(model, inputs)
+    moved = {name: p - weights[name] for name, p in _numpy(dict(model.named_parameters())).items()}
+    ours = flatten(to_ours(family.sources, moved, LAYERS))
+    norms = {path: np.asarray(np.linalg.norm(array.astype(np.float64)), np.float32) for path, array in ours.items()}
+    return Results(weights, logits, loss, gradients, packed_logits, losses, norms)
+
+
+def gradients_of(model: Model, inputs: Inputs) -> Gradients:
+    """(logits [B, S, V], loss, gradients by name). transformers itself shifts the labels, and ignores those of -100."""
+    ids = torch.as_tensor(inputs.windows, dtype=torch.int64)
+    labels = ids.clone()
+    labels[:, 1:][torch.as_tensor(inputs.ignored)] = -100
+    model.zero_grad(set_to_none=True)
+    out = model(input_ids=ids, labels=labels)
+    loss = out.loss
+    if out.logits.dtype == FLOAT64:  # transformers' own loss is never wider than float32
+        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return out.logits[:, :SEQ_LEN].detach().numpy(), loss.detach().numpy(), _numpy(gradients)
+
+
+def _packed_logits(model: Model, inputs: Inputs) -> np.ndarray:
+    logits = np.zeros((len(DOCUMENTS), SEQ_LEN, VOCAB), np.float32)
+    for row, lengths in enumerate(DOCUMENTS):
+        ends = np.cumsum(lengths)
+        for start, end in zip(ends - lengths, ends, strict=True):
+            document = torch.as_tensor(inputs.packed[row, start:end][None], dtype=torch.int64)
+            with torch.no_grad():
+                logits[row, start:end] = model(input_ids=document).logits[0].numpy()
+    return logits
+
+
+def _train(model: Model, inputs: Inputs) -> np.ndarray:
+    """Plain AdamW, weight decay on everything, gradients clipped by their global norm."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    losses = []
+    for windows in inputs.training:
+        ids = torch.as_tensor(windows, dtype=torch.int64)
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(loss.item())
+    return np.asarray(losses, np.float32)
+
+
+def rotary_inputs(name: str) -> np.ndarray:
+    """float64[P, H]: one query per position of ROTARY_POSITIONS."""
+    return np.random.default_rng(len(name)).normal(size=(len(ROTARY_POSITIONS), ROTARY[name][0]))
+
+
+def rotary(name: str) -> Tensors:
+    """Queries and what transformers makes of them at ROTARY_POSITIONS.
+
+    Returns:
+        query, rotated: float64[P, H]. float32_error: float64[P], how far its usual float32 is from that, at most.
+    """
+    query = rotary_inputs(name)
+    with wide_float():
+        exact = _rotated(name, query)
+    error = np.abs(_rotated(name, query.astype(np.float32)) - exact).max(axis=1)
+    return {"query": query, "rotated": exact, "float32_error": error}
+
+
+def _rotated(name: str, query_PH: np.ndarray) -> np.ndarray:
+    head_dim, theta, scaling = ROTARY[name]
+    # From a dict: the type checker does not know the fields that the configs of both versions 4 and 5 take.
+    fields: dict[str, Any] = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": 131_072}
+    fields |= {"rope_theta": theta, "rope_scaling": copy.deepcopy(scaling)}
+    config = transformers.LlamaConfig(**fields)
+    query = torch.as_tensor(query_PH)[None, None]
+    cos, sin = modeling_llama.LlamaRotaryEmbedding(config)(query, torch.as_tensor(ROTARY_POSITIONS)[None])
+    rotated, _ = modeling_llama.apply_rotary_pos_emb(query, query, cos, sin)
+    return rotated[0, 0].numpy()
+
+
+def rounding(family: Family, model: Model, inputs: Inputs) -> dict[str, float]:
+    """What float32 costs torch itself: relative differences from the same computation in float64."""
+    logits, loss, gradients = gradients_of(model, inputs)
+    logits64, loss64, gradients64 = compute_wide(model, family, inputs)
+    skipped = {name for path in family.no_gradient for name in family.sources[path].names(LAYERS)}
+    return {
+        "logits": _relative(logits, logits64),
+        "loss": _relative(loss, loss64),
+        "worst_gradient": max(_relative(gradients[n], gradients64[n]) for n in gradients if n not in skipped),
+    }
+
+
+def _relative(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a.astype(np.float64) - b) / np.linalg.norm(b.astype(np.float64)))
+
+
+def _numpy(tensors: dict[str, Any]) -> Tensors:
+    return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries here."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
