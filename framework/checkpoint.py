@@ -117,7 +117,7 @@ class Checkpointer:
         self.keep, self.keep_every, self.read_only = keep, keep_every, read_only
         self._checksums = Checksums()
         self._thread: threading.Thread | None = None
-        self._failure: CheckpointError | None = None
+        self._failure: CheckpointSaveError | None = None
         self._saved: list[int] = []  # by this object, committed
         self._bad: set[int] = set()  # found corrupt by this object
         if not read_only and jax.process_index() == 0:
@@ -238,7 +238,7 @@ class Checkpointer:
             for old in steps_to_delete(known, step, self.keep, self.keep_every):
                 delete_step(self.directory, old)
         except OSError as error:
-            self._failure = CheckpointError(f"step {step} was saved, but old checkpoints were not deleted: {error}")
+            _log.warning("checkpoints: step %d was saved, but old ones could not be deleted: %s", step, error)
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointSaveError:
         kept = [old for old in self.steps() if old != step]

@@ -383,14 +383,14 @@ def test_background_failure_surfaces_once_without_waiting(three, monkeypatch):
             checkpointer.close()
 
 
-def test_undeletable_old_checkpoint_is_reported(three, monkeypatch):
+def test_undeletable_old_checkpoint_is_reported(three, monkeypatch, caplog):
     """The new one is saved all the same."""
     with Checkpointer(directory=three, keep=1) as checkpointer:
         monkeypatch.setattr("framework.checkpoint.delete_step", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
         checkpointer.save(4, make_state(4), {"next": 4})
-        with pytest.raises(CheckpointError, match="step 4 was saved, but old checkpoints were not deleted: no"):
-            checkpointer.wait()
+        checkpointer.wait()
         assert checkpointer.last_saved == 4
+    assert "step 4 was saved, but old ones could not be deleted: no" in caplog.text
 
 
 # --- payloads --------------------------------------------------------------------------------------------------------
