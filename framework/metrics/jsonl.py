@@ -1,14 +1,14 @@
 """metrics.jsonl: one JSON object per line, the record of a run that resume, plots and people read.
 
-Imports only the standard library. Every row is `{"step": int, name: value, ...}`. Floats are written as Python's
-shortest repr of the float64 that equals them, so a float32 read back as float32 has the same bits. JSON has no NaN or
-infinity: they are written as the strings "NaN", "Infinity", "-Infinity", and `read_metrics` turns them back.
+Every row is `{"step": int, name: value, ...}`. Floats are written as Python's shortest repr of the float64 that equals
+them, so a float32 read back as float32 has the same bits. JSON has no NaN or infinity: they are written as the strings
+"NaN", "Infinity", "-Infinity", and `read_metrics` turns them back.
 """
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,95 +16,55 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlWriter:
-    """Appends rows to a JSONL file, each one complete on disk's side of the process before `write` returns.
+    """Appends rows to a JSONL file; once `write` returns, a kill does not lose the row.
 
-    A row that a kill cut short is repaired when the file is opened again: a last line without its newline is completed
-    if it is a whole object, and dropped otherwise. A write that fails (disk full) takes its torn row back and raises.
+    A last line that a kill or a full disk cut short is repaired when the file is opened again: completed if only its
+    newline is missing, else dropped.
 
     Args:
       path: the file; it and its folder are created.
+
+    Raises:
+      ValueError: the file has to be repaired, and a line of it is no JSON object.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._repair_last_line()
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 (see close)
+        size = self._file.seek(0, os.SEEK_END)
+        if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
+            self._replace(line for _, line in _rows(self.path))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends one row. Values: numbers (0-d arrays too), bools, strings, None.
-
-        Raises:
-          ValueError: a value that is none of these, or a metric named "step".
-          OSError: the row could not be written; the file then ends with the row before it.
-        """
-        if "step" in metrics:
-            raise ValueError('"step" is the row\'s own field, and cannot be the name of a metric')
-        self._append({"step": int(step), **metrics})
+        """Appends one row. Values: numbers (0-d arrays too), bools, strings, None. Raises OSError on a full disk."""
+        line = _encode({"step": step, **metrics})
+        while line:
+            line = line[self._file.write(line) :]
 
     def resume(self, from_step: int) -> None:
         """Drops the rows after `from_step` and appends one `{"step": from_step, "resumed_from": from_step}`.
 
-        Atomic: written to a temporary file beside it, synced and renamed, so a kill leaves the old file or the new one.
-
         Raises:
           ValueError: a line that is no JSON object (the file is left as it is).
         """
-        kept = [line for row, line in _rows(self.path) if row.get("step", from_step) <= from_step]
-        kept.append(_encode({"step": int(from_step), "resumed_from": int(from_step)}))
+        kept = [line for row, line in _rows(self.path) if row["step"] <= from_step]
+        self._replace([*kept, _encode({"step": from_step, "resumed_from": from_step})])
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._file.close()
+
+    def _replace(self, lines: Iterable[bytes]) -> None:
+        # Renamed when it is whole, so that a kill leaves the old file or the new one.
         temporary = self.path.with_name(self.path.name + ".tmp")
         with open(temporary, "wb") as file:
-            file.writelines(kept)
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
-        _sync_folder(self.path.parent)
-        os.close(self._open_fd())
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def flush(self) -> None:
-        """Makes the rows survive a power cut (they survive a kill as soon as `write` returns)."""
-        os.fsync(self._open_fd())
-
-    def close(self) -> None:
-        if self._fd is not None:
-            self.flush()
-            os.close(self._fd)
-            self._fd = None
-
-    def _open_fd(self) -> int:
-        if self._fd is None:
-            raise ValueError(f"{self.path} is closed")
-        return self._fd
-
-    def _append(self, row: Mapping[str, Any]) -> None:
-        fd, data = self._open_fd(), _encode(row)
-        end = os.fstat(fd).st_size
-        try:
-            while data:
-                data = data[os.write(fd, data) :]
-        except OSError:
-            os.ftruncate(fd, end)  # a torn row in the middle of a file would be past repair
-            raise
-
-    def _repair_last_line(self) -> None:
-        fd = self._open_fd()
-        size = os.fstat(fd).st_size
-        start, tail = size, b""
-        while start > 0 and b"\n" not in tail:
-            start = max(0, start - 65536)
-            tail = os.pread(fd, size - start, start)
-        torn = tail[tail.rfind(b"\n") + 1 :]
-        if not torn:
-            return
-        try:
-            whole = isinstance(json.loads(torn), dict)
-        except ValueError:
-            whole = False
-        if whole:
-            os.write(fd, b"\n")
-        else:
-            os.ftruncate(fd, size - len(torn))
+        self._file.close()
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -128,30 +88,15 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
                 row = json.loads(line)
             except ValueError:
                 row = None
-            if isinstance(row, dict):
-                yield row, line if line.endswith(b"\n") else line + b"\n"
+            if isinstance(row, dict) and "step" in row:
+                yield row, line.removesuffix(b"\n") + b"\n"
             elif line.endswith(b"\n"):
-                raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:80]!r}")
+                raise ValueError(f'{path}, line {number}: expected a JSON object with a "step", got {line[:80]!r}')
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:
-    clean = {name: _plain(name, value) for name, value in row.items()}
-    return json.dumps(clean, allow_nan=False, ensure_ascii=False).encode() + b"\n"
-
-
-def _plain(name: str, value: Any) -> Any:
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()  # numpy and JAX scalars; exact, as every float32 and bfloat16 is a float64
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise ValueError(f"metric {name!r}: expected a number, a string or None, got {type(value).__name__}")
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    values = {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[name] = json.dumps(value)  # Python's words for them, which are not JSON, as strings, which are
+    return json.dumps(values, allow_nan=False, ensure_ascii=False).encode() + b"\n"

@@ -1,14 +1,15 @@
-"""Memory in use: bytes on the devices, by memory kind, and of this process, and how they were found out.
+"""Memory in use: bytes on the devices and of this process.
 
-Imports jax inside functions. Two sources, never mixed in one figure: the allocator's own statistics where the platform
-has them (TPU, GPU), which include a program's temporaries in `peak`; else (CPU, where `memory_stats()` is None) the
-sizes of the live jax arrays, which do not.
+Device bytes come from the allocator's own statistics where the platform has them (TPU, GPU), and its peak includes the
+temporaries of programs; else (CPU, where `memory_stats()` is None) from the sizes of the live jax arrays, which do not.
 """
 
 import dataclasses
+import math
 import os
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,60 +17,36 @@ class MemoryInUse:
     """Bytes; device figures are those of the fullest addressable device.
 
     Attributes:
-      source: "memory_stats" (the allocator) or "live_arrays" (the sizes of arrays, no temporaries).
       device_bytes: in use in device memory now.
-      device_peak_bytes: highest so far; None from live arrays.
-      device_limit_bytes: what the allocator may use; None if it does not say.
-      array_bytes: live jax arrays per memory kind (device, pinned_host, ...), of the device that has most of that kind.
-      host_rss_bytes: resident memory of this process; on CPU it contains the device's.
+      device_peak_bytes: highest so far; None where the platform has no statistics.
+      host_bytes: live jax arrays in host memory, of all those devices together.
+      rss_bytes: resident memory of this process; on CPU it contains the device's.
     """
 
-    source: Literal["memory_stats", "live_arrays"]
     device_bytes: int
     device_peak_bytes: int | None
-    device_limit_bytes: int | None
-    array_bytes: dict[str, int]
-    host_rss_bytes: int
+    host_bytes: int
+    rss_bytes: int
 
     def metrics(self) -> dict[str, int]:
         """`memory/device_bytes`, `memory/device_peak_bytes` (if known), `memory/host_bytes`, `memory/rss_bytes`."""
-        host = sum(size for kind, size in self.array_bytes.items() if kind.endswith("host"))
-        values = {"memory/device_bytes": self.device_bytes, "memory/host_bytes": host}
-        if self.device_peak_bytes is not None:
-            values["memory/device_peak_bytes"] = self.device_peak_bytes
-        return {**values, "memory/rss_bytes": self.host_rss_bytes}
+        fields = dataclasses.asdict(self).items()
+        return {f"memory/{name}": value for name, value in fields if value is not None}
 
 
-def memory_in_use(devices: Sequence[Any] | None = None) -> MemoryInUse:
-    """Measures now. `devices`: the local devices to look at; all of this process's if None."""
-    import jax
-
-    chosen = jax.local_devices() if devices is None else [d for d in devices if d.process_index == jax.process_index()]
-    by_kind: dict[str, int] = {}
+def memory_in_use(devices: Sequence[Any]) -> MemoryInUse:
+    """Measures now, on these devices of this process."""
+    on_device, on_host = Counter[Any](), 0
     for (device, kind), size in live_array_bytes().items():
-        if device in chosen:
-            by_kind[kind] = max(size, by_kind.get(kind, 0))
-    stats = [found for device in chosen if (found := device.memory_stats())]
-    if stats:
-        fullest = max(stats, key=lambda found: found["bytes_in_use"])
-        peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
-        return MemoryInUse(
-            source="memory_stats",
-            device_bytes=fullest["bytes_in_use"],
-            device_peak_bytes=max(peaks) if peaks else None,
-            device_limit_bytes=fullest.get("bytes_limit"),
-            array_bytes=by_kind,
-            host_rss_bytes=host_rss_bytes(),
-        )
-    default_kind = chosen[0].default_memory().kind if chosen else "device"
-    return MemoryInUse(
-        source="live_arrays",
-        device_bytes=by_kind.get(default_kind, 0),
-        device_peak_bytes=None,
-        device_limit_bytes=None,
-        array_bytes=by_kind,
-        host_rss_bytes=host_rss_bytes(),
-    )
+        if device in devices and kind == "device":
+            on_device[device] += size
+        elif device in devices:
+            on_host += size
+    statistics = [found for device in devices if (found := device.memory_stats())]
+    if not statistics:
+        return MemoryInUse(max(on_device.values(), default=0), None, on_host, rss_bytes())
+    in_use, peak = (max(found[name] for found in statistics) for name in ("bytes_in_use", "peak_bytes_in_use"))
+    return MemoryInUse(in_use, peak, on_host, rss_bytes())
 
 
 def live_array_bytes() -> dict[tuple[Any, str], int]:
@@ -82,53 +59,41 @@ def live_array_bytes() -> dict[tuple[Any, str], int]:
     import jax
 
     arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
-    singles = [array for array in arrays if len(array.sharding.device_set) == 1]
-    lookalikes = {_likeness(array, array.shape) for array in singles}
-    sizes: dict[tuple[Any, str], int] = {}
-    seen: set[tuple[Any, str, int]] = set()
+    on_one_device = {(array.shape, array.dtype) for array in arrays if len(array.sharding.device_set) == 1}
+    buffers: dict[tuple[Any, str, int], int] = {}
     for array in arrays:
-        kind = array.sharding.memory_kind or "device"
-        shape = array.sharding.shard_shape(array.shape)
-        many = len(array.sharding.device_set) > 1
-        could_be_split = many and _likeness(array, shape) in lookalikes
-        if many and not could_be_split:
-            nbytes = array.dtype.itemsize
-            for length in shape:
-                nbytes *= length
-            for device in array.sharding.addressable_devices:
-                sizes[device, kind] = sizes.get((device, kind), 0) + nbytes
-            continue
-        for data in [shard.data for shard in array.addressable_shards] if many else [array]:
-            (device,) = data.sharding.device_set
-            address = _address(data)
-            if address is None or (device, kind, address) not in seen:
-                sizes[device, kind] = sizes.get((device, kind), 0) + data.nbytes
-            if address is not None:
-                seen.add((device, kind, address))
-    return sizes
+        kind, shard_shape = array.sharding.memory_kind or "device", array.sharding.shard_shape(array.shape)
+        pieces = [array]
+        if len(array.sharding.device_set) > 1:
+            if (shard_shape, array.dtype) not in on_one_device:
+                size = math.prod(shard_shape) * array.dtype.itemsize
+                buffers |= {(device, kind, id(array)): size for device in array.sharding.addressable_devices}
+                continue
+            pieces = [shard.data for shard in array.addressable_shards]
+        for piece in pieces:
+            (device,) = piece.sharding.device_set
+            buffers[device, kind, _address(piece)] = piece.nbytes
+    sizes: Counter[tuple[Any, str]] = Counter()
+    for (device, kind, _), size in buffers.items():
+        sizes[device, kind] += size
+    return dict(sizes)
 
 
-def host_rss_bytes() -> int:
-    """Resident memory of this process; where there is no /proc, its highest value so far."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        import resource
-        import sys
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
-
-
-def _likeness(array: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Any, str | None]:
-    return shape, array.dtype, array.sharding.memory_kind
-
-
-def _address(array: Any) -> int | None:
+def _address(array: Any) -> int:
     import jax
 
     try:
         return array.unsafe_buffer_pointer()
-    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError):
-        return None  # not every plugin tells addresses; then shards that were looked at count twice
+    except jax.errors.JaxRuntimeError:
+        return id(array)  # not every plugin tells addresses; then shards that were looked at count twice
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process; where there is no /proc (macOS), its highest value so far."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

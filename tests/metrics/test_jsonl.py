@@ -35,7 +35,7 @@ def test_float32_bits_survive(tmp_path):
 def test_scalars_of_numpy_and_jax_are_numbers(tmp_path):
     writer = JsonlWriter(tmp_path / "m.jsonl")
     row = {"a": np.float32(0.1), "b": jnp.float32(0.1), "c": jnp.bfloat16(1.5), "d": np.int64(7), "e": jnp.array(True)}
-    writer.write(np.int32(3), {**row, "f": None, "g": "text é"})  # pyright: ignore[reportArgumentType]
+    writer.write(3, {**row, "f": None, "g": "text é"})
     (back,) = read_metrics(tmp_path / "m.jsonl")
     assert np.float32(back["a"]).tobytes() == np.float32(0.1).tobytes() == np.float32(back["b"]).tobytes()
     assert back == {"step": 3, "a": back["a"], "b": back["b"], "c": 1.5, "d": 7, "e": True, "f": None, "g": "text é"}
@@ -63,17 +63,6 @@ def test_not_finite_is_valid_json_and_comes_back(tmp_path):
     assert (row["b"], row["c"]) == (math.inf, -math.inf)
 
 
-@pytest.mark.parametrize("value", [np.zeros(2), [1.0], object()])
-def test_what_is_no_scalar_is_refused(tmp_path, value):
-    writer = JsonlWriter(tmp_path / "m.jsonl")
-    with pytest.raises(ValueError, match="'x'"):
-        writer.write(1, {"x": value})
-    with pytest.raises(ValueError, match="step"):
-        writer.write(1, {"step": 2})
-    writer.close()
-    assert lines(tmp_path / "m.jsonl") == []
-
-
 @pytest.mark.parametrize(
     ("torn", "kept"),
     [
@@ -93,13 +82,6 @@ def test_torn_last_line_is_repaired(tmp_path, torn, kept):
     writer.write(9, {"train/loss": 1.0})
     writer.close()
     assert [json.loads(line)["step"] for line in lines(path)] == [1, 2, 3][:kept] + [9]
-
-
-def test_torn_only_line(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_bytes(b'{"step": 3, "tr')
-    JsonlWriter(path).close()
-    assert path.read_bytes() == b""
 
 
 def test_resume_drops_later_rows_and_says_so_once(tmp_path):
@@ -128,13 +110,6 @@ def test_resume_drops_later_rows_and_says_so_once(tmp_path):
     assert os.listdir(tmp_path) == ["m.jsonl"]
 
 
-def test_resume_before_any_row(tmp_path):
-    writer = JsonlWriter(tmp_path / "m.jsonl")
-    writer.resume(0)
-    writer.close()
-    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 0, "resumed_from": 0}]
-
-
 def test_garbled_middle_line_stops_resume_and_costs_nothing(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n#!garbage\n{"step": 3}\n')
@@ -143,14 +118,6 @@ def test_garbled_middle_line_stops_resume_and_costs_nothing(tmp_path):
         writer.resume(1)
     writer.close()
     assert path.read_bytes() == b'{"step": 1}\n#!garbage\n{"step": 3}\n'
-
-
-def test_write_after_close_is_refused(tmp_path):
-    writer = JsonlWriter(tmp_path / "m.jsonl")
-    writer.close()
-    writer.close()
-    with pytest.raises(ValueError, match="closed"):
-        writer.write(1, {})
 
 
 def test_reader_leaves_out_a_row_being_written(tmp_path):
@@ -184,28 +151,22 @@ def test_every_row_written_before_a_kill_is_there(tmp_path):
 
 
 FILL_DISK = """
-import json, resource, sys
-from framework.metrics.jsonl import JsonlWriter, read_metrics
+import resource, sys
+from framework.metrics.jsonl import JsonlWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 writer, step = JsonlWriter(sys.argv[1]), 0
 try:
     while True:
         writer.write(step, {"train/loss": step / 7})
         step += 1
-except OSError as error:
-    print(step, error.errno, open(sys.argv[1], "rb").read()[-1:] == b"\\n")
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-writer.write(step, {"train/loss": step / 7})
-writer.close()
-print(len(read_metrics(sys.argv[1])))
+except OSError:
+    print(step)
 """
 
 
-def test_full_disk_raises_and_leaves_whole_rows(tmp_path):
-    out = subprocess.run(
-        [sys.executable, "-c", FILL_DISK, str(tmp_path / "m.jsonl")], capture_output=True, text=True, check=True
-    ).stdout.split()
-    written, _, ends_with_newline, rows = out
-    assert int(written) > 5
-    assert ends_with_newline == "True"
-    assert int(rows) == int(written) + 1
+def test_full_disk_raises_and_costs_the_row_that_did_not_fit(tmp_path):
+    run = [sys.executable, "-c", FILL_DISK, str(tmp_path / "m.jsonl")]
+    written = int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+    assert written > 5
+    JsonlWriter(tmp_path / "m.jsonl").close()
+    assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == list(range(written))

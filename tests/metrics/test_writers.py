@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from framework.metrics.writers import JsonlWriter, MultiWriter, TensorBoardWriter, WandbWriter, read_metrics
+from framework.metrics.jsonl import JsonlWriter, read_metrics
+from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter
 
 
 def read_events(directory):
@@ -38,24 +39,12 @@ def scalars(events):
 def test_tensorboard_scalars(tmp_path):
     writer = TensorBoardWriter(tmp_path)
     for step in range(3):
-        writer.write(step, {"train/loss": np.float32(0.1) + step, "train/mfu": None})
-    writer.flush()
-    assert len(scalars(read_events(tmp_path))) == 3  # flush is enough for a reader
+        writer.write(step, {"train/loss": np.float32(0.1) + step, "train/mfu": 1})
+        if step == 0:
+            assert len(scalars(read_events(tmp_path))) == 2  # the first row is to be seen at once
     writer.close()
-    assert scalars(read_events(tmp_path)) == [(s, "train/loss", np.float32(0.1) + np.float32(s)) for s in range(3)]
-
-
-def test_tensorboard_text_and_image(tmp_path):
-    writer = TensorBoardWriter(tmp_path)
-    writer.write(1, {"sample": "def f():\n    return *x*"})
-    writer.image(2, "curves", np.zeros((4, 6, 3), np.uint8))
-    writer.close()
-    values = {value.tag: value for event in read_events(tmp_path) for value in event.summary.value}
-    (text,) = (value for tag, value in values.items() if tag.startswith("sample"))
-    assert text.tensor.string_val[0].decode() == "```\ndef f():\n    return *x*\n```"
-    image = values["curves"].image
-    assert (image.height, image.width) == (4, 6)
-    assert image.encoded_image_string.startswith(b"\x89PNG")
+    losses = [row for row in scalars(read_events(tmp_path)) if row[1] == "train/loss"]
+    assert losses == [(s, "train/loss", np.float32(0.1) + np.float32(s)) for s in range(3)]
 
 
 def test_tensorboard_resume_hides_later_steps_only(tmp_path):
@@ -71,16 +60,6 @@ def test_tensorboard_resume_hides_later_steps_only(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2  # within the same second, and yet not the same file
 
 
-def test_tensorboard_without_rows_leaves_nothing(tmp_path):
-    writer = TensorBoardWriter(tmp_path / "tensorboard")
-    writer.flush()
-    writer.close()
-    writer.close()
-    assert not (tmp_path / "tensorboard").exists()
-    with pytest.raises(ValueError, match="closed"):
-        writer.write(1, {"loss": 1.0})
-
-
 def test_wandb_missing_names_the_package(tmp_path, monkeypatch):
     real_import = builtins.__import__
 
@@ -91,7 +70,7 @@ def test_wandb_missing_names_the_package(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_wandb)
     with pytest.raises(ImportError, match="pip install wandb"):
-        WandbWriter("project", workdir=tmp_path)
+        WandbWriter("project", "name", workdir=tmp_path, config={})
 
 
 def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
@@ -113,16 +92,15 @@ def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
 
     monkeypatch.setitem(__import__("sys").modules, "wandb", types.SimpleNamespace(init=init))
     for start in (0, 5):
-        writer = WandbWriter("plimsoll", "tiny", workdir=tmp_path, config={"a": 1}, mode="offline")
+        writer = WandbWriter("plimsoll", "tiny", workdir=tmp_path, config={"a": 1})
         if start:
             writer.resume(start)
-        writer.write(start + 1, {"train/loss": np.float32(0.5)})
-        writer.close()
+        writer.write(start + 1, {"train/loss": 0.5})
         writer.close()
     inits = [call[1] for call in calls if call[0] == "init"]
     assert inits[0] == inits[1]
     assert inits[0]["id"] == (tmp_path / "wandb_run_id").read_text().strip()
-    assert (inits[0]["resume"], inits[0]["mode"], inits[0]["project"]) == ("allow", "offline", "plimsoll")
+    assert (inits[0]["resume"], inits[0]["project"]) == ("allow", "plimsoll")
     logged = [call[1] for call in calls if call[0] == "log"]
     assert logged == [{"step": 1, "train/loss": 0.5}, {"step": 5, "resumed_from": 5}, {"step": 6, "train/loss": 0.5}]
     assert ("define", "*", "step") in calls
@@ -135,7 +113,6 @@ def test_multi_writer_hands_on_and_closes_all(tmp_path):
 
         def write(self, step, metrics): ...
         def resume(self, from_step): ...
-        def flush(self): ...
 
         def close(self):
             self.closed = True
@@ -146,14 +123,8 @@ def test_multi_writer_hands_on_and_closes_all(tmp_path):
     writer.write(1, {"train/loss": 1.0})
     writer.write(2, {"train/loss": 0.5})
     writer.resume(1)
-    writer.text(1, "sample", "hello")
-    writer.image(1, "curves", np.zeros((2, 2, 1), np.uint8))
-    writer.flush()
-    with pytest.raises(ExceptionGroup, match="closing"):
+    with pytest.raises(OSError, match="the service is gone"):
         writer.close()
     assert broken.closed
     assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "train/loss": 1.0}, {"step": 1, "resumed_from": 1}]
     assert scalars(read_events(tmp_path / "tb")) == [(1, "train/loss", 1.0)]
-    tags = {value.tag for event in read_events(tmp_path / "tb") for value in event.summary.value}
-    assert "curves" in tags
-    assert any(tag.startswith("sample") for tag in tags)
