@@ -68,6 +68,7 @@ class Experiment:
     def check(self, mesh: Mesh) -> None:
         """Raises ValueError, naming both numbers, when mesh, batch, model and data do not fit each other."""
         self.model.check(mesh, self.data.seq_len)
+        self.learner.check_reach()
         batch, accumulate = self.data.global_batch_size, self.learner.accumulate
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         if batch % accumulate:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ import optax
 from framework.config import Config, DType, Fraction, PositiveFloat, PositiveInt
 from framework.layout import MemoryKind, Nested, OptStateSpec, ParameterSpec, flatten, move_to_host, unflatten
 from framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
+from framework.optimizers.reach import mixes_parameters
 
 
 class Rule:
@@ -216,6 +218,19 @@ class Learner:
     def _select(tree: Nested, group: Group) -> Nested:
         flat = flatten(tree[group.stage])
         return unflatten({path: flat[path] for path in group.paths})
+
+    def check_reach(self) -> None:
+        """Raises ValueError when an optimizer mixes parameters: per layer, it would be silently wrong."""
+        for label, optimizer in self.optimizers.items():
+            group = next(group for group in self.groups if group.label == label)
+            if mixes_parameters(
+                optimizer, jax.tree.map(partial(_unstack, length=group.length), self._select(self.specs, group))
+            ):
+                raise ValueError(
+                    f"learner.optimizer ({label}): the update of one parameter depends on the gradients of others (a "
+                    "global norm or finiteness test inside a chain, say). Each layer has an optimizer of its own, so "
+                    "this would not compute what it says. Use learner.clip and learner.nonfinite for that"
+                )
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
