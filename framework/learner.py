@@ -221,11 +221,9 @@ class Learner:
 
     def check_reach(self) -> None:
         """Raises ValueError when an optimizer mixes parameters: per layer, it would be silently wrong."""
-        for label, optimizer in self.optimizers.items():
-            group = next(group for group in self.groups if group.label == label)
-            if mixes_parameters(
-                optimizer, jax.tree.map(partial(_unstack, length=group.length), self._select(self.specs, group))
-            ):
+        for label, group in {group.label: group for group in self.groups}.items():
+            unit = jax.tree.map(partial(_unstack, length=group.length), self._select(self.specs, group))
+            if mixes_parameters(self.optimizers[label], unit):
                 raise ValueError(
                     f"learner.optimizer ({label}): the update of one parameter depends on the gradients of others (a "
                     "global norm or finiteness test inside a chain, say). Each layer has an optimizer of its own, so "
