@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,13 +76,19 @@ def assert_same(a, b, *, placed=True):
             assert x.sharding == y.sharding, path
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """A directory with steps 10 and 20."""
-    with Checkpointer(directory=tmp_path) as checkpointer:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("written") / "checkpoints"
+    with Checkpointer(directory=root) as checkpointer:
         for step in (10, 20):
             assert checkpointer.save(step, make_state(seed=step), EXTRA)
-    return tmp_path
+    return root
+
+
+@pytest.fixture
+def saved(written, tmp_path):
+    """A directory with steps 10 and 20."""
+    return Path(shutil.copytree(written, tmp_path / "checkpoints"))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -265,9 +272,7 @@ def test_missing_step_is_named(saved):
 
 def test_no_room(saved, monkeypatch):
     """Row 13 of the faults: looked at before, said clearly, nothing written, the next save goes on."""
-    import shutil as real
-
-    usage = real.disk_usage(saved)
+    usage = shutil.disk_usage(saved)
     with Checkpointer(directory=saved, keep=2) as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1 << 19))
