@@ -98,6 +98,26 @@ def adamw(
     return config_for(optax.adamw, learning_rate=schedule, b1=0.9, b2=b2, weight_decay=weight_decay)
 
 
+def muon(*, peak: float, adam_peak: float, steps: int, warmup: int, end: float = 0.02) -> tuple[Config, Config]:
+    """Muon (Jordan et al. 2024) for the stack's matrices; (the optimizer, the rule that gives the rest AdamW)."""
+
+    def schedule(rate: float) -> Config:
+        return config_for(
+            optax.warmup_cosine_decay_schedule,
+            init_value=0.0,
+            peak_value=rate,
+            warmup_steps=warmup,
+            decay_steps=steps,
+            end_value=end * rate,
+        )
+
+    rest = config_for(optax.adamw, learning_rate=schedule(adam_peak), b2=0.95, weight_decay=0.0)
+    return (
+        config_for(optax.contrib.muon, learning_rate=schedule(peak), weight_decay=0.01),
+        config_for(Rule, pattern="^embed|^head|norm", optimizer=rest),
+    )
+
+
 def no_decay(pattern: str = r"norm|bias|position") -> Config:
     """No weight decay for norms, biases and learned positions."""
     return config_for(Rule, pattern=pattern, set={"weight_decay": 0.0})
