@@ -3,6 +3,8 @@
 In float64 both sides agree to fifteen digits: what is left in float32 is rounding, and nothing else.
 """
 
+import importlib.util
+
 import jax
 import numpy as np
 import pytest
@@ -11,8 +13,6 @@ from tools.peers import ours
 from tools.peers.families import FAMILIES, ROTARY, ROTARY_POSITIONS
 from tools.peers.recording import Inputs, Results
 
-pytest.importorskip("torch", reason="needs the `peers` extra: pip install -e '.[peers]'")
-pytest.importorskip("transformers", reason="needs the `peers` extra: pip install -e '.[peers]'")
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.filterwarnings("ignore:::torch"),
@@ -22,10 +22,18 @@ SEED = 7
 LIMIT = 1e-5
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_float32(name):
-    from tools.peers import theirs
+@pytest.fixture(scope="module")
+def theirs():
+    """tools.peers.theirs; imported here, so that collecting this file costs nothing and needs nothing."""
+    for name in ("torch", "transformers"):
+        # Not importorskip: it would also skip when one is installed and broken.
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed; it comes with: pip install -e '.[peers]'")
+    return importlib.import_module("tools.peers.theirs")
 
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float32(name, theirs):
     family, inputs = FAMILIES[name], Inputs.draw(SEED)
     expected = theirs.compute(theirs.build(family, SEED), family, inputs)
     program = ours.program_of(ours.experiment(family, chunk_tokens=8))
@@ -49,9 +57,7 @@ def test_float32(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_float64(name):
-    from tools.peers import theirs
-
+def test_float64(name, theirs):
     family, inputs = FAMILIES[name], Inputs.draw(SEED)
     model = theirs.build(family, SEED)
     weights = {name: tensor.double().detach().numpy() for name, tensor in model.named_parameters()}
@@ -70,9 +76,7 @@ def test_float64(name):
 
 
 @pytest.mark.parametrize("name", ROTARY)
-def test_rotary_tables(name):
-    from tools.peers import theirs
-
+def test_rotary_tables(name, theirs):
     tables = theirs.rotary(name)
     with jax.enable_x64(True):
         rotated = ours.rotated(*ROTARY[name], np.asarray(ROTARY_POSITIONS), tables["query"])

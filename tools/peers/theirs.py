@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -30,7 +32,6 @@ from tools.peers.recording import (
     Tensors,
 )
 
-FLOAT64 = torch.float64
 Model = Any  # a transformers model: its classes say little about themselves to a type checker
 Gradients = tuple[np.ndarray, np.ndarray, Tensors]
 
@@ -65,13 +66,16 @@ def _empty(family: Family) -> Model:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-def wide_float() -> Any:
+@contextmanager
+def wide_float() -> Iterator[None]:
     """A context in which transformers computes in float64.
 
-    It asks for float32 by the names `torch.float` and `torch.float32` (norms, softmax, rotary tables) whatever the
-    model's dtype is. With both meaning float64, what is exact is transformers' own code too.
+    It asks for float32 by name (norms, softmax, rotary tables, loss) whatever the model's dtype is. With those names
+    meaning float64, what is exact is transformers' own code too.
     """
-    return mock.patch.multiple(torch, float=torch.float64, float32=torch.float64)
+    names = mock.patch.multiple(torch, float=torch.float64, float32=torch.float64)
+    with names, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
 
 
 def compute_wide(model: Model, family: Family, inputs: Inputs) -> Gradients:
@@ -101,12 +105,9 @@ def gradients_of(model: Model, inputs: Inputs) -> Gradients:
     labels[:, 1:][torch.as_tensor(inputs.ignored)] = -100
     model.zero_grad(set_to_none=True)
     out = model(input_ids=ids, labels=labels)
-    loss = out.loss
-    if out.logits.dtype == FLOAT64:  # transformers' own loss is never wider than float32
-        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
-    loss.backward()
+    out.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return out.logits[:, :SEQ_LEN].detach().numpy(), loss.detach().numpy(), _numpy(gradients)
+    return out.logits[:, :SEQ_LEN].detach().numpy(), out.loss.detach().numpy(), _numpy(gradients)
 
 
 def _packed_logits(model: Model, inputs: Inputs) -> np.ndarray:
