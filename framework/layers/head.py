@@ -153,6 +153,8 @@ def chunked_loss(
 
     Slices are strided (positions i, i + chunks, ...), so that each holds an equal part of every seq shard.
     """
+    # custom_vjp keeps the functions below for longer than the trace: they may hold the mesh, but no traced array.
+    ctx = Context(batch={}, mesh=ctx.mesh)
 
     def split(x: jax.Array) -> jax.Array:
         parts = x.reshape(x.shape[0], x.shape[1] // chunks, chunks, *x.shape[2:])

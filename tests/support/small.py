@@ -24,7 +24,7 @@ VOCAB = 64
 
 
 def gpt2(**fields: Any) -> Config:
-    """2 layers of width 32, 4 heads, tied, learned positions, biases, dropout. `fields` are dotted paths, __ for dots."""
+    """2 layers of width 32, 4 heads, tied, learned positions, biases, dropout. `fields`: paths with __ for dots."""
     return _with(gpt2_model(layers=2, heads=4, dim=32, vocab_size=VOCAB, positions=32, dropout=0.1), fields)
 
 
@@ -104,11 +104,12 @@ def run(program: Program, steps: int, state: Any = None) -> tuple[Any, list[dict
     return state, metrics
 
 
-def loss_and_grads(program: Program, seed: int = 0, params: Any = None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Loss and gradients of the first step's batch as the training step computes them: {path: gradient}."""
-    state = program.init()
-    if params is not None:
-        state["parameter"] = jax.device_put(params, program.layout.shardings()["parameter"])
+def loss_and_grads(program: Program, state: Any = None, seed: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Loss and gradients of a batch as the training step computes them: {path: gradient}.
+
+    `state` may come from a program on another mesh; this one's own first state is the default.
+    """
+    state = program.init() if state is None else jax.device_put(state, program.layout.shardings())
     (loss, _), grads = compiled_gradients(program)(state, program.put(host_batch(program, seed)))
     return np.asarray(loss), arrays(grads)
 
@@ -135,7 +136,7 @@ def assert_close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray],
     assert actual.keys() == expected.keys()
     largest = max(np.abs(value).max() for value in expected.values())
     for path, value in expected.items():
-        scale = max(np.abs(value).max(), 1e-3 * largest)
+        scale = max(np.abs(value).max(), 1e-2 * largest)
         error = np.abs(np.asarray(actual[path], np.float64) - np.asarray(value, np.float64)).max() / scale
         assert error <= tolerance, f"{path}: off by {error:.1e} of {scale:.1e}"
 
@@ -150,6 +151,10 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 
 
 def _with(config: Config, fields: dict[str, Any]) -> Config:
+    # Weights so large that attention is far from uniform: each part of the model matters to loss and gradients.
+    for path, value in list(config.leaves()):
+        if path.endswith("stddev"):
+            config.set_path(path, 10 * value)
     for name, value in fields.items():
         config.set_path(name.replace("__", "."), value)
     return config

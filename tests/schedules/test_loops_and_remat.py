@@ -1,0 +1,76 @@
+"""The stack's loop and what its backward pass recomputes change nothing but memory: dropout on, two unlike layers."""
+
+import numpy as np
+import pytest
+
+from framework.config import config_for
+from framework.layers import remat
+from framework.memory import Memory
+from tests.support import small
+
+
+def config(policy: str = "none", unroll: int = 1, unlike: bool = False):
+    """Four equal layers; or two units of a block with a window and a gated one without."""
+    model = small.gpt2(stack__num_layers=4, stack__unroll=unroll)
+    if unlike:
+        windowed, gated = small.block(model).copy(), small.block(small.llama()).copy()
+        windowed.attention.window = 5
+        gated.dropout = 0.2
+        model.stack.pattern = [windowed, gated]
+    return small.experiment(model, memory={"remat": policy})
+
+
+@pytest.fixture(scope="module")
+def results():
+    """`config`'s arguments -> loss, gradients, bytes of temporaries; computed when first asked for."""
+    found, states = {}, {}
+
+    def of(policy: str = "none", unroll: int = 1, unlike: bool = False):
+        key = (policy, unroll, unlike)
+        if key not in found:
+            program = small.program(config(*key))
+            if unlike not in states:
+                states[unlike] = program.init()
+            gradients = small.compiled_gradients(program)
+            (loss, _), grads = gradients(states[unlike], program.put(small.host_batch(program)))
+            temporaries = gradients.memory_analysis().temp_size_in_bytes
+            found[key] = np.asarray(loss), small.arrays(grads), temporaries
+        return found[key]
+
+    return of
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "dots_no_batch", "save:query,mlp_up"])
+def test_recomputing_changes_no_number(results, policy):
+    """The same dropout masks, too: the masks of the recomputed forward pass are drawn again from the same keys."""
+    loss, grads, _ = results(policy)
+    expected_loss, expected, _ = results()
+    assert loss == expected_loss
+    small.assert_close(grads, expected, 5e-6)
+
+
+def test_recomputing_saves_memory(results):
+    none, dots, named, full = (results(policy)[2] for policy in ("none", "dots", "save:query,mlp_up", "full"))
+    assert full < named < dots < none
+
+
+@pytest.mark.parametrize(("policy", "unlike"), [("full", False), ("none", True)])
+def test_a_stack_without_a_loop_computes_the_same(results, policy, unlike):
+    loss, grads, _ = results(policy, 0, unlike)
+    expected_loss, expected, _ = results("none", 1, unlike)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    small.assert_close(grads, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "given", ["some", "save:", "save", "save:query,keys", "save:query,", "dots_saveable", "none,full"]
+)
+def test_unknown_policies_are_named_with_the_valid_ones(given):
+    with pytest.raises(ValueError, match=r"remat: expected none, full, dots, dots_no_batch or save:NAME.*given '"):
+        config_for(Memory, remat=given).instantiate()
+
+
+def test_every_name_that_may_be_saved_is_a_policy():
+    for name in remat.ACTIVATION_NAMES:
+        remat.check(f"save:{name}")
+    remat.check("save:" + ",".join(remat.ACTIVATION_NAMES))

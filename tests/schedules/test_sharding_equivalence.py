@@ -1,0 +1,76 @@
+"""Loss and gradients on eight devices against one, for mixes of mesh axes: documents packed, dropout on."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from framework.config import config_for
+from tests.support import small
+
+MODELS = {
+    # Tied embeddings, learned positions, biases; chunks of 8 tokens per device.
+    "gpt2": lambda: small.gpt2(head__chunk_tokens=8),
+    # Grouped queries, rotary positions, a table of its own, both layers in the open.
+    "llama": lambda: small.llama(stack__unroll=0, embed__dropout=0.1, head__z_loss=1e-3),
+}
+MESHES = [
+    ("gpt2", {"data": 8, "fsdp": 1}),
+    ("gpt2", {"fsdp": 8}),
+    ("gpt2", {"data": 2, "seq": 4, "fsdp": 1}),
+    ("gpt2", {"fsdp": 2, "seq": 2, "model": 2}),
+    ("llama", {"data": 2, "fsdp": 2, "model": 2}),
+    ("llama", {"fsdp": 2, "seq": 2, "model": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """model -> (state, loss, gradients) on one device, computed when first asked for."""
+    results = {}
+
+    def of(model: str):
+        if model not in results:
+            program = small.program(config(model))
+            state = jax.device_get(program.init())
+            results[model] = state, *small.loss_and_grads(program, state)
+        return results[model]
+
+    return of
+
+
+def config(model: str, mesh: dict[str, int] | None = None):
+    return small.experiment(MODELS[model](), documents=True, mesh=mesh)
+
+
+@pytest.mark.parametrize(("model", "mesh"), MESHES, ids=lambda value: str(value).replace(" ", ""))
+def test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh):
+    state, expected_loss, expected = one_device(model)
+    loss, grads = small.loss_and_grads(small.program(config(model, mesh)), state)
+    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
+    small.assert_close(grads, expected, 1e-5)
+    largest = {path: np.abs(value).max() for path, value in grads.items()}
+    assert all(size > 1e-3 for path, size in largest.items() if not path.endswith("key/bias")), largest
+
+
+def test_first_states_and_whole_steps_do_not_depend_on_the_mesh():
+    """Clipping, averages and counters included. SGD, as Adam makes whole updates of the rounding of a zero gradient."""
+    fields = {"ema": 0.9, "clip": 0.5, "optimizer": config_for(optax.sgd, learning_rate=0.3, momentum=0.9)}
+    single = small.program(small.experiment(documents=True, **fields))
+    mesh = {"data": 2, "fsdp": 2, "model": 2}
+    program = small.program(small.experiment(documents=True, mesh=mesh, **fields))
+    alone, together = single.init(), program.init()
+    program.layout.check(together)
+    small.assert_same_bits(together, alone)
+
+    alone, metrics = small.run(single, 3, alone)
+    together, sharded_metrics = small.run(program, 3, together)
+    program.layout.check(together)
+    for one, eight in zip(metrics, sharded_metrics, strict=True):
+        assert one.keys() == eight.keys()
+        for name in one:
+            np.testing.assert_allclose(eight[name], one[name], rtol=1e-5, err_msg=name)
+    assert metrics[0]["grad_norm"] > 0.5, "the clip should be active"
+    for group in ("parameter", "ema", "optimizer"):
+        small.assert_close(small.arrays(together[group]), small.arrays(alone[group]), 2e-5)
+    small.assert_same_bits(together["counter"], alone["counter"])
