@@ -1,0 +1,145 @@
+"""The chunked cross-entropy against the plain one: values and gradients, with z-loss and soft cap, weights uneven."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.config import config_for
+from framework.layers.base import Context
+from framework.layers.head import LMHead
+from tests.support import small
+
+B, S, D, V = 2, 12, 8, 11
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(B, S, D)), jnp.float32)
+PARAMS = {
+    "table": jnp.asarray(RNG.normal(size=(V, D)), jnp.float32),
+    "norm": {"scale": jnp.asarray(RNG.normal(size=D), jnp.float32)},
+}
+BATCH = {
+    "targets": jnp.asarray(RNG.integers(0, V, (B, S)), jnp.int32),
+    "weights": jnp.asarray(RNG.random((B, S)) * (RNG.random((B, S)) > 0.3), jnp.float32),
+}
+TERMS = {
+    "plain": {},
+    "z-loss": {"z_loss": 0.1},
+    "soft cap": {"softcap": 2.0},
+    "both": {"z_loss": 0.1, "softcap": 2.0},
+}
+
+
+def context(dtype=jnp.float32) -> Context:
+    return Context(batch=BATCH, num_targets=jnp.sum(BATCH["weights"]), training=True, compute_dtype=dtype)
+
+
+def chunked(chunk_tokens: int, **terms):
+    """(params, x) -> (3 * loss, nll): as the head computes it. 3, as a head's loss is not always the objective."""
+    head = config_for(LMHead, dim=D, vocab_size=V, chunk_tokens=chunk_tokens, **terms).instantiate()
+
+    def loss(params, x):
+        ctx = context()
+        _, out = head.apply(head.prepare(params, ctx), x, ctx, {})
+        return 3.0 * out.loss, out.metrics["nll"]
+
+    return loss
+
+
+def plain(z_loss: float = 0.0, softcap: float | None = None):
+    """The same by its definition, with all logits at once."""
+
+    def loss(params, x):
+        h = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * params["norm"]["scale"]
+        logits = h @ params["table"].T
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        log_probabilities = jax.nn.log_softmax(logits)
+        picked = jnp.sum(log_probabilities * jax.nn.one_hot(BATCH["targets"], V), axis=-1)
+        weights = BATCH["weights"] / jnp.sum(BATCH["weights"])
+        nll = -jnp.sum(weights * picked)
+        z = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
+        return 3.0 * (nll + z_loss * jnp.sum(weights * z**2)), nll
+
+    return loss
+
+
+def evaluated(loss):
+    (value, nll), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(PARAMS, X)
+    return float(value), float(nll), small.arrays(grads)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {name: evaluated(plain(**terms)) for name, terms in TERMS.items()}
+
+
+@pytest.mark.parametrize(
+    ("terms", "chunk_tokens"),
+    # 24 tokens: all at once in two ways, in 2 chunks, 3 (7 tokens are too few for 2), one position each, and 1 token,
+    # which is as good as one position: a chunk has a position of every sequence.
+    [(name, 6) for name in TERMS] + [("both", tokens) for tokens in (0, 24, 12, 7, 2, 1)] + [("plain", 0)],
+)
+def test_chunks_equal_the_plain_definition(expected, terms, chunk_tokens):
+    loss, nll, grads = evaluated(chunked(chunk_tokens, **TERMS[terms]))
+    expected_loss, expected_nll, expected_grads = expected[terms]
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    np.testing.assert_allclose(nll, expected_nll, rtol=1e-6)
+    small.assert_close(grads, expected_grads, 2e-6)
+
+
+def test_evaluation_equals_training(expected):
+    """Without differentiation another rule of the custom derivative runs."""
+    loss, nll = jax.jit(chunked(6, **TERMS["both"]))(PARAMS, X)
+    np.testing.assert_allclose((loss, nll), expected["both"][:2], rtol=1e-6)
+
+
+def test_bf16_hidden_states_give_f32_losses_and_bf16_gradients(expected):
+    head = config_for(LMHead, dim=D, vocab_size=V, chunk_tokens=6, **TERMS["both"]).instantiate()
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+
+    def loss(params, x):
+        ctx = context(jnp.bfloat16)
+        return head.apply(head.prepare(params, ctx), x, ctx, {})[1].loss
+
+    value, (grads, dx) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(half, X.astype(jnp.bfloat16))
+    assert value.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves((grads, dx))} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_allclose(3 * value, expected["both"][0], rtol=2e-2)
+
+
+def test_logits_are_what_the_loss_is_of():
+    head = config_for(LMHead, dim=D, vocab_size=V, softcap=2.0).instantiate()
+    ctx = context()
+    logits = head.logits(head.prepare(PARAMS, ctx), X, ctx)
+    assert (logits.shape, logits.dtype) == ((B, S, V), jnp.float32)
+    assert float(jnp.abs(logits).max()) < 2.0
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), BATCH["targets"][..., None], -1)[..., 0]
+    expected = jnp.sum(nll * BATCH["weights"]) / jnp.sum(BATCH["weights"])
+    _, out = head.apply(head.prepare(PARAMS, ctx), X, ctx, {})
+    np.testing.assert_allclose(out.metrics["nll"], expected, rtol=1e-6)
+
+
+def test_a_negative_chunk_is_an_error():
+    with pytest.raises(ValueError, match=r"chunk_tokens: expected 0 \(all at once\) or more, given -1"):
+        config_for(LMHead, dim=D, vocab_size=V, chunk_tokens=-1).instantiate()
+
+
+def largest_array(text: str) -> int:
+    """Elements of the largest array of any instruction of a compiled program's text."""
+    shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text)
+    return max(int(np.prod([int(dim) for dim in shape.split(",")])) for shape in shapes)
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 0])
+def test_no_array_of_the_training_step_is_as_large_as_the_logits(chunk_tokens):
+    """In the compiled step, forward and backward; all at once (0) there is one, so the test can see it."""
+    vocab = 509
+    model = small.gpt2(vocab_size=vocab, head__chunk_tokens=chunk_tokens)
+    config = small.experiment(model)
+    config.data.tokenizer.vocab_size = vocab
+    program = small.program(config)
+    largest = largest_array(program.compiled_step.as_text())
+    logits = config.data.global_batch_size * config.data.seq_len * vocab
+    assert (largest >= logits) == (chunk_tokens == 0), f"{largest} against {logits}"
