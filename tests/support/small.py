@@ -1,5 +1,6 @@
 """Tiny experiments as objects, hand-made batches, and the functions that tests of the core compare: no data is read."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from framework.schedules.after_backward import accumulated_gradients, training_c
 from framework.trainer_options import TrainerOptions
 
 VOCAB = 64
+ROOT = Path(__file__).parents[2]
 
 
 def gpt2(**fields: Any) -> Config:

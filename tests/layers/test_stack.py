@@ -1,0 +1,121 @@
+"""The stack: a loop over units equals the layers applied one after the other, whatever the pattern."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.config import config_for
+from framework.layers.base import Context, Out
+from framework.layers.mlp import MLP
+from framework.layers.stack import Stack
+from framework.layout import flatten
+from tests.support import small
+from tests.support.layers import Centering
+
+DIM = 8
+PATTERN = [
+    config_for(MLP, hidden=12, activation="relu"),
+    config_for(Centering),
+    config_for(MLP, hidden=6, activation="silu", gated=True),
+]
+
+
+def stack(unroll: int = 1) -> Stack:
+    return config_for(Stack, num_layers=6, pattern=PATTERN, unroll=unroll).instantiate(dim=DIM)
+
+
+CTX = Context(
+    batch={}, rng=jax.random.key(1), rows=jnp.arange(2), num_targets=jnp.float32(5.0), training=True, remat="none"
+)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, DIM)), jnp.float32)
+
+
+def values(layer: Stack):
+    """Parameters that matter, and buffers that differ by unit."""
+    rng = np.random.default_rng(1)
+
+    def draw(spec):
+        return jnp.asarray(rng.normal(size=spec.shape), spec.dtype)
+
+    return jax.tree.map(draw, layer.parameter_specs()), jax.tree.map(draw, layer.buffer_specs())
+
+
+def in_turn(layer: Stack, params, x, buffers):
+    """The same, one layer after the other."""
+    states, losses = [], []
+    for index in range(layer.num_units):
+        unit, state = (jax.tree.map(lambda a, i=index: a[i], tree) for tree in (params, buffers))
+        ctx = CTX.fold_index(jnp.int32(index))
+        new = {}
+        for name, sub in layer.unit.layers.items():
+            x, out = sub.apply(unit[name], x, ctx.fold(name), state.get(name, {}))
+            if out.layer_state:
+                new[name] = out.layer_state
+            if out.loss is not None:
+                losses.append(out.loss)
+        states.append(new)
+    return x, sum(losses), jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 0])
+def test_a_pattern_of_unlike_layers_equals_its_layers_in_turn(unroll):
+    layer = stack(unroll)
+    params, buffers = values(layer)
+    # The unrolled stack takes its parameters as training passes them: a list of the units' own.
+    passed = layer.split(params) if layer.unrolled else params
+    y, out = jax.jit(layer.apply)(passed, X, CTX, buffers)
+    expected, loss, states = jax.jit(lambda *args: in_turn(layer, *args))(params, X, buffers)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
+    small.assert_close(small.arrays(out.layer_state), small.arrays(states), 1e-6)
+    np.testing.assert_allclose(out.metrics["block1/penalty"], loss / layer.num_units, rtol=1e-5)
+    assert float(jnp.abs(y - X).max()) > 0.1
+
+
+def test_specs_have_a_leading_axis_of_units():
+    layer = stack()
+    specs, unit = flatten(layer.parameter_specs()), flatten(layer.unit.parameter_specs())
+    assert specs.keys() == unit.keys()
+    for path, spec in specs.items():
+        assert spec.shape == (2, *unit[path].shape)
+        assert spec.mesh_axes == (None, *unit[path].mesh_axes)
+        assert spec.roles == ("layer", *unit[path].roles)
+    assert {path: spec.shape for path, spec in flatten(layer.buffer_specs()).items()} == {
+        "block1/mean": (2, DIM),
+        "block1/count": (2,),
+    }
+    assert layer.flops_per_token(9) == 2 * (2 * 2 * DIM * 12 + 3 * 2 * DIM * 6)
+
+
+def test_fetch_brings_each_units_parameters():
+    """A schedule that keeps parameters elsewhere passes its own `fetch`; here they are kept at half their size."""
+    layer = stack()
+    params, buffers = values(layer)
+    y, _ = layer.forward(params, X, CTX, buffers)
+    halves = jax.tree.map(lambda p: p / 2, params)
+    fetched, _ = layer.forward(halves, X, CTX, buffers, fetch=lambda unit: jax.tree.map(lambda p: 2 * p, unit))
+    np.testing.assert_array_equal(fetched, y)
+
+
+def test_bf16_compute_of_f32_parameters_casts_inside_the_loop():
+    layer = stack()
+    params, buffers = values(layer)
+    ctx = replace(CTX, compute_dtype=jnp.bfloat16, remat="full")
+    y, out = jax.jit(layer.apply)(params, X.astype(jnp.bfloat16), ctx, buffers)
+    assert y.dtype == jnp.bfloat16
+    assert out.loss.dtype == jnp.float32
+    expected, _ = layer.apply(params, X, CTX, buffers)
+    small.assert_close({"y": np.asarray(y, np.float32)}, {"y": np.asarray(expected)}, 0.05)
+
+
+def test_what_leaves_the_layers_is_merged_by_name():
+    one = Out(loss=jnp.float32(1.0), metrics={"a": jnp.float32(2.0)}, layer_state={"s": jnp.zeros(1)})
+    two = Out(metrics={"a": jnp.float32(3.0)})
+    merged = Out.merge({"x": one, "y": two, "z": Out(loss=jnp.float32(5.0))})
+    assert float(merged.loss) == 6.0
+    assert {name: float(value) for name, value in merged.metrics.items()} == {"x/a": 2.0, "y/a": 3.0}
+    assert list(merged.layer_state) == ["x"]
+    assert Out.merge({"y": two}).loss is None
