@@ -12,52 +12,49 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from framework.layers.kernels_call import LENGTH_AXIS, SAVED_NAME, AttentionCall, allowed_BST, separate_padding
 
 
-def attend(
-    call: AttentionCall,
-    query_BSNH: jax.Array,
-    key_BTKH: jax.Array,
-    value_BTKH: jax.Array,
-    segments_BS: jax.Array | None,
-) -> jax.Array:
+def why_not(call: AttentionCall) -> None:
+    """It can serve every call."""
+
+
+def attend(call: AttentionCall, q_BSNH: Array, k_BSKH: Array, v_BSKH: Array, segments_BS: Array | None) -> Array:
     """softmax(scale * q k^T) v as [B, S, N, H]; logits and softmax in f32 (f64 for f64 inputs)."""
-    B, _, N, H = query_BSNH.shape
+    B, _, N, H = q_BSNH.shape
     if call.shards(LENGTH_AXIS) > 1:
         # The G queries of a key head are rows of one matrix below, which positions on several devices cannot be.
-        key_BTKH, value_BTKH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key_BTKH, value_BTKH))
-    K = key_BTKH.shape[2]
+        k_BSKH, v_BSKH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))
+    K = k_BSKH.shape[2]
     G = N // K
-    query_BNSH, key_BKTH, value_BKTH = (x.swapaxes(1, 2) for x in (query_BSNH, key_BTKH, value_BTKH))
-    ids_BS = None if segments_BS is None else separate_padding(segments_BS)
-    wide = jnp.promote_types(query_BSNH.dtype, jnp.float32)
+    q_BNSH, k_BKSH, v_BKSH = (x.swapaxes(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
+    ids_BS = separate_padding(segments_BS)
+    wide = jnp.promote_types(q_BSNH.dtype, jnp.float32)
     # Finite, so that not even a row without any key would give NaN.
     never = -0.7 * float(jnp.finfo(wide).max)
 
     blocks = []
     for first, last in _row_blocks(call):
-        start, stop = _visible_keys(call, first, last)
-        key, value = key_BKTH[:, :, start:stop], value_BKTH[:, :, start:stop]
+        start = 0 if call.window is None else max(0, first - call.window + 1)  # of the keys that any row may see
+        k_BKTH, v_BKTH = k_BKSH[:, :, start:last], v_BKSH[:, :, start:last]
         # R = G * (last - first) rows share a key head. Always four axes: with a fifth of size G, even of size 1,
         # XLA's CPU code takes up to twice the time.
-        query_BKRH = query_BNSH[:, :, first:last].reshape(B, K, -1, H)
-        logits = jnp.einsum("bkrh,bkth->bkrt", query_BKRH, key, preferred_element_type=wide) * call.scale
+        q_BKRH = q_BNSH[:, :, first:last].reshape(B, K, -1, H)
+        logits = jnp.einsum("bkrh,bkth->bkrt", q_BKRH, k_BKTH, preferred_element_type=wide) * call.scale
         if call.softcap is not None:
             logits = call.softcap * jnp.tanh(logits / call.softcap)
         mask_BRT = allowed_BST(
-            call,
+            call.window,
             jnp.tile(jnp.arange(first, last), G),
-            jnp.arange(start, stop),
+            jnp.arange(start, last),
             None if ids_BS is None else jnp.tile(ids_BS[:, first:last], G),
-            None if ids_BS is None else ids_BS[:, start:stop],
+            None if ids_BS is None else ids_BS[:, start:last],
         )
-        if mask_BRT is not None:
-            logits = jnp.where(mask_BRT[:, None], logits, never)
-        weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
-        blocks.append(jnp.einsum("bkrt,bkth->bkrh", weights, value).reshape(B, N, last - first, H))
+        weights = jax.nn.softmax(jnp.where(mask_BRT[:, None], logits, never), axis=-1).astype(v_BKTH.dtype)
+        blocks.append(jnp.einsum("bkrt,bkth->bkrh", weights, v_BKTH).reshape(B, N, last - first, H))
     out_BNSH = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=2)
     return checkpoint_name(out_BNSH.swapaxes(1, 2), SAVED_NAME)
 
@@ -65,13 +62,7 @@ def attend(
 def _row_blocks(call: AttentionCall) -> list[tuple[int, int]]:
     """[first, last) of each block of queries: 64 or 128 rows, and never more than eight blocks (compile time)."""
     # Cutting a dimension that is spread over devices would send every block through all of them.
-    if not call.looks_back_only or call.shards(LENGTH_AXIS) > 1:
+    if call.shards(LENGTH_AXIS) > 1:
         return [(0, call.length)]
     rows = max(64, min(128, call.length // 4), -(-call.length // 8))
     return [(first, min(first + rows, call.length)) for first in range(0, call.length, rows)]
-
-
-def _visible_keys(call: AttentionCall, first: int, last: int) -> tuple[int, int]:
-    """[start, stop) of the keys that queries [first, last) may attend to, segments aside."""
-    stop = last if call.looks_back_only else call.key_length
-    return (0 if call.window is None else max(0, first - call.window + 1)), stop

@@ -1,5 +1,6 @@
 """cuDNN attention: what it refuses and, where JAX's CUDA plugin is installed, the calls it makes. No GPU is needed."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from framework.layers import kernels_cudnn
-from framework.layers.attention_kernels import chosen_implementation, dot_product_attention, why_not
+from framework.layers import attention_kernels, kernels_cudnn
+from framework.layers.attention_kernels import choose_implementation, dot_product_attention
 from framework.layers.kernels_call import describe_call
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
@@ -22,6 +23,10 @@ def query(S=256, N=8, H=64, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct((2, S, N, H), dtype)
 
 
+def call(q, segments=None, window=None, softcap=None, platform="gpu"):
+    return dataclasses.replace(describe_call(q, q, q, segments, window, softcap, None), platform=platform)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
@@ -30,31 +35,28 @@ def query(S=256, N=8, H=64, dtype=jnp.bfloat16):
         ({}, {"softcap": 50.0}, "no cap on logits; use xla or softcap=None"),
         ({"H": 20}, {}, "multiple of 8 up to 128 channels a head, not 20"),
         ({"H": 136}, {}, "multiple of 8 up to 128 channels a head, not 136"),
-        ({"S": 255}, {"segments_BS": jax.ShapeDtypeStruct((2, 255), jnp.int32)}, "even number of positions, not 255"),
+        ({"S": 255}, {"segments": jax.ShapeDtypeStruct((2, 255), jnp.int32)}, "even number of positions, not 255"),
     ],
 )
 def test_what_it_refuses(monkeypatch, arguments, options, message):
     monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("jax",))  # as if JAX had come with CUDA
-    options = {"platform": "gpu"} | options
-    q = query(**arguments)
-    assert message in (why_not("cudnn", q, q, **options) or "")
-    with pytest.raises(ValueError, match="implementation='cudnn' cannot serve this call"):
-        chosen_implementation(q, q, implementation="cudnn", **options)
-    if options["platform"] == "gpu":
-        assert chosen_implementation(q, q, **options) == "xla"
+    asked = call(query(**arguments), **options)
+    with pytest.raises(ValueError, match=f"implementation='cudnn' cannot serve this call: .*{message}"):
+        choose_implementation(asked, "cudnn")
+    if asked.platform == "gpu":
+        assert choose_implementation(asked) == "xla"
 
 
 def test_what_it_serves(monkeypatch):
     monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("jax",))
-    segments = jax.ShapeDtypeStruct((2, 256), jnp.int32)
-    for options in ({}, {"window": 30}, {"segments_BS": segments}, {"causal": False}):
-        assert chosen_implementation(query(), query(N=2), platform="cuda", **options) == "cudnn"
+    for options in ({}, {"window": 30}, {"segments": jax.ShapeDtypeStruct((2, 256), jnp.int32)}):
+        assert choose_implementation(call(query(), **options)) == "cudnn"
 
 
 def test_without_cuda_it_says_so(monkeypatch):
     monkeypatch.setattr(kernels_cudnn, "_PLUGINS", ("no_such_plugin",))
-    assert "installed without CUDA" in (why_not("cudnn", query(), query(), platform="gpu") or "")
-    assert chosen_implementation(query(), query(), platform="gpu") == "xla"
+    assert "installed without CUDA" in (kernels_cudnn.why_not(call(query())) or "")
+    assert choose_implementation(call(query())) == "xla"
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 2, 1, 2, 2), (1, 1, 1, 4, 1)], ids=str)
@@ -69,10 +71,9 @@ def test_masks_and_places_as_xla_does(monkeypatch, sizes, options):
     theirs = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **b: theirs(*a, **b | {"implementation": "xla"}))
     mesh = Mesh(np.asarray(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), AXES)
-    rest = {"window": None, "softcap": None, "scale": 0.4, "causal": True, "platform": None}
-    call = describe_call(q, k, v, segments_BS=segments, mesh=mesh, **rest | options)
+    call = describe_call(q, k, v, segments, options.get("window"), None, mesh)
     ours = jax.jit(lambda q, k, v: kernels_cudnn.attend(call, q, k, v, segments))(q, k, v)
-    xla = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, segments_BS=segments, scale=0.4, **options))(q, k, v)
+    xla = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, segments_BS=segments, **options))(q, k, v)
     np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-5)
 
 
@@ -82,12 +83,10 @@ def test_masks_and_places_as_xla_does(monkeypatch, sizes, options):
     [
         ({}, 1, "CAUSAL", 0, False),
         ({"window": 30}, 1, "CAUSAL", 30, False),
-        ({"causal": False}, 1, "NO_MASK", 0, False),
         ({"segments": True}, 1, "CAUSAL", 0, True),
         ({"segments": True, "window": 30}, 1, "CAUSAL", 0, True),
         ({}, 4, "NO_MASK", 0, True),
         ({"segments": True, "window": 30}, 4, "NO_MASK", 0, True),
-        ({"causal": False}, 4, "NO_MASK", 0, False),
     ],
 )
 def test_the_calls_it_makes(monkeypatch, options, seq, mask_type, window, bias):
@@ -95,12 +94,11 @@ def test_the_calls_it_makes(monkeypatch, options, seq, mask_type, window, bias):
     segments = jax.ShapeDtypeStruct((2, 256), jnp.int32) if options.pop("segments", False) else None
     mesh = Mesh(np.asarray(jax.devices()).reshape(1, 1, 1, seq, 8 // seq), AXES)
     # Lowered for CUDA over a mesh of CPU devices: only the platform has to be told.
-    monkeypatch.setattr("framework.layers.kernels_call._platform", lambda *_: "gpu")
+    on_gpu = lambda *a: dataclasses.replace(describe_call(*a), platform="gpu")  # noqa: E731
+    monkeypatch.setattr(attention_kernels, "describe_call", on_gpu)
 
     def loss(q, k, v, segments):
-        out = dot_product_attention(
-            q, k, v, segments_BS=segments, implementation="cudnn", scale=0.5, mesh=mesh, **options
-        )
+        out = dot_product_attention(q, k, v, segments_BS=segments, implementation="cudnn", mesh=mesh, **options)
         return out.astype(jnp.float32).sum()
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
@@ -114,4 +112,4 @@ def test_the_calls_it_makes(monkeypatch, options, seq, mask_type, window, bias):
         config = json.loads(text.replace("'", '"'))["cudnn_fmha_backend_config"]
         assert config["mask_type"] == mask_type
         assert config["sliding_window_length"] == window
-        assert config["fmha_scale"] == 0.5
+        assert config["fmha_scale"] == 0.125

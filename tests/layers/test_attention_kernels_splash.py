@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from framework.layers import kernels_splash
-from framework.layers.attention_kernels import chosen_implementation, dot_product_attention, why_not
+from framework.layers.attention_kernels import choose_implementation, dot_product_attention
 from framework.layers.kernels_call import describe_call
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
@@ -22,8 +22,7 @@ def mesh_of(devices, sizes):
 
 
 def interpreted(q, k, v, segments, mesh, options):
-    defaults = {"window": None, "softcap": None, "causal": True, "scale": None, "platform": None}
-    call = describe_call(q, k, v, segments_BS=segments, mesh=mesh, **defaults | options)
+    call = describe_call(q, k, v, segments, options.get("window"), options.get("softcap"), mesh)
     return kernels_splash.attend(call, q, k, v, segments, interpret=True)
 
 
@@ -31,7 +30,6 @@ CASES = {
     # 640 positions make five blocks of 128: some are empty by the mask, some by the documents alone.
     "documents, grouped": ((1, 640, 2, 1, 64), True, {}, None),
     "window and cap": ((2, 640, 1, 1, 128), False, {"window": 200, "softcap": 3.0}, None),
-    "all to all": ((1, 128, 1, 1, 40), True, {"causal": False}, None),
     "eight devices": ((2, 512, 4, 2, 64), True, {}, (1, 2, 1, 2, 2)),
     "window over seq": ((1, 512, 1, 1, 64), True, {"window": 200}, (1, 1, 1, 4, 1)),
 }
@@ -80,7 +78,8 @@ def compile_step(mesh, *, S=1024, N=4, K=4, H=128, segments=False, dtype=jnp.bfl
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "seq"))
     q, k = (jax.ShapeDtypeStruct((B, S, n, H), dtype, sharding=heads) for n in (N, K))
     ids = jax.ShapeDtypeStruct((B, S), jnp.int32, sharding=rows) if segments else None
-    assert chosen_implementation(q, k, segments_BS=ids, mesh=mesh, **options) == "splash"
+    call = describe_call(q, k, k, ids, options.get("window"), options.get("softcap"), mesh)
+    assert choose_implementation(call) == "splash"
 
     def loss(q, k, v, ids):
         return jnp.sum(dot_product_attention(q, k, v, segments_BS=ids, mesh=mesh, **options).astype(jnp.float32) ** 2)
@@ -109,12 +108,12 @@ def test_compiles_for_tpu_without_keeping_logits(topology, name, sizes, options)
 
 
 def test_remat_that_keeps_attention_runs_the_forward_kernel_once(topology):
-    device = NamedSharding(mesh_of(topology("v5e:2x4"), (1, 1, 1, 1, 1)), PartitionSpec())
-    q = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.bfloat16, sharding=device)
+    mesh = mesh_of(topology("v5e:2x4"), (1, 1, 1, 1, 1))
+    q = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def forward_kernels(name):
         def layer(q):
-            return jnp.sin(dot_product_attention(q, q, q, implementation="splash", platform="tpu"))
+            return jnp.sin(dot_product_attention(q, q, q, implementation="splash", mesh=mesh))
 
         policy = jax.checkpoint_policies.save_only_these_names(name)
         step = jax.jit(jax.value_and_grad(lambda q: jax.checkpoint(layer, policy=policy)(q).astype(jnp.float32).sum()))
@@ -130,7 +129,7 @@ def test_a_mesh_that_does_not_divide_the_arrays_is_named(topology):
 
     def reason(sizes, B=8, S=1024, N=8, K=8):
         q, k = (jax.ShapeDtypeStruct((B, S, n, 128), jnp.bfloat16) for n in (N, K))
-        return why_not("splash", q, k, mesh=mesh_of(devices, sizes))
+        return kernels_splash.why_not(describe_call(q, k, k, None, None, None, mesh_of(devices, sizes)))
 
     assert reason((2, 2, 1, 1, 2)) is None
     assert "mesh data x fsdp = 8 does not divide the 4 sequences" in reason((4, 2, 1, 1, 1), B=4)
