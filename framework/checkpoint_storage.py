@@ -11,6 +11,9 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
+import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +68,7 @@ def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         UnreadableError: bytes or files are missing or make no sense. That they are right is for checksums to tell.
     """
     problem = None
-    with _quiet():
+    with _quiet() as drain:
         try:
             arrays = _load(path, {name: x for name, x in wanted.items() if x.size})
         except (jax.errors.JaxRuntimeError, MemoryError):
@@ -74,7 +77,7 @@ def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
             problem = _unreadable(path, wanted) or one_line(error)
             arrays = {}
         if problem is not None:
-            gc.collect()  # what orbax was doing when it failed holds arrays, and complains when it is collected
+            drain()
             raise UnreadableError(problem)
     # A changed byte in orbax's own index may hide a leaf; it then hands back what it was asked with.
     lost = [name for name, x in wanted.items() if x.size and not isinstance(arrays.get(name), jax.Array)]
@@ -84,14 +87,34 @@ def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Orbax leaves its other reads to themselves when one fails, and asyncio logs each as an error, pages of it."""
-    logger = logging.getLogger("asyncio")
-    before, logger.disabled = logger.disabled, True
+def _quiet() -> Iterator[Callable[[], None]]:
+    """Keeps pages of tracebacks off the screen that say nothing beyond the error that is raised.
+
+    When one read fails, orbax leaves its other reads to themselves: asyncio logs each as an error, and each complains
+    again when it is collected. Yields a function that waits, after a failure, until none of them is left (they hold
+    arrays, too).
+    """
+
+    def is_read(thing: object) -> bool:
+        return isinstance(thing, types.CoroutineType) and "orbax" in thing.cr_code.co_filename
+
+    def unraisable(info: Any) -> None:
+        if not is_read(info.object) and "Event loop is closed" not in str(info.exc_value):
+            hook(info)
+
+    def drain() -> None:
+        for _ in range(50):
+            gc.collect()
+            if not any(is_read(thing) for thing in gc.get_objects()):
+                return
+            time.sleep(0.1)
+
+    logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
+    before, logger.disabled, sys.unraisablehook = logger.disabled, True, unraisable
     try:
-        yield
+        yield drain
     finally:
-        logger.disabled = before
+        logger.disabled, sys.unraisablehook = before, hook
 
 
 def _load(path: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:

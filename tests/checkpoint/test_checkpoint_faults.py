@@ -24,9 +24,6 @@ from framework.checkpoint import (
     CheckpointSaveError,
 )
 
-# When one read fails, orbax closes its event loop under the others, which complain where nobody can catch it.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 MESH = jax.make_mesh((4, 2), ("a", "b"))
 
 
