@@ -57,8 +57,9 @@ def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any])
 
 
 def _copy(x: jax.Array) -> np.ndarray:
-    """The whole array in numpy's memory. A jax.Array keeps what np.asarray made of it, so that is asked of a copy."""
-    return np.asarray(jax.device_put(x, x.sharding, may_alias=False))
+    """The whole array in numpy's own memory. A jax.Array keeps what np.asarray made of it, and that is a view of its
+    buffer: so that is asked of a copy, which goes again before the next leaf's is made."""
+    return np.array(jax.device_put(x, x.sharding, may_alias=False), copy=True)
 
 
 def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
