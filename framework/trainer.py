@@ -186,7 +186,6 @@ class Trainer:
                     index = request.step - 1 + self.data_offset
                     if not self.checkpointer.steps():
                         raise ValueError(f"step {request.step} was not finite and there is no checkpoint yet") from None
-                    self.checkpointer.wait()
                     step = self._restore()
                     self.data_offset = index + 1 - step
                     self.progress.print(f"rolled back to step {step}; batch {index} is left out")
