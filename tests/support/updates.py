@@ -1,4 +1,4 @@
-"""The learner's updates beside plain optax's on unstacked leaves: a list of per-layer trees, as a hand would write it."""
+"""The learner's updates beside plain optax's on unstacked leaves, a list of per-layer trees."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

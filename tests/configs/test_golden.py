@@ -1,0 +1,136 @@
+"""Named configs: what they resolve to has not changed unseen, and their shapes are the published ones."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import configs
+from framework.config import Config, config_for
+from framework.layout import StateLayout, flatten
+from framework.program import Program
+from tests.support import small
+from tools import golden
+
+NAMES = configs.names()
+
+# Elements of the published checkpoints' tensors, tied ones counted once (Hugging Face's num_parameters).
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-350m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama-33b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+}
+OURS = {"stdlib-tiny", "nanogpt-cpu"}
+LARGE = sorted(set(NAMES) - OURS)
+
+
+@pytest.fixture(scope="module")
+def resolved() -> dict[str, Config]:
+    return {name: configs.load(name) for name in NAMES}
+
+
+def test_every_config_resolves_to_its_golden_file():
+    lines = golden.differences(golden.stored(), golden.golden())
+    assert not lines, "\n".join([*lines, "if this is meant: python -m tools.golden --write"])
+
+
+def test_golden_files_show_changes_of_fields_components_and_defaults(resolved):
+    """The comparison itself: each kind of change is one line."""
+    before = golden.stored()
+    config = resolved["llama2-7b"].copy()
+    config.model.stack.pattern[0].attention.window = 128
+    config.model.stack.pattern[0].attention.rotary = None
+    config.learner.optimizer = config_for(optax.lion, learning_rate=0.004)
+    del config.learner.master_dtype
+    after = {**before, "llama2-7b": json.loads(json.dumps({"parameters": 1, **golden.changes(config)}))}
+    lines = [line.split(": ", 2)[1:] for line in golden.differences(before, after)]
+    changed = dict(lines)
+    assert changed["parameters"] == "6738415616 -> 1"
+    assert changed["model.stack.pattern.0.attention.window"] == "nothing -> 128"
+    assert changed["model.stack.pattern.0.attention.rotary"] == '"framework.layers.rotary.Rotary" -> nothing'
+    assert changed["learner.optimizer"] == '"optax.adamw" -> "optax.lion"'
+    assert changed["learner.optimizer.learning_rate"] == '"optax.warmup_cosine_decay_schedule" -> 0.004'
+    assert changed["learner.master_dtype"] == '"float32" -> nothing'
+    defaults = {**before["defaults"], "framework.layers.linear.Linear.bias": True}
+    (line,) = golden.differences(before, {**before, "defaults": defaults})
+    assert line == "defaults: framework.layers.linear.Linear.bias: false -> true"
+    missing = golden.differences(before, {name: flat for name, flat in before.items() if name != "llama-33b"})
+    assert len(missing) == len(before["llama-33b"])
+    assert missing[0] == "llama-33b: parameters: 32528943616 -> nothing"
+
+
+def test_published_parameter_counts():
+    assert set(PUBLISHED) | OURS == set(NAMES)
+    assert {name: golden.stored()[name]["parameters"] for name in PUBLISHED} == PUBLISHED
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docstrings_state_the_parameter_count(name):
+    text = configs.find(name).__doc__
+    assert text is not None
+    number, unit = re.search(r"([\d.]+)([MB])(?:-parameter| parameters)", text).groups()
+    decimals = len(number.partition(".")[2])
+    count = golden.stored()[name]["parameters"] / {"M": 1e6, "B": 1e9}[unit]
+    assert round(count, decimals) == float(number), f"{count} {unit}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_builds_and_survives_json(resolved, name):
+    """Rules match, widths fit, nothing required is missing; no device and no file is touched."""
+    config = resolved[name]
+    experiment = config.instantiate()
+    assert Config.from_json(config.to_json()) == config
+    experiment.model.check(Program(experiment, jax.devices()[:1]).mesh, experiment.data.seq_len)
+    assert experiment.model.vocab_size >= experiment.data.tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_configs_keep_14_bytes_per_parameter(resolved, name):
+    """bf16 parameters, f32 master weights and two f32 moments, and AdamW's counters; a clip of 1; 8-fold sharding."""
+    experiment = resolved[name].instantiate()
+    assert experiment.learner.clip == 1.0
+    count = PUBLISHED[name]
+    layout = Program(experiment, jax.devices()[:1]).layout
+    assert layout.bytes_per_device("parameter") == 2 * count
+    counters = sum(leaf.bytes_per_device for leaf in layout if leaf.path.endswith("/count"))
+    assert layout.bytes_per_device("optimizer") - counters == 12 * count
+    sharded = StateLayout(experiment.state_specs(), experiment.mesh.build(jax.devices()))
+    assert sharded.bytes_per_device() <= 1.02 * layout.bytes_per_device() / 8
+
+
+@pytest.mark.parametrize("name", [*LARGE, "nanogpt-cpu"])
+def test_norms_biases_and_positions_do_not_decay(resolved, name):
+    experiment = resolved[name].instantiate()
+    groups = {label: set() for label in ("default", "rule0")}
+    for group in experiment.learner.groups:
+        groups[group.label] |= {f"{group.stage}/{path}" for path in group.paths}
+    decaying = groups["default"]
+    assert all(path.endswith(("weight", "token", "table")) for path in decaying)
+    rest = set(flatten(experiment.model.parameter_specs())) - decaying
+    assert groups["rule0"] == rest
+    assert all(path.endswith(("scale", "bias", "position")) for path in rest)
+
+
+def test_the_smallest_config_takes_a_step(resolved):
+    config = resolved["nanogpt-cpu"].copy()
+    config.model.stack.num_layers = 2
+    config.model.dim, config.data.seq_len = 32, 16
+    program = Program(config.instantiate(), jax.devices()[:1])
+    state, metrics = small.run(program, 2)
+    program.layout.check(state)
+    np.testing.assert_allclose(metrics[0]["loss"], np.log(257), rtol=0.01)
+    assert metrics[0]["learning_rate"] == 0.0
