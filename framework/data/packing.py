@@ -1,8 +1,8 @@
 """Windows of a token stream -> rows of a batch: the only place where targets are shifted and documents are masked.
 
-Window i covers tokens [i*S, i*S + S], S + 1 of them: S inputs, and S targets that are the inputs' successors. The
-windows of a stream share one token with their neighbour, so they tile its targets: each token but the very first is
-predicted once. May import: framework.data.token_files, numpy.
+Window i covers tokens [i*S, i*S + S], S + 1 of them: S inputs, and S targets that are the inputs' successors. So the
+windows of a stream tile its targets: each token but the very first is predicted once.
+May import: framework.data.token_files, numpy.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def pack(windows: Sequence[np.ndarray], seq_len: int, *, separators: Sequence[in
 
     Returns:
         tokens int32[B,S], targets int32[B,S], weights float32[B,S]; with separators also positions int32[B,S] and
-        segments int32[B,S]. The separator opens a document: it is position 0 of a new segment, and the first token of
-        the document is predicted from it alone. So no target is lost to the masks, and bits per byte with and without
-        them compare.
+        segments int32[B,S]. The separator is position 0 of its document, whose first token is predicted from it alone:
+        no target is lost to the masks, and bits per byte with and without them compare.
     """
     tokens = np.zeros((len(windows), seq_len), np.int32)
     targets = np.zeros((len(windows), seq_len), np.int32)

@@ -25,41 +25,24 @@ class Prefetcher(Generic[T], Iterator[T]):
     def __init__(self, make: Callable[[int], T], start: int, stop: int, *, ahead: int):
         from grain import MapDataset, ReadOptions
 
-        source = MapDataset.source(_Range(make, start, stop))
         options = ReadOptions(num_threads=min(ahead, _THREADS), prefetch_buffer_size=ahead)
-        self._iterator = iter(source.to_iter_dataset(options, allow_nones=True))
-        self._closed = False
-        self._ended_by: BaseException = StopIteration()
+        self._iterator = iter(MapDataset.range(start, stop).map(make).to_iter_dataset(options))
 
     def __next__(self) -> T:
-        if self._closed:
-            raise self._ended_by
         try:
             return next(self._iterator)
-        except BaseException as error:
-            self._ended_by = error
+        except StopIteration:
+            raise
+        except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Drops what waits and stops the threads; may be called again."""
-        if not self._closed:
-            self._closed = True
-            self._iterator.close()
+        """Drops what waits and stops the threads; may be called again. `next` is an error then."""
+        self._iterator.close()
 
     def __enter__(self) -> Prefetcher[T]:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class _Range(Generic[T]):
-    def __init__(self, make: Callable[[int], T], start: int, stop: int):
-        self._make, self._start, self._stop = make, start, stop
-
-    def __len__(self) -> int:
-        return self._stop - self._start
-
-    def __getitem__(self, index: int) -> T:
-        return self._make(self._start + index)

@@ -1,9 +1,7 @@
 """Tokenizers: every byte survives, every byte is counted, and the separator never comes out of text."""
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -28,7 +26,7 @@ NASTY = [
 
 @pytest.fixture
 def bpe(tmp_path: Path) -> BPETokenizer:
-    tokenizer = BPETokenizer(vocab_size=400)
+    tokenizer = BPETokenizer(vocab_size=320)
     tokenizer.prepare(tmp_path, lambda budget: iter(CORPUS), write=True)
     return tokenizer
 
@@ -48,20 +46,12 @@ def test_round_trip_and_byte_counts_of_every_byte(kind: str, bpe: BPETokenizer):
     for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert tokenizer.decode_bytes(tokens) == text.encode()
         assert tokenizer.decode(tokens) == text
-        assert tokenizer.num_bytes(tokens) == len(text.encode())
+        assert tokenizer.byte_lengths[tokens].sum() == len(text.encode())
         assert tokenizer.eos_id not in tokens
 
 
 def test_every_single_byte_has_an_id(bpe: BPETokenizer):
     assert {piece for piece in bpe.table if len(piece) == 1} == {bytes([byte]) for byte in range(256)}
-
-
-def test_bytes_count_where_weights_do_not_vanish(bpe: BPETokenizer):
-    (tokens,) = bpe.encode_batch(["the quick 你好"])
-    padded = np.stack([np.append(tokens, bpe.eos_id), np.append(tokens, bpe.eos_id)])
-    weights = np.array([[1.0], [0.0]], np.float32) * np.ones_like(padded, np.float32)
-    assert bpe.num_bytes(padded) == 2 * len("the quick 你好".encode())
-    assert bpe.num_bytes(padded, weights) == len("the quick 你好".encode())
 
 
 def test_half_a_character_decodes_to_the_replacement(bpe: BPETokenizer):
@@ -70,31 +60,26 @@ def test_half_a_character_decodes_to_the_replacement(bpe: BPETokenizer):
 
 
 def test_it_is_trained_once_kept_and_loaded(tmp_path: Path, bpe: BPETokenizer):
-    again = BPETokenizer(vocab_size=400)
+    again = BPETokenizer(vocab_size=320)
     again.prepare(tmp_path, lambda budget: pytest.fail("trained again"), write=False)
     assert (again.digest, again.table, again.eos_id) == (bpe.digest, bpe.table, bpe.eos_id)
     explicit = BPETokenizer(vocab_size=512, path=str(tmp_path / "tokenizer.json"))
+    (tmp_path / "other").mkdir()
     explicit.prepare(tmp_path / "other", None, write=True)
+    assert (tmp_path / "other/tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     assert explicit.digest == bpe.digest
     assert explicit.encode_batch(CORPUS)[1].tolist() == bpe.encode_batch(CORPUS)[1].tolist()
     assert len(explicit.byte_lengths) == 512
-    assert explicit.byte_lengths[400:].sum() == 0
+    assert explicit.byte_lengths[320:].sum() == 0
 
 
 def test_training_is_deterministic_and_learns(tmp_path: Path, bpe: BPETokenizer):
     (tmp_path / "b").mkdir()
-    other = BPETokenizer(vocab_size=400)
+    other = BPETokenizer(vocab_size=320)
     other.prepare(tmp_path / "b", lambda budget: iter(CORPUS), write=True)
     assert other.digest == bpe.digest
     (tokens,) = bpe.encode_batch([CORPUS[0]])
     assert len(tokens) < len(CORPUS[0]) / 3
-
-
-def test_the_training_budget_is_passed_on(tmp_path: Path):
-    asked = []
-    tokenizer = BPETokenizer(vocab_size=300, training_bytes=12345)
-    tokenizer.prepare(tmp_path, lambda budget: (asked.append(budget), iter(CORPUS))[1], write=True)
-    assert asked == [12345]
 
 
 def test_an_error_in_the_training_text_passes_through(tmp_path: Path):
@@ -108,10 +93,16 @@ def test_an_error_in_the_training_text_passes_through(tmp_path: Path):
 
 
 def test_a_workdir_trained_for_another_size_is_refused(tmp_path: Path, bpe: BPETokenizer):
-    with pytest.raises(ValueError, match=r"tokenizer.json was trained for vocab_size=400, but 300 is configured"):
+    with pytest.raises(ValueError, match=r"tokenizer.json: has ids up to 319, but data.tokenizer.vocab_size is 300"):
         BPETokenizer(vocab_size=300).prepare(tmp_path, lambda budget: iter(CORPUS), write=True)
-    with pytest.raises(ValueError, match=r"trained for vocab_size=400, but 500 is configured"):
+    with pytest.raises(ValueError, match=r"tokenizer.json: has 320 ids, but data.tokenizer.vocab_size is 500"):
         BPETokenizer(vocab_size=500).prepare(tmp_path, lambda budget: iter(CORPUS), write=True)
+
+
+def test_text_that_cannot_fill_the_vocabulary_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"has 259 ids, but data.tokenizer.vocab_size is 5000: set that to 259"):
+        BPETokenizer(vocab_size=5000).prepare(tmp_path, lambda budget: iter(["ab ab ab"]), write=True)
+    assert not (tmp_path / "tokenizer.json").exists()
 
 
 def save(library: Tokenizer, path: Path) -> str:
@@ -152,7 +143,7 @@ def test_a_foreign_byte_level_file_with_added_tokens(tmp_path: Path):
     assert 301 in tokens
     assert tokenizer.eos_id not in tokens
     assert tokenizer.decode(tokens) == "it is höchst <|im_end|> 42"
-    assert tokenizer.num_bytes(tokens) == len("it is höchst <|im_end|> 42".encode())
+    assert tokenizer.byte_lengths[tokens].sum() == len("it is höchst <|im_end|> 42".encode())
     with pytest.raises(ValueError, match=r"has ids up to 301, but data.tokenizer.vocab_size is 301"):
         BPETokenizer(vocab_size=301, path=str(tmp_path / "t.json"), eos_token="<|im_end|>").prepare(
             tmp_path, None, write=True
@@ -173,22 +164,13 @@ def test_what_cannot_be_trained(tmp_path: Path):
     assert list(tmp_path.glob("tokenizer.json")) == []
 
 
-def test_a_small_corpus_fills_less_than_the_vocabulary(tmp_path: Path):
-    tokenizer = BPETokenizer(vocab_size=5000)
-    tokenizer.prepare(tmp_path, lambda budget: iter(["ab ab ab"]), write=True)
-    used = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
-    assert len(used) < 300
-    assert tokenizer.vocab_size == len(tokenizer.table) == 5000
-    assert tokenizer.decode_bytes([4999]) == b""
-
-
 def test_no_tokenizer_has_no_text(tmp_path: Path):
     tokenizer = NoTokenizer(vocab_size=50257, eos_id=50256)
     tokenizer.prepare(tmp_path, None, write=True)
     assert not tokenizer.has_text
     with pytest.raises(ValueError, match=r"stand for no text"):
-        tokenizer.num_bytes(np.zeros(3, int))
-    with pytest.raises(ValueError, match=r"data.source yields text"):
+        tokenizer.byte_lengths.sum()
+    with pytest.raises(ValueError, match=r"NoTokenizer cannot tokenize"):
         tokenizer.prepare(tmp_path, lambda budget: iter([]), write=True)
     with pytest.raises(ValueError, match=r"eos_id: expected an id below vocab_size=100, given 100"):
         NoTokenizer(vocab_size=100, eos_id=100)

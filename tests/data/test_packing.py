@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from framework.data.files import FileHashes
 from framework.data.packing import num_whole_windows, num_windows, pack, read_window
 from framework.data.sources import TokenMemmap
-from framework.data.storage import FileHashes
 from framework.data.token_files import TokenStream
+from framework.data.tokenizers import NoTokenizer
 
 EOS = 0
 
@@ -17,7 +18,7 @@ EOS = 0
 def stream(tmp_path: Path) -> TokenStream:
     """Tokens 0 .. 100: each is its own index, so any slip shows."""
     np.arange(101, dtype="<u2").tofile(tmp_path / "x.bin")
-    return TokenMemmap(path=str(tmp_path / "x.bin")).open(vocab_size=101, tokenizer=None, hashes=FileHashes())
+    return TokenMemmap(path=str(tmp_path / "x.bin")).open(NoTokenizer(vocab_size=101), FileHashes())
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 7, 10, 99, 100, 101, 200])

@@ -1,7 +1,8 @@
 """Token files: what is written is read, over shards; what is cut off, damaged or foreign is named with its offset."""
 
-import hashlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,40 +10,60 @@ import fsspec
 import numpy as np
 import pytest
 
-from framework.data.sources import TokenMemmap
-from framework.data.storage import BLOCK_BYTES, FileHashes
-from framework.data.token_files import TokenStream, TokenWriter, documents_name, dtype_for, sidecar_name
+from framework.data.files import BLOCK_BYTES, DataFile, FileHashes, find
+from framework.data.sources import TextSource, TokenMemmap
+from framework.data.token_files import TokenStream, sidecar_name, write_tokens
+from framework.data.tokenizers import NoTokenizer, Tokenizer
 
 EOS = 999
 
 
+class Numbers(TextSource):
+    """Documents that are lists of numbers, as text; the file is not looked at."""
+
+    def __init__(self, documents: list[list[int]]):
+        self.lists = documents
+
+    def files(self) -> list[DataFile]:
+        return find(__file__)
+
+    def read(self, file: DataFile) -> Iterator[str]:
+        return (" ".join(map(str, numbers)) for numbers in self.lists)
+
+
+class NumberTokenizer(Tokenizer):
+    """Each number of the text is an id."""
+
+    def __init__(self, vocab_size: int = 1000, eos_id: int = EOS):
+        self.vocab_size, self.eos_id, self.digest = vocab_size, eos_id, "t" * 64
+
+    def encode_batch(self, texts):
+        return [np.array(text.split(), np.uint32) for text in texts]
+
+
 def write(path: Path, documents: list[list[int]], vocab_size: int = 1000, eos_id: int = EOS) -> Path:
-    writer = TokenWriter(path, vocab_size=vocab_size, eos_id=eos_id, tokenizer="t" * 64)
-    for tokens in documents:
-        writer.add(np.array(tokens), num_bytes=2 * len(tokens))
-    writer.finish()
+    list(write_tokens(Numbers(documents), NumberTokenizer(vocab_size, eos_id), path))
     return path
 
 
-def open_stream(path: Path | str, vocab_size: int = 1000, **fields: Any) -> TokenStream:
-    return TokenMemmap(path=str(path), **fields).open(vocab_size=vocab_size, tokenizer=None, hashes=FileHashes())
+def open_stream(
+    path: Path | str, vocab_size: int = 1000, hashes: FileHashes | None = None, **fields: Any
+) -> TokenStream:
+    return TokenMemmap(path=str(path), **fields).open(NoTokenizer(vocab_size=vocab_size), hashes or FileHashes())
 
 
 def test_written_documents_are_read_back(tmp_path: Path):
-    path = write(tmp_path / "x.bin", [[1, 2, 3], [4], [5, 6]])
+    path = write(tmp_path / "x.bin", [[1, 2, 3], [], [4], [5, 6]])
     stream = open_stream(path)
     expected = [EOS, 1, 2, 3, EOS, 4, EOS, 5, 6]
-    assert (stream.num_tokens, stream.num_documents, stream.num_bytes, stream.eos_id) == (9, 3, 12, EOS)
+    assert (stream.num_tokens, stream.num_documents, stream.num_bytes, stream.eos_id) == (9, 3, 9, EOS)
     assert stream.read(0, 9).tolist() == expected
     assert stream.read(0, 9).dtype == np.int32
     assert np.fromfile(path, "<u2").tolist() == expected  # as nanoGPT reads it
-    assert [stream.document(i).tolist() for i in range(3)] == [[1, 2, 3], [4], [5, 6]]
-    assert np.load(documents_name(str(path))).tolist() == [0, 4, 6]
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
 def test_the_dtype_holds_the_vocabulary(tmp_path: Path, vocab_size: int, dtype: str):
-    assert dtype_for(vocab_size) == dtype
     path = write(tmp_path / "x.bin", [[vocab_size - 2]], vocab_size, eos_id=vocab_size - 1)
     assert open_stream(path, vocab_size).read(0, 2).tolist() == [vocab_size - 1, vocab_size - 2]
     assert path.stat().st_size == 2 * np.dtype(dtype).itemsize
@@ -58,9 +79,6 @@ def test_shards_read_as_one_stream_in_sorted_order(tmp_path: Path):
     for start in range(len(whole) + 1):
         for stop in range(start, len(whole) + 1):
             assert stream.read(start, stop).tolist() == whole[start:stop]
-    assert stream.document(2).tolist() == list(range(200, 207))
-    with pytest.raises(IndexError):
-        stream.document(4)
 
 
 def test_a_bare_nanogpt_file_and_a_remote_one(tmp_path: Path):
@@ -73,8 +91,6 @@ def test_a_bare_nanogpt_file_and_a_remote_one(tmp_path: Path):
         assert stream.read(3, 6).tolist() == [3, 4, 5]
     wide = open_stream(tmp_path / "train.bin", vocab_size=1 << 31, dtype="uint32")
     assert wide.num_tokens == 25
-    with pytest.raises(ValueError, match=r"no document index"):
-        stream.document(0)
 
 
 def test_the_digest_is_of_content_and_the_same_verified_or_not(tmp_path: Path):
@@ -94,7 +110,7 @@ def test_the_digest_is_of_content_and_the_same_verified_or_not(tmp_path: Path):
 def test_a_truncated_file_is_named_with_its_end(tmp_path: Path, verify: bool, cut: int, place: str):
     path = write(tmp_path / "x.bin", [[1, 2, 3], [4], [5, 6]])
     path.write_bytes(path.read_bytes()[: 18 - cut])
-    with pytest.raises(ValueError, match=rf"{path}: ends early at {place}.*sidecar says 18"):
+    with pytest.raises(ValueError, match=rf"{path}: ends early at {place}.*expected 18"):
         open_stream(path, verify=verify)
 
 
@@ -107,7 +123,7 @@ def test_a_file_that_grew_is_named(tmp_path: Path):
 
 def test_a_bare_file_with_half_a_token_or_none(tmp_path: Path):
     (tmp_path / "x.bin").write_bytes(b"\1\0\2\0\3")
-    with pytest.raises(ValueError, match=r"5 bytes is not a whole number of uint16 tokens.*at byte 4"):
+    with pytest.raises(ValueError, match=r"ends within a token at byte 4 .token 2.: it holds 5 bytes"):
         open_stream(tmp_path / "x.bin")
     (tmp_path / "x.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"x.bin: empty"):
@@ -142,23 +158,21 @@ def test_an_id_outside_of_the_vocabulary_is_located(tmp_path: Path):
 
 
 def test_verification_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from framework.data import storage
-
-    path = write(tmp_path / "x.bin", [[1, 2, 3]])
-    monkeypatch.setattr(storage, "_RACY_SECONDS", -1.0)  # as if the file had been written long ago
-    hashes = FileHashes(tmp_path / "hashes.json")
-    opened = TokenMemmap(path=str(path)).open(vocab_size=1000, tokenizer=None, hashes=hashes)
+    path, memo = write(tmp_path / "x.bin", [[1, 2, 3]]), tmp_path / "hashes.json"
+    os.utime(path, (1e9, 1e9))
+    hashes = FileHashes(memo)
+    opened = open_stream(path, hashes=hashes)
     hashes.save()
-    monkeypatch.setattr(storage.DataFile, "blocks", lambda self: pytest.fail("read again"))
-    hashes = FileHashes(tmp_path / "hashes.json")
-    again = TokenMemmap(path=str(path)).open(vocab_size=1000, tokenizer=None, hashes=hashes)
-    assert again.digest == opened.digest
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(DataFile, "chunks", lambda *a: pytest.fail("read again"))
+        assert open_stream(path, hashes=FileHashes(memo)).digest == opened.digest
+        with pytest.raises(ValueError, match=r"token 999 at index 0 .*has 500 ids"):  # checked, whatever is remembered
+            open_stream(path, vocab_size=500, hashes=FileHashes(memo))
     data = bytearray(path.read_bytes())
     data[2] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"garbled"):
-        TokenMemmap(path=str(path)).open(vocab_size=1000, tokenizer=None, hashes=FileHashes(tmp_path / "hashes.json"))
+        open_stream(path, hashes=FileHashes(memo))
 
 
 def test_truncation_after_opening_is_an_error_of_the_read(tmp_path: Path):
@@ -176,10 +190,8 @@ def test_truncation_after_opening_is_an_error_of_the_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda facts: facts.clear(), "not the sidecar of a token file"),
-        (lambda facts: facts.update(format=99), "format 1, given format 99"),
-        (lambda facts: facts.pop("num_tokens"), "missing .'num_tokens'"),
-        (lambda facts: facts.update(sha256=[]), "expected 1 block hashes, given 0"),
+        (lambda facts: facts.clear(), "x.json: not the sidecar of a token file: KeyError"),
+        (lambda facts: facts.update(sha256=[]), "garbled between byte 0 and byte 8"),
         (lambda facts: facts.update(dtype="uint32"), "ends early"),
     ],
 )
@@ -191,7 +203,7 @@ def test_a_sidecar_that_does_not_fit(tmp_path: Path, change, message: str):
     sidecar.write_text(json.dumps(facts))
     with pytest.raises(ValueError, match=message):
         open_stream(path)
-    sidecar.write_text('{"format": 1, "dty')
+    sidecar.write_text('{"dty')
     with pytest.raises(ValueError, match=rf"{sidecar}: not the sidecar"):
         open_stream(path)
 
@@ -202,21 +214,12 @@ def test_the_config_and_the_sidecar_must_agree(tmp_path: Path):
         open_stream(path, dtype="uint32")
     with pytest.raises(ValueError, match=r"eos_id is 999 by its sidecar, but 5 is configured"):
         open_stream(path, eos_id=5)
-    with pytest.raises(ValueError, match=r"tokenized with another tokenizer"):
-        TokenMemmap(path=str(path)).open(vocab_size=1000, tokenizer="u" * 64, hashes=FileHashes())
-
-
-def test_shards_must_agree_on_the_separator(tmp_path: Path):
-    write(tmp_path / "a-0.bin", [[1]], eos_id=3)
-    write(tmp_path / "a-1.bin", [[1]], eos_id=4)
-    with pytest.raises(ValueError, match=r"a-0.bin has eos_id=3, .*a-1.bin eos_id=4"):
-        open_stream(tmp_path / "a-*.bin")
-
-
-def test_a_document_index_of_another_file_is_refused(tmp_path: Path):
-    path = write(tmp_path / "x.bin", [[1, 2], [3]])
-    starts = np.array([0, 2], np.int64)
-    np.save(documents_name(str(path)), starts)
-    assert hashlib.sha256(starts.tobytes()).hexdigest() not in Path(sidecar_name(str(path))).read_text()
-    with pytest.raises(ValueError, match=r"does not match its sidecar"):
-        open_stream(path).document(0)
+    other = NumberTokenizer(eos_id=4)
+    with pytest.raises(ValueError, match=r"eos_id is 999 by its sidecar, but 4 is configured"):
+        TokenMemmap(path=str(path)).open(other, FileHashes())
+    other.eos_id, other.digest = EOS, "u" * 64
+    with pytest.raises(ValueError, match=r"tokenizer is 'ttt.*but 'uuu.*configure the tokenizer.json"):
+        TokenMemmap(path=str(path)).open(other, FileHashes())
+    write(tmp_path / "x2.bin", [[1]], eos_id=4)
+    with pytest.raises(ValueError, match=r"x.bin has eos_id=999, .*x2.bin eos_id=4"):
+        open_stream(tmp_path / "x*.bin")

@@ -1,0 +1,199 @@
+"""Files of data, local or behind any fsspec URL: finding them, reading them, and hashes that are computed only once.
+
+A path is a local path, a glob, or a URL that fsspec understands (memory://, s3://, gs:// ...). What cannot be read is
+an error that names it, before any model is built. May import: framework.config, framework.workdir; fsspec lazily.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import lzma
+import os
+import re
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from framework.config import did_you_mean
+from framework.workdir import write_json
+
+BLOCK_BYTES = 4 << 20  # content is hashed in blocks, so that damage can be located to one of them
+
+
+class DataFile:
+    """One file.
+
+    Args:
+        fs: the fsspec filesystem that holds it.
+        path: its path there.
+    """
+
+    def __init__(self, fs: Any, path: str):
+        from fsspec.implementations.local import LocalFileSystem
+
+        self.fs = fs
+        self.path = path
+        self.is_local = isinstance(fs, LocalFileSystem)
+        self.name: str = path if self.is_local else fs.unstrip_protocol(path)
+        self.position = 0  # stored bytes that were gone through: what a progress bar shows
+
+    def __str__(self) -> str:
+        return self.name
+
+    def size(self) -> int:
+        """Bytes as stored (compressed, where it is)."""
+        with readable(self.name):
+            return int(self.fs.info(self.path)["size"])
+
+    def state(self) -> str | None:
+        """What changes with the content: size and time, or all that a remote filesystem tells. None for a file that was
+        changed so recently that it could change again within the clock's grain."""
+        with readable(self.name):
+            if not self.is_local:
+                return str(sorted(self.fs.info(self.path).items()))
+            facts = os.stat(self.path)  # of what a link points to
+        return None if time.time() - facts.st_mtime < 2 else f"{facts.st_size} {facts.st_mtime_ns}"
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop); fewer when the file ends before `stop`.
+
+        Opening a local file costs microseconds, and a file that was truncated meanwhile gives a short read, where a
+        memory map would kill the process with SIGBUS.
+        """
+        with readable(self.name):
+            if not self.is_local:
+                return bytes(self.fs.cat_file(self.path, start=start, end=stop))
+            handle = os.open(self.path, os.O_RDONLY)
+            try:
+                return os.pread(handle, stop - start, start)
+            finally:
+                os.close(handle)
+
+    def chunks(self, size: int, *, decompress: bool = False) -> Iterator[bytes]:
+        """The content in pieces of `size` bytes, the last one shorter.
+
+        Args:
+            decompress: by the name's ending: .gz, .bz2, .xz, .zip; .zst and .lz4 where their packages are installed.
+
+        Raises:
+            ValueError: what is compressed is damaged or truncated; says after which byte of its text.
+        """
+        import fsspec.utils
+        from fsspec.core import OpenFile
+
+        compression = fsspec.utils.infer_compression(self.path) if decompress else None
+        if decompress and compression is None and self.path.endswith((".zst", ".lz4")):
+            raise ValueError(f"{self.name}: to read it, `pip install {'zstandard' if self.path[-1] == 't' else 'lz4'}`")
+        opened = OpenFile(self.fs, self.path, compression=compression)
+        count = 0
+        try:
+            with readable(self.name), opened as stream:
+                while chunk := stream.read(size):
+                    count += len(chunk)
+                    self.position = opened.fobjects[0].tell()
+                    yield chunk
+        except (FileNotFoundError, PermissionError):
+            raise
+        except (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{self.name}: damaged or truncated after byte {count} of its text: {error}") from error
+
+
+@contextlib.contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Turns a filesystem's refusals into errors that say what was refused."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{name} does not exist") from error
+    except PermissionError as error:
+        raise PermissionError(f"no permission to read {name}") from error
+
+
+def find(paths: str | Iterable[str]) -> list[DataFile]:
+    """The files that `paths` name, in that order; a glob (`*`, `?`, `[..]`) stands for its matches, sorted by name.
+
+    Raises:
+        FileNotFoundError: a path that does not exist (with the nearest name in its folder), a glob without a match.
+        PermissionError: a folder that may not be read.
+        IsADirectoryError: a folder where a file is needed.
+        ValueError: no path at all, or a URL whose protocol fsspec cannot open here.
+    """
+    patterns = [paths] if isinstance(paths, str) else list(paths)
+    if not patterns:
+        raise ValueError("expected at least one path, given none")
+    return [file for pattern in patterns for file in _match(pattern)]
+
+
+def _match(pattern: str) -> list[DataFile]:
+    from fsspec.core import url_to_fs
+
+    try:
+        fs, path = url_to_fs(os.path.expanduser(pattern))
+    except (ValueError, ImportError) as error:  # an unknown protocol, or one whose package is not installed
+        raise ValueError(f"cannot open {pattern!r}: {error}") from error
+    if fs.isdir(path):
+        raise IsADirectoryError(f"{pattern} is a folder; name its files, for instance {pattern.rstrip('/')}/*")
+    if fs.exists(path):  # before globs: a name may hold their letters
+        return [DataFile(fs, path)]
+    fixed = re.split(r"[*?[]", path)[0]
+    folder, _, name = fixed.rpartition("/")
+    with readable(f"the folder {folder or '/'} of {pattern}"):  # a glob does not tell a forbidden one from an empty one
+        names = [entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(folder or "/", detail=False)]
+    if fixed == path:
+        raise FileNotFoundError(f"{pattern} does not exist{did_you_mean(name, names)}")
+    matches = sorted(match for match, info in fs.glob(path, detail=True).items() if info["type"] != "directory")
+    if not matches:
+        raise FileNotFoundError(f"no file matches {pattern} ({len(names)} entries in {folder or '/'})")
+    return [DataFile(fs, match) for match in matches]
+
+
+class FileHashes:
+    """What was computed from files' contents, kept until the files change, so that a terabyte is read only once.
+
+    Args:
+        path: where it is kept; None keeps nothing beyond this object.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self._path = path
+        self._known: dict[str, Any] = {}
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError, ValueError):  # without it, everything is hashed anew
+                self._known = json.loads(path.read_text())
+
+    def of(self, file: DataFile, kind: str, compute: Callable[[], Any]) -> Any:
+        """`compute()` (JSON data of that kind), unless it is known for the file as it is now."""
+        state, key = file.state(), f"{kind} {file}"
+        known = self._known.get(key)
+        if known is not None and known[0] == state:
+            return known[1]
+        value = compute()
+        if state is not None:
+            self._known[key] = [state, value]
+        return value
+
+    def sha256(self, file: DataFile) -> str:
+        """Of the stored bytes."""
+
+        def compute() -> str:
+            digest = hashlib.sha256()
+            for block in file.chunks(BLOCK_BYTES):
+                digest.update(block)
+            return digest.hexdigest()
+
+        return self.of(file, "sha256", compute)
+
+    def save(self) -> None:
+        """Writes what is known, whole or not at all."""
+        if self._path is not None and self._known:
+            write_json(self._path, self._known)
+
+
+def digest_of(data: Any) -> str:
+    """sha256 of JSON data, independent of the order of keys."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

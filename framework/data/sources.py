@@ -1,0 +1,301 @@
+"""Where documents come from: one class per kind of source, each configured by its constructor.
+
+A source of text yields documents, a `TokenMemmap` is tokens already, a `Mixture` weighs other sources. To add one,
+follow docs/data.md. May import: framework.config, framework.data.files, framework.data.token_files; pyarrow lazily.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from framework.config import Config, NonNegativeInt, did_you_mean
+from framework.data.files import DataFile, FileHashes, digest_of, find, readable
+from framework.data.token_files import TokenDType, TokenShard, TokenStream
+from framework.data.tokenizers import Tokenizer
+
+_CHUNK_BYTES = 1 << 20
+_VALIDATION_PERCENT = 5
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
+
+
+class TextSource(abc.ABC):
+    """Documents of text, read file by file.
+
+    The constructor only keeps its arguments: disks and networks are touched by the methods, which run before anything
+    is compiled, and never in a training step.
+    """
+
+    paths: list[str]
+
+    def files(self) -> list[DataFile]:
+        """The files that it reads, in order."""
+        return find(self.paths)
+
+    @abc.abstractmethod
+    def read(self, file: DataFile) -> Iterator[str]:
+        """The documents of one file, in order. One that cannot be read is a ValueError that says where it stands."""
+
+    def settings(self) -> dict[str, Any]:
+        """JSON data that decides the documents beside the files' contents: the constructor's arguments, but `paths`."""
+        return {name: value for name, value in vars(self).items() if name != "paths"}
+
+    def documents(self) -> Iterator[str]:
+        """All documents, in order."""
+        for file in self.files():
+            yield from self.read(file)
+
+    def contents(self, hashes: FileHashes) -> dict[str, Any]:
+        """What is recorded beside the tokens: kind, settings, the sha256 of each file, and one over all of these.
+
+        Names of files are no part of that one: a corpus that moved is the same corpus.
+        """
+        files = [{"name": file.name, "sha256": hashes.sha256(file)} for file in self.files()]
+        facts = {"kind": type(self).__name__, "settings": self.settings()}
+        digest = digest_of({**facts, "files": [file["sha256"] for file in files]})
+        return {"sha256": digest, **facts, "files": files}
+
+
+class StdlibSource(TextSource):
+    """The `.py` files of the standard library of the Python that runs, one document per file, sorted by name.
+
+    Real text that every machine has. Test packages are left out (they repeat themselves), and so is what an
+    installation adds. A file belongs to "validation" when the sha256 of its relative path falls into 5 of 100 buckets,
+    otherwise to "train": the split depends on names alone, and no file is in both.
+
+    Args:
+        split: which part to read.
+    """
+
+    def __init__(self, *, split: Literal["train", "validation"] = "train"):
+        self.split = split
+
+    def settings(self) -> dict[str, Any]:
+        return {"split": self.split, "python": platform.python_version()}
+
+    def files(self) -> list[DataFile]:
+        from fsspec.implementations.local import LocalFileSystem
+
+        root = Path(sysconfig.get_path("stdlib"))  # in a virtual environment too, this is the base interpreter's
+        names = [name for name in library_files(root) if split_of(name) == self.split]
+        if not names:
+            raise FileNotFoundError(f"the standard library at {root} has no sources (is it zipped or stripped?)")
+        return [DataFile(LocalFileSystem(), str(root / name)) for name in names]
+
+    def read(self, file: DataFile) -> Iterator[str]:
+        yield file.read(0, file.size()).decode("utf-8", errors="replace")
+
+
+def library_files(root: Path) -> list[str]:
+    """Relative paths (with /) of the library's own modules below `root`, sorted."""
+    names: list[str] = []
+    for folder, children, files in os.walk(root):
+        # In place, to keep os.walk out of these folders. config-* and _sysconfigdata* describe one build.
+        children[:] = [c for c in children if c not in _LEFT_OUT and not c.endswith("_tests") and c[:7] != "config-"]
+        inside = Path(folder).relative_to(root)
+        names += [(inside / n).as_posix() for n in files if n.endswith(".py") and not n.startswith("_sysconfigdata")]
+    return sorted(names)
+
+
+def split_of(name: str) -> Literal["train", "validation"]:
+    """The part to which the file of that relative path belongs."""
+    bucket = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
+    return "validation" if bucket < _VALIDATION_PERCENT else "train"
+
+
+class TextFiles(TextSource):
+    """UTF-8 text files; each file is one document, or several between `separator`s.
+
+    Args:
+        paths: local paths, globs or fsspec URLs, read in this order; decompressed by their names' endings.
+        separator: text between two documents of one file (for instance "<|endoftext|>"); it belongs to neither.
+    """
+
+    def __init__(self, *, paths: list[str], separator: str | None = None):
+        if separator == "":
+            raise ValueError("separator: expected text or None, given ''")
+        self.paths = paths
+        self.separator = separator
+
+    def read(self, file: DataFile) -> Iterator[str]:
+        for offset, data in _pieces(file, self.separator.encode() if self.separator else None):
+            try:
+                text = data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}: not UTF-8 at byte {offset + error.start}: {error.reason}") from error
+            yield text
+
+
+class JsonLines(TextSource):
+    """One JSON object per line; the text stands in `field`.
+
+    Args:
+        paths: local paths, globs or fsspec URLs, read in this order; decompressed by their names' endings.
+        field: the key of the text in each object.
+    """
+
+    def __init__(self, *, paths: list[str], field: str = "text"):
+        self.paths = paths
+        self.field = field
+
+    def read(self, file: DataFile) -> Iterator[str]:
+        for number, (offset, line) in enumerate(_pieces(file, b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                text = self._text(json.loads(line))
+            except ValueError as error:  # what json raises is one, and so are Unicode errors
+                raise ValueError(f"{file}, line {number} (byte {offset}): no JSON object with text: {error}") from error
+            yield text
+
+    def _text(self, record: Any) -> str:
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a JSON object, given {type(record).__name__}")
+        if self.field not in record:
+            raise ValueError(f"no field {self.field!r}{did_you_mean(self.field, record)}")
+        text = record[self.field]
+        if not isinstance(text, str):
+            raise ValueError(f"field {self.field!r} is {type(text).__name__}, expected text")
+        text.encode("utf-8")  # JSON can spell half of a surrogate pair, which no tokenizer takes
+        return text
+
+
+def _pieces(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, bytearray]]:
+    """What stands between separators in the file's text (all of it without one), and the byte at which that begins."""
+    rest, offset = bytearray(), 0
+    for chunk in file.chunks(_CHUNK_BYTES, decompress=True):
+        rest += chunk
+        if separator is not None and separator in rest:
+            *whole, rest = rest.split(separator)
+            for piece in whole:
+                yield offset, piece
+                offset += len(piece) + len(separator)
+    yield offset, rest
+
+
+class Parquet(TextSource):
+    """A text column of Parquet files, each row a document; only a few rows of it are in memory.
+
+    Args:
+        paths: local paths, globs or fsspec URLs, read in this order.
+        column: the name of the text column.
+    """
+
+    def __init__(self, *, paths: list[str], column: str = "text"):
+        self.paths = paths
+        self.column = column
+
+    def read(self, file: DataFile) -> Iterator[str]:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+
+        row, size = 0, file.size()
+        try:
+            # Checksums of pages are verified where the writer stored them.
+            options = {"filesystem": file.fs, "page_checksum_verification": True}
+            with readable(file.name), ParquetFile(file.path, **options) as reader:
+                if self.column not in reader.schema_arrow.names:
+                    hint = did_you_mean(self.column, reader.schema_arrow.names)
+                    raise ValueError(f"{file}: no column {self.column!r}{hint}")
+                for batch in reader.iter_batches(256, columns=[self.column]):
+                    for text in batch.column(0).to_pylist():
+                        if not isinstance(text, str):
+                            raise ValueError(f"{file}, row {row}: expected text, given {type(text).__name__}")
+                        yield text
+                        row += 1
+                    file.position = size * row // reader.metadata.num_rows
+        except (FileNotFoundError, PermissionError):
+            raise
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{file}: damaged, truncated or not Parquet, after row {row}: {error}") from error
+
+
+class TokenMemmap:
+    """Tokens that exist already: nanoGPT-style `.bin` files, and those that `launch.prepare` writes; read in ranges.
+
+    Args:
+        path: a `.bin`, a glob of shards (read in sorted order as one stream), or an fsspec URL of either.
+        dtype: uint16 or uint32; None takes what the sidecar says, or uint16 without one.
+        eos_id: the token between documents; None takes the sidecar's. Needed only to mask documents from each other.
+        verify: read each file once before training, to compare hashes with the sidecar and ids with the vocabulary.
+            False checks the sizes, and ids only as they are read.
+    """
+
+    def __init__(
+        self, *, path: str, dtype: TokenDType | None = None, eos_id: NonNegativeInt | None = None, verify: bool = True
+    ):
+        self.path = path
+        self.dtype = dtype
+        self.eos_id = eos_id
+        self.verify = verify
+
+    def open(self, tokenizer: Tokenizer, hashes: FileHashes) -> TokenStream:
+        """All shards as one stream. Errors are those of `find` and TokenShard."""
+        return TokenStream([TokenShard(file, self, tokenizer, hashes) for file in find(self.path)])
+
+
+class Mixture:
+    """Several sources at once: of many sequences, the share of each source tends to its weight.
+
+    Weights count sequences, not documents. Each source is shuffled on its own and begins its next epoch when it is
+    through. Which source a sequence comes from follows from its global index alone, and in any stretch of sequences the
+    shares are as close to the weights as they can be (weights are resolved to 1% of the smallest one).
+
+    Args:
+        sources: configs of sources, of any kind, mixtures too.
+        weights: one positive number per source; only their proportions matter.
+    """
+
+    def __init__(self, *, sources: list[Config], weights: list[float]):
+        if not sources or len(sources) != len(weights):
+            raise ValueError(f"Mixture: expected a weight per source, given {len(weights)} for {len(sources)} sources")
+        if bad := [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]:
+            raise ValueError(f"Mixture.weights: expected positive numbers, given {bad[0]}")
+        self.sources = [source.instantiate() for source in sources]
+        self.weights = [weight / sum(weights) for weight in weights]
+
+
+@dataclass(eq=False)
+class Leaf:
+    """One source that is not a mixture."""
+
+    label: str  # its dotted config path: data.source.sources.1
+    name: str  # "train", "train.1", or a validation set's name
+    weight: float  # its share of the training sequences; 1.0 for a validation set
+    source: TextSource | TokenMemmap
+    stream: TokenStream = field(init=False)  # set by DataPipeline.setup
+
+
+def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Iterator[Leaf]:
+    """The sources in `source`, mixtures (of mixtures) opened up; anything else is a ValueError."""
+    if isinstance(source, Mixture):
+        for i, (child, share) in enumerate(zip(source.sources, source.weights, strict=True)):
+            yield from leaves_of(child, f"{label}.sources.{i}", f"{name}.{i}", weight * share)
+    elif isinstance(source, TextSource | TokenMemmap):
+        yield Leaf(label, name, weight, source)
+    else:
+        given = type(source).__name__
+        raise ValueError(f"{label}: expected a source (TextSource, TokenMemmap or Mixture), given {given}")
+
+
+@contextlib.contextmanager
+def located(label: str) -> Iterator[None]:
+    """Puts the config path in front of a data error."""
+    kinds = (FileNotFoundError, PermissionError, IsADirectoryError, ValueError)
+    try:
+        yield
+    except kinds as error:
+        if str(error).startswith("data."):  # from further inside, where the place is known better
+            raise
+        kind = next(kind for kind in kinds if isinstance(error, kind))
+        raise kind(f"{label}: {error}") from error
