@@ -17,6 +17,8 @@ from framework.metrics.tables import Section, human_bytes, start_table
 from framework.program import Program
 from framework.sampling import sample
 
+_MAX_COMPRESSED_BYTES = 64_000_000
+
 
 def start_report(name: str, program: Program) -> list[Section]:
     """Parameters by group, bytes per device by group and memory kind, mesh, tokens per step, FLOPs per token, data."""
@@ -54,11 +56,19 @@ def _source(row: Any) -> str:
 
 
 def compression_lines(data: DataPipeline, evaluation: dict[str, float]) -> list[str]:
-    """Bits per byte of the model beside those of general compressors, on the same validation text."""
+    """Bits per byte of the model beside those of general compressors, on the same validation text.
+
+    Compressing takes seconds per megabyte and the whole text in memory: not done beyond 64 MB.
+    """
     lines = []
+    sizes = {row.name: row.bytes or 4 * row.tokens for row in data.source_report()}
     for name in data.validation_names:
         bits = evaluation.get(f"eval/{name}/bits_per_byte", math.nan)
         if math.isnan(bits):
+            continue
+        if sizes[name] > _MAX_COMPRESSED_BYTES:
+            text = f"{human_bytes(sizes[name])} of text are too many to compress for comparison"
+            lines.append(f"{name}: {bits:.3f} bits per byte; {text}")
             continue
         others = compressor_bits_per_byte(data.document_text(name))
         others_text = ", ".join(f"{tool} {value:.3f}" for tool, value in others.items())
