@@ -16,8 +16,8 @@ from typing import Any
 
 from framework.config_errors import ConfigError, UntrustedNameError, did_you_mean, show
 
-# Where names may lead -> where what they lead to is defined (optax and jax define in private modules).
-TRUSTED = {"framework": "framework", "configs": "configs", "optax": "optax", "jax.nn": "jax._src.nn"}
+# Where names may lead. What they lead to must be defined in the same distribution, private modules included.
+TRUSTED = ("framework", "configs", "optax", "jax.nn")
 
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 # What config_for was called on in this process, by name: how a user's own classes become loadable.
@@ -82,7 +82,11 @@ def resolve(name: Any) -> Any:
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UntrustedNameError(f"{name!r} does not exist{did_you_mean(attribute, public)}")
     home = f"{getattr(found, '__module__', None) or ''}."
-    if attribute.startswith("_") or not hasattr(found, "__qualname__") or not home.startswith(f"{TRUSTED[prefix]}."):
+    if (
+        attribute.startswith("_")
+        or not hasattr(found, "__qualname__")
+        or not home.startswith(f"{prefix.split('.')[0]}.")
+    ):
         raise UntrustedNameError(f"{name!r} is refused: it is not a public class or function defined in {prefix}")
     return found
 
