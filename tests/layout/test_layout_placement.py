@@ -161,8 +161,9 @@ def test_arithmetic_on_a_host_leaf_does_not_compile_without_fetch(hosted, monkey
     monkeypatch.setattr(StateLayout, "fetch", lambda self, group, tree: tree)
     with pytest.raises((TypeError, ValueError), match="memory"):
         jax.jit(lambda tree: double(tree)).lower(abstract)  # another function, as jit remembers the first one's trace
+    again = large("pinned_host")
     with pytest.raises((TypeError, ValueError), match="memory"):
-        hosted.step_jit.lower(hosted.layout.abstract(), hosted.layout.abstract(hosted.batch_specs))
+        again.step_jit.lower(again.layout.abstract(), again.layout.abstract(again.batch_specs))
 
 
 def test_fetch_and_store_move_what_the_layout_says_and_nothing_else(table):
