@@ -1,1 +1,1 @@
-"""Plimsoll, the library: configs, layers, models, optimizers, schedules, trainer. It imports neither `configs` nor `launch`."""
+"""Plimsoll, the library: configs, layers, models, optimizers, schedules, trainer. Imports no configs and no verbs."""

@@ -38,7 +38,7 @@ class MeshShape:
         model: int = 1,
         pipe: int = 1,
     ):
-        self.sizes = dict(zip(AXES, (data, fsdp, expert, seq, model), strict=True))
+        self.sizes: dict[str, int] = dict(zip(AXES, (data, fsdp, expert, seq, model), strict=True))
         if pipe != 1:
             raise ValueError(f"pipe: expected 1 (pipeline parallelism is reserved), given {pipe}")
         for axis, size in self.sizes.items():
