@@ -18,7 +18,7 @@ def stdlib_tiny() -> Config:
 
     Byte-level BPE trained on the same text; Muon for the matrices, AdamW for the rest.
     """
-    steps = 600
+    steps = 700
     model = llama_model(layers=4, heads=4, dim=128, hidden=344, vocab_size=2048, tied=True)
     model.stack.unroll = 0
     optimizer, rest = muon(peak=0.02, adam_peak=4e-3, steps=steps, warmup=30)
