@@ -140,6 +140,9 @@ class DataPipeline:
             self._open(folder, cache, write=False)
 
     def _open(self, folder: Path, cache: Path, *, write: bool) -> None:
+        for leaf in self.leaves:  # what is missing is found out before hours of tokenizing
+            with located(leaf.label):
+                leaf.source.files()
         hashes = FileHashes(cache / "hashes.json")
         self.prepare_tokenizer(folder, write=write)
         for leaf in self.leaves:

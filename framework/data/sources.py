@@ -239,9 +239,13 @@ class TokenMemmap:
         self.eos_id = eos_id
         self.verify = verify
 
+    def files(self) -> list[DataFile]:
+        """The shards, in order."""
+        return find(self.path)
+
     def open(self, tokenizer: Tokenizer, hashes: FileHashes) -> TokenStream:
         """All shards as one stream. Errors are those of `find` and TokenShard."""
-        return TokenStream([TokenShard(file, self, tokenizer, hashes) for file in find(self.path)])
+        return TokenStream([TokenShard(file, self, tokenizer, hashes) for file in self.files()])
 
 
 class Mixture:

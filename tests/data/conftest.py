@@ -12,40 +12,22 @@ from framework.data.pipeline import DataPipeline
 from framework.data.sources import TextFiles
 from framework.data.tokenizers import ByteTokenizer
 
-WORDS = [
-    "def",
-    "return",
-    "import",
-    "self",
-    "for",
-    "print",
-    "lambda",
-    "yield",
-    "é",
-    "你好",
-    "naïve",
-    "🚢",
-    "0",
-    "(",
-    ")",
-    "\n",
-]
-
-
-def write_documents(folder: Path, count: int, seed: int = 0, words: int = 60) -> list[str]:
-    """`count` text files of random words, some of them not ASCII, in reading order."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draw = random.Random(seed)
-    texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, words))) + "\n" for _ in range(count)]
-    for number, text in enumerate(texts):
-        (folder / f"{number:04d}.txt").write_bytes(text.encode())
-    return texts
+WORDS = [*"def return import self for print lambda yield é 你好 naïve 🚢 0 ( )".split(" "), "\n"]  # noqa: SIM905
 
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Callable[..., list[str]]:
-    """documents("name", count=..., seed=...) writes tmp_path/name/*.txt."""
-    return lambda name="corpus", count=40, **kw: write_documents(tmp_path / name, count, **kw)
+    """documents("name", count=..., seed=...) writes tmp_path/name/*.txt: random words, some of them not ASCII."""
+
+    def write(name: str = "corpus", count: int = 40, seed: int = 0) -> list[str]:
+        (tmp_path / name).mkdir()
+        draw = random.Random(seed)
+        texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, 60))) + "\n" for _ in range(count)]
+        for number, text in enumerate(texts):
+            (tmp_path / name / f"{number:04d}.txt").write_bytes(text.encode())
+        return texts
+
+    return write
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 """Finding and reading files, whatever the filesystem; hashes that are computed once, and again when a file changes."""
 
-import bz2
-import gzip
-import lzma
 import os
 import time
 from pathlib import Path
@@ -10,7 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from framework.data.files import BLOCK_BYTES, DataFile, FileHashes, find
+from framework.data.files import DataFile, FileHashes, find
 
 
 def test_a_glob_is_its_matches_in_sorted_order_without_folders(tmp_path: Path):
@@ -32,16 +29,6 @@ def test_urls_of_any_filesystem_read_alike(tmp_path: Path):
         assert list(file.chunks(4)) == [b"0123", b"4567", b"89"]
         assert file.position == 10
     assert find("memory://files-test/*.txt")[0].name == "memory:///files-test/x.txt"
-
-
-@pytest.mark.parametrize(("extension", "module"), [("gz", gzip), ("bz2", bz2), ("xz", lzma)])
-def test_compression_is_inferred_from_the_name(tmp_path: Path, extension: str, module):
-    path = tmp_path / f"x.txt.{extension}"
-    path.write_bytes(module.compress(b"text " * 1000))
-    (file,) = find(str(path))
-    assert b"".join(file.chunks(64, decompress=True)) == b"text " * 1000
-    assert file.position == path.stat().st_size
-    assert b"".join(file.chunks(64)) == path.read_bytes()
 
 
 @pytest.mark.parametrize(("extension", "package"), [("zst", "zstandard"), ("lz4", "lz4")])
@@ -110,11 +97,3 @@ def test_a_remote_file_that_changes_is_hashed_again():
     time.sleep(0.01)
     memory.pipe("/files-test/y.txt", b"two")
     assert hashes.sha256(file) != first
-
-
-def test_chunks_tile_the_file(tmp_path: Path):
-    data = os.urandom(BLOCK_BYTES + 17)
-    (tmp_path / "x").write_bytes(data)
-    blocks = list(find(str(tmp_path / "x"))[0].chunks(BLOCK_BYTES))
-    assert [len(block) for block in blocks] == [BLOCK_BYTES, 17]
-    assert b"".join(blocks) == data

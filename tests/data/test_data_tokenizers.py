@@ -12,31 +12,27 @@ CORPUS = [
     "the quick brown fox é naïve 你好 🚢\n" * 30,
     "a<|endoftext|>b " * 9,
 ]
-NASTY = [
-    "",
-    " ",
-    "\x00\x01\x7f\x80\xff",
-    "é 你好 🚢\r\n\t",
-    "<|endoftext|>",
-    "\u2028\ufeff\U0010ffff",
-    "a" * 500,
-    "  \n \n",
-]
+NASTY = ["", " ", "\x00\x01\x7f\x80\xff", "\r\n\t", "<|endoftext|>", "\u2028\ufeff\U0010ffff", "a" * 500, "  \n \n"]
+
+
+def corpus(budget: int):
+    assert budget == 50_000_000
+    return iter(CORPUS)
 
 
 @pytest.fixture
 def bpe(tmp_path: Path) -> BPETokenizer:
     tokenizer = BPETokenizer(vocab_size=320)
-    tokenizer.prepare(tmp_path, lambda budget: iter(CORPUS), write=True)
+    tokenizer.prepare(tmp_path, corpus, write=True)
     return tokenizer
 
 
 def test_bytes_are_their_own_ids():
     tokenizer = ByteTokenizer()
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
-    (tokens,) = tokenizer.encode_batch(["aé"])
-    assert tokens.tolist() == [0x61, 0xC3, 0xA9]
+    assert tokenizer.encode_batch(["aé"])[0].tolist() == [0x61, 0xC3, 0xA9]
     assert tokenizer.byte_lengths.tolist() == [1] * 256 + [0]
+    assert tokenizer.decode([0xC3]) == "\ufffd"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -48,18 +44,12 @@ def test_round_trip_and_byte_counts_of_every_byte(kind: str, bpe: BPETokenizer):
         assert tokenizer.decode(tokens) == text
         assert tokenizer.byte_lengths[tokens].sum() == len(text.encode())
         assert tokenizer.eos_id not in tokens
-
-
-def test_every_single_byte_has_an_id(bpe: BPETokenizer):
-    assert {piece for piece in bpe.table if len(piece) == 1} == {bytes([byte]) for byte in range(256)}
-
-
-def test_half_a_character_decodes_to_the_replacement(bpe: BPETokenizer):
-    assert ByteTokenizer().decode([0xC3]) == "\ufffd"
-    assert bpe.decode_bytes([bpe.eos_id]) == b""
+    assert tokenizer.decode_bytes([tokenizer.eos_id]) == b""
+    assert {piece for piece in tokenizer.table if len(piece) == 1} == {bytes([byte]) for byte in range(256)}
 
 
 def test_it_is_trained_once_kept_and_loaded(tmp_path: Path, bpe: BPETokenizer):
+    assert len(bpe.encode_batch([CORPUS[0]])[0]) < len(CORPUS[0]) / 3
     again = BPETokenizer(vocab_size=320)
     again.prepare(tmp_path, lambda budget: pytest.fail("trained again"), write=False)
     assert (again.digest, again.table, again.eos_id) == (bpe.digest, bpe.table, bpe.eos_id)
@@ -71,15 +61,10 @@ def test_it_is_trained_once_kept_and_loaded(tmp_path: Path, bpe: BPETokenizer):
     assert explicit.encode_batch(CORPUS)[1].tolist() == bpe.encode_batch(CORPUS)[1].tolist()
     assert len(explicit.byte_lengths) == 512
     assert explicit.byte_lengths[320:].sum() == 0
-
-
-def test_training_is_deterministic_and_learns(tmp_path: Path, bpe: BPETokenizer):
-    (tmp_path / "b").mkdir()
-    other = BPETokenizer(vocab_size=320)
-    other.prepare(tmp_path / "b", lambda budget: iter(CORPUS), write=True)
-    assert other.digest == bpe.digest
-    (tokens,) = bpe.encode_batch([CORPUS[0]])
-    assert len(tokens) < len(CORPUS[0]) / 3
+    anew = BPETokenizer(vocab_size=320)
+    (tmp_path / "anew").mkdir()
+    anew.prepare(tmp_path / "anew", corpus, write=True)
+    assert anew.digest == bpe.digest  # training is deterministic
 
 
 def test_an_error_in_the_training_text_passes_through(tmp_path: Path):
@@ -92,17 +77,27 @@ def test_an_error_in_the_training_text_passes_through(tmp_path: Path):
     assert not (tmp_path / "tokenizer.json").exists()
 
 
-def test_a_workdir_trained_for_another_size_is_refused(tmp_path: Path, bpe: BPETokenizer):
+def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path, bpe: BPETokenizer):
     with pytest.raises(ValueError, match=r"tokenizer.json: has ids up to 319, but data.tokenizer.vocab_size is 300"):
-        BPETokenizer(vocab_size=300).prepare(tmp_path, lambda budget: iter(CORPUS), write=True)
+        BPETokenizer(vocab_size=300).prepare(tmp_path, corpus, write=True)
     with pytest.raises(ValueError, match=r"tokenizer.json: has 320 ids, but data.tokenizer.vocab_size is 500"):
-        BPETokenizer(vocab_size=500).prepare(tmp_path, lambda budget: iter(CORPUS), write=True)
-
-
-def test_text_that_cannot_fill_the_vocabulary_is_refused(tmp_path: Path):
+        BPETokenizer(vocab_size=500).prepare(tmp_path, corpus, write=True)
+    (tmp_path / "new").mkdir()
     with pytest.raises(ValueError, match=r"has 259 ids, but data.tokenizer.vocab_size is 5000: set that to 259"):
-        BPETokenizer(vocab_size=5000).prepare(tmp_path, lambda budget: iter(["ab ab ab"]), write=True)
-    assert not (tmp_path / "tokenizer.json").exists()
+        BPETokenizer(vocab_size=5000).prepare(tmp_path / "new", lambda budget: iter(["ab ab ab"]), write=True)
+    assert not (tmp_path / "new/tokenizer.json").exists()
+
+
+def test_what_cannot_be_trained(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"vocab_size: expected at least 257"):
+        BPETokenizer(vocab_size=256)
+    with pytest.raises(ValueError, match=r"cannot be trained on tokens"):
+        BPETokenizer(vocab_size=300).prepare(tmp_path, None, write=True)
+    with pytest.raises(ValueError, match=r"the training source is empty"):
+        BPETokenizer(vocab_size=300).prepare(tmp_path, lambda budget: iter([]), write=True)
+    with pytest.raises(FileNotFoundError, match=r"the first process was to write it"):
+        BPETokenizer(vocab_size=300).prepare(tmp_path, corpus, write=False)
+    assert list(tmp_path.glob("tokenizer.json")) == []
 
 
 def save(library: Tokenizer, path: Path) -> str:
@@ -118,8 +113,6 @@ def test_other_files_than_byte_level_bpe_are_refused(tmp_path: Path):
     (tmp_path / "half.json").write_bytes(Path(path).read_bytes()[:50])
     with pytest.raises(ValueError, match=r"half.json: not a tokenizer.json"):
         BPETokenizer(vocab_size=1000, path=str(tmp_path / "half.json")).prepare(tmp_path, None, write=True)
-    with pytest.raises(FileNotFoundError, match=r"tokeniser.json does not exist"):
-        BPETokenizer(vocab_size=1000, path=str(tmp_path / "tokeniser.json")).prepare(tmp_path, None, write=True)
 
 
 def test_a_foreign_byte_level_file_with_added_tokens(tmp_path: Path):
@@ -131,46 +124,33 @@ def test_a_foreign_byte_level_file_with_added_tokens(tmp_path: Path):
     )
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    library.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(CORPUS, trainer)
     library.add_special_tokens(["<|im_end|>"])
     library.add_tokens(["höchst"])
-    tokenizer = BPETokenizer(vocab_size=320, path=save(library, tmp_path / "t.json"), eos_token="<|im_end|>")
+    path, text = save(library, tmp_path / "t.json"), "it is höchst <|im_end|> 42"
+    tokenizer = BPETokenizer(vocab_size=320, path=path, eos_token="<|im_end|>")
     tokenizer.prepare(tmp_path, None, write=True)
     assert tokenizer.eos_id == 300
-    (tokens,) = tokenizer.encode_batch(["it is höchst <|im_end|> 42"])
+    (tokens,) = tokenizer.encode_batch([text])
     assert 301 in tokens
     assert tokenizer.eos_id not in tokens
-    assert tokenizer.decode(tokens) == "it is höchst <|im_end|> 42"
-    assert tokenizer.byte_lengths[tokens].sum() == len("it is höchst <|im_end|> 42".encode())
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.byte_lengths[tokens].sum() == len(text.encode())
     with pytest.raises(ValueError, match=r"has ids up to 301, but data.tokenizer.vocab_size is 301"):
-        BPETokenizer(vocab_size=301, path=str(tmp_path / "t.json"), eos_token="<|im_end|>").prepare(
-            tmp_path, None, write=True
-        )
+        BPETokenizer(vocab_size=301, path=path, eos_token="<|im_end|>").prepare(tmp_path, None, write=True)
     with pytest.raises(ValueError, match=r"no token '<.endoftext.>' .*special are .*<.im_end.>"):
-        BPETokenizer(vocab_size=320, path=str(tmp_path / "t.json")).prepare(tmp_path, None, write=True)
-
-
-def test_what_cannot_be_trained(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"vocab_size: expected at least 257"):
-        BPETokenizer(vocab_size=256)
-    with pytest.raises(ValueError, match=r"cannot be trained on tokens"):
-        BPETokenizer(vocab_size=300).prepare(tmp_path, None, write=True)
-    with pytest.raises(ValueError, match=r"the training source is empty"):
-        BPETokenizer(vocab_size=300).prepare(tmp_path, lambda budget: iter([]), write=True)
-    with pytest.raises(FileNotFoundError, match=r"the first process was to write it"):
-        BPETokenizer(vocab_size=300).prepare(tmp_path, lambda budget: iter(CORPUS), write=False)
-    assert list(tmp_path.glob("tokenizer.json")) == []
+        BPETokenizer(vocab_size=320, path=path).prepare(tmp_path, None, write=True)
 
 
 def test_no_tokenizer_has_no_text(tmp_path: Path):
     tokenizer = NoTokenizer(vocab_size=50257, eos_id=50256)
     tokenizer.prepare(tmp_path, None, write=True)
     assert not tokenizer.has_text
-    with pytest.raises(ValueError, match=r"stand for no text"):
-        tokenizer.byte_lengths.sum()
+    for use in (lambda: tokenizer.byte_lengths, lambda: tokenizer.decode([1])):
+        with pytest.raises(ValueError, match=r"stand for no text"):
+            use()
     with pytest.raises(ValueError, match=r"NoTokenizer cannot tokenize"):
-        tokenizer.prepare(tmp_path, lambda budget: iter([]), write=True)
+        tokenizer.prepare(tmp_path, corpus, write=True)
     with pytest.raises(ValueError, match=r"eos_id: expected an id below vocab_size=100, given 100"):
         NoTokenizer(vocab_size=100, eos_id=100)

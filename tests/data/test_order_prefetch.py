@@ -20,20 +20,15 @@ def test_an_epoch_has_each_window_once(count: int):
 
 
 def test_epochs_seeds_and_sources_have_different_orders():
-    def epoch(order: GlobalOrder, number: int) -> list[int]:
-        return [order.locate(number * 500 + i)[1] for i in range(500)]
+    def epoch(order: GlobalOrder, number: int) -> tuple[int, ...]:
+        return tuple(order.locate(number * 100 + i)[1] for i in range(100))
 
-    zero, one = GlobalOrder([500], [1.0], seed=0), GlobalOrder([500], [1.0], seed=1)
-    orders = [epoch(zero, 0), epoch(zero, 1), epoch(zero, 2), epoch(one, 0), epoch(one, 1)]
-    assert len({tuple(order) for order in orders}) == 5  # and so seed 0's second epoch is not seed 1's first
-    mixed = GlobalOrder([500, 500], [0.5, 0.5], seed=0)
-    by_source: dict[int, list[int]] = {0: [], 1: []}
-    for i in range(400):
-        source, window = mixed.locate(i)
-        by_source[source].append(window)
-    assert by_source[0] != by_source[1]
-    matches = np.mean(np.array(orders[0]) == np.arange(500))
-    assert matches < 0.05  # shuffled at all
+    zero, one = GlobalOrder([100], [1.0], seed=0), GlobalOrder([100], [1.0], seed=1)
+    orders = {epoch(order, number) for order in (zero, one) for number in range(2)}
+    places = [GlobalOrder([100, 100], [0.5, 0.5], seed=0).locate(i) for i in range(200)]
+    orders |= {tuple(window for source, window in places if source == number) for number in range(2)}
+    assert len(orders) == 5  # of 6, as the first source of a mixture is shuffled as it would be alone
+    assert tuple(range(100)) not in orders
 
 
 def test_the_order_is_pinned():
@@ -58,14 +53,10 @@ def test_an_epoch_is_shuffled_evenly():
 
 
 def test_a_long_source_costs_no_memory_and_no_start_up():
-    order = GlobalOrder([10**12], [1.0], seed=0)
+    order = GlobalOrder([10**12], [1.0], seed=2**63)
     windows = [order.locate(i)[1] for i in range(2000)]
     assert len(set(windows)) == 2000
     assert 0.45 < np.mean(windows) / 10**12 < 0.55
-
-
-def test_any_seed_will_do():
-    assert GlobalOrder([10], [1.0], seed=2**63).locate(0) == GlobalOrder([10], [1.0], seed=2**63).locate(0)
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.9, 0.1], [0.6, 0.3, 0.1]])
@@ -108,13 +99,6 @@ def test_no_more_than_the_bound_is_made_ahead(ahead: int):
                 time.sleep(0.005)
             time.sleep(0.05)  # would show one made too many
             assert sorted(made) == list(range(taken + ahead))
-
-
-def test_it_works_ahead_while_the_consumer_is_busy():
-    ready = threading.Event()
-    with Prefetcher(lambda i: ready.set() if i == 1 else i, 0, 10, ahead=1) as results:
-        next(results)
-        assert ready.wait(5)
 
 
 def test_an_error_is_raised_at_its_turn_and_nothing_follows():
