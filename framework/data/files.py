@@ -26,12 +26,7 @@ BLOCK_BYTES = 4 << 20  # content is hashed in blocks, so that damage can be loca
 
 
 class DataFile:
-    """One file.
-
-    Args:
-        fs: the fsspec filesystem that holds it.
-        path: its path there.
-    """
+    """The file at `path` of an fsspec filesystem."""
 
     def __init__(self, fs: Any, path: str):
         from fsspec.implementations.local import LocalFileSystem
@@ -118,9 +113,7 @@ def find(paths: str | Iterable[str]) -> list[DataFile]:
     """The files that `paths` name, in that order; a glob (`*`, `?`, `[..]`) stands for its matches, sorted by name.
 
     Raises:
-        FileNotFoundError: a path that does not exist (with the nearest name in its folder), a glob without a match.
-        PermissionError: a folder that may not be read.
-        IsADirectoryError: a folder where a file is needed.
+        FileNotFoundError, PermissionError, IsADirectoryError: naming the path (and the nearest name in its folder).
         ValueError: no path at all, or a URL whose protocol fsspec cannot open here.
     """
     patterns = [paths] if isinstance(paths, str) else list(paths)
@@ -153,11 +146,7 @@ def _match(pattern: str) -> list[DataFile]:
 
 
 class FileHashes:
-    """What was computed from files' contents, kept until the files change, so that a terabyte is read only once.
-
-    Args:
-        path: where it is kept; None keeps nothing beyond this object.
-    """
+    """What was computed from files' contents, kept at `path` until they change: a terabyte is read only once."""
 
     def __init__(self, path: Path | None = None):
         self._path = path

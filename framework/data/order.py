@@ -13,13 +13,7 @@ from typing import Any
 
 
 class GlobalOrder:
-    """The order of training sequences.
-
-    Args:
-        num_windows: windows of each source.
-        weights: share of each source, summing to 1.
-        seed: any integer >= 0.
-    """
+    """The order of training sequences: of sources with so many windows, with shares `weights` that sum to 1."""
 
     def __init__(self, num_windows: Sequence[int], weights: Sequence[float], seed: int):
         self._num_windows = list(num_windows)

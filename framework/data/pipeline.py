@@ -1,12 +1,8 @@
 """The input pipeline: from configured sources to global batches, each a pure function of (seed, step).
 
-    setup(workdir)                       tokenizer and token files, cached by content; every data error is raised here
-    train_batch(step, rows)              the given rows of the global batch of that step
-    train_iterator(start_step, rows)     the same, prefetched
-    eval_batches(name, rows)             a validation stream once, in order
-
-The global batch is the same whatever the number of processes or devices: a process asks for the rows its devices hold.
-May import: framework.config, framework.data, numpy.
+`setup` makes tokenizer and token files, cached by content, and raises every data error. The global batch is the same
+whatever the number of processes or devices: a process asks for the rows its devices hold.
+May import: framework.config, framework.data, framework.workdir, numpy.
 """
 
 from __future__ import annotations
@@ -58,8 +54,7 @@ class DataPipeline:
     2, ... per row, 0 = padding).
 
     Args:
-        source: config of the training source: StdlibSource, TextFiles, JsonLines, Parquet, TokenMemmap, Mixture, your
-            own.
+        source: config of the training source, of framework.data.sources or your own.
         validation: named validation sources, each read once in order by an evaluation.
         tokenizer: config of ByteTokenizer, BPETokenizer or NoTokenizer.
         seq_len: S, tokens per sequence.
@@ -174,8 +169,8 @@ class DataPipeline:
             self.tokenizer.prepare(folder, texts, write=write)
 
     def fingerprint(self) -> str:
-        """sha256 of all that decides the training batches: tokens, weights, shape, seed, mask. The number of processes
-        is not part of it. A run that resumes under another fingerprint would see other data."""
+        """sha256 of all that decides the training batches: a run that resumes under another one would see other data.
+        The number of processes is no part of it."""
         self._ready()
         leaves = self.train_leaves
         separators = [leaf.stream.eos_id for leaf in leaves] if self.document_mask else None

@@ -13,13 +13,10 @@ _THREADS = 4  # a batch is assembled by one thread; more only hide the latency o
 
 
 class Prefetcher(Generic[T], Iterator[T]):
-    """Yields make(start), make(start + 1), ... up to make(stop - 1).
+    """Yields make(start), make(start + 1), ... up to make(stop - 1); `make` is a pure function, and runs in threads.
 
     At most `ahead` results wait in the background, beside the one that was handed out last. An error in `make` is
     raised by `next` at its own turn and closes the iterator: grain by itself would go on with the batch after it.
-
-    Args:
-        make: a pure function of the index; runs in threads.
     """
 
     def __init__(self, make: Callable[[int], T], start: int, stop: int, *, ahead: int):

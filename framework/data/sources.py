@@ -56,10 +56,8 @@ class TextSource(abc.ABC):
             yield from self.read(file)
 
     def contents(self, hashes: FileHashes) -> dict[str, Any]:
-        """What is recorded beside the tokens: kind, settings, the sha256 of each file, and one over all of these.
-
-        Names of files are no part of that one: a corpus that moved is the same corpus.
-        """
+        """What is recorded beside the tokens: kind, settings, the sha256 of each file, and one over all of these but
+        the names of the files: a corpus that moved is the same corpus."""
         files = [{"name": file.name, "sha256": hashes.sha256(file)} for file in self.files()]
         facts = {"kind": type(self).__name__, "settings": self.settings()}
         digest = digest_of({**facts, "files": [file["sha256"] for file in files]})
@@ -227,8 +225,8 @@ class TokenMemmap:
         path: a `.bin`, a glob of shards (read in sorted order as one stream), or an fsspec URL of either.
         dtype: uint16 or uint32; None takes what the sidecar says, or uint16 without one.
         eos_id: the token between documents; None takes the sidecar's. Needed only to mask documents from each other.
-        verify: read each file once before training, to compare hashes with the sidecar and ids with the vocabulary.
-            False checks the sizes, and ids only as they are read.
+        verify: read each file once before training, to check hashes and ids. False checks sizes, and ids as they are
+            read.
     """
 
     def __init__(
@@ -251,9 +249,8 @@ class TokenMemmap:
 class Mixture:
     """Several sources at once: of many sequences, the share of each source tends to its weight.
 
-    Weights count sequences, not documents. Each source is shuffled on its own and begins its next epoch when it is
-    through. Which source a sequence comes from follows from its global index alone, and in any stretch of sequences the
-    shares are as close to the weights as they can be (weights are resolved to 1% of the smallest one).
+    Weights count sequences, not documents, and are resolved to 1% of the smallest one. Each source is shuffled on its
+    own and begins its next epoch when it is through. Which source a sequence comes from follows from its index alone.
 
     Args:
         sources: configs of sources, of any kind, mixtures too.

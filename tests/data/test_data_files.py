@@ -31,14 +31,6 @@ def test_urls_of_any_filesystem_read_alike(tmp_path: Path):
     assert find("memory://files-test/*.txt")[0].name == "memory:///files-test/x.txt"
 
 
-@pytest.mark.parametrize(("extension", "package"), [("zst", "zstandard"), ("lz4", "lz4")])
-def test_a_codec_that_is_not_installed_is_named(tmp_path: Path, monkeypatch, extension: str, package: str):
-    monkeypatch.setattr("fsspec.utils.infer_compression", lambda path: None)  # as fsspec does without the package
-    (tmp_path / f"x.jsonl.{extension}").write_bytes(b"compressed")
-    with pytest.raises(ValueError, match=f"x.jsonl.{extension}: .*pip install {package}"):
-        list(find(str(tmp_path / "*"))[0].chunks(9, decompress=True))
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [

@@ -67,16 +67,6 @@ def test_it_is_trained_once_kept_and_loaded(tmp_path: Path, bpe: BPETokenizer):
     assert anew.digest == bpe.digest  # training is deterministic
 
 
-def test_an_error_in_the_training_text_passes_through(tmp_path: Path):
-    def texts(budget: int):
-        yield CORPUS[0]
-        raise ValueError("x.txt: not UTF-8 at byte 4")
-
-    with pytest.raises(ValueError, match=r"x.txt: not UTF-8 at byte 4"):
-        BPETokenizer(vocab_size=300).prepare(tmp_path, texts, write=True)
-    assert not (tmp_path / "tokenizer.json").exists()
-
-
 def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path, bpe: BPETokenizer):
     with pytest.raises(ValueError, match=r"tokenizer.json: has ids up to 319, but data.tokenizer.vocab_size is 300"):
         BPETokenizer(vocab_size=300).prepare(tmp_path, corpus, write=True)

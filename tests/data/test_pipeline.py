@@ -37,21 +37,15 @@ def test_a_batch_is_a_function_of_seed_and_step(documents, pipeline):
     assert equal(plain, {name: also[name] for name in plain})
 
 
-@pytest.mark.parametrize("document_mask", [False, True])
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_processes_hold_the_rows_of_one_global_batch(documents, pipeline, processes: int, document_mask: bool):
+def test_processes_hold_the_rows_of_one_global_batch(documents, pipeline, processes: int):
     documents()
-    built = pipeline(document_mask=document_mask)
+    built = pipeline(document_mask=True)
     for step in (0, 5):
         whole = built.train_batch(step, range(B))
-        parts = [built.train_batch(step, range(p, B, processes)) for p in range(processes)]
-        merged = {name: np.empty_like(array) for name, array in whole.items()}
-        for p, part in enumerate(parts):
-            for name, array in part.items():
-                merged[name][p::processes] = array
-        assert equal(whole, merged)
-    shuffled = [5, 0, 5]
-    assert np.array_equal(built.train_batch(3, shuffled)["tokens"], built.train_batch(3, range(B))["tokens"][shuffled])
+        for process in range(processes):
+            rows = range(process, B, processes)
+            assert equal(built.train_batch(step, rows), {name: array[rows] for name, array in whole.items()})
 
 
 def test_resuming_at_a_step_continues_the_undisturbed_run(documents, pipeline):
@@ -108,17 +102,14 @@ def test_evaluation_reads_each_token_once_and_counts_every_byte(documents, pipel
 def test_evaluation_in_parts_and_limits(documents, pipeline, tmp_path: Path):
     documents()
     documents("held", count=30, seed=3)
-    built = pipeline(
-        validation={"held": config_for(TextFiles, paths=[str(tmp_path / "held/*.txt")])}, document_mask=True
-    )
+    held = config_for(TextFiles, paths=[str(tmp_path / "held/*.txt")])
+    built = pipeline(validation={"held": held}, document_mask=True)
     whole = list(built.eval_batches("held", range(B)))
-    halves = [list(built.eval_batches("held", rows)) for rows in (range(4), range(4, 8))]
-    for batch, low, high in zip(whole, *halves, strict=True):
-        assert equal(batch, {name: np.concatenate([low[name], high[name]]) for name in batch})
+    for batch, part in zip(whole, built.eval_batches("held", [5, 2]), strict=True):
+        assert equal(part, {name: array[[5, 2]] for name, array in batch.items()})
     assert len(list(built.eval_batches("held", range(B), limit=2))) == 2
     assert len(list(built.eval_batches("held", range(B), limit=10**6))) == len(whole)
-    last = whole[-1]
-    assert (last["segments"][last["weights"] == 0] == 0).all()
+    assert (whole[-1]["segments"][whole[-1]["weights"] == 0] == 0).all()
 
 
 def test_compressors_on_known_text(documents, pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

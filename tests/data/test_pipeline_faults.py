@@ -90,20 +90,6 @@ def test_a_damaged_source_is_named_with_the_place_and_nothing_is_cached(tmp_path
     assert [path.name for path in (tmp_path / "workdir").rglob("*") if path.is_file()] == []
 
 
-def test_a_damaged_cache_is_reported_not_used(documents, pipeline, tmp_path: Path):
-    documents()
-    pipeline()
-    (cached,) = (tmp_path / "workdir/data").glob("tokens-*/tokens.bin")
-    data = bytearray(cached.read_bytes())
-    data[10] ^= 1
-    cached.write_bytes(data)
-    with pytest.raises(ValueError, match=rf"^data.source: {cached}: garbled between byte 0 and byte {len(data)}"):
-        pipeline()
-    cached.write_bytes(data[:100])
-    with pytest.raises(ValueError, match=rf"^data.source: {cached}: ends early at byte 100 .token 50."):
-        pipeline()
-
-
 def test_truncation_while_training_is_an_error_and_not_a_short_epoch(documents, pipeline, tmp_path: Path):
     documents()
     built = pipeline()
