@@ -184,6 +184,7 @@ class Trainer:
                     break
                 except RollBack as request:
                     index = request.step - 1 + self.data_offset
+                    self.saved(request.step)  # a save that is being written counts
                     if not self.checkpointer.steps():
                         raise ValueError(f"step {request.step} was not finite and there is no checkpoint yet") from None
                     step = self._restore()
