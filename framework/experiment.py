@@ -69,6 +69,11 @@ class Experiment:
         """Raises ValueError, naming both numbers, when mesh, batch, model and data do not fit each other."""
         self.model.check(mesh, self.data.seq_len)
         self.learner.check_reach()
+        if self.data.tokenizer.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"data.tokenizer has {self.data.tokenizer.vocab_size} ids, but model.vocab_size = "
+                f"{self.model.vocab_size}; expected at least as many"
+            )
         batch, accumulate = self.data.global_batch_size, self.learner.accumulate
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         if batch % accumulate:

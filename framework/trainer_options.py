@@ -16,7 +16,7 @@ class TrainerOptions:
         seed: of initialization and dropout; the data has its own.
         log_every: metrics are written and shown this often.
         eval_every: validation sets are evaluated this often, and at the end; None means only at the end.
-        eval_batches: at most this many batches per set during the run; None means all. At the end it is always all.
+        eval_batches: at most this many batches per set during the run, evenly spaced; None means all, as at the end.
         save_every: checkpoints are saved this often, and at the end.
         keep: the newest checkpoints that are kept.
         keep_every: also keep the checkpoints of each such step, for good.

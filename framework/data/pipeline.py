@@ -196,7 +196,8 @@ class DataPipeline:
         return Prefetcher(lambda step: (step, self.train_batch(step, rows)), start_step, _ENDLESS, ahead=self.prefetch)
 
     def eval_batches(self, name: str, rows: Sequence[int] | np.ndarray, limit: int | None = None) -> Prefetcher[Batch]:
-        """The given rows of each batch of validation set `name`, in order, the first `limit` batches only if given.
+        """The given rows of each batch of validation set `name`, in order; of more than `limit` batches, that many
+        from the first to the last, evenly spaced.
 
         Shapes are those of training. Each token of the stream but its first is a target once; what is left over in the
         last batch has weight 0 (a row may be padding from end to end). Prefetched as `train_iterator`.
@@ -204,7 +205,12 @@ class DataPipeline:
         leaf, size = self._validation(name), self.global_batch_size
         total = -(-num_windows(leaf.stream.num_tokens, self.seq_len) // size)
         stop = total if limit is None else min(limit, total)
-        return Prefetcher(lambda n: self._batch([(leaf, n * size + row) for row in rows]), 0, stop, ahead=self.prefetch)
+
+        def batch(turn: int) -> Batch:
+            number = turn if stop == total else turn * (total - 1) // max(1, stop - 1)
+            return self._batch([(leaf, number * size + row) for row in rows])
+
+        return Prefetcher(batch, 0, stop, ahead=self.prefetch)
 
     def document_text(self, name: str) -> bytes:
         """The text of validation set `name`: exactly the bytes that its targets stand for, separators left out."""

@@ -31,6 +31,7 @@ def steps(workdir: Path) -> list[int]:
         (["--config.learner.accumulate=3"], ["accumulate = 3", "8", "nearest: [2, 4]"]),
         (["--config.mesh.fsdp=2", "--config.mesh.model=4"], ["mesh.model = 4", "num_kv_heads = 2", "[2]"]),
         (["--config.mesh.fsdp=4", "--config.mesh.expert=2"], ["expert = 2", "no experts"]),
+        (["--config.model.vocab_size=256"], ["257 ids", "model.vocab_size = 256"]),
         (["--config.data.seq_len=64"], ["seq_len = 64", "max_positions = 32"]),
         (["--config.mesh.fsdp=1", "--config.mesh.data=-1", "--config.mesh.fsdp=-1"], ["one axis of -1"]),
     ],
