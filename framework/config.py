@@ -11,80 +11,56 @@ other parameter (a schedule as optax's `learning_rate`) is built first, and the 
 
 A config owns its values: what is set into it is copied, so no two places share one child by accident.
 
-Imports the `framework.config_*` modules, whose names for users are re-exported here. Follows axlearn's configs (nested,
-strict, did-you-mean) over ml_collections' ConfigDict (attribute access, iteration).
+Imports the `framework.config_*` modules. Follows axlearn's configs (nested, strict, did-you-mean) over ml_collections'
+ConfigDict (attribute access, iteration).
 """
 
-import enum
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import annotated_types as at
 
 from framework import config_names
-from framework.config_errors import (
+from framework.config_errors import (  # noqa: F401 (re-exported)
     ConfigError,
     FieldRangeError,
     FieldTypeError,
-    Mismatch,
     MissingFieldError,
     UnknownFieldError,
     UntrustedNameError,
     did_you_mean,
+    join,
     nearest,
     show,
 )
-from framework.config_json import decode, encode, join
 from framework.config_names import name_of
-from framework.config_schema import ABSENT, OPAQUE, REQUIRED, Field, Schema, schema
-from framework.config_text import literal, parse_text
-from framework.config_types import (
+from framework.config_schema import (
+    ABSENT,
+    REQUIRED,
     ConfigBase,
-    DType,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
+    Field,
     accepts_config,
-    arms,
     convert,
     element_hint,
+    mentions_config,
+    schema,
 )
+from framework.config_text import literal, parse_text
 
-__all__ = [
-    "ABSENT",
-    "REQUIRED",
-    "Config",
-    "ConfigError",
-    "DType",
-    "FieldRangeError",
-    "FieldTypeError",
-    "Fraction",
-    "MissingFieldError",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "PositiveFloat",
-    "PositiveInt",
-    "Probability",
-    "UnknownFieldError",
-    "UntrustedNameError",
-    "config_for",
-    "did_you_mean",
-    "diff",
-    "nearest",
-    "reference",
-    "target_of",
-]
+PositiveInt = Annotated[int, at.Gt(0)]
+NonNegativeInt = Annotated[int, at.Ge(0)]
+PositiveFloat = Annotated[float, at.Gt(0)]
+NonNegativeFloat = Annotated[float, at.Ge(0)]
+Fraction = Annotated[float, at.Interval(ge=0, lt=1)]
+Probability = Annotated[float, at.Interval(ge=0, le=1)]
+DType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
-    """A config of a class or function: its defaults, and `fields` set.
-
-    Raises:
-        ConfigError: as when the fields are set one by one; or the target has no usable name or signature.
-    """
+    """A config of a class or function: its defaults, and `fields` set one by one. Raises ConfigError, also when the
+    target has no name to store or no signature to read."""
     config_names.remember(target)
     config = Config(target)
     for name, value in fields.items():
@@ -103,7 +79,7 @@ def target_of(config: "Config") -> Callable[..., Any]:
 
 
 @functools.cache
-def _schema_of(target: Callable[..., Any]) -> Schema:
+def _schema_of(target: Callable[..., Any]) -> dict[str, Field]:
     # `update` may be a field although ConfigDict has a method of that name: `memory.update` is a stable name of ours.
     return schema(target, reserved=[name for name in dir(Config) if name != "update"])
 
@@ -111,22 +87,18 @@ def _schema_of(target: Callable[..., Any]) -> Schema:
 class Config(ConfigBase):
     """The dotted name of a class or function and its named arguments, checked against its signature as they are set."""
 
-    _target: Callable[..., Any]
-    _schema: Schema
+    _schema: dict[str, Field]
     _path: str | None  # known once an enclosing config hands this one to its constructor
 
-    def __init__(self, target: Callable[..., Any]):
+    def __init__(self, target: Callable[..., Any], fields: Mapping[str, Any] | None = None, path: str | None = None):
+        """`fields`: values that were checked before; the defaults when None."""
         super().__init__(type_safe=False, convert_dict=False, sort_keys=False)
-        self._init(target, None, {})
-        for name, field in self._schema.fields.items():
-            if field.default is not REQUIRED and field.default is not OPAQUE:
-                self._fields[name] = convert(Any, field.default)
-
-    def _init(self, target: Callable[..., Any], path: str | None, fields: dict[str, Any]) -> None:
-        for name, value in (("_target", target), ("_schema", _schema_of(target)), ("_path", path), ("_fields", fields)):
+        known = _schema_of(target)
+        if fields is None:
+            fields = {name: field.default for name, field in known.items() if field.is_data}
+        own = {name: convert(known[name].hint, value, name) for name, value in fields.items()}
+        for name, value in (("_target", target), ("_schema", known), ("_path", path), ("_fields", own)):
             object.__setattr__(self, name, value)
-
-    # -- fields
 
     @property
     def update(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -138,11 +110,10 @@ class Config(ConfigBase):
         return join(self._target.__name__ if self._path is None else self._path, name)
 
     def _field(self, name: str, path: str | None = None) -> Field:
-        fields = self._schema.fields
-        if name not in fields:
-            message = f"no such field in {name_of(self._target)}{did_you_mean(str(name), fields)}"
+        if name not in self._schema:
+            message = f"no such field in {name_of(self._target)}{did_you_mean(str(name), self._schema)}"
             raise UnknownFieldError(message, path=path or self._at(name))
-        return fields[name]
+        return self._schema[name]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -150,12 +121,10 @@ class Config(ConfigBase):
         return self[name]
 
     def __getitem__(self, key: str) -> Any:
-        field = self._field(key)
-        if key in self._fields:
-            return self._fields[key]
-        if field.default is OPAQUE:
-            return field.own_default
-        raise MissingFieldError("required, and not set", path=self._at(key))
+        default = self._field(key).default
+        if key not in self._fields and default is REQUIRED:
+            raise MissingFieldError("required, and not set", path=self._at(key))
+        return self._fields.get(key, default)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The field, or `default` while it is unset. Unlike a dict's, it refuses names that are no field."""
@@ -169,40 +138,24 @@ class Config(ConfigBase):
         self._fields[key] = self._checked(key, value, self._at(key))
 
     def _checked(self, name: str, value: Any, path: str) -> Any:
-        field = self._field(name, path)
-        try:
-            return convert(field.hint, value)
-        except Mismatch as mismatch:
-            raise mismatch.error(path) from None
-
-    def __delattr__(self, name: str) -> None:
-        del self[name]
+        return convert(self._field(name, path).hint, value, path)
 
     def __delitem__(self, key: str) -> None:
         """Back to the default; a field without one is unset again."""
-        default = self._field(key).default
+        field = self._field(key)
         self._fields.pop(key, None)
-        if default is not REQUIRED and default is not OPAQUE:
-            self._fields[key] = convert(Any, default)
+        if field.is_data:
+            self[key] = field.default
 
     @property
     def _ordered_fields(self) -> dict[str, Any]:
-        return {name: self._fields[name] for name in self._schema.fields if name in self._fields}
-
-    # -- value semantics
+        return {name: self._fields[name] for name in self._schema if name in self._fields}
 
     def copy(self) -> "Config":
         """A deep copy."""
-        other = ConfigBase.__new__(Config)
-        ConfigBase.__init__(other, type_safe=False, convert_dict=False, sort_keys=False)
-        other._init(self._target, self._path, {name: convert(Any, value) for name, value in self._fields.items()})
-        return other
+        return Config(self._target, self._fields, self._path)
 
-    def copy_and_resolve_references(self, visit_map: Any = None) -> "Config":
-        return self.copy()  # ConfigDict's own would drop the target
-
-    def __copy__(self) -> "Config":
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: Any) -> "Config":
         return self.copy()
@@ -217,129 +170,107 @@ class Config(ConfigBase):
 
     __str__ = __repr__
 
-    # -- building
-
     def missing(self, *given: str) -> list[str]:
         """Required fields that are neither set nor in `given`. This level only: a parent fills in its children."""
-        fields = self._schema.fields.items()
-        return [name for name, f in fields if f.default is REQUIRED and name not in self._fields and name not in given]
+        required = [name for name, field in self._schema.items() if field.default is REQUIRED]
+        return [name for name in required if name not in self._fields and name not in given]
 
     def instantiate(self, **late: Any) -> Any:
         """Builds the object. `late` completes or overrides the fields, with any Python objects.
 
         Raises:
             MissingFieldError: lists all required fields of this level that are still unset.
-            UnknownFieldError: a late argument that the constructor does not take.
             ConfigError: a constructor raised ValueError; the dotted path precedes its text, and it is the cause.
         """
-        name = name_of(self._target)
+        name, path, known = name_of(self._target), self._path or "", self._schema
         for key in late:
             self._field(key)
         if missing := self.missing(*late):
-            raise MissingFieldError(f"{name}: required, and not set: {', '.join(missing)}", path=self._path or "")
-        values = dict(late)
-        for key, value in self._ordered_fields.items():
-            if key not in late:
-                # Checked again, since a list or dict can be changed in place.
-                checked, field = self._checked(key, value, self._at(key)), self._schema.fields[key]
-                values[key] = _build(checked, join(self._path or "", key), field)
-        spread = values.pop(self._schema.variadic, ()) if self._schema.variadic else ()
-        positional = [values.pop(key, self._schema.fields[key].own_default) for key in self._schema.positional]
+            raise MissingFieldError(f"{name}: required, and not set: {', '.join(missing)}", path=path)
+        values = {
+            # Checked again, since a list or dict can be changed in place.
+            key: _build(self._checked(key, value, self._at(key)), join(path, key), mentions_config(known[key].hint))
+            for key, value in self._ordered_fields.items()
+            if key not in late
+        }
         try:
-            return self._target(*positional, *spread, **values)
+            return self._target(**values, **late)
         except ValueError as error:
             if isinstance(error, ConfigError) and error.path:
                 raise
-            raise ConfigError(f"{name}: {error}", path=self._path or "") from error
-        except Exception as error:
-            if not getattr(error, "__notes__", None):
-                error.add_note(f"while building {join(self._path or '', name)}")
-            raise
+            raise ConfigError(f"{name}: {error}", path=path) from error
 
-    # -- dotted paths
-
-    def _walk(self, path: str) -> tuple["Config", str, list[str]]:
-        """(the innermost config on the path, its field, the keys into that field's lists and dicts)."""
-        node, parts, done = self, path.split("."), ""
-        while True:
-            name, keys = parts.pop(0), []
-            done = join(done, name)
-            node._field(name, done)
-            value = node._fields.get(name, REQUIRED)
-            while parts and isinstance(value, list | tuple | dict):
-                key = _next_key(value, parts, done)
-                del parts[: key.count(".") + 1]
-                keys.append(key)
-                done = join(done, key)
-                value = value.get(key, REQUIRED) if isinstance(value, dict) else value[int(key)]
-            if not parts:
-                return node, name, keys
-            if not isinstance(value, Config):
+    def _walk_to(self, path: str) -> tuple["Config", str, list[Any], Any]:
+        """(the innermost config on the path, its field, the keys into that field's lists and dicts, the value)."""
+        node, name, keys, done = self, "", [], ""
+        value: Any = self
+        for part in path.split("."):
+            outer, done = done, join(done, part)
+            if isinstance(value, Config):
+                node, name, keys = value, part, []
+                value = node._fields.get(name, node._field(name, done).default)
+            elif isinstance(value, dict):
+                keys.append(part)
+                value = value.get(part, REQUIRED)
+            elif isinstance(value, list | tuple):
+                if not part.isdecimal() or int(part) >= len(value):
+                    raise UnknownFieldError(f"no such index; {outer} has {len(value)} elements", path=done)
+                keys.append(int(part))
+                value = value[int(part)]
+            else:
                 state = "is not set" if value is REQUIRED else f"is {show(value)}"
-                raise UnknownFieldError(f"{done} {state}, and has no fields", path=join(done, ".".join(parts)))
-            node = value
+                raise UnknownFieldError(f"{outer} {state}, and has no fields", path=done)
+        return node, name, keys, value
 
     def get_path(self, path: str) -> Any:
         """The value at `"model.stack.pattern.0.num_heads"`: names lead into configs and dicts, numbers into lists."""
-        node, name, keys = self._walk(path)
-        value = node[name] if name in node or node._field(name).default is OPAQUE else REQUIRED
-        for key in keys:
-            value = value.get(key, REQUIRED) if isinstance(value, dict) else value[int(key)]
+        value = self._walk_to(path)[-1]
         if value is REQUIRED:
             raise MissingFieldError("not set", path=path)
         return value
 
     def set_path(self, path: str, value: Any) -> None:
         """Sets the value at a dotted path, checked as an attribute is. Dicts take new keys; lists keep their length."""
-        node, name, keys = self._walk(path)
-        if keys:
-            path = path.removesuffix("." + ".".join(keys))
-            value = _replaced(node._fields[name], keys, value)
-        node._fields[name] = node._checked(name, value, path)
+        node, name, keys, _ = self._walk_to(path)
+        field_path = path.removesuffix("".join(f".{key}" for key in keys))
+        node._fields[name] = node._checked(name, _replaced(node._fields.get(name), keys, value), field_path)
 
     def override(self, path: str, text: str) -> None:
         """Sets the value at a dotted path from command-line text, read by the field's type (see `parse_text`).
 
-        Where a config may stand, the name of a class or function puts that component there, with fresh defaults: dotted
-        (`optax.lion`), or bare (`lion`) when it lies beside the present one.
-
-        Raises:
-            ConfigError: unknown path, text that does not fit, or a name that may not be resolved.
+        Where a config may stand, the dotted name of a class or function (`optax.lion`) puts that component there, with
+        fresh defaults; so does JSON with a "$class".
         """
-        node, name, keys = self._walk(path)
-        hint, present = node._field(name).hint, node._fields.get(name)
-        for key in keys:
-            hint = element_hint(hint, key)
-            present = present.get(key) if isinstance(present, dict) else present[int(key)] if present else None
-        self.set_path(path, _from_text(hint, text, path, present))
-
-    # -- as data
+        node, name, keys, _ = self._walk_to(path)
+        hint = functools.reduce(element_hint, keys, node._field(name).hint)
+        if '"$class"' in text:
+            value = _decode(literal(text), path)
+        elif accepts_config(hint) and config_names.is_trusted(text):
+            value = config_for(config_names.resolve(text, path))
+        else:
+            try:
+                value = parse_text(hint, text, path)
+            except FieldTypeError as error:
+                if accepts_config(hint):
+                    inside = ", ".join(config_names.TRUSTED)
+                    error.args = (f"{error.args[0]}; a component goes by its dotted name, inside {inside}",)
+                raise
+        self.set_path(path, value)
 
     def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]:
         """Plain JSON data: {"$class": "framework.layers.linear.Linear", "out": 8, ...}, in signature order."""
-        result: dict[str, Any] = {"$class": name_of(self._target)}
-        for name, value in self._ordered_fields.items():
-            result[name] = encode(
-                self._schema.fields[name].hint, self._checked(name, value, self._at(name)), _component
-            )
-        return result
+        fields = {name: self._checked(name, value, self._at(name)) for name, value in self._ordered_fields.items()}
+        return {"$class": name_of(self._target), **json.loads(json.dumps(fields, default=Config.to_dict))}
 
     def to_json(self, json_encoder_cls: Any = None, **options: Any) -> str:
         """`to_dict` as text, indented by 2, the same for equal configs. `options` go to json.dumps."""
-        return json.dumps(self.to_dict(), **{"indent": 2, "allow_nan": False, **options})
+        return json.dumps(self.to_dict(), **{"indent": 2, **options})
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Config":
-        """The config of what `to_dict` returned. Nothing is called; nothing untrusted is imported.
-
-        Raises:
-            UntrustedNameError: a "$class" outside of what `framework.config_names` trusts.
-            ConfigError: a field that the class does not take, or a value that does not fit it.
-        """
-        try:
-            config = decode(data, "", _component)
-        except RecursionError as error:
-            raise ConfigError("nested too deeply for a config") from error
+        """The config of what `to_dict` returned, every field checked. Nothing is called; nothing untrusted is imported:
+        a "$class" outside of what `framework.config_names` trusts raises UntrustedNameError."""
+        config = _decode(data, "")
         if not isinstance(config, Config):
             raise FieldTypeError(f"expected a dict with a '$class', given {show(data)}")
         return config
@@ -348,23 +279,17 @@ class Config(ConfigBase):
     def from_json(text: str | bytes) -> "Config":
         """`from_dict` of JSON text."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            return Config.from_dict(json.loads(text))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"not valid JSON: {error}") from error
-        return Config.from_dict(data)
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """(dotted path, value), depth first in signature order. Unset is REQUIRED; a list of plain values is one."""
-        yield from ((path, value) for path, value in self.walk() if not isinstance(value, Config))
+        return ((path, value) for path, value in self.walk() if not isinstance(value, Config))
 
-    def walk(self, path: str = "") -> Iterator[tuple[str, Any]]:
+    def walk(self) -> Iterator[tuple[str, Any]]:
         """As `leaves`, and each config, this one included, before what is in it."""
-        yield path, self
-        for name, field in self._schema.fields.items():
-            if name in self._fields:
-                yield from _walk_value(join(path, name), self._fields[name])
-            elif field.default is REQUIRED:
-                yield join(path, name), REQUIRED
+        return _walk("", self)
 
 
 def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
@@ -372,96 +297,62 @@ def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
 
     A component of another class is listed by both names, at its own path.
     """
-    sides = []
-    for config in (left, right):
-        sides.append({path: name_of(v._target) if isinstance(v, Config) else v for path, v in config.walk()})
-    paths = dict.fromkeys([*sides[0], *sides[1]])
-    rows = [(path, sides[0].get(path, ABSENT), sides[1].get(path, ABSENT)) for path in paths]
+    one, two = (
+        {path: name_of(v._target) if isinstance(v, Config) else v for path, v in config.walk()}
+        for config in (left, right)
+    )
+    rows = [(path, one.get(path, ABSENT), two.get(path, ABSENT)) for path in one | two]
     return [(path, a, b) for path, a, b in rows if a != b or type(a) is not type(b)]
 
 
-def _walk_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Config):
-        yield from value.walk(path)
+        yield path, value
+        there = {name: value._fields.get(name, field.default) for name, field in value._schema.items()}
+        items = [(name, item) for name, item in there.items() if name in value._fields or item is REQUIRED]
     elif isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _walk_value(join(path, key), item)
+        items = value.items()
     elif isinstance(value, list | tuple) and any(isinstance(item, Config | dict) for item in value):
-        for index, item in enumerate(value):
-            yield from _walk_value(join(path, str(index)), item)
+        items = enumerate(value)
     else:
         yield path, value
+        return
+    for key, item in items:
+        yield from _walk(join(path, key), item)
 
 
-def _build(value: Any, path: str, field: Field) -> Any:
+def _build(value: Any, path: str, keeps_config: bool) -> Any:
     """A value of a config as its constructor receives it. `value` is ours to hand out: it is a copy."""
     if isinstance(value, Config):
         object.__setattr__(value, "_path", path)
-        return value if field.keeps_config else value.instantiate()
+        return value if keeps_config else value.instantiate()
     if isinstance(value, list | tuple):
-        return type(value)(_build(item, join(path, str(index)), field) for index, item in enumerate(value))
+        return type(value)(_build(item, join(path, index), keeps_config) for index, item in enumerate(value))
     if isinstance(value, dict):
-        return {key: _build(item, join(path, key), field) for key, item in value.items()}
-    if isinstance(value, str):
-        for arm in arms(field.hint):
-            if isinstance(arm, type) and issubclass(arm, enum.Enum) and value in arm.__members__:
-                return arm[value]
+        return {key: _build(item, join(path, key), keeps_config) for key, item in value.items()}
     return value
 
 
-def _from_text(hint: Any, text: str, path: str, present: Any) -> Any:
-    if '"$class"' in text and isinstance(data := literal(text), list | dict):
-        return decode(data, path, _component)
-    try:
-        value, mismatch = parse_text(hint, text), None
-    except Mismatch as error:
-        value, mismatch = None, error
-    # Text that fits as data is a component's name only if it could not be mistaken: dotted, in a trusted package.
-    beside = name_of(present._target) if isinstance(present, Config) else ""
-    named = config_names.is_name(text) and ("." in text or beside)
-    if accepts_config(hint) and named and (mismatch or config_names.is_trusted(text)):
-        try:
-            return config_for(config_names.resolve(text) if "." in text else config_names.resolve_beside(beside, text))
-        except UntrustedNameError as error:
-            raise UntrustedNameError(f"expected a component: {error}", path=path) from None
-    if mismatch:
-        raise mismatch.error(path, text)
-    return value
-
-
-def _next_key(value: Any, parts: list[str], path: str) -> str:
-    """The next key of a path into a list or dict. Dict keys may hold dots, so the longest that is there wins."""
-    if isinstance(value, dict):
-        there = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        found = next((key for key in there if key in value), parts[0])
-        if found in value or len(parts) == 1:
-            return found
-        message = f"no such key{did_you_mean(found, value)}"
-    elif parts[0].isdecimal() and int(parts[0]) < len(value):
-        return str(int(parts[0]))
-    else:
-        message = f"no such index; valid: 0 to {len(value) - 1}" if value else "no such index: it is empty"
-    raise UnknownFieldError(message, path=join(path, parts[0]))
-
-
-def _replaced(value: Any, keys: list[str], new: Any) -> Any:
+def _replaced(value: Any, keys: list[Any], new: Any) -> Any:
     """A copy of nested lists and dicts with one element replaced."""
     if not keys:
         return new
-    key, rest = keys[0], keys[1:]
     if isinstance(value, dict):
-        return {**value, key: _replaced(value.get(key), rest, new)}
-    return type(value)(_replaced(item, rest, new) if str(i) == key else item for i, item in enumerate(value))
+        return {**value, keys[0]: _replaced(value.get(keys[0]), keys[1:], new)}
+    return [_replaced(item, keys[1:], new) if index == keys[0] else item for index, item in enumerate(value)]
 
 
-def _component(data: dict[str, Any], path: str) -> Config:
-    """The config of a dict with a "$class", every field checked."""
-    try:
-        config = Config(config_names.resolve(data["$class"]))
-    except UntrustedNameError as error:
-        raise UntrustedNameError(str(error), path=path) from None
-    for name, value in data.items():
-        if name != "$class":
-            here = join(path, name)
-            config._fields[name] = config._checked(name, decode(value, here, _component), here)
+def _decode(data: Any, path: str) -> Any:
+    """The value of JSON data; a dict with a "$class" is a config, every field checked."""
+    if isinstance(data, list):
+        return [_decode(item, join(path, index)) for index, item in enumerate(data)]
+    if not isinstance(data, dict):
+        return data
+    # The class first: importing it is what makes the names loadable that it configures itself.
+    config = Config(config_names.resolve(data["$class"], path)) if "$class" in data else None
+    values = {key: _decode(item, join(path, key)) for key, item in data.items() if key != "$class"}
+    if config is None:
+        return values
+    for name, value in values.items():
+        config._fields[name] = config._checked(name, value, join(path, name))
     return config

@@ -10,19 +10,14 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A mistake in a config, told in one line.
-
-    Attributes:
-        path: dotted path of the field or component at fault; "" when it concerns the whole config.
-    """
+    """A mistake in a config, told in one line. `path`: dotted path of what is at fault, "" for the whole config."""
 
     def __init__(self, message: str, *, path: str = ""):
-        super().__init__(f"{path}: {message}" if path else message)
+        super().__init__(message)
         self.path = path
 
-    # KeyError.__str__ would otherwise print the repr of the message in the subclasses below.
     def __str__(self) -> str:
-        return str(self.args[0])
+        return f"{self.path}: {self.args[0]}" if self.path else self.args[0]
 
 
 class UnknownFieldError(ConfigError, AttributeError, KeyError):
@@ -45,25 +40,9 @@ class UntrustedNameError(ConfigError):
     """A dotted name that a saved config or the command line may not resolve."""
 
 
-class Mismatch(Exception):
-    """Internal: a value does not fit a hint. `where` is the path inside the value, outermost key first."""
-
-    def __init__(
-        self, expected: str, given: Any, *, where: tuple[str, ...] = (), right_type: bool = False, near: str = ""
-    ):
-        super().__init__(expected)
-        self.expected, self.given, self.where, self.right_type, self.near = expected, given, where, right_type, near
-
-    def at(self, key: Any) -> "Mismatch":
-        """The same, seen from one container further out."""
-        where = (str(key), *self.where)
-        return Mismatch(self.expected, self.given, where=where, right_type=self.right_type, near=self.near)
-
-    def error(self, path: str, text: str | None = None) -> ConfigError:
-        """The error for users. `text`: what they typed, where that says more than its reading."""
-        given = show(self.given) if text is None or self.where else repr(text)
-        kind = FieldRangeError if self.right_type else FieldTypeError
-        return kind(f"expected {self.expected}, given {given}{self.near}", path=".".join((path, *self.where)))
+def join(path: str, name: Any) -> str:
+    """The dotted path of `name` under `path`; the root's path is ""."""
+    return f"{path}.{name}" if path else str(name)
 
 
 def show(value: Any) -> str:

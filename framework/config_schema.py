@@ -1,154 +1,248 @@
-"""The schema of a component, read from its constructor's signature: names, type hints, defaults, what is required.
+"""The schema of a component, read from its constructor's signature, and what its type hints allow.
 
-Imports `framework.config_types` and `framework.config_names`.
+Only data sits in a config (bool, int, float, str, None, list, tuple, dict with text keys, Config), so a hint is read as
+the set of data it allows. Coercion is narrow on purpose (int -> float, list <-> tuple): a "1e-3" that becomes a number
+in one place and stays text in another is how typos reach step 1. Alternatives of a hint that are no data (an array, a
+callable, a protocol) are met by a Config that builds such an object.
+
+Imports `framework.config_errors` and `framework.config_names`.
 """
 
+import collections.abc
 import dataclasses
-import functools
+import enum
 import inspect
-import re
+import operator
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Union
+from collections.abc import Callable, Collection, Iterator
+from typing import Annotated, Any, Literal, Union
 
-from framework.config_errors import ConfigError, Mismatch
+import annotated_types as at
+import ml_collections
+
+from framework.config_errors import ConfigError, FieldRangeError, FieldTypeError, did_you_mean, join, nearest, show
 from framework.config_names import name_of
-from framework.config_types import convert, mentions_config
+
+LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+_NONE = type(None)
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", _NONE: "none", str: "text"}
+# In which order alternatives are tried: what settles the question first; `str` and Any take whatever is left.
+_ORDER = [Literal, _NONE, bool, int, float, *LISTS, tuple, *DICTS, str, Any]
+_SIGNS = {at.Gt: ">", at.Ge: ">=", at.Lt: "<", at.Le: "<="}
 
 
-class _Mark:
-    def __init__(self, name: str):
-        self.name = name
+class Mark(enum.Enum):
+    """What stands where there is no value: an unset field without default; what one side of a `diff` lacks."""
 
-    def __repr__(self) -> str:
-        return self.name
-
-
-REQUIRED: Any = _Mark("REQUIRED")
-"""How an unset field shows in `leaves()` and `diff()`. Never a value of a field: being unset is what required means."""
-
-ABSENT: Any = _Mark("ABSENT")
-"""How `diff()` shows what one of the two configs does not have."""
-
-OPAQUE: Any = _Mark("OPAQUE")
-"""A default that is no data (a dtype object, a function). The field stays unset, and the constructor uses its own."""
+    REQUIRED = 1
+    ABSENT = 2
 
 
-@dataclasses.dataclass
-class Field:
-    """One parameter of a constructor."""
+REQUIRED: Any = Mark.REQUIRED
+ABSENT: Any = Mark.ABSENT
 
-    name: str
-    annotation: Any
-    scope: Mapping[str, Any]  # the globals in which the annotation is resolved
-    own_default: Any = REQUIRED  # as the signature has it
-    default: Any = REQUIRED  # as a config stores it; REQUIRED or OPAQUE when it stores none
-    widened: tuple[type, ...] = ()  # types that only the default shows: `x: int = None`
 
-    @functools.cached_property
-    def _resolved(self) -> Any:
-        if self.annotation is inspect.Parameter.empty:
-            return Any
-        holder = types.SimpleNamespace(__annotations__={"hint": self.annotation})
-        return typing.get_type_hints(holder, globalns=dict(self.scope), include_extras=True)["hint"]
+class ConfigBase(ml_collections.ConfigDict):
+    """What `Config` derives from. It exists so that this module can recognise a Config without importing it."""
 
-    @property
-    def hint(self) -> Any:
-        """The resolved hint. What cannot be resolved stays as it is and accepts any data; it is tried again next time,
-        since a class may be configured above the class that its own hints name."""
-        try:
-            hint = self._resolved
-        except (NameError, AttributeError, TypeError, SyntaxError):
-            hint = self.annotation
-        return Union[(hint, *self.widened)] if self.widened else hint
-
-    @property
-    def keeps_config(self) -> bool:
-        """Whether the constructor wants configs as they are, to instantiate them itself."""
-        hint = self.hint
-        return bool(re.search(r"\bConfig\b", hint)) if isinstance(hint, str) else mentions_config(hint)
-
-    def set_default(self, owner: str, own_default: Any) -> None:
-        """Takes the signature's default over, as data where it is data."""
-        self.own_default = own_default
-        try:
-            self.default = convert(self.hint, own_default)
-        except Mismatch as mismatch:
-            if mismatch.right_type:
-                raise mismatch.error(f"{owner}.{self.name}, by default") from None
-            try:
-                self.default = convert(Any, own_default)
-                self.widened = (type(own_default),)
-            except Mismatch:
-                self.default = OPAQUE
+    _target: Callable[..., Any]
+    copy: Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Schema:
-    """Fields in signature order; `positional` go by position: those before `variadic`, the name after `*`."""
+class Field:
+    """One parameter of a constructor."""
 
-    fields: dict[str, Field]
-    positional: tuple[str, ...] = ()
-    variadic: str | None = None
+    hint: Any  # one whose names cannot be resolved stays text, and accepts any data
+    default: Any = REQUIRED  # the signature's
+    is_data: bool = False  # whether the default is data, so that a config holds it; else the constructor uses its own
 
 
-def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> Schema:
-    """Reads a function, or a class: its `__init__`, and that of its bases for as long as `**kwargs` forwards to them.
+def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[str, Field]:
+    """The fields of a function, or of a class: its `__init__`, and its bases' while `**kwargs` forwards to them.
 
-    Parameters that start with an underscore and have a default are not fields.
-
-    Raises:
-        ConfigError: no readable signature, a parameter named as one of `reserved`, or a default out of its own range.
+    Parameters that start with an underscore and have a default, and `*args`, are not fields. Raises ConfigError when
+    there is no readable signature, for names that are `reserved`, and for a default out of its own range.
     """
     owner = name_of(target)
+    bases = [cls for cls in target.__mro__ if "__init__" in vars(cls)] if isinstance(target, type) else []
     fields: dict[str, Field] = {}
-    positional: tuple[str, ...] = ()
-    variadic = None
-    for function, skipped in _constructors(target):
-        try:
-            parameters = list(inspect.signature(function).parameters.values())[skipped:]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{owner} cannot be configured: {error}") from error
-        for parameter in parameters:
-            private = parameter.name.startswith("_") and parameter.default is not parameter.empty
-            if parameter.kind is parameter.VAR_KEYWORD or parameter.name in fields or private:
+    for function in [target, *bases]:
+        forwards = False
+        for name, parameter in _signature(owner, function).parameters.items():
+            forwards |= parameter.kind is parameter.VAR_KEYWORD
+            starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            private = name.startswith("_") and parameter.default is not parameter.empty
+            if starred or private or name in fields:
                 continue
-            if parameter.name in reserved or parameter.name.startswith("_"):
-                renamed = f"{parameter.name.strip('_')}_"
-                raise ConfigError(
-                    f"{owner}: Config needs the name {parameter.name!r} itself; rename it, say {renamed!r}"
-                )
-            scope = getattr(inspect.unwrap(function), "__globals__", {})
-            field = Field(parameter.name, parameter.annotation, scope)
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                variadic, positional = parameter.name, tuple(fields)
-                field.annotation = (
-                    tuple if parameter.annotation is parameter.empty else tuple[parameter.annotation, ...]
-                )
-                field.set_default(owner, ())
-            elif parameter.default is not parameter.empty:
-                field.set_default(owner, _factory_default(target, parameter))
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                positional = (*positional, parameter.name)
-            fields[parameter.name] = field
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            if name in reserved or name.startswith("_") or parameter.kind is parameter.POSITIONAL_ONLY:
+                why = "it goes by position only" if name not in reserved else "Config needs that name itself; rename it"
+                raise ConfigError(f"{owner}: parameter {name!r} cannot be a field: {why}")
+            fields[name] = _field(f"{owner}.{name}", parameter)
+        if not forwards:
             break
-    return Schema(fields, positional, variadic)
+    return fields
 
 
-def _constructors(target: Callable[..., Any]) -> list[tuple[Callable[..., Any], int]]:
-    """(function, number of leading parameters to skip), in the order in which `**kwargs` is forwarded."""
-    if not isinstance(target, type):
-        return [(target, 0)]
-    own = [vars(cls).get("__init__") for cls in target.__mro__]
-    # A class without an `__init__` in Python (a NamedTuple, say) still has a signature.
-    return [(function, 1) for function in own if inspect.isfunction(function)] or [(target, 0)]
+def _signature(owner: str, function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function, eval_str=True)
+    except (NameError, AttributeError, SyntaxError):
+        return inspect.signature(function)  # names that only type checkers import: those hints stay text
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{owner} cannot be configured: {error}") from error
 
 
-def _factory_default(target: Any, parameter: inspect.Parameter) -> Any:
-    """The default of a parameter; for a dataclass field with a factory, what the factory makes."""
-    field = getattr(target, "__dataclass_fields__", {}).get(parameter.name)
-    if field is not None and field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return parameter.default
+def _field(path: str, parameter: inspect.Parameter) -> Field:
+    hint, default = Any if parameter.annotation is parameter.empty else parameter.annotation, parameter.default
+    if default is parameter.empty:
+        return Field(hint)
+    if default is None and not isinstance(hint, str):
+        hint = Union[hint, None]  # noqa: UP007 (`x: int = None` is common in other people's code)
+    try:
+        return Field(hint, convert(hint, default, f"{path}, by default"), is_data=True)
+    except FieldTypeError:
+        return Field(hint, default)
+
+
+def arms(hint: Any) -> list[Any]:
+    """The alternatives of a hint, in the order in which they are tried."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return sorted((arm for part in args for arm in arms(part)), key=_rank)
+    if origin is Annotated:
+        return [Annotated[(arm, *hint.__metadata__)] for arm in arms(args[0])]
+    # A hint that nobody can resolve must not refuse a good value.
+    if hint is object or isinstance(hint, str | typing.ForwardRef | typing.TypeVar):
+        return [Any]
+    return [_NONE if hint is None else hint]
+
+
+def split(arm: Any) -> tuple[Any, tuple[Any, ...]]:
+    """(origin or the type itself, arguments) of an alternative, through Annotated: `list[int]` -> (list, (int,))."""
+    while typing.get_origin(arm) is Annotated:
+        arm = typing.get_args(arm)[0]
+    return typing.get_origin(arm) or arm, typing.get_args(arm)
+
+
+def _rank(arm: Any) -> int:
+    base = split(arm)[0]
+    return _ORDER.index(base) if base in _ORDER else len(_ORDER)
+
+
+def mentions_config(hint: Any) -> bool:
+    """Whether a parameter wants configs as they are: `Config`, `Config | None`, `list[Config]`, `dict[str, Config]`."""
+    if isinstance(hint, str):
+        return "Config" in hint
+    parts = [split(arm) for arm in arms(hint)]
+    return any((isinstance(b, type) and issubclass(b, ConfigBase)) or any(map(mentions_config, a)) for b, a in parts)
+
+
+def accepts_config(hint: Any) -> bool:
+    """Whether a Config itself may stand here: where a hint asks for one, for any data, or for what is no data."""
+    return any(_rank(arm) >= _ORDER.index(Any) for arm in arms(hint))
+
+
+def element_hint(hint: Any, key: str | int) -> Any:
+    """The hint of `value[key]` for a value of the given hint; Any where the hint does not say."""
+    for base, args in map(split, arms(hint)):
+        if args and (base in LISTS or (base is tuple and args[-1] is Ellipsis)):
+            return args[0]
+        if base is tuple and int(key) < len(args):
+            return args[int(key)]
+        if base in DICTS and len(args) == 2:
+            return args[1]
+    return Any
+
+
+def expected(hint: Any) -> str:
+    """A hint in words: `an integer > 0 or none`."""
+    choices = sorted(arms(hint), key=lambda arm: arm is _NONE)
+    return " or ".join(dict.fromkeys(map(_arm_in_words, choices)))
+
+
+def _arm_in_words(arm: Any) -> str:
+    base, args = split(arm)
+    if base is Literal:
+        words = f"one of {', '.join(map(repr, args))}"
+    elif base is tuple and args and args[-1] is not Ellipsis:
+        words = f"a tuple of {len(args)} ({', '.join(map(expected, args))})"
+    elif base is tuple or base in LISTS:
+        words = f"a {'tuple' if base is tuple else 'list'}" + (f" (each: {expected(args[0])})" if args else "")
+    elif base in DICTS:
+        words = "a dict with text keys" + (f" (each value: {expected(args[1])})" if args else "")
+    else:
+        words = _WORDS.get(base, "data or a config" if base is Any else "a config")
+    limits = " and ".join(f"{limit} {bound}" for limit, bound, _ in _limits(arm))
+    return f"{words} {limits}".strip()
+
+
+def _limits(hint: Any) -> Iterator[tuple[str, Any, Callable[[Any, Any], bool]]]:
+    """(sign, bound, test) of each annotated-types limit. Other metadata is documentation, not a limit."""
+    for limit in getattr(hint, "__metadata__", ()):
+        for one in limit if isinstance(limit, at.Interval) else [limit]:
+            if type(one) in _SIGNS:
+                name = type(one).__name__.lower()  # gt: the attribute of Gt, and the function of `operator`
+                yield _SIGNS[type(one)], getattr(one, name), getattr(operator, name)
+            elif isinstance(one, at.BaseMetadata | at.GroupedMetadata):
+                raise ConfigError(f"{one!r} is not supported in a type hint; use Gt, Ge, Lt, Le, Interval")
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """`value` as a field of this hint stores it; containers and configs are copied. Raises FieldTypeError or
+    FieldRangeError at `path` when the value does not fit, or at the path of the element that does not."""
+    failures: list[ConfigError] = []
+    for arm in arms(hint):
+        try:
+            result = _convert_arm(arm, value, path)
+        except ConfigError as failure:
+            failures.append(failure)
+            continue
+        if isinstance(result, ConfigBase) or all(test(result, bound) for _, bound, test in _limits(arm)):
+            return result
+        failures.append(FieldRangeError("", path=path))
+    inner = [failure for failure in failures if failure.path != path]
+    if len(inner) == 1:
+        raise inner[0]
+    choices = [str(choice) for base, args in map(split, arms(hint)) if base is Literal for choice in args]
+    near = did_you_mean(value, choices) if isinstance(value, str) and nearest(value, choices) else ""
+    kind = FieldRangeError if any(isinstance(failure, FieldRangeError) for failure in failures) else FieldTypeError
+    raise kind(f"expected {expected(hint)}, given {show(value)}{near}", path=path)
+
+
+def _convert_arm(arm: Any, value: Any, path: str) -> Any:
+    """`convert` for one alternative, its limits aside. An error at `path` itself needs no words: `convert` has them."""
+    base, args = split(arm)
+
+    def element(key: Any, item: Any) -> Any:
+        return convert(element_hint(arm, key), item, join(path, key))
+
+    if isinstance(value, ConfigBase) and accepts_config(arm):
+        return value.copy()
+    if base is Any:
+        base = next((kind for kind in (bool, int, float, str, dict, _NONE) if isinstance(value, kind)), list)
+    if base is Literal:
+        for choice in args:
+            if choice == value and type(choice) is type(value):
+                return choice
+        if type(value) in map(type, args):
+            raise FieldRangeError("", path=path)
+    elif base in LISTS and isinstance(value, list | tuple):
+        # A list, also of a tuple: where the hint does not say tuple, JSON could not bring one back.
+        return [element(key, item) for key, item in enumerate(value)]
+    elif base is tuple and isinstance(value, list | tuple):
+        if args and args[-1] is not Ellipsis and len(args) != len(value):
+            raise FieldRangeError("", path=path)
+        return tuple(element(key, item) for key, item in enumerate(value))
+    elif base in DICTS and isinstance(value, dict):
+        if all(isinstance(key, str) and key and not key.startswith("$") for key in value):
+            return {key: element(key, item) for key, item in value.items()}
+    elif base in (bool, _NONE) and isinstance(value, base):
+        return value
+    elif base is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif base in (int, str) and isinstance(value, base) and not isinstance(value, bool):
+        return base(value)  # without a subclass: numpy's, an Enum's
+    raise FieldTypeError("", path=path)

@@ -1,89 +1,56 @@
-"""Command-line text read by a field's type hint. Nothing is evaluated: JSON, Python literals, and plain words.
+"""Values as text: read from the command line by a field's type hint, and written back. Nothing is evaluated.
 
-Imports `framework.config_types`. Dotted class names are read in `framework.config`, which knows what may be resolved.
+Imports `framework.config_schema`. Names of components are read in `framework.config`.
 """
 
 import ast
+import contextlib
 import json
+import math
 import re
-import typing
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from framework.config_errors import Mismatch
-from framework.config_types import DICTS, LISTS, arms, convert_arm, element_hint, first_fit, split
+from framework.config_errors import ConfigError, join
+from framework.config_names import name_of
+from framework.config_schema import LISTS, REQUIRED, ConfigBase, Mark, arms, convert, element_hint, split
 
-_INTEGER = re.compile(r"[+-]?\d+(_\d+)*\Z")
-# What settles the question goes first. `str` takes anything, so it goes last, but for Any, which guesses.
-_ORDER = {Literal: 0, type(None): 1, bool: 2, int: 3, float: 4, str: 8, Any: 9}
-_OTHER = 6
+_PLAIN = re.compile(r"[\w./:*+-]+\Z")
+_WORDS = {"none": None, "null": None, "true": True, "false": False, "inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def parse_text(hint: Any, text: str) -> Any:
-    """The value that `text` stands for under this hint.
-
-    int: `12`, `1_000`; float: `3e-4`, `inf`; bool: `true`, `false`; None: `none`; text: as it is, or quoted;
-    list, tuple and dict: JSON, a Python literal, or `a,b,c`.
-
-    Raises:
-        Mismatch: no reading of the text fits.
-    """
-    choices = sorted(arms(hint), key=lambda arm: _ORDER.get(split(_bare(arm))[0], _OTHER))
-    return first_fit(hint, text, [lambda arm=arm: convert_arm(arm, _read(_bare(arm), text)) for arm in choices])
-
-
-def _bare(arm: Any) -> Any:
-    while typing.get_origin(arm) is Annotated:
-        arm = typing.get_args(arm)[0]
-    return arm
-
-
-def _read(arm: Any, text: str) -> Any:
-    """The natural value of `text` for one alternative; the text itself when there is none (the check then fails)."""
-    base, args = split(arm)
-    if base is Literal:
-        return next((choice for choice in args if _same(choice, text)), text)
-    if base is type(None):
-        return None if text.lower() in ("none", "null") else text
-    if base is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    if base is int:
-        return int(text) if _INTEGER.match(text) else text
-    if base is float:
-        try:
-            return float(text)
-        except ValueError:
-            return text
-    if base is str:
-        quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'"
-        return text[1:-1] if quoted else text
-    if base in LISTS or base is tuple:
-        value = literal(text)
-        if isinstance(value, list | tuple):
-            return value
-        parts = [part.strip() for part in text.split(",")] if text else []
-        return [_read_element(element_hint(arm, str(index)), part) for index, part in enumerate(parts)]
-    return literal(text) if base in DICTS or arm is Any else text
-
-
-def _same(choice: Any, text: str) -> bool:
-    return str(choice) == text or (not isinstance(choice, str) and str(choice).lower() == text.lower())
-
-
-def _read_element(hint: Any, text: str) -> Any:
+def parse_text(hint: Any, text: str, path: str) -> Any:
+    """The value that `text` stands for under this hint: `12`, `3e-4`, `true`, `none`, a choice, text with or without
+    quotes, JSON, a Python literal, or `a,b,c` where a list may stand. Raises as `convert` does."""
+    kinds = [split(arm) for arm in arms(hint)]
+    chosen = any(base is Literal and text in choices for base, choices in kinds)  # "none" may be a choice
     try:
-        return parse_text(hint, text)
-    except Mismatch:
-        return text  # the check of the whole list then says which element it is
+        return convert(hint, text if chosen else literal(text), path)
+    except ConfigError as error:
+        failure = error
+    with contextlib.suppress(ConfigError):
+        return convert(hint, text, path)
+    if text.startswith(("[", "(", "{")) or not any(base in (*LISTS, tuple) for base, _ in kinds):
+        raise failure
+    parts = enumerate(text.split(",") if text else [])
+    return convert(hint, [parse_text(element_hint(hint, i), part.strip(), join(path, i)) for i, part in parts], path)
 
 
 def literal(text: str) -> Any:
-    """JSON, else a Python literal, else none/true/false in any case, else the text itself."""
-    words = {"none": None, "null": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
+    """JSON, else a Python literal, else none, true, false, inf or nan in any case, else the text itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     for read in (json.loads, ast.literal_eval):
-        try:
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             return read(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            continue  # not of that form; the last form is the text itself
     return text
+
+
+def as_text(value: Any) -> str:
+    """A value as one writes it on the command line: a config by its name; "?" for an unset one, "-" for none at all."""
+    if isinstance(value, ConfigBase):
+        return name_of(value._target)
+    if isinstance(value, Mark):
+        return "?" if value is REQUIRED else "-"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) and literal(value) == value and _PLAIN.match(value) else repr(value)

@@ -12,15 +12,7 @@ from framework.config import Config, PositiveInt, config_for
 
 
 class Rule:
-    """What differs by accelerator.
-
-    Args:
-        pattern: which accelerators.
-        set: values by dotted path.
-    """
-
-    def __init__(self, *, pattern: str, set: dict):
-        pass
+    def __init__(self, *, pattern: str, set: dict): ...
 
 
 class Layer:
@@ -32,8 +24,7 @@ class Layer:
             over two lines.
     """
 
-    def __init__(self, *, dim: PositiveInt, heads: PositiveInt = 4):
-        pass
+    def __init__(self, *, dim: PositiveInt, heads: PositiveInt = 4): ...
 
 
 class Exp:
@@ -52,8 +43,7 @@ class Exp:
         steps: int = 10,
         accelerator_rules: list[Config] = [],
         note: str = "a b",
-    ):
-        pass
+    ): ...
 
 
 def mine() -> Config:
@@ -82,22 +72,8 @@ def broken():
     return config
 
 
-def wrong_rule():
-    config = mine()
-    config.accelerator_rules = [config_for(Rule, pattern="h200x*", set={"remta": "full"})]
-    return config
-
-
 def no_config():
     return 3
-
-
-def needs(argument):
-    return argument
-
-
-def _helper():
-    return mine()
 
 
 CONFIGS = {"mine-again": mine}
