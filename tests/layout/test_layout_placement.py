@@ -170,10 +170,16 @@ def test_fetch_and_store_move_what_the_layout_says_and_nothing_else(table):
     group = table.specs["optimizer"]
     x = jax.device_put({"mu": {"w": np.ones((8, 4), np.float32)}}, table.shardings(group))
 
+    def space(tree):
+        return jax.typeof(tree["mu"]["w"]).memory_space
+
     def through(tree):
         fetched = table.fetch("optimizer", tree)
-        return table.store("optimizer", jax.tree.map(lambda a: a + 1, fetched))
+        stored = table.store("optimizer", jax.tree.map(lambda a: a + 1, fetched))
+        assert (space(tree), space(fetched), space(stored)) == (host, jax.memory.Space.Device, host)
+        return stored
 
+    host = jax.memory.Space.Host
     out = jax.jit(through, out_shardings=table.shardings(group))(x)
     assert out["mu"]["w"].sharding.memory_kind == "pinned_host"
     assert np.all(np.asarray(out["mu"]["w"]) == 2)

@@ -56,6 +56,9 @@ def test_packed_documents_are_as_if_each_were_alone(built):
         alone[0, : end - start] = TOKENS[row, start:end]
         expected = logits({"tokens": alone})[0, : end - start]
         np.testing.assert_allclose(packed[row, start:end], expected, rtol=1e-4, atol=1e-4)
+    # Positions are what the batch says they are (rotary ones matter by their distance only).
+    stretched = logits({"tokens": TOKENS, "segments": segments, "positions": 2 * positions})
+    assert difference(stretched, packed)[0, 1:5].min() > 1e-3
     # Without the mask they do see each other.
     assert difference(packed, logits({"tokens": TOKENS}))[0, 5:].min() > 1e-3
 
