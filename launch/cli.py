@@ -183,11 +183,13 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
 
 def is_user_error(error: BaseException) -> bool:
     """Whether an error is a message for the user rather than a bug: a ConfigError, a missing or forbidden file, or a
-    ValueError that Plimsoll's own code raised (one raised inside JAX or numpy is not meant for the user)."""
+    ValueError or ImportError that Plimsoll's own code raised (one from inside JAX or numpy is not for the user)."""
     if isinstance(error, (ConfigError, *_FILE_ERRORS)):
         return True
     # JAX cuts its own frames out of a traceback, and notes that it did: who raised the error cannot be seen then.
-    if not isinstance(error, ValueError) or any("JAX" in note for note in getattr(error, "__notes__", ())):
+    if not isinstance(error, (ValueError, ImportError)) or any(
+        "JAX" in note for note in getattr(error, "__notes__", ())
+    ):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("framework", "configs", "launch")
