@@ -37,9 +37,13 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def barrier(name: str) -> None:
-    """Waits until every process is here."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
+def barrier(name: str, *, minutes: int = 120) -> None:
+    """Waits until every process is here, through the coordinator.
 
-        multihost_utils.sync_global_devices(name)
+    Not by a collective on the devices: that gives up after half a minute on CPU, and one process may have a corpus to
+    tokenize, or a program to compile that the others found in their cache.
+    """
+    if jax.process_count() > 1:
+        from orbax.checkpoint import multihost  # its door to the coordinator's barrier, which JAX keeps private
+
+        multihost.get_barrier_sync_fn()(key=name, timeout_ms=minutes * 60_000)

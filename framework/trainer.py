@@ -176,6 +176,7 @@ class Trainer:
         """
         self.progress.status("compiling")
         self.program.compiled_step  # noqa: B018  (before the first batch is read)
+        distributed.barrier("compiled")
         self.progress.status("")
         with stop_signals() as stop:
             while True:
