@@ -5,12 +5,13 @@ import json
 import math
 import random
 import statistics
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tools.bench import contestants, cpu_peers, first_step
+from tools.bench import contestants, cpu_parts, cpu_peers, first_step
 from tools.bench.contestants import overrides, train_in_turns
 from tools.bench.cpu_peers import Result, check_equal, check_loss, summarize, table
 from tools.bench.ratios import median_interval, quantile, ratio
@@ -249,3 +250,37 @@ def test_the_whole_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_start_that_fails_is_an_error(tmp_path: Path):
     with pytest.raises(ContestantError, match="made no step"):
         first_step.first_step_seconds(TINY, tmp_path / "absent.bin", tmp_path / "cache", cpu_peers.ENVIRONMENT)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_the_same_in_both_tables_and_sum_up():
+    size = SIZES["6x384"]
+    parts = cpu_parts.counts(size)
+    fast = dict.fromkeys(parts, 0.001)
+    slow = {part: 0.003 if part == "attention" else 0.001 for part in parts}
+    header, *lines = cpu_parts.rows(size, slow, fast)
+    assert [line[0] for line in lines] == [*parts, "sum"]
+    cells = dict(zip(header, next(line for line in lines if line[0] == "attention"), strict=True))
+    assert cells["JAX / torch"] == "3.00"
+    assert cells["JAX ms per step"] == "18.0"  # six layers
+    total = sum(parts.values())
+    assert [float(cell) for cell in lines[-1][-2:]] == [total + 12.0, total]
+
+
+def test_jax_parts_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpu_parts, "SQUARE", 8)
+    parts = cpu_parts.jax_parts(TINY)
+    assert parts.keys() == cpu_parts.counts(TINY).keys()
+    monkeypatch.setattr(cpu_parts, "SECONDS", 0.0)
+    assert all(cpu_parts.shortest(part, time.perf_counter) > 0 for part in parts.values())
+
+
+@pytest.mark.peers
+def test_torch_parts_run():
+    pytest.importorskip("torch")
+    parts = cpu_parts.torch_parts(TINY)
+    assert parts.keys() == cpu_parts.counts(TINY).keys()
+    for part in parts.values():
+        part()

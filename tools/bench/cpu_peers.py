@@ -19,6 +19,7 @@ import json
 import math
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -241,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if REFERENCE not in args.contestants:
         parser.error(f"--contestants: {REFERENCE} must be one of them, the others are measured against it")
+    # Stopped from outside, it ends its contestants too; by default Python would leave without.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     record: dict[str, Any] = {
         "command": " ".join(["python -m tools.bench.cpu_peers", *(sys.argv[1:] if argv is None else argv)]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),

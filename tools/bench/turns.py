@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 ROOT = Path(__file__).parents[2]
+CLOSE_S = 60.0  # one that compiles looks at its stdin only afterwards
 
 
 class ContestantError(RuntimeError):
@@ -142,7 +143,7 @@ class Worker:
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=60)
+            self._process.wait(timeout=CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
