@@ -18,7 +18,7 @@ def stdlib_tiny() -> Config:
 
     Byte-level BPE trained on the same text; Muon for the matrices, AdamW for the rest.
     """
-    steps = 700
+    steps = 500
     model = llama_model(layers=4, heads=4, dim=128, hidden=344, vocab_size=2048, tied=True)
     model.stack.unroll = 0
     optimizer, rest = muon(peak=0.02, adam_peak=4e-3, steps=steps, warmup=30)
@@ -38,9 +38,9 @@ def stdlib_tiny() -> Config:
         trainer=config_for(
             TrainerOptions,
             max_steps=steps,
-            eval_every=200,
+            eval_every=250,
             eval_batches=20,
-            save_every=200,
+            save_every=250,
             sample_tokens=120,
             sample_prompt="def read_lines(path):\n",
         ),
