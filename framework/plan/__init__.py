@@ -1,0 +1,1 @@
+"""What a run will need, told before it starts: see docs/plan.md."""
