@@ -103,7 +103,8 @@ class Attention(Layer):
         batch, length, _ = x_BSD.shape
 
         def heads(layer: Linear, name: str, count: int) -> jax.Array:
-            y = layer(weights[name], x_BSD, ctx).reshape(batch, length, count, self.head_dim)
+            with jax.named_scope(name):
+                y = layer(weights[name], x_BSD, ctx).reshape(batch, length, count, self.head_dim)
             return ctx.constrain(y, BATCH_AXES, "seq", "model", None)
 
         q_BSNH = heads(self.query, "query", self.num_heads)
@@ -127,7 +128,8 @@ class Attention(Layer):
             implementation=self.implementation,
             mesh=ctx.mesh,
         )
-        y_BSD = self.output(weights["output"], y_BSNH.reshape(batch, length, -1), ctx)
+        with jax.named_scope("output"):
+            y_BSD = self.output(weights["output"], y_BSNH.reshape(batch, length, -1), ctx)
         return ctx.constrain_hidden(y_BSD), Out()
 
     def flops_per_token(self, seq_len: int) -> float:

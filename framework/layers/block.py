@@ -59,7 +59,9 @@ class Block(Layer):
             ("attention", self.attention_norm, self.attention),
             ("mlp", self.mlp_norm, self.mlp),
         ):
-            h_BSD = norm(weights[f"{name}_norm"], x_BSD, ctx)
-            h_BSD, outs[name] = branch.apply(weights[name], h_BSD, ctx.fold(name), layer_state.get(name, {}))
+            with jax.named_scope(f"{name}_norm"):
+                h_BSD = norm(weights[f"{name}_norm"], x_BSD, ctx)
+            with jax.named_scope(name):
+                h_BSD, outs[name] = branch.apply(weights[name], h_BSD, ctx.fold(name), layer_state.get(name, {}))
             x_BSD = x_BSD + ctx.dropout(h_BSD, self.dropout, name)
         return x_BSD, Out.merge(outs)

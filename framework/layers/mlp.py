@@ -70,9 +70,11 @@ class MLP(Layer):
         """x_BSD -> [B, S, D]."""
 
         def hidden(layer: Linear, name: str) -> jax.Array:
-            h_BSF = ctx.constrain(layer(weights[name], carry, ctx), BATCH_AXES, "seq", "model")
+            with jax.named_scope(name):
+                h_BSF = ctx.constrain(layer(weights[name], carry, ctx), BATCH_AXES, "seq", "model")
             return checkpoint_name(h_BSF, f"mlp_{name}")
 
         up_BSF = hidden(self.up, "up")
         h_BSF = self.activation(up_BSF) if self.gate is None else self.activation(hidden(self.gate, "gate")) * up_BSF
-        return ctx.constrain_hidden(self.down(weights["down"], h_BSF, ctx)), Out()
+        with jax.named_scope("down"):
+            return ctx.constrain_hidden(self.down(weights["down"], h_BSF, ctx)), Out()

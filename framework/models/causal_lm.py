@@ -109,8 +109,9 @@ class CausalLM:
         outs: dict[str, Out] = {}
         for name in ("embed", "stack"):
             stage = self.stages[name]
-            weights = stage.prepare(self.stage_params(params, name), ctx)
-            carry, outs[name] = stage.apply(weights, carry, ctx.fold(name), buffers.get(name, {}))
+            with jax.named_scope(name):  # scopes give the compiler's buffers the names of layers
+                weights = stage.prepare(self.stage_params(params, name), ctx)
+                carry, outs[name] = stage.apply(weights, carry, ctx.fold(name), buffers.get(name, {}))
         return carry, outs
 
     def loss(self, params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:
@@ -125,8 +126,9 @@ class CausalLM:
             (f32 scalar, Out): losses are divided by ctx.num_targets, so microbatches add up to their batch.
         """
         carry, outs = self.hidden(params, ctx, buffers)
-        weights = self.head.prepare(self.stage_params(params, "head"), ctx)
-        _, outs["head"] = self.head.apply(weights, carry, ctx.fold("head"), buffers.get("head", {}))
+        with jax.named_scope("head"):
+            weights = self.head.prepare(self.stage_params(params, "head"), ctx)
+            _, outs["head"] = self.head.apply(weights, carry, ctx.fold("head"), buffers.get("head", {}))
         out = Out.merge(outs)
         assert out.loss is not None
         return out.loss, out

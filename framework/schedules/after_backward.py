@@ -35,9 +35,10 @@ def build_step(
         counter = state["counter"]
         ctx = training_context(batch, counter, model, layout, remat)
         (loss, out), grads = accumulated_gradients(model, learner, state, ctx)
-        decision = learner.decide(loss, grads)
-        optimizer = layout.fetch("optimizer", state["optimizer"])
-        params, optimizer, ema = learner.update(state["parameter"], grads, optimizer, state["ema"], decision)
+        with jax.named_scope("update"):
+            decision = learner.decide(loss, grads)
+            optimizer = layout.fetch("optimizer", state["optimizer"])
+            params, optimizer, ema = learner.update(state["parameter"], grads, optimizer, state["ema"], decision)
         new_state = {
             "parameter": params,
             "frozen": state["frozen"],
