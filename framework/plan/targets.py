@@ -1,0 +1,213 @@
+"""Targets: the names of machines that a plan compiles for, without having one.
+
+    v5e-16, v6e-8         TPUs, chips counted    v4-8, v5p-1024, tpu7x-8   TPUs, cores counted, as Cloud names them
+    2xv5e-256             two slices             tpu:v5e:2x4               any topology that libtpu knows
+    h200, h200x8, h100x16 GPUs, eight to a host  cpu:8, local              devices of this machine
+
+Sources: slice sizes and topologies from https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, GPUs from
+https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs. May import: framework.accelerators; JAX
+only inside functions, because `environment` has to come before it and an estimate does without its devices.
+"""
+
+import contextlib
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from framework.accelerators import AcceleratorSpec, accelerator_name, spec_for
+from framework.config_errors import nearest
+
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
+_TOPOLOGIES = {  # of one slice, in chips
+    "v4": _CUBES,
+    "v5e": _FLAT,
+    "v5p": (*_CUBES, "16x16x16", "16x16x24"),
+    "v6e": _FLAT,
+    "tpu7x": (*_CUBES, "16x16x16"),
+}
+_GPU_TEXT = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 shared_memory_per_block: 49152
+  core_count: {} fpus_per_core: {} shared_memory_per_core: {} shared_memory_per_block_optin: {} clock_rate_ghz: {}
+  cuda_compute_capability {{ major: {} }} memory_bandwidth: {} l2_cache_size: {} device_memory_size: {}
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{}"
+"""
+_GPUS = {  # the numbers of that text, in its order
+    "h200": (132, 128, 233472, 232448, 1.98, 9, 4_800_000_000_000, 62914560, 149_000_000_000),
+    "h100": (132, 128, 233472, 232448, 1.98, 9, 3_352_320_000_000, 52428800, 84_942_979_072),
+    "a100-80": (108, 64, 167936, 166912, 1.41, 8, 2_039_040_000_000, 41943040, 85_100_068_864),
+    "a100-40": (108, 64, 167936, 166912, 1.41, 8, 1_555_200_000_000, 41943040, 42_331_013_120),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine to plan for.
+
+    Attributes:
+        name: as `accelerators.accelerator_name` calls its devices; rules by accelerator match it.
+        spec: what one of its devices has.
+        num_devices, num_processes: jax devices, and hosts (on Cloud: VMs), of all slices together.
+        topology: chips along each dimension of a slice, "4x4"; empty where it is no TPU.
+        num_slices: TPU slices.
+        limit_bytes: what a program may use on each device; None where not known.
+    """
+
+    name: str
+    spec: AcceleratorSpec
+    num_devices: int
+    num_processes: int = 1
+    topology: str = ""
+    num_slices: int = 1
+    limit_bytes: int | None = None
+
+    @property
+    def platform(self) -> str:
+        """tpu, gpu or cpu."""
+        return self.spec.platform
+
+    @property
+    def host_limit_bytes(self) -> int | None:
+        """Memory of each process's host; None where not known. A VM with fewer chips has as much for each of them."""
+        if self.spec.host_memory_bytes is None or self.spec.chips_per_host is None:
+            return None
+        devices_of_host = self.spec.chips_per_host * self.spec.devices_per_chip
+        return self.spec.host_memory_bytes * self.num_devices // (self.num_processes * devices_of_host)
+
+    def devices(self) -> list[Any]:
+        """The jax devices: of a topology, which can be compiled for but not run on, or (CPU, local) real ones.
+
+        Raises:
+            ValueError: the compiler is not installed or refuses the topology, or JAX runs with fewer CPU devices.
+        """
+        if self.platform == "cpu" or self.topology == "local":
+            return _devices_at_hand(self)
+        if self.platform == "gpu":
+            _require(self.name, "the CUDA plugin of JAX", "plan-gpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
+            shape = f"1x{self.num_processes}x{self.num_devices // self.num_processes}"  # slices, hosts, GPUs of a host
+            return _topology("", "cuda", target_config=gpu_description(self.spec.name), topology=shape)
+        _require(self.name, "libtpu", "plan-tpu", "libtpu")
+        options: dict[str, Any] = {"num_slices": self.num_slices}
+        if self.num_processes == self.num_slices:  # otherwise libtpu puts 2x2 chips on a host
+            options["chips_per_host_bounds"] = (*map(int, self.topology.split("x")), 1)[:3]
+        if self.spec.name == "v4":
+            options["chip_config_name"] = "megacore"  # one device a chip, as on a TPU VM
+        return _topology(f"{self.spec.name}:{self.topology}", "tpu", **options)
+
+
+def environment(name: str) -> None:
+    """Sets what JAX and the compiler of a target read from the environment, where it says nothing yet.
+
+    To be called before JAX is imported.
+    """
+    settings = {
+        "JAX_PLATFORMS": "cpu",  # nothing runs: leave the accelerators of this machine alone
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # it would ask a GPU driver
+        "TPU_SKIP_MDS_QUERY": "1",  # Cloud's metadata server is waited for where there is none
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a lock that protects devices; there are none
+        # Without these two libtpu complains on stderr that it is on no TPU VM. Its compiler does not use them.
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    }
+    for key, value in settings.items() if name != "local" else ():
+        os.environ.setdefault(key, value)
+
+
+def resolve(name: str) -> Target:
+    """The target of a name; JAX starts for `local` only.
+
+    Raises:
+        ValueError: there is no such target, or none of this size; the nearest ones are given.
+    """
+    families = "|".join(_TOPOLOGIES)
+    if name == "local":
+        return _local()
+    if match := re.fullmatch(r"cpu(?:[:-]([1-9]\d*))?", name):
+        count = int(match[1] or 1)
+        return Target(f"cpu-{count}", spec_for("cpu"), count)
+    if match := re.fullmatch(rf"({'|'.join(_GPUS)})(?:x(\d+))?", name):
+        spec, count = spec_for(match[1]), int(match[2] or 1)
+        _check_size(name, count, [*range(1, 8), *range(8, count + 9, 8)], f"{spec.name}x")
+        return Target(f"{spec.name}x{count}", spec, count, -(-count // 8), limit_bytes=spec.limit_bytes)
+    if match := re.fullmatch(rf"(?:([1-9]\d*)x)?tpu:({families}):(\d+(?:x\d+){{1,2}})", name):
+        return _slices(match[2], match[3], int(match[1] or 1))
+    if match := re.fullmatch(rf"(?:([1-9]\d*)x)?({families})-(\d+)", name):
+        sizes = _sizes(match[2])
+        _check_size(name, int(match[3]), sizes, name.removesuffix(match[3]))
+        return _slices(match[2], sizes[int(match[3])], int(match[1] or 1))
+    names = ["local", "cpu:8", *_GPUS, *(f"{gpu}x8" for gpu in _GPUS), *(f"tpu:{family}:2x2" for family in _TOPOLOGIES)]
+    near = nearest(name, [*names, *(f"{family}-{size}" for family in _TOPOLOGIES for size in _sizes(family))])
+    raise ValueError(f"unknown target {name!r}; nearest: {', '.join(near or ['v5e-16', 'v5p-8', 'h200x8', 'cpu:8'])}")
+
+
+def gpu_description(name: str) -> str:
+    """A GPU as XLA's compiler wants it described: a `stream_executor.GpuTargetConfigProto` as text."""
+    return _GPU_TEXT.format(*_GPUS[name], spec_for(name).device_kinds[0])
+
+
+def _sizes(family: str) -> dict[int, str]:
+    """{the number in the name: topology} of Cloud's slices."""
+    return {_chips(topology) * spec_for(family).cores_per_chip: topology for topology in _TOPOLOGIES[family]}
+
+
+def _chips(topology: str) -> int:
+    return math.prod(int(size) for size in topology.split("x"))
+
+
+def _slices(family: str, topology: str, count: int) -> Target:
+    spec, chips = spec_for(family), _chips(topology)
+    # On Cloud up to eight chips of v5e and v6e are one VM; what is larger is made of VMs with four chips.
+    hosts = 1 if chips <= (8 if topology in _FLAT else 4) else chips // 4
+    name = (f"{count}x" if count > 1 else "") + f"{family}-{chips * spec.cores_per_chip}"
+    return Target(name, spec, count * chips * spec.devices_per_chip, count * hosts, topology, count, spec.limit_bytes)
+
+
+def _local() -> Target:
+    import jax
+
+    devices = jax.devices()
+    name, spec = accelerator_name(devices), spec_for(devices)
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit", spec.limit_bytes)
+    return Target(name, spec, len(devices), jax.process_count(), "local", limit_bytes=limit)
+
+
+def _check_size(name: str, size: int, sizes: Iterable[int], prefix: str) -> None:
+    ordered = sorted(sizes)
+    if size not in ordered:
+        near = [other for other in ordered if other < size][-1:] + [other for other in ordered if other > size][:1]
+        raise ValueError(f"target {name!r}: not a size; nearest: {', '.join(f'{prefix}{other}' for other in near)}")
+
+
+def _require(name: str, what: str, extra: str, *modules: str) -> None:
+    if not any(importlib.util.find_spec(module) for module in modules):
+        raise ValueError(f"planning for {name} needs {what}: pip install -e '.[{extra}]'")
+
+
+def _topology(name: str, platform: str, **options: Any) -> list[Any]:
+    import jax
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(name, platform, **options).devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"no compiler for the topology {name or options['topology']}: {error}") from None
+
+
+def _devices_at_hand(target: Target) -> list[Any]:
+    import jax
+
+    if target.topology != "local":
+        with contextlib.suppress(RuntimeError):  # JAX has started: it may have enough
+            jax.config.update("jax_num_cpu_devices", target.num_devices)
+    devices = jax.devices(None if target.topology == "local" else "cpu")
+    if len(devices) < target.num_devices:
+        raise ValueError(f"target {target.name}: JAX has started with {len(devices)} CPU devices")
+    return devices[: target.num_devices]
