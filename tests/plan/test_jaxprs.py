@@ -1,0 +1,324 @@
+"""FLOPs and zeros read off a jaxpr, beside the compiler's count, formulas by hand, and gradients that were computed."""
+
+import importlib.util
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, PartitionSpec
+
+import configs
+from framework.config import config_for
+from framework.layers import kernels_splash, kernels_xla
+from framework.layers.kernels_call import describe_call
+from framework.layers.linear import Linear
+from framework.layout import flatten
+from framework.plan.jaxprs import FlopCount, flops, zero_outputs
+from framework.program import Program
+from framework.schedules.after_backward import accumulated_gradients, training_context
+from tests.support import small
+
+
+def count(function, *shapes):
+    return flops(jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes))).flops
+
+
+def chain(x, w):
+    return jnp.tanh(x @ w)
+
+
+PRODUCTS = {
+    "product": (lambda x, y: x @ y, (3, 5), (5, 7)),
+    "batched, contracting two": (lambda x, y: jnp.einsum("bijk,jblk->bil", x, y), (2, 3, 4, 5), (4, 2, 6, 5)),
+    "of vectors": (jnp.vdot, (6,), (6,)),
+    "convolution": (
+        lambda x, y: jax.lax.conv_general_dilated(x, y, (2, 1), "VALID", feature_group_count=2),
+        (2, 6, 9, 8),
+        (4, 3, 3, 2),
+    ),
+    "gradient of a convolution's kernel": (
+        lambda x, g: jax.linear_transpose(lambda y: jax.lax.conv(x, y, (1, 1), "VALID"), jnp.ones((4, 6, 3, 2)))(g),
+        (2, 6, 9, 8),
+        (2, 4, 7, 7),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_products_count_as_the_compiler_counts_them(case):
+    function, *shapes = PRODUCTS[case]
+    analysis = jax.jit(function).lower(*(jnp.ones(shape) for shape in shapes)).cost_analysis()
+    assert count(function, *shapes) == analysis["flops"] > 0
+
+
+def test_what_holds_a_jaxpr_changes_no_count():
+    once = 2 * 8 * 16 * 16
+
+    @jax.custom_vjp
+    def ruled(x, w):
+        return chain(x, w)
+
+    ruled.defvjp(lambda x, w: (chain(x, w), (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("a", "b"))
+    rows = jax.shard_map(chain, mesh=mesh, in_specs=(PartitionSpec("b"), None), out_specs=PartitionSpec("b"))
+    one_axis = jax.shard_map(
+        chain, mesh=mesh, in_specs=(PartitionSpec("a"), None), out_specs=PartitionSpec("a"), axis_names={"a"}
+    )
+    for function in (chain, jax.jit(chain), jax.checkpoint(chain), ruled, jax.jit(one_axis)):
+        assert count(function, (8, 16), (16, 16)) == once
+    assert count(jax.grad(lambda x, w: ruled(x, w).sum(), argnums=(0, 1)), (8, 16), (16, 16)) == 3 * once
+    # Over axis "a" every device of a pair computes the same rows: that is work, too.
+    assert count(rows, (8, 16), (16, 16)) == 2 * once
+    assert (
+        count(
+            lambda x, w: jax.lax.cond(x[0, 0] > 0, chain, lambda x, w: chain(chain(x, w), w), x, w), (8, 16), (16, 16)
+        )
+        == 2 * once
+    )
+
+
+def test_loops_count_by_their_trips():
+    once = 2 * 8 * 16 * 16
+
+    def scanned(x, w):
+        return jax.lax.scan(
+            lambda x, _: (jax.lax.scan(lambda x, _: (chain(x, w), None), x, length=3)[0], None), x, length=5
+        )[0]
+
+    def unrolled(x, w):
+        for _ in range(15):
+            x = chain(x, w)
+        return x
+
+    def loop(trips, x, w):
+        return jax.lax.fori_loop(0, trips, lambda _, x: chain(x, w), x)
+
+    assert count(scanned, (8, 16), (16, 16)) == count(unrolled, (8, 16), (16, 16)) == 15 * once
+    assert count(jax.jit(partial(loop, 7)), (8, 16), (16, 16)) == 7 * once
+    arrays = jnp.ones((8, 16)), jnp.ones((16, 16))
+    assert flops(jax.make_jaxpr(loop)(7, *arrays)) == FlopCount(once, uncounted_loops=1)
+    assert flops(jax.make_jaxpr(lambda n: jax.lax.fori_loop(0, n, lambda i, x: x + i, 0))(7)) == FlopCount()
+
+
+def test_pallas_kernels_count_their_grid_or_what_they_say():
+    def kernel(x, w, y):
+        y[...] = x[...] @ w[...]
+
+    def call(x, w, cost=None):
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((8, 16), jnp.float32),
+            grid=(4, 2),
+            in_specs=[pl.BlockSpec((2, 16), lambda i, j: (i, 0)), pl.BlockSpec((16, 8), lambda i, j: (0, j))],
+            out_specs=pl.BlockSpec((2, 8), lambda i, j: (i, j)),
+            cost_estimate=cost,
+        )(x, w)
+
+    said = pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=0)
+    assert count(call, (8, 16), (16, 16)) == 2 * 8 * 16 * 16
+    assert count(partial(call, cost=said), (8, 16), (16, 16)) == 77
+    assert count(jax.vmap(partial(call, cost=said)), (3, 8, 16), (3, 16, 16)) == 3 * 77
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+B, S, N, K, H = 2, 1024, 4, 2, 64
+
+
+def attention_flops(kernel, sizes=None):
+    """(FLOPs of the forward pass, of forward and backward) in units of one product, 2 B N S S H."""
+    mesh = (
+        None
+        if sizes is None
+        else Mesh(np.asarray(jax.devices()).reshape(sizes), ("data", "fsdp", "expert", "seq", "model"))
+    )
+    q, k = (jax.ShapeDtypeStruct((B, S, n, H), jnp.bfloat16) for n in (N, K))
+    call = describe_call(q, k, k, None, None, None, mesh)
+
+    def attend(q, k, v):
+        return kernel.attend(call, q, k, v, None).astype(jnp.float32).sum()
+
+    counts = [flops(jax.make_jaxpr(f)(q, k, k)).flops for f in (attend, jax.grad(attend, argnums=(0, 1, 2)))]
+    return [flops / (2 * B * N * S * S * H) for flops in counts]
+
+
+@pytest.mark.parametrize("sizes", [None, (1, 2, 1, 2, 2)])
+def test_splash_counts_its_products(sizes):
+    """q k and w v forward; q k, dw, dq and q k, dw, dk, dv in the two kernels of the backward; nothing for the mask."""
+    forward, both = attention_flops(kernels_splash, sizes)
+    assert forward == 2
+    assert both == pytest.approx(9, abs=0.01)  # and the row sums of output times gradient
+
+
+def test_xla_attention_counts_the_keys_that_a_block_of_rows_sees():
+    """Eight blocks of 128 rows see 1/8, 2/8, ..., 8/8 of the keys: 9/16 of everything."""
+    assert attention_flops(kernels_xla) == [2 * 9 / 16, 6 * 9 / 16]
+
+
+@pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
+    reason="JAX without CUDA makes no cuDNN calls",
+)
+def test_cudnn_counts_its_products():
+    from framework.layers import kernels_cudnn
+
+    assert attention_flops(kernels_cudnn) == [2, 7]
+
+
+# --- a model --------------------------------------------------------------------------------------------------------
+
+
+def gradients_jaxpr(program):
+    """The jaxpr of the gradients as the training step takes them, and the gradients' paths, in the outputs' order."""
+    parts = program.experiment
+
+    def gradients(state, batch):
+        ctx = training_context(batch, state["counter"], parts.model, program.layout, parts.memory.remat)
+        return accumulated_gradients(parts.model, parts.learner, state, ctx)[1]
+
+    arguments = program.layout.abstract(), program.layout.abstract(program.batch_specs)
+    jaxpr, shapes = jax.make_jaxpr(gradients, return_shape=True)(*arguments)
+    return jaxpr, list(flatten(shapes))
+
+
+def gradient_flops(model=None, **options):
+    return flops(gradients_jaxpr(small.program(small.experiment(model, **options)))[0])
+
+
+def hand_formula(S, pairs, *, L=2, D=32, N=4, K=2, H=8, F=48, V=small.VOCAB, B=8):
+    """Forward and backward of `small.llama`: three times each product. pairs: of query and key, a sequence and head."""
+    weights = L * (D * N * H + 2 * D * K * H + N * H * D + 3 * D * F) + V * D
+    return 3 * 2 * B * (S * weights + L * 2 * N * H * pairs)
+
+
+@pytest.mark.parametrize("unroll", [0, 1])
+def test_a_model_counts_as_by_hand(unroll):
+    model = small.llama(stack__unroll=unroll)
+    built = small.experiment(model).instantiate().model
+    # 16 positions are one block of rows: every pair is computed, and the model's own formula is exact.
+    assert gradient_flops(model).flops == hand_formula(16, 16 * 16) == built.flops_per_token(16) * 16 * 8
+    # 128 positions are two blocks of 64 rows, the first against 64 keys: the formula has 64 * 64 pairs more.
+    pairs = 128 * 128 - 64 * 64
+    assert gradient_flops(model, seq_len=128).flops == hand_formula(128, pairs) < built.flops_per_token(128) * 128 * 8
+
+
+def test_neither_loops_nor_microbatches_nor_meshes_change_the_count():
+    expected = gradient_flops(small.gpt2(stack__num_layers=4), seq_len=32)
+    assert expected.uncounted_loops == 0
+    for model in ({"stack__unroll": 0}, {"stack__unroll": 2}, {"head__chunk_tokens": 8}):
+        assert gradient_flops(small.gpt2(stack__num_layers=4, **model), seq_len=32) == expected
+    for options in ({"accumulate": 4}, {"mesh": {"data": 2, "fsdp": 2, "model": 2}}):
+        assert gradient_flops(small.gpt2(stack__num_layers=4), seq_len=32, **options) == expected
+
+
+@pytest.mark.parametrize("unroll", [0, 1])
+def test_full_remat_adds_one_forward_pass_of_the_stack(unroll):
+    """But for each layer's last product, whose result the backward pass does not read."""
+    model = small.llama(stack__unroll=unroll)
+    stack = small.experiment(model).instantiate().model.stack
+    last = stack.num_units * 2 * 48 * 32
+    added = gradient_flops(model, memory={"remat": "full"}).flops - gradient_flops(model).flops
+    assert added == (stack.flops_per_token(16) - last) * 16 * 8
+
+
+# --- zeros ------------------------------------------------------------------------------------------------------------
+
+
+class StoppedLinear(Linear):
+    """A user's layer: its weight is not trained, though nobody told the learner."""
+
+    def __call__(self, weights, x, ctx):
+        """As Linear."""
+        return super().__call__({**weights, "weight": jax.lax.stop_gradient(weights["weight"])}, x, ctx)
+
+
+def stopped(**fields):
+    model = small.gpt2(**fields)
+    small.block(model).mlp.linear = config_for(StoppedLinear, bias=True)
+    return model
+
+
+STOPPED = {"stack/block0/mlp/up/weight", "stack/block0/mlp/down/weight"}
+
+
+def zeros_found(program):
+    jaxpr, paths = gradients_jaxpr(program)
+    return {path for path, zero in zip(paths, zero_outputs(jaxpr), strict=True) if zero}
+
+
+@pytest.mark.parametrize("unroll", [0, 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate": 4, "memory": {"remat": "dots"}},
+        {"accumulate": 2, "memory": {"remat": "full"}, "mesh": {"data": 2, "fsdp": 2, "model": 2}},
+    ],
+)
+def test_a_stopped_weight_is_found_and_no_other(unroll, options):
+    assert zeros_found(small.program(small.experiment(stopped(stack__unroll=unroll), **options))) == STOPPED
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_zeros_are_those_of_computed_gradients(accumulate):
+    program = small.program(small.experiment(stopped(), accumulate=accumulate))
+    _, gradients = small.loss_and_grads(program)
+    assert {path for path, gradient in gradients.items() if not gradient.any()} == zeros_found(program) == STOPPED
+
+
+@pytest.mark.parametrize("name", ["stdlib-tiny", "nanogpt-cpu"])
+def test_named_configs_train_every_weight(name):
+    config = configs.load(name)
+    program = Program(config.instantiate(), jax.devices()[:1])
+    assert zeros_found(program) == set()
+
+
+def test_every_kind_of_zero_and_near_zero():
+    """Zeros, and what differs from one in a single operand or iteration: found are those that compute to zero."""
+    mesh = Mesh(np.asarray(jax.devices()), ("a",))
+    everywhere = PartitionSpec()
+
+    def outputs(x):
+        none = jnp.zeros_like(x)
+        index = x[0].astype(int)
+
+        def grows(c):
+            return c[0] + 1, c[1] + c[2], c[2]
+
+        return {
+            "dot": jnp.dot(none, jnp.sin(x)),
+            "where": jnp.where(x > 0, none, -none),
+            "where, else": jnp.where(x > 2, none, 1.0),
+            "moved": jnp.pad(jnp.concatenate([none, none])[::-1].reshape(2, 4).T, 1).astype(jnp.bfloat16),
+            "padded": jnp.pad(none, 1, constant_values=1.0),
+            "written": jax.lax.dynamic_update_slice(none, none[:2], (index,)),
+            "written over": jax.lax.dynamic_update_slice(none, x[:2], (0,)),
+            "read": jax.lax.dynamic_slice(none, (index,), (2,)),
+            "scattered": none.at[jnp.arange(4)].add(none),
+            "scattered, x": none.at[jnp.arange(4)].add(x),
+            "cond": jax.lax.cond(x[0] > 0, lambda: none * 2, lambda: -none),
+            "cond, other branch": jax.lax.cond(x[0] < 0, lambda: none, lambda: x),
+            "scan": jax.lax.scan(lambda c, y: ((c[0] * 2 + y, c[1] + 1), c[0] - y), (none, x), jnp.stack([none] * 3)),
+            "scan, two later": jax.lax.scan(lambda c, _: ((c[1], c[2], c[2]), c[0]), (none, none, x), length=3),
+            "while": jax.lax.while_loop(lambda c: c[0] < index + 2, grows, (0, none, none))[1],
+            "while, one later": jax.lax.while_loop(lambda c: c[0] < index + 2, grows, (0, none, x))[1],
+            "jit": jax.jit(jnp.multiply)(none, x),
+            "remat": jax.checkpoint(lambda n: jnp.sum(n) / jnp.sum(x))(none),
+            "shard_map": jax.shard_map(
+                lambda n: jax.lax.psum(n, "a"), mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+            )(none),
+            "gradient of what is not used": jax.grad(lambda a, b: jnp.sum(a**3), argnums=1)(x, x),
+            "cosine": jnp.cos(none),
+            "exponential": jnp.exp(none),
+            "added": none + x,
+            "callback": jax.pure_callback(lambda n: n + np.float32(1), jax.ShapeDtypeStruct((4,), jnp.float32), none),
+        }
+
+    x = jnp.arange(1.0, 5.0)
+    values = jax.tree_util.tree_leaves_with_path(jax.jit(outputs)(x))
+    found = zip(zero_outputs(jax.make_jaxpr(outputs)(x)), values, strict=True)
+    wrong = [jax.tree_util.keystr(path) for zero, (path, value) in found if zero != (not np.any(np.asarray(value)))]
+    assert not wrong
