@@ -17,11 +17,14 @@ Sources
 """
 
 import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 GIB = 2**30
+# Of a GPU's memory, for XLA. The rest is for the CUDA context, the kernels' code, NCCL, and cuDNN and cuBLAS handles.
+GPU_MEMORY_FRACTION = 0.92
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,7 @@ class AcceleratorSpec:
       platform: tpu, gpu or cpu, as jax names it.
       device_kinds: the values of `jax.Device.device_kind` that mean this accelerator.
       memory_bytes: device memory: HBM as published, or (GPU) the total that the CUDA driver reports.
-      usable_bytes: what one program may use, where that is known. GPU: unknown, as the CUDA context and
-        XLA_CLIENT_MEM_FRACTION (0.75 unless set) decide; where there is a device, `memory_stats()["bytes_limit"]`.
+      usable_bytes: what one program may use, where that is published. None for GPUs, see `limit_bytes`.
       peak_bf16_flops: dense bfloat16 products. peak_f32_flops: IEEE float32. peak_tf32_flops: float32 in tensor cores.
       hbm_bandwidth: bytes/s. host_link_bandwidth: bytes/s between host and device, one direction.
       cores_per_chip, devices_per_chip: TensorCores and jax devices of one chip. Names count cores (v5p-8 has 4 chips).
@@ -58,7 +60,14 @@ class AcceleratorSpec:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What a program has to fit into: usable bytes where known, else the whole memory, else None."""
+        """What a program has to fit into: usable bytes where known, else the whole memory, else None.
+
+        On a GPU JAX takes a fraction of the memory when it starts and gives no program more: XLA_CLIENT_MEM_FRACTION,
+        for which JAX itself takes 0.75 and launch.train GPU_MEMORY_FRACTION, where the environment says nothing. (Where
+        there is a device, `memory_stats()["bytes_limit"]` says what was taken.)
+        """
+        if self.platform == "gpu" and self.memory_bytes is not None:
+            return int(self.memory_bytes * float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or GPU_MEMORY_FRACTION))
         return self.usable_bytes if self.usable_bytes is not None else self.memory_bytes
 
     def peak_flops(self, dtype: str = "bfloat16") -> float | None:
