@@ -4,6 +4,7 @@ devices). May import: framework.layout, JAX.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -67,11 +68,39 @@ class MeshShape:
         )
 
     def build(self, devices: Sequence[Any]) -> Mesh:
-        """The mesh over these devices, neighbours along the last axes."""
+        """The mesh over these devices, neighbours along the last axes. Slow networks lie across the first ones.
+
+        Raises:
+            ValueError: the sizes do not fit the number of devices, or no axes can lie across the TPU slices.
+        """
         sizes = self.resolve(len(devices))
         shape = tuple(sizes.values())
         if devices[0].platform == "tpu":
             from jax.experimental import mesh_utils  # knows the torus
 
-            return Mesh(mesh_utils.create_device_mesh(shape, devices), AXES)
+            slices = len({getattr(device, "slice_index", 0) for device in devices})
+            make = functools.partial(mesh_utils.create_device_mesh, shape, devices)
+            if slices > 1:
+                across = _across(sizes, slices)
+                inside = [size // factor for size, factor in zip(shape, across, strict=True)]
+                make = functools.partial(mesh_utils.create_hybrid_device_mesh, inside, across, devices)
+            try:
+                return Mesh(make(), AXES)
+            except NotImplementedError:  # data=2, fsdp=8 on 4x4 chips: no whole dimension of the torus is an axis
+                return Mesh(make(allow_split_physical_axes=True), AXES)
         return Mesh(np.asarray(devices).reshape(shape), AXES)
+
+
+def _across(sizes: dict[str, int], slices: int) -> list[int]:
+    """How often each axis is cut between TPU slices: the first axes as often as they can be, `slices` in all.
+
+    The network between slices is slow; along data and fsdp the least has to go over it.
+    """
+    factors, left = [], slices
+    for size in sizes.values():
+        factors.append(math.gcd(size, left))
+        left //= factors[-1]
+    if left > 1:
+        given = {axis: size for axis, size in sizes.items() if size != 1}
+        raise ValueError(f"mesh {given}: no axes divide by the {slices} TPU slices; nearest: data={slices}")
+    return factors
