@@ -105,10 +105,14 @@ class Program:
 
         return init
 
+    def init_jit(self, seed: int | None = None) -> Any:
+        """`init_function`, jitted with the layout's shardings; the config's seed by default."""
+        seed = self.experiment.trainer.seed if seed is None else seed
+        return jax.jit(self.init_function(seed), out_shardings=self.layout.shardings())
+
     def init(self, seed: int | None = None) -> State:
         """The state at step 0."""
-        seed = self.experiment.trainer.seed if seed is None else seed
-        return jax.jit(self.init_function(seed), out_shardings=self.layout.shardings())()
+        return self.init_jit(seed)()
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -126,9 +130,14 @@ class Program:
         )
 
     @cached_property
+    def traced_step(self) -> Any:
+        """The step as jax traces it, before any state exists: has its jaxpr, and is lowered from here."""
+        return self.step_jit.trace(self.layout.abstract(), self.layout.abstract(self.batch_specs))
+
+    @cached_property
     def compiled_step(self) -> Any:
-        """The step compiled ahead of time, before any state exists."""
-        return self.step_jit.lower(self.layout.abstract(), self.layout.abstract(self.batch_specs)).compile()
+        """The step compiled ahead of time."""
+        return self.traced_step.lower().compile()
 
     def step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
         """One training step; the old state is gone afterwards."""
@@ -143,7 +152,8 @@ class Program:
         )
 
     @cached_property
-    def _evaluate(self) -> Any:
+    def evaluate_jit(self) -> Any:
+        """The jitted evaluation of a batch: (parameters or their averages, frozen, buffers, batch) -> sums."""
         model = self.experiment.model
 
         def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
@@ -162,7 +172,7 @@ class Program:
             batch: global arrays.
             averaged: use the moving averages of the trainable parameters.
         """
-        return self._evaluate(state["ema" if averaged else "parameter"], state["frozen"], state["buffer"], batch)
+        return self.evaluate_jit(state["ema" if averaged else "parameter"], state["frozen"], state["buffer"], batch)
 
     def weights(self, state: State, *, averaged: bool = False) -> Nested:
         """All parameters as the model takes them; no copies."""

@@ -131,7 +131,8 @@ class Layer:
         weights = prepare_own(self.own_specs(), params, ctx)
         for name, child in self.children().items():
             if name in params:
-                weights[name] = child.prepare(params[name], ctx)
+                with jax.named_scope(name):
+                    weights[name] = child.prepare(params[name], ctx)
         return weights
 
     def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:

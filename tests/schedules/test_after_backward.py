@@ -227,6 +227,6 @@ def test_no_tracer_leaks(unroll):
     program = small.program(config)
     with jax.checking_leaks():
         program.step_jit.trace(program.layout.abstract(), program.layout.abstract(program.batch_specs))
-        program._evaluate.trace(
+        program.evaluate_jit.trace(
             *(program.layout.abstract()[group] for group in ("parameter", "frozen", "buffer")), batch(program)
         )

@@ -1,0 +1,100 @@
+"""Compiling a program for a target, and what the compiler says it needs. May import: framework.plan.buffers, JAX."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from framework.plan import buffers
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a program, bytes per device.
+
+    Attributes:
+      argument, output, alias, temp: device memory, as `memory_analysis()` has it; an output in an argument's place is
+        in alias too. Zero when the program was refused.
+      host_argument: of the arguments, those in host memory, where the compiler counts them apart (TPU).
+      peak: alive at the worst instant. TPU: what XLA's liveness says. GPU and CPU take the temporaries as one piece, so
+        there the gaps in it count.
+      allocated: the peak and the gaps.
+      needed: what the compiler named when it refused; else None.
+      message: its words.
+      buffers: what is alive; None when refused.
+      seconds: compile time.
+    """
+
+    argument: int
+    output: int
+    alias: int
+    temp: int
+    host_argument: int
+    peak: int
+    allocated: int
+    needed: int | None
+    message: str
+    buffers: buffers.Buffers | None
+    seconds: float
+
+
+def compile_for(lowered: Any, platform: str, hosted_bytes: int = 0, memory_mib: int | None = None) -> Compiled:
+    """Compiles a lowered program with the compiler of the devices it was lowered for.
+
+    Args:
+        lowered: `jax.stages.Lowered`.
+        platform: tpu, gpu or cpu.
+        hosted_bytes: of the arguments, per device, that live in host memory: GPU and CPU count them as the device's.
+        memory_mib: TPU: a program that needs more is refused, as one that needs more than the chip has.
+    """
+    with tempfile.TemporaryDirectory(prefix="plimsoll-plan-") as folder:
+        options: dict[str, Any] = {buffers.DUMP_OPTION: folder}
+        if memory_mib is not None and platform == "tpu":
+            options["xla_tpu_max_hbm_size_mib"] = memory_mib
+        start = time.perf_counter()
+        try:
+            stats = lowered.compile(compiler_options=options).memory_analysis()
+        except jax.errors.JaxRuntimeError as error:
+            needed = _needed(str(error))
+            if needed is None:
+                raise
+            words = str(error).splitlines()[0]
+            return Compiled(0, 0, 0, 0, 0, needed, needed, needed, words, None, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        found = buffers.read(Path(folder))
+    apart = platform == "tpu"
+    device = found.live_bytes - (0 if apart else hosted_bytes)
+    allocated = device + found.gap_bytes
+    return Compiled(
+        argument=stats.argument_size_in_bytes - (0 if apart else hosted_bytes),
+        output=stats.output_size_in_bytes - (0 if apart else hosted_bytes),
+        alias=stats.alias_size_in_bytes - (0 if apart else hosted_bytes),
+        temp=stats.temp_size_in_bytes,
+        host_argument=stats.host_argument_size_in_bytes,
+        peak=device if apart else allocated,
+        allocated=allocated,
+        needed=None,
+        message="",
+        buffers=found,
+        seconds=seconds,
+    )
+
+
+def _needed(message: str) -> int | None:
+    """Bytes that a refused program needs, from the compiler's message; None if it is about something else."""
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    match = re.search(rf"(?:memory required[^(]*\({_SIZE}\)|Used {_SIZE}B? of)", message)
+    if match is None:
+        return None
+    number, unit = next((match[i], match[i + 1]) for i in (1, 3) if match[i])
+    return int(float(number) * _UNITS[unit])

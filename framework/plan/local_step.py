@@ -1,0 +1,176 @@
+"""One device's share of a step's forward and backward pass as a jaxpr, traced without any device.
+
+The experiment's own layers are traced under `shard_map` on an abstract mesh, so shapes, remat policies, loops and custom
+layers are those of the real step, and every array has the size of one device's shard. What XLA's partitioner would add
+is written out: weights are gathered over fsdp where the layers prepare them. Attention kernels are one opaque equation.
+
+May import: framework.experiment, framework.layers, framework.layout, JAX.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from framework.experiment import Experiment
+from framework.layers import attention, kernels_xla
+from framework.layers.base import BATCH_AXES, Context, Layer
+from framework.layers.kernels_call import SAVED_NAME, AttentionCall
+from framework.layout import Nested, TensorSpec, merge
+
+KERNEL = Primitive("attention_kernel")  # flash attention, forward or backward: its operands and results, nothing else
+KERNEL.multiple_results = True
+KERNEL.def_abstract_eval(lambda *operands, results: list(results))
+
+
+class _LocalContext(Context):
+    """A context inside shard_map: activations are one device's already, so nothing is constrained."""
+
+    def constrain(self, x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
+        return x
+
+
+_FIELDS = {static: [f.name for f in dataclasses.fields(Context) if f.metadata.get("static", False) is static]
+           for static in (False, True)}  # fmt: skip
+jax.tree_util.register_dataclass(_LocalContext, _FIELDS[False], _FIELDS[True])
+
+
+def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
+    """The gradients of one microbatch on one device: all arguments and results are shards, except for the gradient of
+    the head's table, which is whole and in reality summed into a shard, see `framework.layers.head`.
+
+    Args:
+        experiment: what to train.
+        sizes: of all mesh axes.
+        platform: tpu, gpu or cpu: decides the attention kernel as `implementation="auto"` does.
+    """
+    model, learner, data = copy.deepcopy(experiment.model), experiment.learner, experiment.data
+    for layer in _walk(model.stack.unit):
+        if isinstance(layer, attention.Attention):
+            layer.num_heads //= sizes["model"]
+            layer.num_kv_heads //= sizes["model"]
+    mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    specs = model.parameter_specs()
+
+    def gather(spec: TensorSpec, weight: jax.Array, skip: int = 0) -> jax.Array:
+        weight = weight.astype(model.compute_dtype)
+        for axis, names in enumerate(spec.mesh_axes[skip:]):
+            if sizes["fsdp"] > 1 and "fsdp" in ((names,) if isinstance(names, str) else names or ()):
+                weight = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
+        return weight
+
+    def fetch(unit: Nested) -> Nested:  # one unit's weights, which have no axis of layers
+        return jax.tree.map(lambda spec, weight: gather(spec, weight, 1), specs["stack"], unit)
+
+    def gradients(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Any:
+        rows = jnp.arange(batch["tokens"].shape[0])
+        fields: dict[str, Any] = {"batch": batch, "num_targets": jnp.float32(1), "training": True}
+        fields |= {"rng": jax.random.key(0), "rows": rows, "compute_dtype": model.compute_dtype}
+        ctx = _LocalContext(**fields, mesh=mesh, remat=experiment.memory.remat)
+        everything = merge(params, frozen)
+        home = everything["embed"]["token"] if model.head.tied else everything["head"]["table"]
+        table = gather(model.head.table_spec(), home)
+
+        def loss(params: Nested, table: jax.Array) -> jax.Array:
+            everything = merge(params, model.split_units(frozen))
+            weights = jax.tree.map(gather, specs["embed"], everything["embed"])
+            carry, _ = model.embed.apply(weights, None, ctx.fold("embed"), buffers.get("embed", {}))
+            carry, out = model.stack.forward(
+                everything["stack"], carry, ctx.fold("stack"), buffers.get("stack", {}), fetch
+            )
+            norm = jax.tree.map(lambda w: w.astype(model.compute_dtype), everything["head"]["norm"])
+            head = Context(**fields).fold("head")  # no mesh: its chunks are those of this device's positions
+            _, last = model.head.apply({"norm": norm, "table": table}, carry, head, buffers.get("head", {}))
+            assert last.loss is not None
+            return last.loss if out.loss is None else last.loss + out.loss
+
+        grads, table_grad = jax.grad(loss, argnums=(0, 1))(model.split_units(params), table)
+        return model.join_units(grads), table_grad
+
+    def axes(spec: TensorSpec) -> PartitionSpec:
+        return PartitionSpec(*spec.mesh_axes)
+
+    length = (data.global_batch_size // learner.accumulate, data.seq_len)
+    names = ["tokens", "targets", *(["positions", "segments"] if data.document_mask else [])]
+    batch = {name: TensorSpec(length, "int32", (BATCH_AXES, "seq")) for name in names}
+    batch["weights"] = TensorSpec(length, "float32", (BATCH_AXES, "seq"))
+    arguments = (learner.specs, learner.frozen_specs, model.buffer_specs(), batch)
+    local = jax.shard_map(
+        gradients, mesh=mesh, in_specs=jax.tree.map(axes, arguments), out_specs=PartitionSpec(), check_vma=False
+    )
+    shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), arguments)
+    with _attention(_choose(platform, sizes["seq"])):
+        closed = jax.make_jaxpr(local)(*shapes)
+    (mapped,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
+    inner = mapped.params["jaxpr"]
+    return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
+
+
+@contextmanager
+def _attention(function: Callable[..., jax.Array]) -> Iterator[None]:
+    """The layer calls `function` instead of a kernel, which would ask for the devices of the mesh."""
+    original = attention.dot_product_attention
+    attention.dot_product_attention = function
+    try:
+        yield
+    finally:
+        attention.dot_product_attention = original
+
+
+def _choose(platform: str, parts: int) -> Callable[..., jax.Array]:
+    """`dot_product_attention` on shards: what "auto" chooses, without asking which packages are installed."""
+    fused = _fused(parts)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: str, **options: Any) -> jax.Array:
+        batch, length, heads, width = q.shape
+        if implementation == "auto":
+            splash = platform == "tpu" and length % 128 == 0 and width % 8 == 0
+            cudnn = platform == "gpu" and q.dtype.itemsize == 2 and width % 8 == 0 and width <= 256
+            implementation = "fused" if splash or cudnn and options["softcap"] is None else "xla"
+        if implementation != "xla":
+            return fused(q, k, v)
+        segments = options["segments_BS"]
+        static = (q.dtype, segments is not None, options["window"], options["softcap"], None, platform)
+        call = AttentionCall(batch, length, heads, width, k.shape[2], *static)
+        return kernels_xla.attend(call, q, k, v, segments)
+
+    return attend
+
+
+def _fused(parts: int) -> Callable[..., jax.Array]:
+    """Flash attention: it keeps its operands, heads first, its result and a float32 row sum; keys of all seq shards."""
+
+    def shape(x: jax.Array, dtype: Any = None) -> Any:
+        return jax.typeof(x).update(dtype=dtype or x.dtype)
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        if parts > 1:
+            k, v = (jax.lax.all_gather(x, "seq", axis=2, tiled=True) for x in (k, v))
+        out, row_sums = KERNEL.bind(q, k, v, results=(shape(q), shape(q[..., 0], jnp.dtype("float32"))))
+        saved = (q, k, v, checkpoint_name(out, SAVED_NAME), checkpoint_name(row_sums, SAVED_NAME))
+        return saved[3].swapaxes(1, 2), saved
+
+    def backward(saved: Any, out_grad: jax.Array) -> Any:
+        q, k, v, *_ = saved
+        dq, dk, dv = KERNEL.bind(*saved, out_grad.swapaxes(1, 2), results=(shape(q), shape(k), shape(v)))
+        if parts > 1:
+            dk, dv = (jax.lax.psum_scatter(x, "seq", scatter_dimension=2, tiled=True) for x in (dk, dv))
+        return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv))
+
+    attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
+    attend.defvjp(forward, backward)
+    return attend
+
+
+def _walk(layer: Layer) -> list[Layer]:
+    return [layer, *(inner for child in layer.children().values() for inner in _walk(child))]

@@ -1,0 +1,111 @@
+"""Tell what a run will need on any machine, without having it: compile its very step with that machine's compiler.
+
+    python -m launch.plan --config=llama2-7b --target=v5e-16 --config.memory.remat=full
+    python -m launch.plan --config=gpt2-124m --target=h200 --compare memory.remat=none,dots,full --html=plan.html
+
+Exit codes: 0 it fits (of several, one does); 2 the command or the config was wrong; 3 it does not fit.
+"""
+
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launch import cli
+
+EXIT_TOO_BIG = 3
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Plans each setting, prints the tables and writes the files."""
+    parser = cli.Parser("plan", __doc__)
+    parser.add_argument("--target", required=True, help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, cpu:8, local ...")
+    parser.add_argument("--estimate", action="store_true", help="the closed form alone: seconds, and less exact")
+    parser.add_argument(
+        "--compare", action="append", default=[], metavar="PATH=A,B", help="plan each value; repeatable"
+    )
+    parser.add_argument("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
+    parser.add_argument("--step_only", action="store_true", help="leave out initialization and evaluation")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report (of --compare: a list of them)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page with pictures")
+    parser.add_argument("--fresh", action="store_true", help="compile again although nothing has changed")
+    command = parser.parse(argv)
+    args = command.args
+    for path in filter(None, (args.json, args.html)):
+        if not path.absolute().parent.is_dir():
+            raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
+
+    from framework.metrics.tables import render
+    from framework.plan import report, targets
+
+    targets.environment(args.target)
+    target = targets.resolve(args.target)
+    limit = target.limit_bytes
+    if args.device_memory_gib is not None:
+        if args.device_memory_gib <= 0:
+            raise cli.UsageError(f"--device_memory_gib={args.device_memory_gib:g}: expected more than 0")
+        limit = int(args.device_memory_gib * 2**30)
+    commands = list(_variants(command, args.compare))
+    for variant in commands:  # a mistake in the last one should not wait for the first one's compiler
+        variant.resolve(target.name)[0].instantiate()
+    reports = [_plan(variant, target, limit) for variant in commands]
+    for one in reports:
+        if len(reports) == 1 or args.html is None:
+            print(render(report.sections(one)))
+    if len(reports) > 1:
+        print(render([report.comparison(reports)]))
+    if args.json:
+        args.json.write_text(json.dumps(reports if args.compare else reports[0], indent=1) + "\n")
+    if args.html:
+        from framework.plan.html import page
+
+        args.html.write_text(page(reports))
+        print(f"page: {args.html}")
+    return 0 if any(one["fits"] for one in reports) else EXIT_TOO_BIG
+
+
+def _variants(command: cli.Command, compare: list[str]) -> Iterator[cli.Command]:
+    """The command, once for each combination of compared values. Values that hold a comma are separated by ";"."""
+    choices = []
+    for text in compare:
+        path, separator, values = text.partition("=")
+        if not separator or not values:
+            raise cli.UsageError(f"--compare {text}: expected PATH=A,B, such as memory.remat=none,full")
+        path = path.removeprefix("config.").removeprefix("--config.")
+        choices.append([(path, value) for value in values.split(";" if ";" in values else ",")])
+    for choice in itertools.product(*choices):
+        variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
+        variant.config.instantiate()
+        yield variant
+
+
+def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any]:
+    """One report: from the cache, the closed form or the compiler."""
+    from framework.plan import cache, plan
+
+    args = command.args
+    config, lines = command.resolve(target.name)
+    settings = [f"{path}={text}" for path, text in command.overrides] + lines
+    if args.estimate:
+        return plan.quick(command.spec, config, target, limit) | {"settings": settings}
+    key = cache.key(config, name=command.spec, target=args.target, limit=limit, phases=not args.step_only)
+    found = None if args.fresh or args.target == "local" else cache.load(key)
+    if found is None:
+        found = plan.plan(command.spec, config, target, limit, phases=not args.step_only, tell=_tell)
+        _tell("")
+        cache.store(key, found)
+    return found | {"settings": settings}
+
+
+def _tell(text: str) -> None:
+    """What goes on, on one line of the terminal that is gone afterwards; nothing in a pipe."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
