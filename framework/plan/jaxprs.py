@@ -124,7 +124,7 @@ def _zeros_of(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
     if name == "scan":
         return _loop(params["jaxpr"], inputs, params["num_consts"], params["num_carry"])
     inner = _inner_jaxprs(eqn)
-    if name != "pallas_call" and len(inner) == 1 and len(_open(inner[0]).invars) == len(inputs):
+    if len(inner) == 1 and len(_open(inner[0]).invars) == len(inputs):
         return _zeros(inner[0], inputs)  # jit, checkpoint, custom derivatives, shard_map
     return [False] * len(eqn.outvars)
 

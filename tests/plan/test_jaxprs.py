@@ -147,7 +147,7 @@ def attention_flops(kernel, sizes=None):
 
 @pytest.mark.parametrize("sizes", [None, (1, 2, 1, 2, 2)])
 def test_splash_counts_its_products(sizes):
-    """q k and w v forward; q k, dw, dq and q k, dw, dk, dv in the two kernels of the backward; nothing for the mask."""
+    """q k and w v forward; q k, dw, dq and q k, dw, dk, dv in the two kernels of the backward: all blocks."""
     forward, both = attention_flops(kernels_splash, sizes)
     assert forward == 2
     assert both == pytest.approx(9, abs=0.01)  # and the row sums of output times gradient
@@ -222,6 +222,15 @@ def test_full_remat_adds_one_forward_pass_of_the_stack(unroll):
     last = stack.num_units * 2 * 48 * 32
     added = gradient_flops(model, memory={"remat": "full"}).flops - gradient_flops(model).flops
     assert added == (stack.flops_per_token(16) - last) * 16 * 8
+
+
+def test_the_whole_step_counts_the_optimizer_too():
+    """Muon: five steps of X <- a X + (b A + c A A) X with A = X X^T for each matrix of the stack, m its shorter side."""
+    program = Program(configs.load("stdlib-tiny").instantiate(), jax.devices()[:1])
+    jaxpr = program.step_jit.trace(program.layout.abstract(), program.layout.abstract(program.batch_specs)).jaxpr
+    matrices = [(128, 128)] * 4 + [(128, 344)] * 3
+    muon = 4 * 5 * sum(2 * m * m * n + 2 * m * m * m + 2 * m * m * n for m, n in matrices)
+    assert flops(jaxpr) == FlopCount(flops(gradients_jaxpr(program)[0]).flops + muon, uncounted_loops=0)
 
 
 # --- zeros ------------------------------------------------------------------------------------------------------------
