@@ -225,7 +225,7 @@ def test_full_remat_adds_one_forward_pass_of_the_stack(unroll):
 
 
 def test_the_whole_step_counts_the_optimizer_too():
-    """Muon: five steps of X <- a X + (b A + c A A) X with A = X X^T for each matrix of the stack, m its shorter side."""
+    """Muon: five steps of X <- a X + (b A + c A A) X with A = X X^T for each matrix, m its shorter side."""
     program = Program(configs.load("stdlib-tiny").instantiate(), jax.devices()[:1])
     jaxpr = program.step_jit.trace(program.layout.abstract(), program.layout.abstract(program.batch_specs)).jaxpr
     matrices = [(128, 128)] * 4 + [(128, 344)] * 3
