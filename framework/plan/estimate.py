@@ -1,7 +1,9 @@
-"""A closed form of what a training step needs: no device, no compiler, a second instead of minutes.
+"""What a training step needs, without device and compiler: half a second instead of minutes.
 
-The state is exact (it comes from the layout); gradients, activations and temporaries are a model derived from shapes.
-May import: framework.experiment, framework.layout, framework.accelerators, JAX.
+The state is exact: it comes from the layout. The rest is found by tracing one device's share of the forward and
+backward pass (`local_step`) and walking it with the fusions that XLA makes (`liveness`). No number is fitted.
+
+May import: framework.experiment, framework.layout, framework.accelerators, framework.plan.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from jax.sharding import AbstractMesh
 from framework.accelerators import AcceleratorSpec
 from framework.experiment import Experiment
 from framework.layout import StateLayout
+from framework.plan.liveness import Instant, Rules, most_held
+from framework.plan.local_step import trace
 
 KEYS: tuple[str, ...] = (
     "parameters",
@@ -35,6 +39,8 @@ _GROUPS = {
     "ema": "ema",
     "counter": "other",
 }
+# XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
+_COSTLY = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin", "cos", "div")
 
 
 @dataclass(frozen=True)
@@ -62,30 +68,43 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
         ValueError: a mesh axis does not divide the dimension that it shards.
     """
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    experiment.model.check(mesh, experiment.data.seq_len)
     layout = StateLayout(experiment.state_specs(), mesh)
     breakdown, host = dict.fromkeys(KEYS, 0), dict.fromkeys(KEYS, 0)
     for leaf in layout:
         (breakdown if leaf.spec.memory_kind == "device" else host)[_GROUPS[leaf.group]] += leaf.bytes_per_device
-    accumulate = experiment.learner.accumulate
-    tokens = experiment.data.global_batch_size * experiment.data.seq_len
-    tokens //= sizes["data"] * sizes["fsdp"] * sizes["seq"]
-    breakdown["batch"] = 4 * tokens * (5 if experiment.data.document_mask else 3)
-    tokens //= accumulate
-    for leaf in layout:
-        if leaf.group == "parameter":
-            master = experiment.learner.master_dtype if accumulate > 1 else None
-            itemsize = leaf.spec.dtype.itemsize
-            breakdown["gradients"] += leaf.bytes_per_device // itemsize * (master.itemsize if master else itemsize)
-    model = experiment.model
-    width, units = model.compute_dtype.itemsize, model.stack.num_units
-    unit = sum(math.prod(leaf.shape) for leaf in _leaves(model.stack.unit.parameter_specs())) // sizes["model"]
-    rows = sum(leaf.shape[-1] for leaf in _leaves(model.stack.unit.parameter_specs())) // sizes["model"]
-    kept = model.dim if experiment.memory.remat == "full" else rows
-    breakdown["activations"] = tokens * width * (units * kept + 2 * rows)
-    gathered = 2 * unit * width if sizes["fsdp"] > 1 else 0
-    breakdown["other"] += gathered + 2 * 4 * min(tokens, model.head.chunk_tokens or tokens) * model.vocab_size
+    data = experiment.data
+    arrays = 5 if data.document_mask else 3  # tokens, targets, weights, positions, segments: four bytes each
+    shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]
+    breakdown["batch"] = 4 * arrays * data.global_batch_size * data.seq_len // shards
+    for group, size in _backward(experiment, sizes, spec.platform).groups.items():
+        breakdown[group] += size
+    breakdown["gradients"] += _accumulated(experiment, layout)
     return Estimate(breakdown, host)
 
 
-def _leaves(specs: Any) -> list[Any]:
-    return [leaf for value in specs.values() for leaf in (_leaves(value) if isinstance(value, dict) else [value])]
+def _backward(experiment: Experiment, sizes: dict[str, int], platform: str) -> Instant:
+    """The most that the gradients of one microbatch hold besides state and batch."""
+    table = (experiment.model.vocab_size // sizes["model"], experiment.model.dim)
+    # The head sums the gradient of its table in shards over fsdp, chunk by chunk.
+    rules = Rules(
+        costly=_COSTLY if platform == "cpu" else (),
+        late_reduction=platform == "tpu",
+        early_zeros=platform == "gpu",
+        carry_parts=lambda shape: sizes["fsdp"] if shape == table else 1,
+    )
+    jaxpr = trace(experiment, sizes, platform).jaxpr
+    return most_held(jaxpr, rules, ["gradients"] * len(jaxpr.outvars))
+
+
+def _accumulated(experiment: Experiment, layout: StateLayout) -> int:
+    """The sums of the microbatches' gradients, which are there all the time."""
+    if experiment.learner.accumulate == 1:
+        return 0
+    sums = 0
+    for leaf in layout:
+        if leaf.group == "parameter":
+            parts = math.prod(leaf.spec.shape) * leaf.spec.dtype.itemsize // leaf.bytes_per_device
+            master = experiment.learner.master_dtype or leaf.spec.dtype
+            sums += math.prod(leaf.spec.shape) * master.itemsize // parts
+    return sums

@@ -1,8 +1,8 @@
 """One device's share of a step's forward and backward pass as a jaxpr, traced without any device.
 
-The experiment's own layers are traced under `shard_map` on an abstract mesh, so shapes, remat policies, loops and custom
-layers are those of the real step, and every array has the size of one device's shard. What XLA's partitioner would add
-is written out: weights are gathered over fsdp where the layers prepare them. Attention kernels are one opaque equation.
+The experiment's own layers are traced under `shard_map` on an abstract mesh, so shapes, remat policies, loops and
+custom layers are those of the real step, and every array has the size of one device's shard. What XLA's partitioner
+would add is written out: weights are gathered over fsdp where the layers prepare them. Attention kernels are opaque.
 
 May import: framework.experiment, framework.layers, framework.layout, JAX.
 """
@@ -135,7 +135,7 @@ def _choose(platform: str, parts: int) -> Callable[..., jax.Array]:
         if implementation == "auto":
             splash = platform == "tpu" and length % 128 == 0 and width % 8 == 0
             cudnn = platform == "gpu" and q.dtype.itemsize == 2 and width % 8 == 0 and width <= 256
-            implementation = "fused" if splash or cudnn and options["softcap"] is None else "xla"
+            implementation = "fused" if splash or (cudnn and options["softcap"] is None) else "xla"
         if implementation != "xla":
             return fused(q, k, v)
         segments = options["segments_BS"]

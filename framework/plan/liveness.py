@@ -1,0 +1,277 @@
+"""How much a traced program holds at once: its jaxpr walked in order, assuming the fusions that XLA makes.
+
+Products, collectives, kernels, gathers and loops write their results to memory. Elementwise operations, broadcasts and
+reductions are fused into what reads them, unless a product or loop reads the result, or several operations do and the
+result is smaller than what it is computed from. A fused value keeps what it is computed from alive instead. Loops hold
+the stacks that they read and write; what an iteration stores goes into the stack as soon as it is computed.
+
+May import: JAX. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+_VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "copy", "sharding_constraint", "stop_gradient")
+_STORED = (
+    "dot_general", "conv_general_dilated", "attention_kernel", "all_gather", "reduce_scatter", "psum", "psum_invariant",
+    "all_to_all", "ppermute", "gather", "scatter", "scatter-add", "dynamic_update_slice", "scan", "while", "cond",
+    "sort", "top_k", "cumsum", "random_bits", "threefry2x32", "pallas_call", "custom_call",
+)  # fmt: skip
+_IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum", "psum_invariant")
+_LOOPS = ("scan", "while", "cond")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What differs between compilers.
+
+    Args:
+        costly: elementwise operations that are computed once and stored when several others read the result.
+        late_reduction: reduce-scatters run behind the rest of a loop's body, so what they reduce stays until its end.
+        early_zeros: the zeros that scatters add to are written before anything else.
+        carry_parts: into how many parts a loop's carry of this shape is split, of which one is held.
+    """
+
+    costly: tuple[str, ...] = ()
+    late_reduction: bool = False
+    early_zeros: bool = False
+    carry_parts: Callable[[tuple[int, ...]], int] = lambda shape: 1
+
+
+class Instant(NamedTuple):
+    """The most that is held at once: bytes, by group, and the largest arrays as (bytes, group, text)."""
+
+    nbytes: int
+    groups: Counter[str]
+    arrays: list[tuple[int, str, str]]
+
+
+@dataclass(eq=False)
+class _Value:
+    aval: Any
+    made_at: int  # index of the equation, -1 for an input
+    nbytes: int
+    group: str = "activations"
+    fusible: bool = False
+    operands: list[_Value] = field(default_factory=list)  # once fusion is decided: what is stored of them
+    readers: list[int] = field(default_factory=list)
+    stored: bool = True
+    held: bool = True  # False: it belongs to whoever runs the program
+    at: int = -1  # when it is computed, which for fused values may be later than made_at
+    last: int = -1  # when it is read last
+
+
+@dataclass(eq=False)
+class _Equation:
+    name: str
+    params: dict[str, Any]
+    operands: list[_Value | None]
+    results: list[_Value]
+
+
+def most_held(jaxpr: Any, rules: Rules, groups: list[str] | None = None) -> Instant:
+    """Of a program whose inputs belong to its caller. `groups` are those of its outputs."""
+    program = _Program(rules)
+    outputs = program.read(jaxpr, [program.value(v.aval, -1, held=False) for v in jaxpr.invars])
+    for value, group in zip(outputs, groups or [], strict=False):
+        if value is not None:
+            value.group = group
+    return program.run(outputs, set())
+
+
+class _Program:
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self.equations: list[_Equation] = []
+        self.values: list[_Value] = []
+
+    def value(self, aval: Any, made_at: int, **fields: Any) -> _Value:
+        nbytes = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+        self.values.append(_Value(aval, made_at, nbytes, **fields))
+        return self.values[-1]
+
+    # --- reading a jaxpr: calls are inlined, views are the values that they show -------------------------------------
+
+    def read(self, jaxpr: Any, inputs: list[_Value | None]) -> list[_Value | None]:
+        env: dict[Any, _Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def get(atom: Any) -> _Value | None:
+            return None if hasattr(atom, "val") else env[atom]
+
+        env |= {var: self.value(var.aval, -1, held=False) for var in jaxpr.constvars}
+        for eqn in jaxpr.eqns:
+            operands, name = [get(atom) for atom in eqn.invars], eqn.primitive.name
+            bodies = list(_bodies(eqn.params))
+            if bodies and name not in (*_STORED, *_LOOPS):
+                results = self.read(bodies[0], operands[len(operands) - len(bodies[0].invars) :])
+            elif name in _VIEWS and operands[0] is not None:
+                results = operands[:1]
+            else:
+                results = self._equation(eqn, name, operands)
+            env.update(zip(eqn.outvars, results, strict=False))
+        return [get(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, name: str, operands: list[_Value | None]) -> list[_Value]:
+        index, known = len(self.equations), [value for value in operands if value is not None]
+        results = [self.value(v.aval, index, fusible=name not in _STORED, operands=list(known)) for v in eqn.outvars]
+        for value in known:
+            value.readers.append(index)
+        if name == "scan":
+            for value in results[: eqn.params["num_carry"]]:
+                value.nbytes //= self.rules.carry_parts(value.aval.shape)
+        for value in results:
+            if name == "all_gather":
+                value.group = "other"
+            same = [v for v in known if v.aval.shape == value.aval.shape]
+            if value.fusible and any(v.nbytes < _whole(v) for v in same):  # computed from a part of a carry
+                value.nbytes //= self.rules.carry_parts(value.aval.shape)
+        self.equations.append(_Equation(name, eqn.params, operands, results))
+        return results
+
+    # --- what is stored, when it is computed, and how long it stays -------------------------------------------------
+
+    def _fuse(self, outputs: set[_Value]) -> None:
+        end = len(self.equations)
+        for value in self.values:
+            if not value.fusible:
+                continue
+            roots = dict.fromkeys(r for v in value.operands for r in ([v] if v.stored else v.operands))
+            value.operands = list(roots)
+            readers = {self.equations[i].name for i in value.readers if i < end}
+            needed = bool(readers.intersection(_STORED)) or value in outputs or end in value.readers
+            if not roots and value.made_at >= 0:  # a constant: written where it is needed
+                begun = {"scan"} if self.rules.early_zeros else {"scan", "scatter-add"}
+                value.stored = bool(readers.intersection(_STORED) - begun)
+            elif len(set(value.readers)) > 1 and value.made_at >= 0:
+                costly = self.equations[value.made_at].name in self.rules.costly
+                value.stored = needed or costly or self._smaller(value)
+            else:
+                value.stored = needed
+
+    @staticmethod
+    def _smaller(value: _Value) -> bool:
+        return value.nbytes < sum(v.nbytes for v in value.operands if v.held and 8 * v.nbytes >= value.nbytes)
+
+    def _schedule(self, outputs: set[_Value], late: bool) -> None:
+        end = len(self.equations)
+
+        def read_at(index: int) -> int:
+            return end if index == end else min((v.at for v in self.equations[index].results), default=index)
+
+        for value in reversed(self.values):
+            value.at = value.made_at
+            if self.rules.early_zeros and not value.operands and value.stored and value.fusible and value.made_at > 0:
+                value.at = 0
+                continue
+            if late and value.made_at >= 0 and self.equations[value.made_at].name == "reduce_scatter":
+                value.at = end
+            waits = value.fusible and value.readers and value not in outputs
+            if waits and not (value.stored and value.made_at >= 0 and self._smaller(value)):
+                value.at = max(value.made_at, min(read_at(index) for index in value.readers))
+        for value in self.values:
+            value.last = value.at
+        for value in self.values:
+            if value.stored:
+                for root in value.operands:
+                    for kept in [root] if root.stored else root.operands:
+                        kept.last = max(kept.last, value.at)
+            if end in value.readers:
+                for kept in [value] if value.stored else value.operands:
+                    kept.last = end
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def run(self, outputs: list[_Value | None], stacked: set[_Value], late: bool = False) -> Instant:
+        """The most that is held while the equations run; `stacked` outputs belong to the caller once computed."""
+        end = len(self.equations)
+        for value in outputs:
+            if value is not None and value not in stacked:
+                value.readers.append(end)
+        self._fuse(stacked)
+        self._schedule(stacked, late)
+        made: dict[int, list[_Value]] = {}
+        for value in self.values:
+            if value.stored and value.held and (value.made_at >= 0 or value.fusible):
+                made.setdefault(value.at, []).append(value)
+        live = {v for v in self.values if v.made_at == -1 and v.held and not v.fusible}
+        best = Instant(0, Counter(), [])
+        for now in range(end + 1):
+            equation = self.equations[now] if now < end else None
+            for value in sorted(made.get(now, []), key=lambda v: v.made_at):
+                if not value.fusible:
+                    continue
+                over = [v for v in value.operands if v in live and v.last == value.at and v.nbytes >= value.nbytes]
+                read_now = equation is not None and equation.name in _STORED and over and over[0] in equation.operands
+                if over and value.made_at >= 0 and not read_now:
+                    live.discard(over[0])
+                live.add(value)
+            best = _larger(best, live)
+            if equation and equation.name in _LOOPS:
+                inner = self._loop(equation, live, now)
+                best = _larger(best, live, inner)
+            for value in made.get(now, []):
+                if not value.fusible:
+                    if equation and equation.name in _IN_PLACE:
+                        dying = (v for v in value.operands if v in live and v.last <= now and v.nbytes == value.nbytes)
+                        live.discard(next(dying, value))
+                    live.add(value)
+            best = _larger(best, live)
+            live = {v for v in live if v.last > now or v.last == end}
+        return best
+
+    def _loop(self, equation: _Equation, live: set[_Value], now: int) -> Instant:
+        instants = []
+        for body in _bodies(equation.params):
+            inner = _Program(self.rules)
+            if equation.name != "scan":
+                outputs = inner.read(body, [inner.value(v.aval, -1, held=False) for v in body.invars])
+                instants.append(inner.run(outputs, set()))
+                continue
+            consts, carries = equation.params["num_consts"], equation.params["num_carry"]
+            inputs = [
+                inner.value(v.aval, -1, held=i >= consts, fusible=i >= consts + carries)
+                for i, v in enumerate(body.invars)
+            ]
+            for value in inputs[consts : consts + carries]:
+                value.nbytes //= self.rules.carry_parts(value.aval.shape)
+            outputs = inner.read(body, list(inputs))
+            stacked = {value for value in outputs[carries:] if value is not None and value.made_at >= 0}
+            for value, whole in zip(outputs, equation.results, strict=True):
+                if value in stacked and whole.group == "gradients":
+                    value.group = "gradients"
+            # The body owns its carry, and takes the initial one over where nobody reads it afterwards.
+            for value in equation.operands[consts : consts + carries]:
+                if value is not None and value.last <= now:
+                    live.discard(value)
+            live.update(equation.results[carries:])
+            instants.append(inner.run(outputs, stacked, self.rules.late_reduction))
+        return max(instants, key=lambda instant: instant.nbytes)
+
+
+def _larger(best: Instant, live: set[_Value], inner: Instant | None = None) -> Instant:
+    total = sum(value.nbytes for value in live) + (inner.nbytes if inner else 0)
+    if total <= best.nbytes:
+        return best
+    groups: Counter[str] = Counter(inner.groups if inner else {})
+    for value in live:
+        groups[value.group] += value.nbytes
+    arrays = [(v.nbytes, v.group, f"{v.aval.dtype.name}{list(v.aval.shape)}") for v in live]
+    arrays += inner.arrays if inner else []
+    return Instant(total, groups, sorted(arrays, reverse=True)[:100])
+
+
+def _whole(value: _Value) -> int:
+    return math.prod(value.aval.shape) * getattr(value.aval.dtype, "itemsize", 4)
+
+
+def _bodies(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
