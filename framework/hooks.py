@@ -13,6 +13,7 @@ import jax
 
 from framework.metrics.memory import memory_in_use
 from framework.metrics.throughput import Throughput
+from framework.plan.guard import Need, compare
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -179,6 +180,19 @@ class Save(Hook):
             run.save(step)
             run.progress.status("")
             self.last = step
+
+
+class Prediction(Hook):
+    """Shows, after the second step, what memory was predicted and what is measured."""
+
+    def __init__(self, need: Need) -> None:
+        self.need, self.steps = need, 0
+
+    def on_metrics(self, run: Trainer, step: int, metrics: Row) -> None:
+        """The second step has ended when its metrics are here: buffers of compilation and initialization are gone."""
+        self.steps += 1
+        if self.steps == 2:
+            run.progress.print(compare(self.need, memory_in_use(run.program.mesh.local_devices)))
 
 
 class Profile(Hook):

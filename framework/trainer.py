@@ -19,12 +19,13 @@ from framework.checkpoint import Checkpointer, CheckpointError, CheckpointSaveEr
 from framework.config import Config
 from framework.data.pipeline import DataPipeline
 from framework.experiment import Experiment
-from framework.hooks import Evaluate, Guard, Hook, Profile, Report, RollBack, Save
+from framework.hooks import Evaluate, Guard, Hook, Prediction, Profile, Report, RollBack, Save
 from framework.metrics.buffer import MetricsBuffer
 from framework.metrics.jsonl import JsonlWriter
 from framework.metrics.progress import Progress
 from framework.metrics.throughput import Throughput
 from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
+from framework.plan.guard import Need
 from framework.program import Program, State
 from framework.workdir import Workdir, config_changes
 
@@ -44,9 +45,18 @@ class Trainer:
         program: the experiment on its devices.
         workdir: where everything goes; claimed by the caller.
         progress: what the person sees.
+        need: what the step was predicted to need; after the first steps it is shown beside what was measured.
     """
 
-    def __init__(self, config: Config, experiment: Experiment, program: Program, workdir: Workdir, progress: Progress):
+    def __init__(
+        self,
+        config: Config,
+        experiment: Experiment,
+        program: Program,
+        workdir: Workdir,
+        progress: Progress,
+        need: Need | None = None,
+    ):
         self.config, self.experiment, self.program = config, experiment, program
         self.workdir, self.progress = workdir, progress
         self.options = experiment.trainer
@@ -65,6 +75,8 @@ class Trainer:
         flops = experiment.model.flops_per_token(self.data.seq_len)
         throughput = Throughput(tokens, flops, peak * program.mesh.size if peak else None)
         self.hooks: list[Hook] = [Guard(), Report(throughput), Evaluate(throughput), Save(throughput), Profile()]
+        if need is not None:
+            self.hooks.append(Prediction(need))
 
     def _writers(self) -> Writer:
         if not distributed.is_primary():

@@ -195,6 +195,13 @@ def is_user_error(error: BaseException) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("framework", "configs", "launch")
 
 
+def gib(flag: str, value: float | None) -> int | None:
+    """A flag in GiB (of 2^30 bytes) as bytes; None stays."""
+    if value is not None and not value > 0:
+        raise UsageError(f"--{flag}={value:g}: expected more than 0")
+    return None if value is None else int(value * 2**30)
+
+
 def choose(kind: str, name: str, valid: Sequence[str]) -> str:
     """`name` if it is valid, else a UsageError that names the nearest."""
     if name not in valid:

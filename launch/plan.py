@@ -44,11 +44,7 @@ def main(argv: list[str]) -> int:
 
     targets.environment(args.target)
     target = targets.resolve(args.target)
-    limit = target.limit_bytes
-    if args.device_memory_gib is not None:
-        if args.device_memory_gib <= 0:
-            raise cli.UsageError(f"--device_memory_gib={args.device_memory_gib:g}: expected more than 0")
-        limit = int(args.device_memory_gib * 2**30)
+    limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
     commands = list(_variants(command, args.compare))
     for variant in commands:  # a mistake in the last one should not wait for the first one's compiler
         variant.resolve(target.name)[0].instantiate()

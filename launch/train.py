@@ -4,9 +4,11 @@
     python -m launch.train --config=gpt2-124m --config.data.source.path=data/train.bin --workdir=runs/gpt2
 
 Exit codes: 0 the run came to its end; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
-finite and learner.nonfinite ended the run; 130 and 143 it was stopped by SIGINT and SIGTERM, after saving.
+finite and learner.nonfinite ended the run; 4 it does not fit into the devices' memory, and nothing was started; 130 and
+143 it was stopped by SIGINT and SIGTERM, after saving.
 """
 
+import os
 import signal
 import sys
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from launch import cli
 
 EXIT_NONFINITE = 3
+EXIT_TOO_BIG = 4
 
 
 @cli.main
@@ -25,7 +28,8 @@ def main(argv: list[str]) -> int:
     place.add_argument("--run_name", metavar="NAME", help="short for --workdir=runs/NAME")
     parser.add_argument("--resume", choices=["auto", "never", "must"], default="auto", help="if there are checkpoints")
     parser.add_argument("--dry_run", action="store_true", help="show the start table, compile the step, train nothing")
-    parser.add_argument("--force", action="store_true", help="resume although the data differs from the checkpoint's")
+    parser.add_argument("--force", action="store_true", help="resume on other data; train although it does not fit")
+    parser.add_argument("--device_memory_gib", type=float, metavar="GIB", help="instead of what the devices have")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens")
     parser.add_argument("--num_processes", type=int, metavar="N", help="several processes: how many")
     parser.add_argument("--process_id", type=int, metavar="I", help="several processes: which one this is, from 0")
@@ -34,10 +38,14 @@ def main(argv: list[str]) -> int:
 
     # Imported late: a typo on the command line should not wait for these.
     from framework import distributed
+    from framework.accelerators import GPU_MEMORY_FRACTION
     from framework.trainer import use_compilation_cache
     from framework.workdir import Workdir, safe_child
 
     args = command.args
+    cli.gib("device_memory_gib", args.device_memory_gib)
+    # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of it.
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     workdir = Workdir(args.workdir or safe_child("runs", args.run_name, "--run_name"))
     distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     use_compilation_cache(command.config.trainer.compilation_cache)
@@ -62,6 +70,7 @@ def _train(command: cli.Command, workdir: Any) -> int:
     from framework.metrics.plot import plot_losses
     from framework.metrics.progress import Progress
     from framework.metrics.tables import human_bytes, render
+    from framework.plan import guard
     from framework.program import Program
     from framework.report import compression_lines, sample_text, start_report
     from framework.trainer import LastStepNotSavedError, Trainer
@@ -84,15 +93,20 @@ def _train(command: cli.Command, workdir: Any) -> int:
         experiment.data.setup(workdir.path, is_primary=primary, barrier=lambda: distributed.barrier("data"))
         progress.status("")
         progress.print(render(start_report(command.spec, program)))
+        progress.status("compiling")
+        need = guard.need(program)
+        progress.status("")
+        refusal = guard.refusal(config, program, need, cli.gib("device_memory_gib", args.device_memory_gib))
+        if refusal is not None:
+            progress.print(refusal)
+            if not args.force or need.message:
+                return EXIT_TOO_BIG
         if args.dry_run:
-            memory = program.compiled_step.memory_analysis()
-            total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
             progress.print(
-                f"dry run: the step compiles; arguments, outputs and temporaries need at most "
-                f"{human_bytes(total + memory.temp_size_in_bytes)} per device. Nothing was trained."
+                f"dry run: the step compiles, and its peak is {human_bytes(need.peak)} per device. Nothing was trained."
             )
             return 0
-        trainer = Trainer(config, experiment, program, workdir, progress)
+        trainer = Trainer(config, experiment, program, workdir, progress, need)
         try:
             step = trainer.start(args.resume, force=args.force)
             if primary:

@@ -188,7 +188,9 @@ def chunked_loss(
         def body(carry: tuple[Loss, jax.Array], xs: Any) -> tuple[tuple[Loss, jax.Array], jax.Array]:
             loss_sum, table_grad = carry
             loss, (h_grad, grad) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(xs[0], table, xs[1])
-            return (add(loss_sum, loss), ctx.constrain(table_grad + grad, "model", "fsdp")), h_grad
+            with jax.named_scope("gradient"):
+                table_grad = ctx.constrain(table_grad + grad, "model", "fsdp")
+            return (add(loss_sum, loss), table_grad), h_grad
 
         # Summed in float32, and sharded: a loop carry cannot hold partial sums, so each chunk is reduced anyway.
         start = jnp.zeros(table.shape, jnp.promote_types(table.dtype, jnp.float32))

@@ -64,7 +64,7 @@ def compile_for(lowered: Any, platform: str, hosted_bytes: int = 0, memory_mib: 
         try:
             stats = lowered.compile(compiler_options=options).memory_analysis()
         except jax.errors.JaxRuntimeError as error:
-            needed = _needed(str(error))
+            needed = needed_bytes(str(error))
             if needed is None:
                 raise
             words = str(error).splitlines()[0]
@@ -89,7 +89,7 @@ def compile_for(lowered: Any, platform: str, hosted_bytes: int = 0, memory_mib: 
     )
 
 
-def _needed(message: str) -> int | None:
+def needed_bytes(message: str) -> int | None:
     """Bytes that a refused program needs, from the compiler's message; None if it is about something else."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None

@@ -101,7 +101,7 @@ def _name_block(module: Module, block: Block, gradients: _Shapes) -> Named | Non
 
 def _owners(op_names: list[str], found: list[Array], gradients: _Shapes) -> list[str]:
     """The parameters whose gradient a temporary may be."""
-    backward = [name for name in op_names if "transpose(" in name]
+    backward = [name for name in op_names if "transpose(" in name or "/gradient/" in name]
     if not found or not backward:
         return []
     summed, whole = gradients.get(_dims(found[0].dims), ([], []))
@@ -219,6 +219,8 @@ def _tells(op_name: str) -> bool:
 
 def place(op_name: str) -> str:
     """`jit(step)/transpose(jvp(stack))/while/body/mlp/up/dot_general` -> `stack/mlp/up/dot_general, backward`."""
+    if op_name.startswith(("state[", "batch[")):
+        return f"copy of {argument(op_name)[1]}"
     when = "update" if "/update/" in op_name else "backward" if "transpose(" in op_name else "forward"
     if "rematted_computation" in op_name:
         when = "backward, recomputed"
@@ -228,4 +230,6 @@ def place(op_name: str) -> str:
     parts = [part for part in plain.split("/") if part and part not in _NO_PLACE and part != "update"]
     if op_name.endswith("/while"):
         parts.append("carried through the loop")
+    elif parts[-1:] == ["dynamic_update_slice"] and when == "forward":
+        parts[-1] = _KEPT.strip("/")
     return f"{'/'.join(parts) or 'step'}, {when}"

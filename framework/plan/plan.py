@@ -54,7 +54,7 @@ def quick(name: str, config: Config, target: Target, limit: int | None) -> Repor
     report["host_process_bytes"] = found.host_bytes * target.num_devices // target.num_processes
     report["fits"] = limit is None or found.peak_bytes <= limit
     if not report["fits"]:
-        report["suggestions"] = suggestions(config, target, limit or 0, 1.0)
+        report["suggestions"] = suggestions(config, target, limit or 0, found.peak_bytes)
     return report
 
 
@@ -99,21 +99,21 @@ def plan(
     most = max(phase["device_peak_bytes"] for phase in report["phases"].values())
     report["fits"] = not refused and (limit is None or most <= limit)
     if not report["fits"]:
-        state = layout.bytes_per_device(memory_kind="device")
-        scale = max(most - state, 1) / max(found.peak_bytes - state, 1)
-        report["suggestions"] = suggestions(config, target, limit or 0, scale)
+        report["suggestions"] = suggestions(config, target, limit or 0, most)
     return report
 
 
-def suggestions(config: Config, target: Target, limit: int, scale: float) -> list[Report]:
+def suggestions(config: Config, target: Target, limit: int, peak: int) -> list[Report]:
     """Settings that would fit, the mildest first: none of them changes what is computed. By the closed form.
 
     Args:
         config: what does not fit.
         target: where.
         limit: device memory in bytes.
-        scale: how much more the compiled program needs, beyond its state, than the closed form says.
+        peak: what it needs. What this is beyond the closed form is taken to grow and shrink with the activations.
     """
+    whole = _estimate(config.instantiate(), target)
+    scale = max(peak - _state(whole), 0) / max(whole.peak_bytes - _state(whole), 1)
     milder = [("memory.remat", remat) for remat in ("dots", "full") if config.memory.remat in ("none", "dots")]
     hosted = [("memory.optimizer_state", "pinned_host")] if config.memory.optimizer_state == "device" else []
     micro = [("learner.accumulate", config.learner.accumulate * 2**i) for i in range(1, 7)]
@@ -130,12 +130,15 @@ def suggestions(config: Config, target: Target, limit: int, scale: float) -> lis
             need = _estimate(trial.instantiate(), target)
         except ValueError:
             continue  # the microbatches do not divide, say
-        state = sum(size for key, size in need.breakdown.items() if key in set(OF_LAYOUT.values()))
-        peak = int(state + scale * (need.peak_bytes - state))
-        if peak <= limit:
+        about = int(_state(need) + scale * (need.peak_bytes - _state(need)))
+        if about <= limit:
             setting = " ".join(f"--config.{path}={value}" for path, value in choice)
-            found.append({"setting": setting, "device_peak_bytes": peak})
+            found.append({"setting": setting, "device_peak_bytes": about})
     return found[:3]
+
+
+def _state(need: Estimate) -> int:
+    return sum(size for key, size in need.breakdown.items() if key in OF_LAYOUT.values())
 
 
 # --- the parts of a report -------------------------------------------------------------------------------------------

@@ -104,7 +104,9 @@ def accumulated_gradients(
         grads, buffers = carry
         batch, rows = micro
         (loss, out), more = grad_of(state["parameter"], replace(ctx, batch=batch, rows=rows), buffers)
-        return (jax.tree.map(jnp.add, grads, more), out.layer_state), (loss, out.metrics)
+        with jax.named_scope("gradient"):
+            grads = jax.tree.map(jnp.add, grads, more)
+        return (grads, out.layer_state), (loss, out.metrics)
 
     assert ctx.rows is not None
     zeros = jax.tree.map(
