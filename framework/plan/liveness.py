@@ -153,9 +153,11 @@ class _Program:
             else:
                 value.stored = needed
 
-    @staticmethod
-    def _smaller(value: _Value) -> bool:
-        return value.nbytes < sum(v.nbytes for v in value.operands if v.held and 8 * v.nbytes >= value.nbytes)
+    def _smaller(self, value: _Value) -> bool:
+        roots = [v.nbytes for v in value.operands if v.held]
+        large = sum(size for size in roots if 8 * size >= value.nbytes)
+        normed = bool(self.rules.costly) and value.nbytes == large and len(roots) > 1
+        return value.nbytes < large or normed
 
     def _schedule(self, outputs: set[_Value], late: bool) -> None:
         end = len(self.equations)
