@@ -71,7 +71,7 @@ class MeshShape:
         """The mesh over these devices, neighbours along the last axes. Slow networks lie across the first ones.
 
         Raises:
-            ValueError: the sizes do not fit the number of devices, or no axes can lie across the TPU slices.
+            ValueError: the sizes do not multiply to the number of devices.
         """
         sizes = self.resolve(len(devices))
         shape = tuple(sizes.values())
@@ -100,7 +100,5 @@ def _across(sizes: dict[str, int], slices: int) -> list[int]:
     for size in sizes.values():
         factors.append(math.gcd(size, left))
         left //= factors[-1]
-    if left > 1:
-        given = {axis: size for axis, size in sizes.items() if size != 1}
-        raise ValueError(f"mesh {given}: no axes divide by the {slices} TPU slices; nearest: data={slices}")
+    assert left == 1, "slices divide the product of the sizes, so every prime factor of theirs has found an axis"
     return factors

@@ -10,6 +10,7 @@ only inside functions, because `environment` has to come before it and an estima
 """
 
 import contextlib
+import difflib
 import importlib.util
 import math
 import os
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from framework.accelerators import AcceleratorSpec, accelerator_name, spec_for
-from framework.config_errors import nearest
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
@@ -28,7 +28,7 @@ _TOPOLOGIES = {  # of one slice, in chips
     "v5e": _FLAT,
     "v5p": (*_CUBES, "16x16x16", "16x16x24"),
     "v6e": _FLAT,
-    "tpu7x": (*_CUBES, "16x16x16"),
+    "tpu7x": _CUBES,
 }
 _GPU_TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -56,7 +56,7 @@ class Target:
         name: as `accelerators.accelerator_name` calls its devices; rules by accelerator match it.
         spec: what one of its devices has.
         num_devices, num_processes: jax devices, and hosts (on Cloud: VMs), of all slices together.
-        topology: chips along each dimension of a slice, "4x4"; empty where it is no TPU.
+        topology: chips along each dimension of a TPU slice, "4x4"; "local" for the devices at hand; else empty.
         num_slices: TPU slices.
         limit_bytes: what a program may use on each device; None where not known.
     """
@@ -76,7 +76,10 @@ class Target:
 
     @property
     def host_limit_bytes(self) -> int | None:
-        """Memory of each process's host; None where not known. A VM with fewer chips has as much for each of them."""
+        """Memory of each process's host; None where not known.
+
+        VMs with fewer chips than the one in the table of accelerators have as much for each chip, within 3%.
+        """
         if self.spec.host_memory_bytes is None or self.spec.chips_per_host is None:
             return None
         devices_of_host = self.spec.chips_per_host * self.spec.devices_per_chip
@@ -127,7 +130,7 @@ def resolve(name: str) -> Target:
     Raises:
         ValueError: there is no such target, or none of this size; the nearest ones are given.
     """
-    families = "|".join(_TOPOLOGIES)
+    name, families = name.replace("v5litepod-", "v5e-"), "|".join(_TOPOLOGIES)  # Cloud's name for it
     if name == "local":
         return _local()
     if match := re.fullmatch(r"cpu(?:[:-]([1-9]\d*))?", name):
@@ -144,8 +147,9 @@ def resolve(name: str) -> Target:
         _check_size(name, int(match[3]), sizes, name.removesuffix(match[3]))
         return _slices(match[2], sizes[int(match[3])], int(match[1] or 1))
     names = ["local", "cpu:8", *_GPUS, *(f"{gpu}x8" for gpu in _GPUS), *(f"tpu:{family}:2x2" for family in _TOPOLOGIES)]
-    near = nearest(name, [*names, *(f"{family}-{size}" for family in _TOPOLOGIES for size in _sizes(family))])
-    raise ValueError(f"unknown target {name!r}; nearest: {', '.join(near or ['v5e-16', 'v5p-8', 'h200x8', 'cpu:8'])}")
+    names += [f"{family}-{size}" for family in _TOPOLOGIES for size in _sizes(family)]
+    near = difflib.get_close_matches(name, names, n=3) or ["v5e-16", "v5p-8", "h200x8", "cpu:8", "local"]
+    raise ValueError(f"unknown target {name!r}; nearest: {', '.join(near)}")
 
 
 def gpu_description(name: str) -> str:
@@ -165,7 +169,7 @@ def _chips(topology: str) -> int:
 def _slices(family: str, topology: str, count: int) -> Target:
     spec, chips = spec_for(family), _chips(topology)
     # On Cloud up to eight chips of v5e and v6e are one VM; what is larger is made of VMs with four chips.
-    hosts = 1 if chips <= (8 if topology in _FLAT else 4) else chips // 4
+    hosts = 1 if chips <= (8 if family in ("v5e", "v6e") else 4) else chips // 4
     name = (f"{count}x" if count > 1 else "") + f"{family}-{chips * spec.cores_per_chip}"
     return Target(name, spec, count * chips * spec.devices_per_chip, count * hosts, topology, count, spec.limit_bytes)
 

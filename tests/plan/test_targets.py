@@ -1,0 +1,213 @@
+"""Targets: the figures that Cloud and NVIDIA publish, what the compilers say, and mistakes."""
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from framework.accelerators import GIB, accelerator_name, spec_for
+from framework.mesh import MeshShape
+from framework.plan import targets
+from framework.plan.targets import resolve
+
+
+@pytest.fixture
+def tpu():
+    """The compiler of TPUs, on a machine without one."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
+    targets.environment("v5e-16")
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical", "devices", "hosts", "topology", "limit_gib", "host_gb"),
+    [  # devices and hosts as in the tables of Cloud's pages; memory of v5e VMs in GiB there
+        ("v5e-1", "v5e-1", 1, 1, "1x1", 15.75, 48 * 1.024**3),
+        ("v5e-8", "v5e-8", 8, 1, "2x4", 15.75, 384 * 1.024**3),
+        ("v5e-16", "v5e-16", 16, 4, "4x4", 15.75, 192 * 1.024**3),
+        ("v5e-256", "v5e-256", 256, 64, "16x16", 15.75, 192 * 1.024**3),
+        ("2xv5e-256", "2xv5e-256", 512, 128, "16x16", 15.75, 192 * 1.024**3),
+        ("v5litepod-16", "v5e-16", 16, 4, "4x4", 15.75, 192 * 1.024**3),
+        ("1xv5e-16", "v5e-16", 16, 4, "4x4", 15.75, 192 * 1.024**3),
+        ("tpu:v5e:4x4", "v5e-16", 16, 4, "4x4", 15.75, 192 * 1.024**3),
+        ("3xtpu:v5e:2x8", "3xv5e-16", 48, 12, "2x8", 15.75, 192 * 1.024**3),
+        ("v6e-8", "v6e-8", 8, 1, "2x4", 31.25, 1440),
+        ("v6e-64", "v6e-64", 64, 16, "8x8", 31.25, 720),
+        ("v4-8", "v4-8", 4, 1, "2x2x1", 30.75, None),
+        ("v4-1024", "v4-1024", 512, 128, "8x8x8", 30.75, None),
+        ("v5p-8", "v5p-8", 4, 1, "2x2x1", 95.74, 448),
+        ("v5p-1024", "v5p-1024", 512, 128, "8x8x8", 95.74, 448),
+        ("v5p-12288", "v5p-12288", 6144, 1536, "16x16x24", 95.74, 448),
+        ("tpu7x-8", "tpu7x-8", 8, 1, "2x2x1", 94.75, 960),
+        ("tpu7x-128", "tpu7x-128", 128, 16, "4x4x4", 94.75, 960),
+        ("h200", "h200x1", 1, 1, "", 0.92 * 139.8, None),
+        ("h200x8", "h200x8", 8, 1, "", 0.92 * 139.8, None),
+        ("h100x16", "h100x16", 16, 2, "", 0.92 * 79.11, None),
+        ("a100-40x8", "a100-40x8", 8, 1, "", 0.92 * 39.42, None),
+        ("a100-80", "a100-80x1", 1, 1, "", 0.92 * 79.26, None),
+        ("cpu:8", "cpu-8", 8, 1, "", None, None),
+        ("cpu-8", "cpu-8", 8, 1, "", None, None),
+    ],
+)
+def test_names(monkeypatch, name, canonical, devices, hosts, topology, limit_gib, host_gb):
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    target = resolve(name)
+    assert (target.name, target.num_devices, target.num_processes) == (canonical, devices, hosts)
+    assert target.topology == topology
+    assert target.spec is spec_for(re.sub(r"^\dx", "", canonical).rpartition("x" if "00" in canonical else "-")[0])
+    assert target.limit_bytes == (None if limit_gib is None else pytest.approx(limit_gib * GIB, rel=1e-3))
+    assert target.host_limit_bytes == (None if host_gb is None else pytest.approx(host_gb * 1e9, rel=1e-6))
+    assert resolve(canonical) == target or ":" in name  # names are stable; a topology of one's own is not in the name
+
+
+def test_the_size_in_every_name_is_what_the_compiler_counts(tpu):
+    for family, cores, number in (("v4", 2, 9), ("v5e", 1, 8), ("v5p", 2, 9), ("v6e", 1, 8), ("tpu7x", 2, 9)):
+        sizes = [size for size in range(1, 2049) if _is_target(f"{family}-{size}")]
+        assert len(sizes) == number
+        for size in sizes:
+            target = resolve(f"{family}-{size}")
+            devices = target.devices()
+            assert len(devices) == target.num_devices == (size if family == "tpu7x" else size // cores)
+            assert accelerator_name(devices) == target.name == f"{family}-{size}"
+            assert spec_for(devices) is target.spec
+            assert len({device.process_index for device in devices}) == target.num_processes
+
+
+def _is_target(name: str) -> bool:
+    try:
+        return bool(resolve(name))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("name", ["v5e-1", "v5e-8", "v4-8", "v5p-16", "v6e-16", "2xv5e-4", "2xtpu:v6e:2x2"])
+def test_compiles(tpu, name):
+    check_that_it_compiles(name)
+
+
+@pytest.mark.parametrize("name", ["h200", "h200x8", "h100x16", "a100-80x2", "a100-40"])
+def test_compiles_for_gpus(name):
+    pytest.importorskip("jax_cuda12_plugin", reason="no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'")
+    targets.environment(name)
+    check_that_it_compiles(name)
+
+
+def check_that_it_compiles(name: str) -> None:
+    target = resolve(name)
+    mesh = MeshShape().build(target.devices())
+    rows, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["fsdp"], []))
+    weight = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=rows)
+    batch = jax.ShapeDtypeStruct((8 * target.num_devices, 256), jnp.bfloat16, sharding=rows)
+
+    def step(weight, batch):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(batch @ w), dtype="float32"))(weight)
+        return loss, weight - gradient
+
+    memory: Any = jax.jit(step, out_shardings=(everywhere, rows)).lower(weight, batch).compile().memory_analysis()
+    # Each device has its rows of the weight and its 8 rows of the batch, and to multiply them the whole weight.
+    arguments = (256 * 256 // target.num_devices + 8 * 256) * 2
+    gathered = 256 * 256 * 2 if target.num_devices > 1 else 0
+    assert memory.argument_size_in_bytes == arguments
+    assert arguments + gathered <= memory.peak_memory_in_bytes < 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda_cores", "shared_kb", "l2_mb"),
+    # NVIDIA's whitepapers: CUDA cores of the SXM boards, KB of shared memory and L1 that a block may have, MB of L2
+    [("h200", 16896, 227, 60), ("h100", 16896, 227, 50), ("a100-80", 6912, 163, 40), ("a100-40", 6912, 163, 40)],
+)
+def test_gpus_are_described_as_published(name, cuda_cores, shared_kb, l2_mb):
+    text = targets.gpu_description(name)
+    field = {key: float(value) for key, value in re.findall(r"(\w+): ([\d.]+)", text)}
+    spec = spec_for(name)
+    assert field["core_count"] * field["fpus_per_core"] == cuda_cores
+    assert field["shared_memory_per_block_optin"] == shared_kb * 1024 == field["shared_memory_per_core"] - 1024
+    assert field["l2_cache_size"] == l2_mb * 2**20
+    assert field["memory_bandwidth"] == pytest.approx(spec.hbm_bandwidth, rel=1e-3)
+    assert field["device_memory_size"] == pytest.approx(spec.memory_bytes, rel=1e-2)
+    assert f'device_description_str: "{spec.device_kinds[0]}"' in text
+
+
+def test_a_fraction_of_a_gpu_is_usable(monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    assert resolve("a100-80").limit_bytes == 85_100_068_864 // 2
+    assert resolve("v5e-8").limit_bytes == 15.75 * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5e-24", r"'v5e-24': not a size; nearest: v5e-16, v5e-32$"),
+        ("v5e-512", r"nearest: v5e-256$"),
+        ("2xv5e-2", r"nearest: 2xv5e-1, 2xv5e-4$"),
+        ("v5p-4", r"nearest: v5p-8$"),  # cores: one host has 8
+        ("h200x12", r"nearest: h200x8, h200x16$"),
+        ("h200x0", r"nearest: h200x1$"),
+        ("v5-16", r"unknown target 'v5-16'; nearest: .*v5e-16"),
+        ("h20", r"unknown target 'h20'; nearest: .*h200"),
+        ("cpu:0", r"unknown target 'cpu:0'; nearest: cpu:8"),
+        ("", r"unknown target ''; nearest: v5e-16, v5p-8, h200x8, cpu:8"),
+    ],
+)
+def test_mistakes_get_the_nearest_names(name, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(name)
+
+
+def test_topology_that_the_compiler_refuses(tpu):
+    with pytest.raises(ValueError, match=r"no compiler for the topology v5e:3x3: .*divisible"):
+        resolve("tpu:v5e:3x3").devices()
+
+
+def test_missing_compilers_are_named(monkeypatch):
+    for module in ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=r"^planning for v5e-8 needs libtpu: pip install -e '\.\[plan-tpu\]'$"):
+        resolve("v5e-8").devices()
+    with pytest.raises(ValueError, match=r"h200x8 needs the CUDA plugin of JAX: pip install -e '\.\[plan-gpu\]'$"):
+        resolve("h200x8").devices()
+
+
+def test_devices_of_this_machine():
+    here = jax.devices()
+    assert resolve("local").devices() == here
+    assert (resolve("local").name, resolve("local").num_processes) == (f"cpu-{len(here)}", 1)
+    assert resolve("cpu:2").devices() == here[:2]
+    with pytest.raises(ValueError, match=f"cpu-4096: JAX has started with {len(here)} CPU devices"):
+        resolve("cpu:4096").devices()
+
+
+def python(code: str, **environment: str) -> str:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TPU_", "XLA_", "JAX_"))}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | environment)
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout.strip()
+
+
+def test_cpu_devices_are_made_before_jax_starts():
+    code = "from framework.plan.targets import *; print(len(resolve('cpu:5').devices()))"
+    assert python(code, JAX_PLATFORMS="cpu") == "5"
+
+
+def test_a_target_is_resolved_without_jax():
+    code = (
+        "import sys; from framework.plan.targets import *; print(resolve('h200x16').num_devices, 'jax' in sys.modules)"
+    )
+    assert python(code) == "16 False"
+
+
+def test_the_environment_is_set_where_it_says_nothing_and_libtpu_keeps_quiet():
+    pytest.importorskip("libtpu")
+    code = (
+        "import os; from framework.plan.targets import *; environment('v5e-16')\n"
+        "import jax; print(len(resolve('v5e-16').devices()), jax.default_backend(), os.environ['TPU_WORKER_HOSTNAMES'])"
+    )
+    assert python(code, TPU_WORKER_HOSTNAMES="10.0.0.1") == "16 cpu 10.0.0.1"  # nothing on stderr: see python()
+    before = dict(os.environ)
+    targets.environment("local")
+    assert dict(os.environ) == before
