@@ -1,0 +1,238 @@
+"""The page of plans, in a real browser: bars are as long as their bytes, nothing is fetched, text is only text."""
+
+import html
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from framework.plan.html import COLOURS, page
+
+GIB = 2**30
+GROUPS = ("parameters", "frozen", "buffers", "gradients", "optimizer_state", "ema", "batch", "activations", "other")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+QUIET = "quic background-networking component-update sync gpu"
+FLAGS = ["--headless", "--no-sandbox", "--no-first-run", "--hide-scrollbars", "--enable-logging=stderr"]
+FLAGS += [f"--disable-{part}" for part in QUIET.split()]
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+
+# What the browser has laid out, in CSS pixels, left edges relative to the track.
+# In a frame, because a window is never narrower than 500.
+FRAME = '<pre id="probe"></pre><iframe width="{}" height="1500" frameborder="0" srcdoc="{}"></iframe>'
+PROBE = """<script>
+const seen = [...document.querySelectorAll('.bar')].map(bar => {
+  const left = bar.querySelector('svg').getBoundingClientRect().x;
+  const box = e => { const r = e.getBoundingClientRect(); return [r.x - left, r.width] };
+  return {label: bar.firstChild.textContent, thin: bar.classList.contains('thin'),
+    limit: [...bar.querySelectorAll('.limit')].map(e => box(e)[0]),
+    parts: [...bar.querySelectorAll('rect[fill]')].map(e => [e.textContent, ...box(e)])} });
+parent.document.getElementById('probe').textContent = JSON.stringify({bars: seen, view: innerWidth,
+  page: document.documentElement.scrollWidth, requests: performance.getEntriesByType('resource').map(e => e.name)});
+</script>"""
+
+
+def plan(remat="full", activations=2.0, *, allocated=None, limit=15.75, host=0.0, **more):
+    """A 7B model on 16 chips, roughly: sizes in GiB."""
+    sizes = {
+        "parameters": 0.8,
+        "gradients": 0.8,
+        "optimizer_state": 4.7 - host,
+        "activations": activations,
+        "other": 0.3,
+    }
+    parts = {group: int(sizes.get(group, 0) * GIB) for group in GROUPS}
+    peak = sum(parts.values())
+    phases = {"train": peak, "evaluation": 3 * GIB, "save": 5 * GIB}
+    return {
+        **{"config": "llama2-7b", "settings": ["mesh.fsdp=16", f"memory.remat={remat}"], "target": "v5e-16"},
+        **{"accelerator": "v5e", "devices": 16, "processes": 4, "mesh": {"data": 1, "fsdp": 16}, "estimated": False},
+        **{"fits": limit is None or peak <= limit * GIB, "device_limit_bytes": limit and int(limit * GIB)},
+        **{"device_peak_bytes": peak, "device_allocated_bytes": int((allocated or 0) * GIB) or peak},
+        **{"host_peak_bytes": int(host * GIB), "host_process_bytes": 4 * int(host * GIB), "host_limit_bytes": 47 * GIB},
+        **{"breakdown": parts, "host_breakdown": dict.fromkeys(GROUPS, 0) | {"optimizer_state": int(host * GIB)}},
+        "largest": [{"name": "kept for stack", "group": "activations", "bytes": GIB, "shape": "bf16[32]", "count": 2}],
+        "phases": {name: {"device_peak_bytes": size, "host_peak_bytes": GIB} for name, size in phases.items()},
+        **{"flops_per_step": 4e15, "flops_per_token": 6e10, "model_flops_per_token": 4.4e10, "host_transfer_bytes": 0},
+        **{"collective_bytes": {"all-gather": 38 * GIB}, "zero_gradients": [], "suggestions": [], "notes": []},
+        **{"estimate": {"device_peak_bytes": peak, "breakdown": parts, "error": 0.031}, "compile_seconds": 98.4},
+        **{"message": "", "versions": {"jax": "0.10.2", "libtpu": "0.0.42"}},
+        **more,
+    }
+
+
+NONE = plan("none", 16.0, message="RESOURCE_EXHAUSTED:\nUsed 22.60G of 15.75G hbm.")
+COMPARED = [
+    NONE,
+    plan("dots", 9.5),
+    plan(allocated=9.1),
+    plan("full", 1.5, host=4.0, settings=["mesh.fsdp=16", "a.b=c"]),
+]
+
+
+def browse(text, tmp_path, width=1200, *flags):
+    """The page as chromium has laid it out, and what it said to its console."""
+    file = tmp_path / f"{width}.html"
+    file.write_text(text)
+    profile = f"--user-data-dir={tmp_path / f'profile{width}'}"
+    command = [str(CHROMIUM), *FLAGS, profile, f"--window-size={width},1500", *(flags or ["--dump-dom"]), file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def measure(text, tmp_path, width=1200):
+    dom, said = browse(FRAME.format(width, html.escape(text.replace("</body>", PROBE + "</body>"))), tmp_path)
+    found = re.search(r'<pre id="probe">(.+?)</pre>', dom)
+    assert found, dom[-500:]
+    assert said == []
+    return json.loads(html.unescape(found[1]))
+
+
+class Text(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text = set(), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags |= {tag, *(name for name, _ in attrs if name.startswith("on") or name in ("src", "srcset"))}
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1200, 400])
+def test_bars_are_as_long_as_their_bytes(tmp_path, width):
+    seen = measure(page(COMPARED), tmp_path, width)
+    assert seen["view"] == width
+    assert seen["page"] <= width, "the page is wider than the window"
+    assert seen["requests"] == []
+    large = [bar for bar in seen["bars"] if not bar["thin"]]
+    device, host = large[:4], large[4:]
+    assert [bar["label"] for bar in device] == ["memory.remat=none", "memory.remat=dots", "memory.remat=full", "a.b=c"]
+    scale = device[0]["limit"][0] / (15.75 * GIB)  # pixels per byte
+    for bar, one in zip(device, COMPARED, strict=True):
+        assert bar["limit"] == pytest.approx([15.75 * GIB * scale], abs=0.6)
+        ends = np.cumsum(list(one["breakdown"].values())) * scale
+        np.testing.assert_allclose([x + w for _, x, w in bar["parts"][:-1]], ends, atol=0.6)
+        np.testing.assert_allclose([w for _, _, w in bar["parts"][:-1]], np.diff(ends, prepend=0), atol=0.6)
+        packing = one["device_allocated_bytes"] - one["device_peak_bytes"]
+        assert bar["parts"][-1][2] == pytest.approx(packing * scale, abs=0.6)
+    assert device[0]["parts"][-1][1] > device[0]["limit"][0] + 0.2 * width / 4, "what does not fit passes the line"
+    assert device[0]["parts"][7][0] == "activations: 16.00 GiB"
+    (host,) = host
+    assert host["parts"][4][0] == "optimizer state: 16.00 GiB"  # of the 4 devices of a process
+    assert host["parts"][4][2] / host["limit"][0] == pytest.approx(16 / 47, rel=0.02)
+    thin = [bar["parts"][0][2] / bar["limit"][0] for bar in seen["bars"] if bar["thin"]]
+    sizes = [phase["device_peak_bytes"] / (15.75 * GIB) for one in COMPARED for phase in one["phases"].values()]
+    np.testing.assert_allclose(thin, sizes, atol=0.02)
+
+
+@needs_browser
+def test_a_browser_that_finds_fault_is_heard(tmp_path):
+    """The other tests can fail: an error on the console and a request are both seen."""
+    dom, said = browse(page(COMPARED) + "<img src=missing.png><script>nowhere()</script>", tmp_path)
+    assert "missing.png" in dom
+    assert any("nowhere is not defined" in line for line in said)
+
+
+@needs_browser
+def test_a_limit_far_away_is_named_and_not_drawn(tmp_path):
+    text = page([plan(limit=400.0)])
+    assert "limit 400.00 GiB →" in text
+    (bar, *_) = measure(text, tmp_path)["bars"]
+    assert bar["limit"] == []
+    assert bar["parts"][-2][1] > 400, "bars fill the picture"
+
+
+@needs_browser
+def test_light_and_dark(tmp_path):
+    corners = []
+    for scheme in (0, 1):  # dark, light
+        shot = tmp_path / f"{scheme}.png"
+        flags = [f"--screenshot={shot}", f"--blink-settings=preferredColorScheme={scheme}"]
+        browse(page(COMPARED), tmp_path, 800 + scheme, *flags)
+        image = matplotlib.image.imread(shot)
+        assert image.shape[:2] == (1500, 800 + scheme)
+        assert len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 50, "an empty page"
+        corners.append(image[2, 2, :3].mean())
+    assert corners[0] < 0.1
+    assert corners[1] > 0.9
+
+
+def test_text_is_text_and_nothing_is_fetched():
+    evil = '<script>alert(1)</script><img src=x onerror="alert(2)">'
+    names = {
+        "config": evil,
+        "target": evil,
+        "settings": [evil],
+        "message": evil,
+        "notes": [evil],
+        "versions": {evil: evil},
+    }
+    buffers = [{"name": evil, "group": "other", "bytes": 1, "shape": evil, "count": 1}]
+    sizes = {"device_peak_bytes": 1, "host_peak_bytes": 1}
+    one = plan(**names, largest=buffers, phases={evil: sizes}, zero_gradients=[{"path": evil, "bytes": 1}])
+    suggested = plan("none", suggestions=[{"setting": evil, "device_peak_bytes": 1}], collective_bytes={evil: 1})
+    for text in (page([one]), page([one, suggested])):
+        parsed = Text(text)
+        assert not parsed.tags & {"script", "img", "onerror", "src", "srcset", "iframe", "object"}
+        assert parsed.text.count(evil) >= 8
+        assert "http" not in text
+        assert not re.search(r"url\(|@import|@font-face", text)
+        assert set(re.findall(r'href="?([^" >]+)', text)) == {"data:,"}
+
+
+@pytest.mark.parametrize(
+    ("one", "expected", "absent"),
+    [
+        (plan(limit=None), "limit not known", "class=good"),
+        (plan(), "✓ fits, 7.15 GiB free", "≈"),
+        (plan(estimated=True), "≈ 8.60 GiB", "✗"),
+        (NONE, "✗ does not fit, 6.85 GiB over", "class=good"),
+        (NONE, "RESOURCE_EXHAUSTED:\nUsed 22.60G", "On the host"),
+        (plan(fits=False), "<b class=bad>✗ does not fit</b>", " over</b>"),  # another phase does not
+        (plan(host=4.0), "On the host, in one process", "✗"),
+        (plan(phases={}, largest=[]), "all-gather 38.00 GiB", "Peak of each phase"),
+        (plan(), "libtpu", "<details"),
+    ],
+)
+def test_what_one_plan_says(one, expected, absent):
+    text = page([one])
+    assert expected in text
+    assert absent not in text
+
+
+def test_what_several_share_is_said_once():
+    text = page(COMPARED[:3])
+    assert "<p>1 of 3 fit" in text
+    assert text.count("mesh.fsdp=16") == 1 + 3  # the heading, and each plan's own table
+    assert "memory.remat=<wbr>dots" in text
+    assert "llama2-7b on v5e-16, llama2-7b on h200" in page([plan(), plan(target="h200")])
+
+
+def test_colours_differ_for_every_kind_of_colour_vision():
+    """Machado, Oliveira and Fernandes 2009, severity 1.0; distance in CIELAB (76), 10 is plainly different."""
+    kinds = {
+        "usual": np.eye(3),
+        "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+        "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+        "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    }
+    srgb = {group: np.array([int(COLOURS[group][i : i + 2], 16) / 255 for i in (1, 3, 5)]) for group in GROUPS}
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    for kind, matrix in kinds.items():
+        lab = {}
+        for group, colour in srgb.items():
+            linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+            xyz = to_xyz @ np.clip(np.asarray(matrix) @ linear, 0, 1) / [0.9505, 1.0, 1.089]
+            x, y, z = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+            lab[group] = np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+        for a, b in itertools.combinations(GROUPS, 2):
+            assert np.linalg.norm(lab[a] - lab[b]) > 10, (kind, a, b)
