@@ -87,7 +87,17 @@ def _backward(experiment: Experiment, sizes: dict[str, int], platform: str) -> I
     """The most that the gradients of one microbatch hold besides state and batch."""
     table = (experiment.model.vocab_size // sizes["model"], experiment.model.dim)
     # The head sums the gradient of its table in shards over fsdp, chunk by chunk.
+    length = experiment.data.seq_len
+    lengths = (length, length // sizes["seq"])
+
+    def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
+        # What a TPU kernel reads and writes is [..., S, H] in that order, and rows of it are whole registers of 128.
+        if platform == "tpu" and len(shape) >= 4 and shape[-2] in lengths:
+            return (*shape[:-1], -(-shape[-1] // 128) * 128) if shape[-1] > 1 else shape
+        return shape
+
     rules = Rules(
+        padded=padded,
         costly=_COSTLY if platform == "cpu" else (),
         late_reduction=platform == "tpu",
         early_zeros=platform == "gpu",

@@ -35,12 +35,14 @@ class Rules:
         late_reduction: reduce-scatters run behind the rest of a loop's body, so what they reduce stays until its end.
         early_zeros: the zeros that scatters add to are written before anything else.
         carry_parts: into how many parts a loop's carry of this shape is split, of which one is held.
+        padded: the shape that an array of this shape takes up.
     """
 
     costly: tuple[str, ...] = ()
     late_reduction: bool = False
     early_zeros: bool = False
     carry_parts: Callable[[tuple[int, ...]], int] = lambda shape: 1
+    padded: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
 
 
 class Instant(NamedTuple):
@@ -91,7 +93,7 @@ class _Program:
         self.values: list[_Value] = []
 
     def value(self, aval: Any, made_at: int, **fields: Any) -> _Value:
-        nbytes = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+        nbytes = math.prod(self.rules.padded(aval.shape)) * getattr(aval.dtype, "itemsize", 4)
         self.values.append(_Value(aval, made_at, nbytes, **fields))
         return self.values[-1]
 
