@@ -67,7 +67,9 @@ class AcceleratorSpec:
         there is a device, `memory_stats()["bytes_limit"]` says what was taken.)
         """
         if self.platform == "gpu" and self.memory_bytes is not None:
-            return int(self.memory_bytes * float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or GPU_MEMORY_FRACTION))
+            names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the old name still counts
+            fraction = next(filter(None, map(os.environ.get, names)), GPU_MEMORY_FRACTION)
+            return int(self.memory_bytes * float(fraction))
         return self.usable_bytes if self.usable_bytes is not None else self.memory_bytes
 
     def peak_flops(self, dtype: str = "bfloat16") -> float | None:

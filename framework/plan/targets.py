@@ -56,18 +56,19 @@ class Target:
         name: as `accelerators.accelerator_name` calls its devices; rules by accelerator match it.
         spec: what one of its devices has.
         num_devices, num_processes: jax devices, and hosts (on Cloud: VMs), of all slices together.
-        topology: chips along each dimension of a TPU slice, "4x4"; "local" for the devices at hand; else empty.
-        num_slices: TPU slices.
         limit_bytes: what a program may use on each device; None where not known.
+        topology, num_slices: chips along each dimension of a TPU slice, "4x4", and how many slices.
+        at_hand: the devices, if they are of this machine.
     """
 
     name: str
     spec: AcceleratorSpec
     num_devices: int
     num_processes: int = 1
+    limit_bytes: int | None = None
     topology: str = ""
     num_slices: int = 1
-    limit_bytes: int | None = None
+    at_hand: tuple[Any, ...] = ()
 
     @property
     def platform(self) -> str:
@@ -91,8 +92,8 @@ class Target:
         Raises:
             ValueError: the compiler is not installed or refuses the topology, or JAX runs with fewer CPU devices.
         """
-        if self.platform == "cpu" or self.topology == "local":
-            return _devices_at_hand(self)
+        if self.at_hand or self.platform == "cpu":
+            return list(self.at_hand) or _cpu_devices(self.num_devices)
         if self.platform == "gpu":
             _require(self.name, "the CUDA plugin of JAX", "plan-gpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
             shape = f"1x{self.num_processes}x{self.num_devices // self.num_processes}"  # slices, hosts, GPUs of a host
@@ -138,9 +139,9 @@ def resolve(name: str) -> Target:
         return Target(f"cpu-{count}", spec_for("cpu"), count)
     if match := re.fullmatch(rf"({'|'.join(_GPUS)})(?:x(\d+))?", name):
         spec, count = spec_for(match[1]), int(match[2] or 1)
-        _check_size(name, count, [*range(1, 8), *range(8, count + 9, 8)], f"{spec.name}x")
-        return Target(f"{spec.name}x{count}", spec, count, -(-count // 8), limit_bytes=spec.limit_bytes)
-    if match := re.fullmatch(rf"(?:([1-9]\d*)x)?tpu:({families}):(\d+(?:x\d+){{1,2}})", name):
+        _check_size(name, count, {*range(1, 9), count // 8 * 8 or 1, count // 8 * 8 + 8}, f"{spec.name}x")
+        return Target(f"{spec.name}x{count}", spec, count, -(-count // 8), spec.limit_bytes)
+    if match := re.fullmatch(rf"(?:([1-9]\d*)x)?tpu:({families}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name):
         return _slices(match[2], match[3], int(match[1] or 1))
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?({families})-(\d+)", name):
         sizes = _sizes(match[2])
@@ -171,16 +172,17 @@ def _slices(family: str, topology: str, count: int) -> Target:
     # On Cloud up to eight chips of v5e and v6e are one VM; what is larger is made of VMs with four chips.
     hosts = 1 if chips <= (8 if family in ("v5e", "v6e") else 4) else chips // 4
     name = (f"{count}x" if count > 1 else "") + f"{family}-{chips * spec.cores_per_chip}"
-    return Target(name, spec, count * chips * spec.devices_per_chip, count * hosts, topology, count, spec.limit_bytes)
+    return Target(name, spec, count * chips * spec.devices_per_chip, count * hosts, spec.limit_bytes, topology, count)
 
 
 def _local() -> Target:
     import jax
 
     devices = jax.devices()
-    name, spec = accelerator_name(devices), spec_for(devices)
+    spec = spec_for(devices)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", spec.limit_bytes)
-    return Target(name, spec, len(devices), jax.process_count(), "local", limit_bytes=limit)
+    name = accelerator_name(devices)
+    return Target(name, spec, len(devices), jax.process_count(), limit, at_hand=tuple(devices))
 
 
 def _check_size(name: str, size: int, sizes: Iterable[int], prefix: str) -> None:
@@ -205,13 +207,12 @@ def _topology(name: str, platform: str, **options: Any) -> list[Any]:
         raise ValueError(f"no compiler for the topology {name or options['topology']}: {error}") from None
 
 
-def _devices_at_hand(target: Target) -> list[Any]:
+def _cpu_devices(count: int) -> list[Any]:
     import jax
 
-    if target.topology != "local":
-        with contextlib.suppress(RuntimeError):  # JAX has started: it may have enough
-            jax.config.update("jax_num_cpu_devices", target.num_devices)
-    devices = jax.devices(None if target.topology == "local" else "cpu")
-    if len(devices) < target.num_devices:
-        raise ValueError(f"target {target.name}: JAX has started with {len(devices)} CPU devices")
-    return devices[: target.num_devices]
+    with contextlib.suppress(RuntimeError):  # JAX has started: it may have enough
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(f"target cpu-{count}: JAX has started with {len(devices)} CPU devices")
+    return devices[:count]

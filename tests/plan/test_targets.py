@@ -55,7 +55,8 @@ def tpu():
     ],
 )
 def test_names(monkeypatch, name, canonical, devices, hosts, topology, limit_gib, host_gb):
-    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(variable, raising=False)
     target = resolve(name)
     assert (target.name, target.num_devices, target.num_processes) == (canonical, devices, hosts)
     assert target.topology == topology
@@ -134,8 +135,10 @@ def test_gpus_are_described_as_published(name, cuda_cores, shared_kb, l2_mb):
 
 
 def test_a_fraction_of_a_gpu_is_usable(monkeypatch):
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-    assert resolve("a100-80").limit_bytes == 85_100_068_864 // 2
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "0.5")
+        assert resolve("a100-80").limit_bytes == 85_100_068_864 // 2
+        monkeypatch.delenv(name)
     assert resolve("v5e-8").limit_bytes == 15.75 * GIB
 
 
@@ -148,6 +151,8 @@ def test_a_fraction_of_a_gpu_is_usable(monkeypatch):
         ("v5p-4", r"nearest: v5p-8$"),  # cores: one host has 8
         ("h200x12", r"nearest: h200x8, h200x16$"),
         ("h200x0", r"nearest: h200x1$"),
+        ("h200x1000000001", r"nearest: h200x1000000000, h200x1000000008$"),
+        ("tpu:v5e:0x4", r"unknown target .*nearest: tpu:v5e:2x2"),
         ("v5-16", r"unknown target 'v5-16'; nearest: .*v5e-16"),
         ("h20", r"unknown target 'h20'; nearest: .*h200"),
         ("cpu:0", r"unknown target 'cpu:0'; nearest: cpu:8"),
