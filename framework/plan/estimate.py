@@ -9,6 +9,7 @@ May import: framework.experiment, framework.layout, framework.accelerators, fram
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     for group, size in _backward(experiment, sizes, spec.platform).groups.items():
         breakdown[group] += size
     breakdown["gradients"] += _accumulated(experiment, layout)
+    breakdown["activations"] += _relayouts(experiment, layout, sizes, spec.platform)
     return Estimate(breakdown, host)
 
 
@@ -118,3 +120,22 @@ def _accumulated(experiment: Experiment, layout: StateLayout) -> int:
             master = experiment.learner.master_dtype or leaf.spec.dtype
             sums += math.prod(leaf.spec.shape) * master.itemsize // parts
     return sums
+
+
+def _relayouts(experiment: Experiment, layout: StateLayout, sizes: dict[str, int], platform: str) -> int:
+    """What the TPU compiler holds twice, in two layouts, from before the backward pass to the update.
+
+    The attention kernel wants heads first, so the loop over layers reads the projections' weights with their inputs as
+    the fastest axis, and they are kept without. That is seen where the loop gathers them over fsdp: the three weights,
+    and, where all heads are on each device, the state of one of them.
+    """
+    if platform != "tpu" or sizes["fsdp"] == 1 or experiment.learner.accumulate > 1:
+        return 0
+    twice = 0
+    for leaf in layout:
+        projection = re.search(r"attention/(query|key|value)/weight$", leaf.path)
+        if projection and leaf.spec.memory_kind == "device" and leaf.spec.shape[0] > 1:
+            whole = leaf.group == "parameter"
+            state = leaf.group == "optimizer" and projection[1] == "value" and sizes["model"] == 1
+            twice += leaf.bytes_per_device * (whole or state)
+    return twice

@@ -127,8 +127,9 @@ class _Program:
             for value in results[: eqn.params["num_carry"]]:
                 value.nbytes //= self.rules.carry_parts(value.aval.shape)
         for value in results:
-            if name == "all_gather":
-                value.group = "other"
+            if name == "reduce_scatter":
+                for reduced in (value, *known):
+                    reduced.group = "gradients"
             same = [v for v in known if v.aval.shape == value.aval.shape]
             if value.fusible and any(v.nbytes < _whole(v) for v in same):  # computed from a part of a carry
                 value.nbytes //= self.rules.carry_parts(value.aval.shape)
