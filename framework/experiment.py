@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
@@ -65,10 +65,16 @@ class Experiment:
         self.memory: Memory = memory.instantiate()
         self.trainer: TrainerOptions = trainer.instantiate()
 
-    def check(self, mesh: Mesh) -> None:
-        """Raises ValueError, naming both numbers, when mesh, batch, model and data do not fit each other."""
+    def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
+        """Raises ValueError, naming both numbers, when mesh, batch, model and data do not fit each other.
+
+        Args:
+            mesh: the sizes of its axes matter.
+            reach: also try whether an optimizer mixes parameters; that takes a second.
+        """
         self.model.check(mesh, self.data.seq_len)
-        self.learner.check_reach()
+        if reach:
+            self.learner.check_reach()
         if self.data.tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(
                 f"data.tokenizer has {self.data.tokenizer.vocab_size} ids, but model.vocab_size = "

@@ -49,11 +49,7 @@ def main(argv: list[str]) -> int:
     for variant in commands:  # a mistake in the last one should not wait for the first one's compiler
         variant.resolve(target.name)[0].instantiate()
     reports = [_plan(variant, target, limit) for variant in commands]
-    for one in reports:
-        if len(reports) == 1 or args.html is None:
-            print(render(report.sections(one)))
-    if len(reports) > 1:
-        print(render([report.comparison(reports)]))
+    print(render(report.sections(reports[0]) if len(reports) == 1 else [report.comparison(reports)]))
     if args.json:
         args.json.write_text(json.dumps(reports if args.compare else reports[0], indent=1) + "\n")
     if args.html:

@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
     args = command.args
     cli.gib("device_memory_gib", args.device_memory_gib)
     # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of it.
-    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; jaxlib refuses both
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     workdir = Workdir(args.workdir or safe_child("runs", args.run_name, "--run_name"))
     distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     use_compilation_cache(command.config.trainer.compilation_cache)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from framework.config import Config, PositiveFloat, PositiveInt, config_for
 from framework.layers.attention_kernels import Implementation, dot_product_attention
@@ -88,7 +88,7 @@ class Attention(Layer):
             layers |= {"query_norm": self.query_norm, "key_norm": self.key_norm}
         return layers
 
-    def check_mesh(self, mesh: Mesh) -> None:
+    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises ValueError when the model axis would cut through a head."""
         parts = mesh.shape["model"]
         if self.num_kv_heads % parts:

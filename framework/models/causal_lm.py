@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from framework.config import Config, DType, PositiveInt, config_for
 from framework.layers.attention import Attention
@@ -67,7 +67,7 @@ class CausalLM:
         specs = {name: stage.buffer_specs() for name, stage in self.stages.items()}
         return {name: spec for name, spec in specs.items() if spec}
 
-    def check(self, mesh: Mesh, seq_len: int) -> None:
+    def check(self, mesh: Mesh | AbstractMesh, seq_len: int) -> None:
         """Raises ValueError when the mesh cuts through a head, axes are unused, or sequences are too long."""
         self.embed.check_length(seq_len)
         for layer in _walk(self.stack.unit):

@@ -14,6 +14,7 @@ from framework.metrics.memory import MemoryInUse
 from framework.metrics.tables import human_bytes
 from framework.plan.compiled import needed_bytes
 from framework.plan.plan import suggestions
+from framework.plan.report import needs
 from framework.plan.targets import resolve
 from framework.program import Program
 
@@ -80,9 +81,9 @@ def refusal(config: Config, program: Program, found: Need, limit: int | None) ->
         f"the largest parts: {parts}",
     ]
     closed = suggestions(config, target, limit or 0, found.peak)
-    lines += [f"would fit: {one['setting']} (about {human_bytes(one['device_peak_bytes'])})" for one in closed]
+    lines += [f"would fit: {one['setting']} ({needs(one)})" for one in closed]
     if not closed:
-        lines.append("no setting of memory and accumulation that exists would fit: more devices, or a smaller model")
+        lines.append("no other setting of remat, accumulation, placement and sharding fits: it takes more devices")
     lines.append("nothing was started; --force tries all the same, and launch.plan shows every buffer")
     return "\n".join(lines)
 

@@ -7,11 +7,13 @@ otherwise. May import: everything in framework but trainer and hooks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from framework.accelerators import AcceleratorSpec
 from framework.config import Config
@@ -54,7 +56,7 @@ def quick(name: str, config: Config, target: Target, limit: int | None) -> Repor
     report["host_process_bytes"] = found.host_bytes * target.num_devices // target.num_processes
     report["fits"] = limit is None or found.peak_bytes <= limit
     if not report["fits"]:
-        report["suggestions"] = suggestions(config, target, limit or 0, found.peak_bytes)
+        report["suggestions"] = suggestions(config, target, limit or 0, found.peak_bytes, seconds=0.0)
     return report
 
 
@@ -74,13 +76,12 @@ def plan(
     program = Program(config.instantiate(), target.devices())
     layout = program.layout
     hosted = layout.bytes_per_device(memory_kind="pinned_host")
-    memory_mib = None if limit is None or limit >= (target.limit_bytes or 0) else limit >> 20
     report = _head(name, program.experiment, target, limit) | {"estimated": False}
 
     tell("tracing the training step")
     report |= _traced(program)
     tell(f"compiling the training step for {target.name}")
-    step = compile_for(program.traced_step.lower(), target.platform, hosted, memory_mib)
+    step = compile_for(program.traced_step.lower(), target.platform, hosted, _limit_mib(target, limit))
     report |= _step(program, step, hosted, target)
     found = _estimate(program.experiment, target)
     error = None if step.needed else found.peak_bytes / step.peak - 1.0
@@ -99,42 +100,72 @@ def plan(
     most = max(phase["device_peak_bytes"] for phase in report["phases"].values())
     report["fits"] = not refused and (limit is None or most <= limit)
     if not report["fits"]:
+        tell("looking for settings that fit")
         report["suggestions"] = suggestions(config, target, limit or 0, most)
     return report
 
 
-def suggestions(config: Config, target: Target, limit: int, peak: int) -> list[Report]:
-    """Settings that would fit, the mildest first: none of them changes what is computed. By the closed form.
+def suggestions(config: Config, target: Target, limit: int, peak: int, *, seconds: float = 300.0) -> list[Report]:
+    """Settings that fit, the mildest first: none of them changes what is computed.
+
+    The closed form says which are worth a try, and the compiler whether they fit; when it has taken `seconds`, those
+    that are left are told as the closed form has them, with `compiled` False.
 
     Args:
         config: what does not fit.
         target: where.
         limit: device memory in bytes.
         peak: what it needs. What this is beyond the closed form is taken to grow and shrink with the activations.
+        seconds: for compiling.
     """
     whole = _estimate(config.instantiate(), target)
     scale = max(peak - _state(whole), 0) / max(whole.peak_bytes - _state(whole), 1)
-    milder = [("memory.remat", remat) for remat in ("dots", "full") if config.memory.remat in ("none", "dots")]
-    hosted = [("memory.optimizer_state", "pinned_host")] if config.memory.optimizer_state == "device" else []
-    micro = [("learner.accumulate", config.learner.accumulate * 2**i) for i in range(1, 7)]
-    sharded = [("mesh.fsdp", -1), ("mesh.data", 1)] if config.mesh.data != 1 else []
-    most = [*milder[-1:], *hosted]
-    choices = [[one] for one in milder] + [[one] for one in micro[:3]] + [hosted, sharded]
-    choices += [most, *([*most, one] for one in micro), *([*most, *sharded, one] for one in micro if sharded)]
-    found: list[Report] = []
-    for choice in filter(None, choices):
+    start, found = time.monotonic(), []
+    for choice in _choices(config):
         trial = config.copy()
+        for path, value in sorted(choice):
+            trial.set_path(path, value)
         try:
-            for path, value in sorted(choice, key=lambda item: item[0]):
-                trial.set_path(path, value)
             need = _estimate(trial.instantiate(), target)
         except ValueError:
             continue  # the microbatches do not divide, say
         about = int(_state(need) + scale * (need.peak_bytes - _state(need)))
+        compiled = about <= limit and time.monotonic() - start < seconds
+        if compiled:
+            about = _peak(trial, target, limit)
         if about <= limit:
             setting = " ".join(f"--config.{path}={value}" for path, value in choice)
-            found.append({"setting": setting, "device_peak_bytes": about})
-    return found[:3]
+            found.append({"setting": setting, "device_peak_bytes": about, "compiled": compiled})
+        if len(found) == 2:
+            break
+    return found
+
+
+def _choices(config: Config) -> Iterator[list[tuple[str, Any]]]:
+    """What to change, the mildest first: recompute, smaller microbatches, hosted state, sharded instead of copied."""
+    remat, batch = config.memory.remat, config.data.global_batch_size
+    milder = [("memory.remat", name) for name in ("dots", "full") if remat in ("none", "dots") and name != remat]
+    micro = [("learner.accumulate", config.learner.accumulate * 2**i) for i in range(1, 7)]
+    micro = [one for one in micro if one[1] <= batch]
+    hosted = [("memory.optimizer_state", "pinned_host")] if config.memory.optimizer_state == "device" else []
+    sharded = [("mesh.data", 1), ("mesh.fsdp", -1)] if config.mesh.data != 1 else []
+    most = [*milder[-1:], *hosted]
+    yield from ([one] for one in [*milder, *micro[:3]])
+    yield from filter(None, [hosted, sharded, most])
+    yield from ([*most, one] for one in micro)
+    if sharded:
+        yield from ([*most, *sharded, *rest] for rest in [[], *([one] for one in micro)])
+
+
+def _peak(config: Config, target: Target, limit: int) -> int:
+    program = Program(config.instantiate(), target.devices())
+    hosted = program.layout.bytes_per_device(memory_kind="pinned_host")
+    return compile_for(program.traced_step.lower(), target.platform, hosted, _limit_mib(target, limit)).allocated
+
+
+def _limit_mib(target: Target, limit: int | None) -> int | None:
+    """The limit as the compiler is told of it, when it is less than what the target has."""
+    return None if limit is None or limit >= (target.limit_bytes or 0) else limit >> 20
 
 
 def _state(need: Estimate) -> int:
@@ -186,7 +217,9 @@ def _version(package: str) -> str:
 
 
 def _estimate(experiment: Experiment, target: Target) -> Estimate:
-    return estimate(experiment, experiment.mesh.resolve(target.num_devices), target.spec)
+    sizes = experiment.mesh.resolve(target.num_devices)
+    experiment.check(AbstractMesh(tuple(sizes.values()), tuple(sizes)), reach=False)
+    return estimate(experiment, sizes, target.spec)
 
 
 def _traced(program: Program) -> Report:

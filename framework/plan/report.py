@@ -62,9 +62,14 @@ def sections(report: Report) -> list[Section]:
         lines = [[one["path"], human_bytes(one["bytes"])] for one in report["zero_gradients"]]
         found.append(Section("never trained: the gradient is zero whatever the data (freeze them by a rule)", lines))
     if report["suggestions"]:
-        lines = [[one["setting"], f"about {human_bytes(one['device_peak_bytes'])}"] for one in report["suggestions"]]
-        found.append(Section("would fit", lines))
+        found.append(Section("would fit", [[one["setting"], needs(one)] for one in report["suggestions"]]))
     return found
+
+
+def needs(suggestion: Report) -> str:
+    """What a suggested setting needs, and how far that is known."""
+    size = human_bytes(suggestion["device_peak_bytes"])
+    return f"{size}, compiled" if suggestion["compiled"] else f"about {size}, not compiled"
 
 
 def _about(report: Report) -> list[list[str]]:

@@ -15,6 +15,7 @@ import importlib.util
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,7 @@ class Target:
 def environment(name: str) -> None:
     """Sets what JAX and the compiler of a target read from the environment, where it says nothing yet.
 
-    To be called before JAX is imported.
+    To be called before JAX starts a backend.
     """
     settings = {
         "JAX_PLATFORMS": "cpu",  # nothing runs: leave the accelerators of this machine alone
@@ -121,8 +122,12 @@ def environment(name: str) -> None:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     }
-    for key, value in settings.items() if name != "local" else ():
+    if name == "local":
+        return
+    for key, value in settings.items():
         os.environ.setdefault(key, value)
+    if "jax" in sys.modules:  # imported, but not started: it has read JAX_PLATFORMS, and not yet the others
+        sys.modules["jax"].config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 
 def resolve(name: str) -> Target:
@@ -136,7 +141,7 @@ def resolve(name: str) -> Target:
         return _local()
     if match := re.fullmatch(r"cpu(?:[:-]([1-9]\d*))?", name):
         count = int(match[1] or 1)
-        return Target(f"cpu-{count}", spec_for("cpu"), count)
+        return Target(f"cpu-{count}", spec_for("cpu"), count, limit_bytes=_share_of_memory(count))
     if match := re.fullmatch(rf"({'|'.join(_GPUS)})(?:x(\d+))?", name):
         spec, count = spec_for(match[1]), int(match[2] or 1)
         _check_size(name, count, {*range(1, 9), count // 8 * 8 or 1, count // 8 * 8 + 8}, f"{spec.name}x")
@@ -181,8 +186,15 @@ def _local() -> Target:
     devices = jax.devices()
     spec = spec_for(devices)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", spec.limit_bytes)
+    if spec.platform == "cpu":
+        limit = _share_of_memory(len(jax.local_devices()))
     name = accelerator_name(devices)
     return Target(name, spec, len(devices), jax.process_count(), limit, at_hand=tuple(devices))
+
+
+def _share_of_memory(count: int) -> int:
+    """What each of `count` CPU devices has of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
 
 
 def _check_size(name: str, size: int, sizes: Iterable[int], prefix: str) -> None:
