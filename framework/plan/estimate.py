@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from framework.accelerators import AcceleratorSpec
 from framework.experiment import Experiment
-from framework.layout import StateLayout
+from framework.layout import Leaf, StateLayout
 from framework.plan.liveness import Instant, Rules, most_held
 from framework.plan.local_step import trace
 
@@ -78,35 +80,55 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     arrays = 5 if data.document_mask else 3  # tokens, targets, weights, positions, segments: four bytes each
     shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]
     breakdown["batch"] = 4 * arrays * data.global_batch_size * data.seq_len // shards
-    for group, size in _backward(experiment, sizes, spec.platform).groups.items():
+    backward = Counter(_backward(experiment, sizes, spec.platform).groups)
+    backward["gradients"] += _accumulated(experiment, layout)
+    backward["activations"] += _relayouts(experiment, layout, sizes, spec.platform)
+    update = _update(layout, spec.platform)
+    largest = max((backward, update), key=lambda groups: sum(groups.values()))
+    for group, size in largest.items():
         breakdown[group] += size
-    breakdown["gradients"] += _accumulated(experiment, layout)
-    breakdown["activations"] += _relayouts(experiment, layout, sizes, spec.platform)
     return Estimate(breakdown, host)
 
 
 def _backward(experiment: Experiment, sizes: dict[str, int], platform: str) -> Instant:
     """The most that the gradients of one microbatch hold besides state and batch."""
     table = (experiment.model.vocab_size // sizes["model"], experiment.model.dim)
-    # The head sums the gradient of its table in shards over fsdp, chunk by chunk.
     length = experiment.data.seq_len
     lengths = (length, length // sizes["seq"])
 
-    def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
-        # What a TPU kernel reads and writes is [..., S, H] in that order, and rows of it are whole registers of 128.
-        if platform == "tpu" and len(shape) >= 4 and shape[-2] in lengths:
-            return (*shape[:-1], -(-shape[-1] // 128) * 128) if shape[-1] > 1 else shape
-        return shape
+    def nbytes(aval: Any) -> int:
+        *rest, last = (*aval.shape,) or (1,)
+        itemsize = getattr(aval.dtype, "itemsize", 4)
+        if platform == "tpu" and len(rest) >= 3 and rest[-1] in lengths and last > 1:
+            # What a kernel reads and writes is [..., S, H] in that order, in rows of whole registers of 128.
+            last = -(-last // 128) * 128
+        if platform == "cpu" and jnp.issubdtype(aval.dtype, jnp.floating):
+            itemsize = max(itemsize, 4)  # half precision is computed in float32, and stacks are converted as a whole
+        return math.prod(rest) * last * itemsize
 
+    # The head sums the gradient of its table in shards over fsdp, chunk by chunk.
     rules = Rules(
-        padded=padded,
         costly=_COSTLY if platform == "cpu" else (),
         late_reduction=platform == "tpu",
         early_zeros=platform == "gpu",
         carry_parts=lambda shape: sizes["fsdp"] if shape == table else 1,
+        nbytes=nbytes,
     )
     jaxpr = trace(experiment, sizes, platform).jaxpr
     return most_held(jaxpr, rules, ["gradients"] * len(jaxpr.outvars))
+
+
+def _update(layout: StateLayout, platform: str) -> Counter[str]:
+    """What the update holds besides the state on the device: gradients, and what it moves there from the host.
+
+    All of the host's state comes at once. Selecting between old and new values (a step that is not finite changes
+    nothing) happens after both exist, for the largest arrays of all. GPUs read and write host memory where it is.
+    """
+    hosted = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
+    if platform == "gpu" or not hosted:
+        return Counter()
+    selected = sum(size for size in hosted if size == max(hosted))
+    return Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(hosted), activations=selected)
 
 
 def _accumulated(experiment: Experiment, layout: StateLayout) -> int:
@@ -123,12 +145,15 @@ def _accumulated(experiment: Experiment, layout: StateLayout) -> int:
 
 
 def _relayouts(experiment: Experiment, layout: StateLayout, sizes: dict[str, int], platform: str) -> int:
-    """What the TPU compiler holds twice, in two layouts, from before the backward pass to the update.
+    """State that the compiler holds twice, from before the backward pass to the update.
 
-    The attention kernel wants heads first, so the loop over layers reads the projections' weights with their inputs as
-    the fastest axis, and they are kept without. That is seen where the loop gathers them over fsdp: the three weights,
-    and, where all heads are on each device, the state of one of them.
+    The CPU compiler copies the optimizer's moments before it updates them. On TPU the attention kernel wants heads
+    first, so the loop over layers reads the projections' weights with their inputs as the fastest axis, and they are
+    kept the other way round. That is seen where the loop gathers them over fsdp: the three weights, and, where all heads
+    are on each device, the state of one of them.
     """
+    if platform == "cpu":
+        return sum(leaf.bytes_per_device for leaf in layout if _is_moment(leaf))
     if platform != "tpu" or sizes["fsdp"] == 1 or experiment.learner.accumulate > 1:
         return 0
     twice = 0
@@ -139,3 +164,7 @@ def _relayouts(experiment: Experiment, layout: StateLayout, sizes: dict[str, int
             state = leaf.group == "optimizer" and projection[1] == "value" and sizes["model"] == 1
             twice += leaf.bytes_per_device * (whole or state)
     return twice
+
+
+def _is_moment(leaf: Leaf) -> bool:
+    return leaf.group == "optimizer" and leaf.spec.memory_kind == "device" and "/state/" in leaf.path

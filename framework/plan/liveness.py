@@ -26,6 +26,10 @@ _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum", "psum_inv
 _LOOPS = ("scan", "while", "cond")
 
 
+def _nbytes(aval: Any) -> int:
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+
+
 @dataclass(frozen=True)
 class Rules:
     """What differs between compilers.
@@ -35,14 +39,14 @@ class Rules:
         late_reduction: reduce-scatters run behind the rest of a loop's body, so what they reduce stays until its end.
         early_zeros: the zeros that scatters add to are written before anything else.
         carry_parts: into how many parts a loop's carry of this shape is split, of which one is held.
-        padded: the shape that an array of this shape takes up.
+        nbytes: what an array of this abstract value takes up.
     """
 
     costly: tuple[str, ...] = ()
     late_reduction: bool = False
     early_zeros: bool = False
     carry_parts: Callable[[tuple[int, ...]], int] = lambda shape: 1
-    padded: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
+    nbytes: Callable[[Any], int] = _nbytes
 
 
 class Instant(NamedTuple):
@@ -93,8 +97,7 @@ class _Program:
         self.values: list[_Value] = []
 
     def value(self, aval: Any, made_at: int, **fields: Any) -> _Value:
-        nbytes = math.prod(self.rules.padded(aval.shape)) * getattr(aval.dtype, "itemsize", 4)
-        self.values.append(_Value(aval, made_at, nbytes, **fields))
+        self.values.append(_Value(aval, made_at, self.rules.nbytes(aval), **fields))
         return self.values[-1]
 
     # --- reading a jaxpr: calls are inlined, views are the values that they show -------------------------------------
@@ -131,7 +134,9 @@ class _Program:
                 for reduced in (value, *known):
                     reduced.group = "gradients"
             same = [v for v in known if v.aval.shape == value.aval.shape]
-            if value.fusible and any(v.nbytes < _whole(v) for v in same):  # computed from a part of a carry
+            if value.fusible and any(
+                v.nbytes < self.rules.nbytes(v.aval) for v in same
+            ):  # computed from a part of a carry
                 value.nbytes //= self.rules.carry_parts(value.aval.shape)
         self.equations.append(_Equation(name, eqn.params, operands, results))
         return results
@@ -268,10 +273,6 @@ def _larger(best: Instant, live: set[_Value], inner: Instant | None = None) -> I
     arrays = [(v.nbytes, v.group, f"{v.aval.dtype.name}{list(v.aval.shape)}") for v in live]
     arrays += inner.arrays if inner else []
     return Instant(total, groups, sorted(arrays, reverse=True)[:100])
-
-
-def _whole(value: _Value) -> int:
-    return math.prod(value.aval.shape) * getattr(value.aval.dtype, "itemsize", 4)
 
 
 def _bodies(params: dict[str, Any]) -> Iterator[Any]:
