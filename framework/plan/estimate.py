@@ -149,7 +149,7 @@ def _relayouts(experiment: Experiment, layout: StateLayout, sizes: dict[str, int
 
     The CPU compiler copies the optimizer's moments before it updates them. On TPU the attention kernel wants heads
     first, so the loop over layers reads the projections' weights with their inputs as the fastest axis, and they are
-    kept the other way round. That is seen where the loop gathers them over fsdp: the three weights, and, where all heads
+    kept the other way round. That is seen where the loop gathers them over fsdp: three weights, and, where all heads
     are on each device, the state of one of them.
     """
     if platform == "cpu":

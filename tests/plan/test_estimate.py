@@ -1,0 +1,158 @@
+"""The estimate: sums by hand, XLA's own count for programs whose fusion is not in doubt, and compiled steps."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import configs
+from framework.accelerators import spec_for
+from framework.config import config_for
+from framework.layers import attention
+from framework.layers.linear import Linear
+from framework.plan.estimate import KEYS, estimate
+from framework.plan.liveness import Rules, most_held
+from framework.plan.local_step import trace
+from framework.program import Program
+
+B, D, F, L = 64, 32, 128, 6
+
+
+def held(function, *shapes, rules=Rules()):
+    return most_held(jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes)).jaxpr, rules)
+
+
+def layers(h, ws):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, ws)[0]
+
+
+def test_products_are_stored_and_what_is_elementwise_takes_their_place():
+    two = held(lambda x, a, b: jnp.tanh(x @ a) @ b, (B, D), (D, F), (F, D))
+    assert two.nbytes == 4 * (B * F + B * D)
+    assert sorted(text for _, _, text in two.arrays) == ["float32[64, 128]", "float32[64, 32]"]
+    # A residual stream: x + f(x) needs x, which nobody holds for us, and one result that is added in place.
+    assert held(lambda x, a, b: x + (x @ a) @ b, (B, D), (D, F), (F, D)).nbytes == 4 * (B * F + B * D)
+
+
+def test_a_loop_holds_its_carry_and_the_result_of_one_iteration():
+    assert held(layers, (B, D), (L, D, D)).nbytes == 4 * (2 * B * D + D * D)  # a slice of the weights is a copy
+
+
+def test_the_backward_pass_holds_what_the_forward_keeps_of_every_layer():
+    def gradient(h, ws):
+        return jax.grad(lambda ws: jnp.sum(layers(h, ws)))(ws)
+
+    more = held(gradient, (B, D), (2 * L, D, D)).nbytes - held(gradient, (B, D), (L, D, D)).nbytes
+    kept = more - L * D * D * 4  # the gradients, which have the weights' shape
+    assert kept == L * 4 * 3 * B * D  # the product's input, and for its derivative JAX keeps tanh and 1 - tanh
+
+
+def test_xla_counts_the_same_for_products_in_a_row():
+    def chain(x, a, b, c):
+        return ((x @ a) @ b) @ c
+
+    shapes = (256, 64), (64, 512), (512, 1024), (1024, 64)
+    stats = jax.jit(chain).lower(*(jnp.ones(shape) for shape in shapes)).compile().memory_analysis()
+    assert stats is not None
+    assert held(chain, *shapes).nbytes == stats.temp_size_in_bytes  # at the second of them, before the result exists
+
+
+def load(name, *settings):
+    config = configs.load(name)
+    for setting in settings:
+        config.override(*setting.split("=", 1))
+    return config.instantiate()
+
+
+def of(experiment, devices, machine):
+    return estimate(experiment, experiment.mesh.resolve(devices), spec_for(machine))
+
+
+def test_the_state_is_exact():
+    found = of(load("llama2-7b", "data.global_batch_size=16"), 16, "v5e")
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 32000 * 4096  # split over fsdp
+    norms = 65 * 4096  # on every device
+    assert found.breakdown["parameters"] == 2 * matrices // 16 + 2 * norms
+    counters = 4 * (2 * (1 + 32 + 1) + 1 + 32 + 1)  # one optimizer to a stage and rule, layer by layer
+    assert found.breakdown["optimizer_state"] == pytest.approx(12 * matrices // 16 + 12 * norms, abs=4 * counters)
+    assert found.breakdown["batch"] == 3 * 4 * 4096
+    assert tuple(found.breakdown) == tuple(found.host_breakdown) == KEYS
+    assert found.peak_bytes == sum(found.breakdown.values())
+
+
+def test_optimizer_state_in_host_memory_is_counted_there():
+    resident = of(load("llama2-7b", "data.global_batch_size=16"), 16, "v5e")
+    hosted = of(load("llama2-7b", "data.global_batch_size=16", "memory.optimizer_state=pinned_host"), 16, "v5e")
+    assert hosted.host_bytes == hosted.host_breakdown["optimizer_state"] > 0.99 * resident.breakdown["optimizer_state"]
+    assert hosted.breakdown["optimizer_state"] + hosted.host_bytes == resident.breakdown["optimizer_state"]
+
+
+def test_full_remat_keeps_one_input_of_each_layer():
+    def activations(count):
+        settings = (f"model.stack.num_layers={count}", "data.global_batch_size=8", "memory.remat=full")
+        return of(load("llama2-7b", *settings), 8, "h200").breakdown["activations"]
+
+    assert activations(8) - activations(4) == 4 * 4096 * 4096 * 2
+
+
+def test_less_is_kept_the_more_is_recomputed():
+    def activations(*settings):
+        return of(load("gpt2-350m", "data.global_batch_size=16", *settings), 4, "v6e").breakdown["activations"]
+
+    policies = ["none", "dots", "save:query,key,value,attention", "full"]
+    sizes = [activations(f"memory.remat={policy}") for policy in policies]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
+    assert activations("mesh.seq=2", "mesh.fsdp=2") < 2 * sizes[0]
+    assert activations("learner.accumulate=2") < 0.6 * sizes[0]
+
+
+def test_score_matrices_count_where_no_kernel_serves():
+    flash, scores = (
+        of(
+            load("gpt2-124m", "data.global_batch_size=4", f"model.stack.pattern.0.attention.implementation={kernel}"),
+            4,
+            "h200",
+        )
+        for kernel in ("auto", "xla")
+    )
+    causal = 12 * 12 * (128 * sum(range(128, 1025, 128)))  # layers, heads, blocks of 128 rows by the keys they see
+    assert scores.breakdown["activations"] - flash.breakdown["activations"] > causal * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "settings"),
+    [
+        ("nanogpt-cpu", 1, ["model.stack.num_layers=2"]),
+        ("nanogpt-cpu", 4, ["model.stack.unroll=1", "mesh.data=2", "mesh.fsdp=2", "data.global_batch_size=64"]),
+        ("stdlib-tiny", 2, ["mesh.data=1", "mesh.model=2", "learner.accumulate=2", "model.stack.unroll=1"]),
+    ],
+)
+def test_the_compiler_agrees(name, devices, settings):
+    experiment = load(name, *settings)
+    program = Program(experiment, jax.devices()[:devices])
+    stats = program.compiled_step.memory_analysis()
+    total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    assert of(experiment, devices, "cpu").peak_bytes == pytest.approx(total + stats.temp_size_in_bytes, rel=0.2)
+
+
+class Twice(Linear):
+    """A layer of somebody's own."""
+
+    def __call__(self, weights, x, ctx):
+        return super().__call__(weights, jnp.concatenate([x, x], -1)[..., : x.shape[-1]], ctx)
+
+
+def test_layers_of_ones_own_are_traced_and_attention_is_put_back():
+    config = configs.load("nanogpt-cpu")
+    config.model.stack.pattern[0].mlp.linear = config_for(Twice, bias=True)
+    original = attention.dot_product_attention
+    experiment = config.instantiate()
+    jaxpr = trace(experiment, experiment.mesh.resolve(1), "cpu")
+    assert attention.dot_product_attention is original
+    assert "concatenate" in str(jaxpr)
+    assert estimate(experiment, experiment.mesh.resolve(1), spec_for("cpu")).peak_bytes > 0
+
+
+def test_what_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"mesh\.model = 3 does not divide num_kv_heads = 32"):
+        of(load("llama2-7b", "mesh.model=3"), 12, "v5e")
