@@ -20,6 +20,7 @@ from framework.experiment import Experiment
 from framework.layers.base import BATCH_AXES, Context
 from framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, unflatten
 from framework.schedules import after_backward
+from framework.schedules.after_backward import microbatches
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -154,12 +155,20 @@ class Program:
     @cached_property
     def evaluate_jit(self) -> Any:
         """The jitted evaluation of a batch: (parameters or their averages, frozen, buffers, batch) -> sums."""
-        model = self.experiment.model
+        model, count = self.experiment.model, self.experiment.learner.accumulate
 
-        def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
-            _, out = model.loss(merge(params, frozen), self.evaluation_context(batch), buffers)
+        def sums(params: Nested, buffers: Nested, batch: Nested) -> Metrics:
+            _, out = model.loss(params, self.evaluation_context(batch), buffers)
             sums = {"nll": out.metrics["head/nll"], "tokens": jnp.sum(batch["weights"])}
             return {**sums, "bytes": jnp.sum(batch["bytes"])} if "bytes" in batch else sums
+
+        def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
+            params = merge(params, frozen)
+            if count == 1:
+                return sums(params, buffers, batch)
+            # A batch that is trained on in parts would not fit in one piece here either.
+            parts = microbatches(batch, count, self.evaluation_context(batch))
+            return jax.tree.map(jnp.sum, jax.lax.map(lambda part: sums(params, buffers, part), parts))
 
         return jax.jit(evaluate, out_shardings=self.replicated)
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layers.base import Context, Out
+from framework.layers.base import BATCH_AXES, Context, Out
 from framework.layout import Nested, StateLayout, merge
 from framework.learner import Learner
 from framework.models.causal_lm import CausalLM
@@ -95,11 +95,6 @@ def accumulated_gradients(
     if count == 1:
         return grad_of(state["parameter"], ctx, state["buffer"])
 
-    def split(x: jax.Array) -> jax.Array:
-        # Strided: each device keeps its own rows, and every microbatch holds an equal part of them.
-        parts = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
-        return ctx.constrain(parts, None, ("data", "fsdp"), *(None,) * (parts.ndim - 2))
-
     def body(carry: Any, micro: tuple[Nested, jax.Array]) -> tuple[Any, tuple[jax.Array, Metrics]]:
         grads, buffers = carry
         batch, rows = micro
@@ -113,7 +108,18 @@ def accumulated_gradients(
         lambda p, spec: jnp.zeros(p.shape, learner.gradient_dtype(spec)), state["parameter"], learner.specs
     )
     (grads, buffers), (losses, metrics) = jax.lax.scan(
-        body, (zeros, state["buffer"]), (jax.tree.map(split, ctx.batch), split(ctx.rows))
+        body, (zeros, state["buffer"]), microbatches((ctx.batch, ctx.rows), count, ctx)
     )
     out = Out(metrics={name: jnp.sum(values) for name, values in metrics.items()}, layer_state=buffers)
     return (jnp.sum(losses), out), grads
+
+
+def microbatches(batch: Any, count: int, ctx: Context) -> Any:
+    """Arrays [B, ...] as [count, B / count, ...]. Strided: each device keeps its own rows, and every microbatch holds
+    an equal part of them."""
+
+    def split(x: jax.Array) -> jax.Array:
+        parts = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+        return ctx.constrain(parts, None, BATCH_AXES, *(None,) * (parts.ndim - 2))
+
+    return jax.tree.map(split, batch)

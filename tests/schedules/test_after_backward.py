@@ -230,3 +230,19 @@ def test_no_tracer_leaks(unroll):
         program.evaluate_jit.trace(
             *(program.layout.abstract()[group] for group in ("parameter", "frozen", "buffer")), batch(program)
         )
+
+
+def test_evaluation_goes_by_microbatches_and_adds_up():
+    whole, parts = small.program(small.experiment()), small.program(small.experiment(accumulate=4))
+    batch = small.host_batch(whole)
+    expected, found = (p.evaluate(p.init(), p.put(batch)) for p in (whole, parts))
+    assert float(found["tokens"]) == float(expected["tokens"])
+    np.testing.assert_allclose(float(found["nll"]), float(expected["nll"]), rtol=1e-6)
+    jaxpr = str(parts.evaluate_jit.trace(*_evaluation_arguments(parts)).jaxpr)
+    assert "[2,16,32]" in jaxpr  # two sequences at a time
+    assert "[8,16,32]" not in jaxpr
+
+
+def _evaluation_arguments(program):
+    layout, specs = program.layout, program.layout.specs
+    return layout.abstract((specs["parameter"], specs["frozen"], specs["buffer"], program.batch_specs))

@@ -1,0 +1,154 @@
+"""The whole plan, for CPU devices, against what really lives and what really runs."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from framework.config import Config, config_for
+from framework.layers.mlp import MLP
+from framework.plan.naming import place
+from framework.plan.plan import plan, quick, suggestions
+from framework.plan.targets import resolve
+from framework.program import Program
+from tests.support import small
+
+KEYS = (
+    "config target devices fits device_limit_bytes device_peak_bytes device_argument_bytes device_output_bytes "
+    "device_alias_bytes device_temp_bytes host_argument_bytes host_peak_bytes breakdown flops_per_step compile_seconds"
+)
+GROUPS = "parameters frozen buffers gradients optimizer_state ema batch activations other"
+
+
+def config(**fields: Any) -> Config:
+    """The small Llama's experiment; fields by path, with __ for dots."""
+    built = small.experiment(small.llama())
+    for path, value in fields.items():
+        built.set_path(path.replace("__", "."), value)
+    return built
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return plan("small", config(mesh__fsdp=4, learner__ema=0.9), resolve("cpu:4"), None)
+
+
+def test_the_keys_that_programs_read(report: dict[str, Any]):
+    assert set(KEYS.split()) <= report.keys()
+    assert list(report["breakdown"]) == GROUPS.split()
+    assert set(report["phases"]) == {"init", "restore", "train", "evaluation", "save"}
+
+
+def test_the_parts_add_up_and_are_named(report: dict[str, Any]):
+    assert sum(report["breakdown"].values()) == report["device_peak_bytes"]
+    assert 0 <= report["breakdown"]["other"] <= 0.05 * report["device_peak_bytes"]
+    total = report["device_argument_bytes"] + report["device_output_bytes"] - report["device_alias_bytes"]
+    assert report["device_peak_bytes"] == pytest.approx(total + report["device_temp_bytes"], abs=8192)
+
+
+def test_state_is_the_layouts_to_the_byte(report: dict[str, Any]):
+    layout = Program(config(mesh__fsdp=4, learner__ema=0.9).instantiate(), jax.devices()[:4]).layout
+    for group, key in {"parameter": "parameters", "optimizer": "optimizer_state", "ema": "ema"}.items():
+        assert report["breakdown"][key] == layout.bytes_per_device(group)
+        assert report["breakdown"][key] > 0
+
+
+def test_predicted_arguments_are_the_live_bytes():
+    experiment = config(mesh__fsdp=4)
+    found = plan("small", experiment, resolve("cpu:4"), None, phases=False)
+    program = Program(experiment.instantiate(), jax.devices()[:4])
+    state, batch = program.init(), program.put(small.host_batch(program))
+    live = sum(
+        shard.data.nbytes
+        for array in jax.tree.leaves((state, batch))
+        for shard in array.addressable_shards
+        if shard.device == jax.devices()[0]
+    )
+    assert found["device_argument_bytes"] == live
+
+
+def test_every_gradient_is_there_and_counted_once():
+    # One microbatch of many: all gradients are summed beside the state, in the master's dtype.
+    found = plan("small", config(mesh__data=1, learner__accumulate=4), resolve("cpu:1"), None, phases=False)
+    assert found["breakdown"]["gradients"] >= 0.9 * found["breakdown"]["parameters"]
+
+
+def test_more_layers_cost_what_they_keep():
+    peaks = {}
+    for layers in (4, 8):
+        trial = config(mesh__data=1, data__seq_len=32, data__global_batch_size=64)
+        trial.model.stack.num_layers = layers
+        peaks[layers] = plan("small", trial, resolve("cpu:1"), None, phases=False)
+    deeper, shallower = peaks[8], peaks[4]
+    assert deeper["flops_per_step"] > shallower["flops_per_step"]
+    assert deeper["breakdown"]["activations"] > 1.5 * shallower["breakdown"]["activations"]
+    assert any("kept for each layer" in one["name"] for one in deeper["largest"])
+
+
+def test_hosted_state_counts_on_the_host():
+    trial = config(mesh__data=1, memory__optimizer_state="pinned_host")
+    trial.model.vocab_size = 8192  # two tables whose state is 1 MiB a leaf; smaller leaves stay
+    found = plan("small", trial, resolve("cpu:1"), None, phases=False)
+    layout = Program(trial.instantiate(), jax.devices()[:1]).layout
+    assert found["host_argument_bytes"] == layout.bytes_per_device(memory_kind="pinned_host") == 4 << 20
+    assert found["breakdown"]["optimizer_state"] == layout.bytes_per_device("optimizer", "device")
+    assert found["host_breakdown"]["optimizer_state"] == found["host_argument_bytes"]
+    assert found["host_transfer_bytes"] == 2 * found["host_argument_bytes"]
+    assert found["phases"]["save"]["host_peak_bytes"] > found["host_argument_bytes"]
+
+
+class Forgetful(MLP):
+    """A user's own layer, whose gate nobody trains: its output is cut off from the gradient."""
+
+    def apply(self, weights, carry, ctx, layer_state):
+        """As MLP's, with a `stop_gradient`."""
+        return super().apply({**weights, "gate": jax.tree.map(jax.lax.stop_gradient, weights["gate"])}, carry, ctx, {})
+
+
+@pytest.mark.parametrize("unroll", [0, 1])
+def test_what_no_gradient_reaches_is_named(unroll: int):
+    trial = config(mesh__data=1)
+    trial.model.stack.unroll = unroll
+    small.block(trial.model).mlp = config_for(Forgetful, hidden=48, gated=True, activation="silu")
+    found = plan("small", trial, resolve("cpu:1"), None, phases=False)
+    assert found["zero_gradients"] == [{"path": "stack/block0/mlp/gate/weight", "bytes": 2 * 32 * 48 * 4}]
+
+
+def test_in_a_usual_config_every_gradient_arrives(report: dict[str, Any]):
+    assert report["zero_gradients"] == []
+
+
+def test_too_big_is_a_report_and_what_fits_is_compiled():
+    trial = config(mesh__data=1, data__seq_len=32, data__global_batch_size=64, memory__remat="full")
+    limit = quick("small", trial, resolve("cpu:1"), None)["device_peak_bytes"] // 2
+    found = plan("small", trial, resolve("cpu:1"), limit, phases=False)
+    assert not found["fits"]
+    assert found["device_peak_bytes"] > limit
+    assert found["suggestions"]
+    assert all(one["compiled"] and one["device_peak_bytes"] <= limit for one in found["suggestions"])
+    for setting in found["suggestions"][0]["setting"].split():
+        trial.override(*setting.removeprefix("--config.").split("="))
+    again = plan("small", trial, resolve("cpu:1"), limit, phases=False)
+    assert again["fits"]
+    assert again["device_allocated_bytes"] == found["suggestions"][0]["device_peak_bytes"]
+
+
+def test_nothing_fits_into_less_than_the_state():
+    trial = config(mesh__data=1)
+    peak = quick("small", trial, resolve("cpu:1"), None)["device_peak_bytes"]
+    assert suggestions(trial, resolve("cpu:1"), limit=1000, peak=peak) == []
+
+
+def test_a_batch_that_does_not_divide_is_told_by_the_closed_form_too():
+    with pytest.raises(ValueError, match="nearest global_batch_size"):
+        quick("small", config(mesh__data=8, data__global_batch_size=4), resolve("cpu:8"), None)
+
+
+def test_places():
+    where = "jit(step)/transpose(jvp(stack))/while/body/closed_call/checkpoint/rematted_computation/mlp/up/dot_general"
+    assert place(where) == "stack/mlp/up/dot_general, backward, recomputed"
+    assert place("jit(step)/jvp(jit(_take))/gather") == "gather, forward"
+    assert place("jit(step)/update/vmap()/mul") == "mul, update"
+    assert place("state['optimizer']['embed']['default']['state'][0].nu['token']") == (
+        "copy of optimizer/embed/default/state/0/nu/token"
+    )
