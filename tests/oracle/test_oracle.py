@@ -95,10 +95,11 @@ def test_it_trains_as_the_framework_does(dtype, counters, tolerance, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # three compiles of a 7B step
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU's compiler")
 def test_it_needs_what_the_plan_says(tmp_path):
     def run(*command: str) -> str:
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=1200)
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
