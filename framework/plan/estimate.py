@@ -83,7 +83,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     backward = Counter(_backward(experiment, sizes, spec.platform).groups)
     backward["gradients"] += _accumulated(experiment, layout)
     backward["activations"] += _relayouts(experiment, layout, sizes, spec.platform)
-    update = _update(layout, spec.platform)
+    update = _update(layout, spec, sum(breakdown.values()))
     largest = max((backward, update), key=lambda groups: sum(groups.values()))
     for group, size in largest.items():
         breakdown[group] += size
@@ -111,24 +111,29 @@ def _backward(experiment: Experiment, sizes: dict[str, int], platform: str) -> I
         costly=_COSTLY if platform == "cpu" else (),
         late_reduction=platform == "tpu",
         early_zeros=platform == "gpu",
-        carry_parts=lambda shape: sizes["fsdp"] if shape == table else 1,
+        table=table,
+        table_parts=sizes["fsdp"],
         nbytes=nbytes,
     )
     jaxpr = trace(experiment, sizes, platform).jaxpr
     return most_held(jaxpr, rules, ["gradients"] * len(jaxpr.outvars))
 
 
-def _update(layout: StateLayout, platform: str) -> Counter[str]:
-    """What the update holds besides the state on the device: gradients, and what it moves there from the host.
+def _update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> Counter[str]:
+    """What the update holds besides the `resident` state: gradients, and what it moves to the device from the host.
 
     All of the host's state comes at once. Selecting between old and new values (a step that is not finite changes
-    nothing) happens after both exist, for the largest arrays of all. GPUs read and write host memory where it is.
+    nothing) happens after both exist for the largest arrays, unless the device would be too small: then one at a time.
+    GPUs read and write host memory where it is.
     """
     hosted = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
-    if platform == "gpu" or not hosted:
+    if spec.platform == "gpu" or not hosted:
         return Counter()
+    found = Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(hosted))
     selected = sum(size for size in hosted if size == max(hosted))
-    return Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(hosted), activations=selected)
+    if spec.limit_bytes is not None:
+        selected = max(0, min(selected, spec.limit_bytes - resident - sum(found.values())))
+    return found + Counter(activations=selected)
 
 
 def _accumulated(experiment: Experiment, layout: StateLayout) -> int:

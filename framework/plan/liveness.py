@@ -38,14 +38,16 @@ class Rules:
         costly: elementwise operations that are computed once and stored when several others read the result.
         late_reduction: reduce-scatters run behind the rest of a loop's body, so what they reduce stays until its end.
         early_zeros: the zeros that scatters add to are written before anything else.
-        carry_parts: into how many parts a loop's carry of this shape is split, of which one is held.
+        table: shape of the array whose gradient is summed over the chunks of a loop, of which a device holds one of
+            `table_parts`.
         nbytes: what an array of this abstract value takes up.
     """
 
     costly: tuple[str, ...] = ()
     late_reduction: bool = False
     early_zeros: bool = False
-    carry_parts: Callable[[tuple[int, ...]], int] = lambda shape: 1
+    table: tuple[int, ...] = ()
+    table_parts: int = 1
     nbytes: Callable[[Any], int] = _nbytes
 
 
@@ -127,19 +129,24 @@ class _Program:
         for value in known:
             value.readers.append(index)
         if name == "scan":
-            for value in results[: eqn.params["num_carry"]]:
-                value.nbytes //= self.rules.carry_parts(value.aval.shape)
+            self._share_table(results[: eqn.params["num_carry"]])
         for value in results:
+            if name == "dot_general" and value.aval.shape == self.rules.table:
+                value.group = "gradients"
             if name == "reduce_scatter":
                 for reduced in (value, *known):
                     reduced.group = "gradients"
-            same = [v for v in known if v.aval.shape == value.aval.shape]
-            if value.fusible and any(
-                v.nbytes < self.rules.nbytes(v.aval) for v in same
-            ):  # computed from a part of a carry
-                value.nbytes //= self.rules.carry_parts(value.aval.shape)
+            shares = (v for v in known if v.nbytes < self.rules.nbytes(v.aval) and v.aval.shape == value.aval.shape)
+            if value.fusible and any(shares):  # what is computed from a share is one
+                self._share_table([value])
         self.equations.append(_Equation(name, eqn.params, operands, results))
         return results
+
+    def _share_table(self, values: list[_Value]) -> None:
+        for value in values:
+            if value.aval.shape == self.rules.table:
+                value.nbytes //= self.rules.table_parts
+                value.group = "gradients"
 
     # --- what is stored, when it is computed, and how long it stays -------------------------------------------------
 
@@ -247,8 +254,7 @@ class _Program:
                 inner.value(v.aval, -1, held=i >= consts, fusible=i >= consts + carries)
                 for i, v in enumerate(body.invars)
             ]
-            for value in inputs[consts : consts + carries]:
-                value.nbytes //= self.rules.carry_parts(value.aval.shape)
+            inner._share_table(inputs[consts : consts + carries])
             outputs = inner.read(body, list(inputs))
             stacked = {value for value in outputs[carries:] if value is not None and value.made_at >= 0}
             for value, whole in zip(outputs, equation.results, strict=True):
