@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKDIR ?= runs/stdlib-tiny
 
-.PHONY: train test test-all test-peers lint format clean
+.PHONY: train test test-all test-peers plan-tpu lint format clean
 
 train: $(VENV)/.train  ## train a small model on the source of Python's standard library (under 5 minutes on 2 cores)
 	$(BIN)/python -m launch.train --config=stdlib-tiny --workdir=$(WORKDIR)
@@ -43,6 +43,12 @@ $(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/.train
+
+plan-tpu: $(VENV)/.plan-tpu  ## the TPU's compiler (700 MB): plans for TPUs, and the tests that compile for them
+
+$(VENV)/.plan-tpu: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev,plan-tpu]'
+	touch $@ $(VENV)/.dev $(VENV)/.train
 
 $(VENV)/.peers: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev,peers]'

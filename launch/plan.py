@@ -39,10 +39,13 @@ def main(argv: list[str]) -> int:
         if not path.absolute().parent.is_dir():
             raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
 
+    import jax
+
     from framework.metrics.tables import render
     from framework.plan import report, targets
 
     targets.environment(args.target)
+    jax.config.update("jax_enable_compilation_cache", False)  # a program from there comes without its buffers
     target = targets.resolve(args.target)
     limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
     commands = list(_variants(command, args.compare))

@@ -12,7 +12,7 @@ import jax
 from framework.config import Config
 from framework.metrics.memory import MemoryInUse
 from framework.metrics.tables import human_bytes
-from framework.plan.compiled import needed_bytes
+from framework.plan.compiled import needed_bytes, peak_bytes
 from framework.plan.plan import suggestions
 from framework.plan.report import needs
 from framework.plan.targets import resolve
@@ -44,18 +44,12 @@ def need(program: Program) -> Need:
     device, hosted = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
     message = ""
     try:
-        stats = program.compiled_step.memory_analysis()
+        peak = peak_bytes(program.compiled_step.memory_analysis(), program.mesh.devices.flat[0].platform, hosted)
     except jax.errors.JaxRuntimeError as error:
         named = needed_bytes(str(error))
         if named is None:
             raise
         peak, message = named, str(error).splitlines()[0]
-    else:
-        peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        peak += stats.temp_size_in_bytes - hosted
-        # On TPU temporaries include fast on-chip memory; a program from the cache may have lost its peak.
-        if program.mesh.devices.flat[0].platform == "tpu" and stats.peak_memory_in_bytes:
-            peak = stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
     groups = {group: layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "optimizer", "ema")}
     groups["activations and temporaries"] = max(0, peak - device - batch)
     return Need(peak, device + batch, dict(sorted(groups.items(), key=lambda item: -item[1])), message)

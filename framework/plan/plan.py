@@ -149,12 +149,14 @@ def _choices(config: Config) -> Iterator[list[tuple[str, Any]]]:
     micro = [one for one in micro if one[1] <= batch]
     hosted = [("memory.optimizer_state", "pinned_host")] if config.memory.optimizer_state == "device" else []
     sharded = [("mesh.data", 1), ("mesh.fsdp", -1)] if config.mesh.data != 1 else []
+    long = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
     most = [*milder[-1:], *hosted]
     yield from ([one] for one in [*milder, *micro[:3]])
     yield from filter(None, [hosted, sharded, most])
     yield from ([*most, one] for one in micro)
     if sharded:
         yield from ([*most, *sharded, *rest] for rest in [[], *([one] for one in micro)])
+    yield from ([*most, *long, one] for one in micro[:2])  # a sequence is split when there is but one for each device
 
 
 def _peak(config: Config, target: Target, limit: int) -> int:
@@ -294,7 +296,7 @@ def _step(program: Program, step: Compiled, hosted: int, target: Target) -> Repo
 
 
 def _named(leaf: Leaf) -> Named:
-    shape = f"{leaf.spec.dtype}[{','.join(map(str, leaf.spec.shape))}]"
+    shape = f"{leaf.spec.dtype}[{','.join(map(str, leaf.spec.shape))}], all shards"
     return Named(leaf.path, OF_LAYOUT[leaf.group], leaf.bytes_per_device, shape)
 
 

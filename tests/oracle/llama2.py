@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,11 +28,7 @@ HEAD_CHUNK = 1024  # tokens of one chip whose logits exist at once
 
 @dataclass(frozen=True)
 class Llama:
-    """The model, the dtype of weights and activations, and the schedule of learning rates.
-
-    layer_counters: each layer counts its own updates, as if it had an optimizer of its own. The numbers stay the same,
-    XLA's layouts do not: it then transposes the stacks of q, k and v, with their masters and moments, for the update.
-    """
+    """The model, the dtype of weights and activations, and the schedule of learning rates."""
 
     layers: int = 32
     dim: int = 4096
@@ -44,7 +39,6 @@ class Llama:
     rate: float = 3e-4
     warmup: int = 2000
     steps: int = 500_000
-    layer_counters: bool = False
 
     def state(self, mesh: Mesh) -> Tree:
         """What a run keeps, as ShapeDtypeStructs: weights, master weights, two moments, updates made so far."""
@@ -63,7 +57,7 @@ class Llama:
             return {"embed": table, "layer": layer, "norm": array((D,), dtype), "head": table}
 
         wide = {name: weights(jnp.float32) for name in ("master", "mean", "square")}
-        return {"weights": weights(self.dtype), **wide, "count": array((L if self.layer_counters else 1,), jnp.int32)}
+        return {"weights": weights(self.dtype), **wide, "count": array((), jnp.int32)}
 
 
 def cut(mesh: Mesh, x: jax.Array, *axes: str | None) -> jax.Array:
@@ -166,8 +160,7 @@ def adamw(model: Llama, state: Tree, grads: Tree, factor: jax.Array) -> Tree:
     """The state after an update by `factor` times the gradients; the scales of norms do not decay."""
 
     def leaf(path: Any, g: jax.Array, master: jax.Array, mean: jax.Array, square: jax.Array) -> Tree:
-        own = model.layer_counters and path[0].key == "layer"
-        count = state["count"].reshape(-1, *(1,) * (g.ndim - 1)) if own else state["count"][0]
+        count = state["count"]
         done = jnp.clip((count - model.warmup) / (model.steps - model.warmup), 0.0, 1.0)
         cosine = 0.1 + 0.9 * 0.5 * (1.0 + jnp.cos(jnp.pi * done))
         rate = model.rate * jnp.where(count < model.warmup, count / model.warmup, cosine)
@@ -199,7 +192,7 @@ def main() -> None:
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
     mesh = Mesh(mesh_utils.create_device_mesh((16,), devices), ("fsdp",))
-    step = compile_step(Llama(layer_counters="--layer_counters" in sys.argv), mesh, 16, 4096)
+    step = compile_step(Llama(), mesh, 16, 4096)
     memory = step.memory_analysis()
     print(json.dumps({"peak_bytes": memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes}))
 

@@ -62,11 +62,11 @@ def renamed(state: Any) -> dict[str, np.ndarray]:
 
 
 # f32 differs by rounding alone. In bf16 two orders of summation differ by some percent of what four steps change.
-@pytest.mark.parametrize(("dtype", "counters", "tolerance"), [("float32", False, 1e-5), ("bfloat16", True, 0.15)])
-def test_it_trains_as_the_framework_does(dtype, counters, tolerance, monkeypatch):
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.15)])
+def test_it_trains_as_the_framework_does(dtype, tolerance, monkeypatch):
     monkeypatch.setattr(llama2, "HEAD_CHUNK", CHUNK)
     program = small(dtype)
-    model = llama2.Llama(LAYERS, DIM, HEADS, HIDDEN, VOCAB, dtype, 1e-2, 2, 6, layer_counters=counters)
+    model = llama2.Llama(LAYERS, DIM, HEADS, HIDDEN, VOCAB, dtype, 1e-2, 2, 6)
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("fsdp",))
     step, theirs = llama2.compile_step(model, mesh, ROWS, LENGTH), program.init()
     before = renamed(theirs)
@@ -95,7 +95,7 @@ def test_it_trains_as_the_framework_does(dtype, counters, tolerance, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # three compiles of a 7B step
+@pytest.mark.timeout(1800)  # two compiles of a 7B step
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, the TPU's compiler")
 def test_it_needs_what_the_plan_says(tmp_path):
     def run(*command: str) -> str:
@@ -104,9 +104,9 @@ def test_it_needs_what_the_plan_says(tmp_path):
         return done.stdout
 
     oracle = Path(llama2.__file__).relative_to(ROOT)
-    same, plain = (json.loads(run(str(oracle), *flags))["peak_bytes"] for flags in (["--layer_counters"], []))
+    plain = json.loads(run(str(oracle)))["peak_bytes"]
     file, fields = tmp_path / "plan.json", ["mesh.fsdp=16", "data.seq_len=4096", "data.global_batch_size=16"]
     flags = [f"--config.{field}" for field in [*fields, "memory.remat=full"]]
     run("-m", "launch.plan", "--config=llama2-7b", "--target=v5e-16", *flags, "--step_only", f"--json={file}")
-    assert json.loads(file.read_text())["device_peak_bytes"] == pytest.approx(same, rel=0.01)
+    assert json.loads(file.read_text())["device_peak_bytes"] == pytest.approx(plain, rel=0.01)
     assert plain == pytest.approx(8.5 * 2**30, rel=0.03)

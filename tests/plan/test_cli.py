@@ -1,0 +1,166 @@
+"""`launch.plan` and the check in `launch.train`, as they are typed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from launch import plan, train
+from tests.support.runs import CONFIG, ROOT, write_text
+from tests.support.runs import train as run_train
+
+TINY = f"--config={CONFIG}:tiny"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    assert len(jax.devices()) == 8  # started: a target of fewer CPU devices cannot change that for other tests
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_text(tmp_path / "text")
+    return tmp_path / "cache" / "plimsoll" / "plans"
+
+
+def planned(tmp_path: Path, *flags: str) -> tuple[int, Any]:
+    path = tmp_path / "plan.json"
+    code = plan.main([TINY, f"--json={path}", *flags])
+    return code, json.loads(path.read_text())
+
+
+def test_a_plan_is_printed_and_written_and_asked_again_at_once(
+    tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    code, report = planned(tmp_path, "--target=cpu:2", "--step_only")
+    assert code == 0
+    assert report["fits"]
+    text = capsys.readouterr().out
+    assert "fits: " in text
+    assert "optimizer state" in text
+    assert len(list(own_cache.iterdir())) == 1
+    monkeypatch.setattr("framework.plan.plan.plan", lambda *_, **__: pytest.fail("compiled again"))
+    assert planned(tmp_path, "--target=cpu:2", "--step_only") == (0, report)
+
+
+def test_the_cache_knows_config_target_and_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
+    def fake(name: str, config: Any, target: Any, limit: int, **_: Any) -> dict[str, Any]:
+        seen.append((config.model.head.tied, target.name, limit))
+        return {"fits": True}
+
+    monkeypatch.setattr("framework.plan.plan.plan", fake)
+    monkeypatch.setattr("framework.plan.report.sections", lambda _: [])
+    for flags in (
+        ["--target=cpu:1"],
+        ["--target=cpu:1"],
+        ["--target=cpu:2"],
+        ["--target=cpu:2", "--device_memory_gib=3"],
+        ["--target=cpu:2", "--device_memory_gib=3", "--config.model.head.tied=False"],
+        ["--target=cpu:2", "--device_memory_gib=3", "--config.model.head.tied=False", "--step_only"],
+        ["--target=cpu:2", "--device_memory_gib=3", "--config.model.head.tied=False", "--fresh"],
+    ):
+        assert planned(tmp_path, *flags)[0] == 0
+    assert len(seen) == 6
+    assert seen[-1] == (False, "cpu-2", 3 << 30)
+
+
+def test_too_big_is_exit_code_3_with_a_report(tmp_path: Path, capsys: pytest.CaptureFixture):
+    code, report = planned(tmp_path, "--target=cpu:1", "--estimate", "--device_memory_gib=0.0001")
+    assert code == plan.EXIT_TOO_BIG == 3
+    assert not report["fits"]
+    assert report["device_limit_bytes"] == int(0.0001 * 2**30)
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureFixture):
+    compare = ["--compare=memory.remat=none,full", "--compare=learner.accumulate=1;2"]
+    page = tmp_path / "plan.html"
+    code, reports = planned(tmp_path, "--target=v5e-4", "--estimate", f"--html={page}", *compare)
+    assert code == 0
+    assert [one["settings"] for one in reports] == [
+        [f"memory.remat={remat}", f"learner.accumulate={count}"] for remat in ("none", "full") for count in (1, 2)
+    ]
+    peaks = [one["device_peak_bytes"] for one in reports]
+    assert peaks[0] > peaks[1]
+    table = capsys.readouterr().out
+    assert table.count("memory.remat=") == 4
+    assert page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--target"),
+        (["--target=v5e-9"], "nearest: v5e-8, v5e-16"),
+        (["--target=h20"], "nearest"),
+        (["--target=cpu:8", "--compare=memory.remat"], "expected PATH=A,B"),
+        (["--target=cpu:8", "--compare=memory.remta=none"], "did you mean 'remat'"),
+        (["--target=cpu:8", "--compare=memory.remat=none,all"], "given 'all'"),
+        (["--target=cpu:8", "--device_memory_gib=0"], "expected more than 0"),
+        (["--target=cpu:8", "--html=/no/such/folder/x.html"], "no directory /no/such/folder"),
+        (["--target=cpu:8", "--config.mesh.fsdp=3"], "is not the number of devices, 8"),
+        (["--target=cpu:8", "--estimate", "--config.data.global_batch_size=3"], "nearest global_batch_size"),
+        (["--target=cpu:8", "--estmate"], "did you mean '--estimate'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_compiled(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("framework.plan.plan.compile_for", lambda *_: pytest.fail("compiled"))
+    assert plan.main([TINY, *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
+    pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
+    path = tmp_path / "plan.json"
+    flags = ["--target=v5e-4", "--config.memory.optimizer_state=pinned_host", f"--json={path}", "--step_only"]
+    command = [sys.executable, "-m", "launch.plan", TINY, "--config.model.vocab_size=40000", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # libtpu does not complain about the machine
+    report = json.loads(path.read_text())
+    assert report["devices"] == 4
+    assert report["device_limit_bytes"] == int(15.75 * 2**30)
+    assert report["breakdown"]["other"] <= 0.05 * report["device_peak_bytes"]
+    # The table's two moments, f32[40000, 32], live on the host: XLA's program takes them in and out, once each.
+    assert report["host_argument_bytes"] == 2 * 40000 * 32 * 4 // 4
+    assert report["host_transfer_bytes"] == 2 * report["host_argument_bytes"]
+    refused = [*command, "--device_memory_gib=0.01"]
+    done = subprocess.run(refused, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 3
+    report = json.loads(path.read_text())
+    assert not report["fits"]
+    assert "RESOURCE_EXHAUSTED" in report["message"]
+    assert report["device_peak_bytes"] > report["device_limit_bytes"]
+
+
+# --- launch.train ----------------------------------------------------------------------------------------------------
+
+
+def test_train_refuses_what_does_not_fit_before_it_makes_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("framework.program.Program.init", lambda *_: pytest.fail("made arrays"))
+    assert run_train(tmp_path / "run", "--device_memory_gib=0.0005") == train.EXIT_TOO_BIG == 4
+    text = capsys.readouterr().out
+    assert "the training step needs " in text
+    assert "there are 524.29 KiB" in text or "there are 524.2" in text
+    assert "the largest parts: " in text
+    assert "--force tries all the same" in text
+    assert not list((tmp_path / "run").glob("metrics.jsonl"))
+
+
+def test_force_trains_all_the_same_and_measures(tmp_path: Path, capsys: pytest.CaptureFixture):
+    flags = ["--device_memory_gib=0.0005", "--force", "--config.trainer.max_steps=3"]
+    assert run_train(tmp_path / "run", *flags) == 0
+    text = capsys.readouterr().out
+    assert "memory per device: predicted peak " in text
+    error = float(text.partition("between steps, predicted ")[2].partition("(")[2].partition("%")[0])
+    assert abs(error) <= 5.0
