@@ -9,7 +9,6 @@ May import: framework.experiment, framework.layout, framework.accelerators, fram
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +81,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     breakdown["batch"] = 4 * arrays * data.global_batch_size * data.seq_len // shards
     backward = Counter(_backward(experiment, sizes, spec.platform).groups)
     backward["gradients"] += _accumulated(experiment, layout)
-    backward["activations"] += _relayouts(experiment, layout, sizes, spec.platform)
+    backward["activations"] += _copies(layout, spec.platform)
     update = _update(layout, spec, sum(breakdown.values()))
     largest = max((backward, update), key=lambda groups: sum(groups.values()))
     for group, size in largest.items():
@@ -111,6 +110,7 @@ def _backward(experiment: Experiment, sizes: dict[str, int], platform: str) -> I
         costly=_COSTLY if platform == "cpu" else (),
         late_reduction=platform == "tpu",
         early_zeros=platform == "gpu",
+        pads_products=platform == "gpu",
         table=table,
         table_parts=sizes["fsdp"],
         nbytes=nbytes,
@@ -149,26 +149,9 @@ def _accumulated(experiment: Experiment, layout: StateLayout) -> int:
     return sums
 
 
-def _relayouts(experiment: Experiment, layout: StateLayout, sizes: dict[str, int], platform: str) -> int:
-    """State that the compiler holds twice, from before the backward pass to the update.
-
-    The CPU compiler copies the optimizer's moments before it updates them. On TPU the attention kernel wants heads
-    first, so the loop over layers reads the projections' weights with their inputs as the fastest axis, and they are
-    kept the other way round. That is seen where the loop gathers them over fsdp: three weights, and, where all heads
-    are on each device, the state of one of them.
-    """
-    if platform == "cpu":
-        return sum(leaf.bytes_per_device for leaf in layout if _is_moment(leaf))
-    if platform != "tpu" or sizes["fsdp"] == 1 or experiment.learner.accumulate > 1:
-        return 0
-    twice = 0
-    for leaf in layout:
-        projection = re.search(r"attention/(query|key|value)/weight$", leaf.path)
-        if projection and leaf.spec.memory_kind == "device" and leaf.spec.shape[0] > 1:
-            whole = leaf.group == "parameter"
-            state = leaf.group == "optimizer" and projection[1] == "value" and sizes["model"] == 1
-            twice += leaf.bytes_per_device * (whole or state)
-    return twice
+def _copies(layout: StateLayout, platform: str) -> int:
+    """State that is held twice: the CPU compiler copies the optimizer's moments before it updates them."""
+    return sum(leaf.bytes_per_device for leaf in layout if platform == "cpu" and _is_moment(leaf))
 
 
 def _is_moment(leaf: Leaf) -> bool:

@@ -37,7 +37,8 @@ class Rules:
     Args:
         costly: elementwise operations that are computed once and stored when several others read the result.
         late_reduction: reduce-scatters run behind the rest of a loop's body, so what they reduce stays until its end.
-        early_zeros: the zeros that scatters add to are written before anything else.
+        early_zeros: what scatters and loops write into is filled with zeros before anything else.
+        pads_products: products copy operands and results with a dimension that is no multiple of 8.
         table: shape of the array whose gradient is summed over the chunks of a loop, of which a device holds one of
             `table_parts`.
         nbytes: what an array of this abstract value takes up.
@@ -46,6 +47,7 @@ class Rules:
     costly: tuple[str, ...] = ()
     late_reduction: bool = False
     early_zeros: bool = False
+    pads_products: bool = False
     table: tuple[int, ...] = ()
     table_parts: int = 1
     nbytes: Callable[[Any], int] = _nbytes
@@ -80,6 +82,7 @@ class _Equation:
     params: dict[str, Any]
     operands: list[_Value | None]
     results: list[_Value]
+    scratch: int = 0  # bytes needed while it runs
 
 
 def most_held(jaxpr: Any, rules: Rules, groups: list[str] | None = None) -> Instant:
@@ -139,8 +142,15 @@ class _Program:
             shares = (v for v in known if v.nbytes < self.rules.nbytes(v.aval) and v.aval.shape == value.aval.shape)
             if value.fusible and any(shares):  # what is computed from a share is one
                 self._share_table([value])
-        self.equations.append(_Equation(name, eqn.params, operands, results))
+        scratch = self._scratch(known, results[0]) if name == "dot_general" else 0
+        self.equations.append(_Equation(name, eqn.params, operands, results, scratch))
         return results
+
+    def _scratch(self, operands: list[_Value], result: _Value) -> int:
+        odd = (v for v in (*operands, result) if any(dim % 8 for dim in v.aval.shape if dim > 8))
+        padded = sum(v.nbytes for v in odd) if self.rules.pads_products else 0
+        share = result.nbytes // self.rules.table_parts if result.aval.shape == self.rules.table else 0
+        return padded + (share if self.rules.table_parts > 1 else 0)  # the share, before it is added to the sum
 
     def _share_table(self, values: list[_Value]) -> None:
         for value in values:
@@ -182,13 +192,13 @@ class _Program:
 
         for value in reversed(self.values):
             value.at = value.made_at
-            if self.rules.early_zeros and not value.operands and value.stored and value.fusible and value.made_at > 0:
+            if self.rules.early_zeros and value.made_at > 0 and self._begins_as_zeros(value):
                 value.at = 0
                 continue
             if late and value.made_at >= 0 and self.equations[value.made_at].name == "reduce_scatter":
                 value.at = end
             waits = value.fusible and value.readers and value not in outputs
-            if waits and not (value.stored and value.made_at >= 0 and self._smaller(value)):
+            if waits and not (len(value.readers) > 1 and value.stored and value.made_at >= 0 and self._smaller(value)):
                 value.at = max(value.made_at, min(read_at(index) for index in value.readers))
         for value in self.values:
             value.last = value.at
@@ -200,6 +210,11 @@ class _Program:
             if end in value.readers:
                 for kept in [value] if value.stored else value.operands:
                     kept.last = end
+
+    def _begins_as_zeros(self, value: _Value) -> bool:
+        equation = self.equations[value.made_at]
+        stack = equation.name == "scan" and value in equation.results[equation.params["num_carry"] :]
+        return stack or (value.fusible and value.stored and not value.operands)
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -237,7 +252,8 @@ class _Program:
                         dying = (v for v in value.operands if v in live and v.last <= now and v.nbytes == value.nbytes)
                         live.discard(next(dying, value))
                     live.add(value)
-            best = _larger(best, live)
+            scratch = equation.scratch if equation else 0
+            best = _larger(best, live, Instant(scratch, Counter(activations=scratch), []))
             live = {v for v in live if v.last > now or v.last == end}
         return best
 

@@ -45,7 +45,7 @@ llama2-7b h200x8 data.global_batch_size=8
 llama2-7b v5e-16 data.global_batch_size=16 memory.remat=full memory.optimizer_state=pinned_host
 llama2-7b v6e-8 data.global_batch_size=16 mesh.fsdp=4 mesh.model=2 learner.accumulate=2 memory.remat=full
 llama3-8b v5p-16 data.global_batch_size=8 memory.remat=full
-llama3-8b h200x8 data.global_batch_size=8 memory.remat=full memory.optimizer_state=pinned_host
+llama3-8b h200x8 data.global_batch_size=8 memory.remat=full
 qwen2.5-7b tpu7x-16 data.global_batch_size=16 memory.remat=dots_no_batch
 stdlib-tiny cpu:1
 stdlib-tiny v5e-1 data.global_batch_size=64
