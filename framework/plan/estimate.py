@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 
 from framework.accelerators import AcceleratorSpec
 from framework.experiment import Experiment
-from framework.layout import Leaf, StateLayout
+from framework.layout import StateLayout
 from framework.plan.liveness import Instant, Rules, most_held
 from framework.plan.local_step import trace
 
@@ -109,7 +109,7 @@ def _backward(experiment: Experiment, sizes: dict[str, int], platform: str) -> I
     rules = Rules(
         costly=_COSTLY if platform == "cpu" else (),
         late_reduction=platform == "tpu",
-        early_zeros=platform == "gpu",
+        early_zeros=platform != "tpu",
         pads_products=platform == "gpu",
         table=table,
         table_parts=sizes["fsdp"],
@@ -150,9 +150,5 @@ def _accumulated(experiment: Experiment, layout: StateLayout) -> int:
 
 
 def _copies(layout: StateLayout, platform: str) -> int:
-    """State that is held twice: the CPU compiler copies the optimizer's moments before it updates them."""
-    return sum(leaf.bytes_per_device for leaf in layout if platform == "cpu" and _is_moment(leaf))
-
-
-def _is_moment(leaf: Leaf) -> bool:
-    return leaf.group == "optimizer" and leaf.spec.memory_kind == "device" and "/state/" in leaf.path
+    """State that is held twice: the CPU compiler copies what the optimizer keeps before it updates that."""
+    return layout.bytes_per_device("optimizer", "device") if platform == "cpu" else 0
