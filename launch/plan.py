@@ -48,9 +48,9 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)  # a program from there comes without its buffers
     target = targets.resolve(args.target)
     limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
-    commands = list(_variants(command, args.compare))
-    for variant in commands:  # a mistake in the last one should not wait for the first one's compiler
-        variant.resolve(target.name)[0].instantiate()
+    commands = list(_variants(command, args.compare, target))
+    if not commands:
+        raise cli.UsageError("none of the combinations of --compare can be")
     reports = [_plan(variant, target, limit) for variant in commands]
     print(render(report.sections(reports[0]) if len(reports) == 1 else [report.comparison(reports)]))
     if args.json:
@@ -63,8 +63,14 @@ def main(argv: list[str]) -> int:
     return 0 if any(one["fits"] for one in reports) else EXIT_TOO_BIG
 
 
-def _variants(command: cli.Command, compare: list[str]) -> Iterator[cli.Command]:
-    """The command, once for each combination of compared values. Values that hold a comma are separated by ";"."""
+def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator[cli.Command]:
+    """The command, once for each combination of compared values. Values that hold a comma are separated by ";".
+
+    All are checked before the first one is compiled. Among several choices, combinations that cannot be are told and
+    left out.
+    """
+    from framework.plan.plan import check
+
     choices = []
     for text in compare:
         path, separator, values = text.partition("=")
@@ -74,8 +80,14 @@ def _variants(command: cli.Command, compare: list[str]) -> Iterator[cli.Command]
         choices.append([(path, value) for value in values.split(";" if ";" in values else ",")])
     for choice in itertools.product(*choices):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
-        variant.config.instantiate()
-        yield variant
+        try:
+            check(variant.resolve(target.name)[0].instantiate(), target)
+        except ValueError as error:
+            if len(choices) < 2:
+                raise
+            print(f"left out: {' '.join(f'{path}={value}' for path, value in choice)}: {error}", file=sys.stderr)
+        else:
+            yield variant
 
 
 def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any]:

@@ -218,10 +218,15 @@ def _version(package: str) -> str:
         return ""
 
 
-def _estimate(experiment: Experiment, target: Target) -> Estimate:
+def check(experiment: Experiment, target: Target) -> dict[str, int]:
+    """The sizes of the mesh's axes. Raises ValueError when experiment and target do not fit each other."""
     sizes = experiment.mesh.resolve(target.num_devices)
     experiment.check(AbstractMesh(tuple(sizes.values()), tuple(sizes)), reach=False)
-    return estimate(experiment, sizes, target.spec)
+    return sizes
+
+
+def _estimate(experiment: Experiment, target: Target) -> Estimate:
+    return estimate(experiment, check(experiment, target), target.spec)
 
 
 def _traced(program: Program) -> Report:

@@ -1,0 +1,130 @@
+"""Predicted beside measured memory of training steps, on the devices at hand: shapes from a tenth of memory to more.
+
+    python -m tools.bench.plan_vs_measured            # the table, as markdown; JSON lines with --json=FILE
+    python -m tools.bench.plan_vs_measured --gib 139  # shapes for a device of that size, instead of what it says it has
+
+Each shape runs in a process of its own. Predicted is `launch.plan --target=local --step_only`; measured are two steps.
+GPU and TPU: `memory_stats()["peak_bytes_in_use"]`. CPU: the bytes of live arrays, and what the process's resident
+memory grows by during the steps (its high-water mark, reset before them); the allocator's habits are in that figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.bench.turns import ROOT
+
+SHARES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.1, 1.3)
+CPU_GIB = 3.0  # enough to be far above noise, little enough to share a machine
+WIDTH, LENGTH = 1024, 1024
+
+
+def shape(gib: float, on_cpu: bool) -> list[str]:
+    """Overrides of gpt2-124m whose step needs about that much: half of it state, the rest sequences without remat."""
+    length = 256 if on_cpu else LENGTH
+    width = 256 if on_cpu else WIDTH
+    state = 16 if on_cpu else 14  # bytes per parameter
+    table = state * 50257 * width
+    layers = max(2, int((gib * 2**30 / 2 - table) / (state * 12 * width**2)))
+    layers = min(layers, 8) if on_cpu else layers
+    kept = layers * length * width * (100 if on_cpu else 60)
+    batch = max(1, int((gib * 2**30 / 2) / kept))
+    fields = {
+        "model.dim": width,
+        "model.stack.num_layers": layers,
+        "model.stack.pattern.0.attention.num_heads": width // 64,
+        "model.stack.pattern.0.mlp.hidden": 4 * width,
+        "data.seq_len": length,
+        "data.global_batch_size": batch,
+        "model.embed.max_positions": length,
+        **({"model.compute_dtype": "float32", "model.param_dtype": "float32"} if on_cpu else {}),
+    }
+    return [f"{path}={value}" for path, value in fields.items()]
+
+
+def measure(fields: list[str]) -> dict[str, Any]:
+    """One shape, in this process."""
+    import jax
+    import numpy as np
+
+    import configs
+    from framework.metrics.memory import memory_in_use, rss_bytes
+    from framework.plan.plan import plan
+    from framework.plan.targets import resolve
+    from framework.program import Program
+
+    config = configs.load("gpt2-124m")
+    for field in fields:
+        config.override(*field.split("=", 1))
+    target = resolve("local")
+    report = plan("gpt2-124m", config, target, None, phases=False)
+    found = {"predicted": report["device_allocated_bytes"], "limit": target.limit_bytes, "closed form": 0}
+    found["closed form"] = report["estimate"]["device_peak_bytes"]
+    program = Program(config.instantiate())
+    shape = program.batch_specs["tokens"].shape
+    batch = {"tokens": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32), "weights": np.ones(shape, "f4")}
+    try:
+        program.compiled_step  # noqa: B018
+        state, arrays = program.init(), program.put(batch)
+        jax.block_until_ready((state, arrays))
+        before = rss_bytes()
+        if program.mesh.devices.flat[0].platform == "cpu":
+            Path("/proc/self/clear_refs").write_text("5")
+        for _ in range(2):
+            state, metrics = program.step(state, arrays)
+            jax.block_until_ready(metrics)
+    except jax.errors.JaxRuntimeError as error:
+        return found | {"measured": None, "message": str(error).splitlines()[0]}
+    use = memory_in_use(program.mesh.local_devices)
+    peak = use.device_peak_bytes or use.device_bytes + _high_water() - before
+    return found | {"measured": peak, "message": ""}
+
+
+def _high_water() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def main() -> None:
+    """Runs every shape and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gib", type=float, help="device memory to make shapes for")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--fields", nargs="*", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.fields:
+        print(json.dumps(measure(args.fields)))
+        return
+    probe = "import jax; d = jax.devices()[0]; print(d.platform, (d.memory_stats() or {}).get('bytes_limit', 0))"
+    platform, limit = subprocess.check_output([sys.executable, "-c", probe], text=True, cwd=ROOT).split()[-2:]
+    gib = args.gib or (int(limit) / 2**30 if int(limit) else CPU_GIB)
+    print("| share | layers, batch | predicted GiB | measured GiB | error | closed form |\n|---|---|---|---|---|---|")
+    for share in SHARES:
+        fields = shape(share * gib, platform == "cpu")
+        command = [sys.executable, "-m", "tools.bench.plan_vs_measured", "--fields", *fields]
+        # memory is what is measured: none of it is taken before it is needed
+        environment = {**os.environ, "XLA_CLIENT_MEM_FRACTION": os.environ.get("XLA_CLIENT_MEM_FRACTION", "0.92")}
+        done = subprocess.run(command, text=True, capture_output=True, cwd=ROOT, env=environment)
+        if done.returncode:
+            sys.exit(done.stderr)
+        row = json.loads(done.stdout.splitlines()[-1]) | {"share": share, "fields": fields}
+        if args.json:
+            with args.json.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+        sizes = [field.split("=")[1] for field in fields if "num_layers" in field or "global_batch" in field]
+        measured = row["measured"]
+        shown = f"{measured / 2**30:.3f}" if measured else "out of memory"
+        error = f"{100 * (row['predicted'] / measured - 1):+.1f}%" if measured else "-"
+        closed = f"{100 * (row['closed form'] / row['predicted'] - 1):+.1f}%"
+        cells = [f"{share:.2f}", ", ".join(sizes), f"{row['predicted'] / 2**30:.3f}", shown, error, closed]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
