@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from framework.layout import StateLayout
 from framework.plan.buffers import Block, Buffers, Value
-from framework.plan.hlo import Array, Instruction, Module, arrays
+from framework.plan.hlo import Instruction, Module, arrays
 
 # The report's groups; what is left of the peak after them is "other".
 GROUPS = ("parameters", "frozen", "buffers", "gradients", "optimizer_state", "ema", "batch", "activations")
@@ -47,14 +47,14 @@ class Named:
 
 def name_buffers(buffers: Buffers, layout: StateLayout) -> list[Named]:
     """Every buffer alive at the peak whose group is known, largest first."""
-    module, shapes = buffers.module, _gradient_shapes(layout)
+    module, shapes, visitors = buffers.module, _gradient_shapes(layout), _hosted_shapes(layout)
     named = []
     for instruction, size in buffers.parameters.items():
         group, path = argument(module.parameters.get(instruction, ""))
         if group is not None and not _is_hosted(layout, path):
             named.append(Named(path, group, size, _shape(module.instructions[instruction].type)))
     for block in buffers.blocks:
-        found = _name_block(module, block, shapes)
+        found = _name_block(module, block, shapes, visitors)
         if found is not None:
             named.append(found)
     return sorted(named, key=lambda one: -one.bytes)
@@ -66,7 +66,11 @@ def argument(op_name: str) -> tuple[str | None, str]:
     path = "/".join(next(filter(None, key)) for key in keys)
     if op_name.startswith("batch"):
         return "batch", f"batch/{path}"
-    return OF_LAYOUT.get(path.split("/", 1)[0]), path
+    return _group_of(path), path
+
+
+def _group_of(path: str) -> str | None:
+    return OF_LAYOUT.get(path.split("/", 1)[0])
 
 
 def _is_hosted(layout: StateLayout, path: str) -> bool:
@@ -81,30 +85,41 @@ def _shape(text: str) -> str:
 # --- temporaries -----------------------------------------------------------------------------------------------------
 
 
-def _name_block(module: Module, block: Block, gradients: _Shapes) -> Named | None:
+def _name_block(
+    module: Module, block: Block, gradients: _Shapes, visitors: dict[tuple[int, ...], list[str]]
+) -> Named | None:
     values = [value for value in block.values if value.name in module.instructions]
     source = next(filter(None, (_source(module, value.name, value.index) for value in values)), None)
     shape = _shape(block.values[0].shape)
+    dims = next((array.dims for array in arrays(block.values[0].shape)), ())
     if source is not None:
         group, path = argument(module.parameters[source])
         if group is not None:
-            return Named(f"copy of {path}", "activations", block.size, shape)
+            # State that lives on the host is here to be updated; a copy of what is here anyway is a temporary.
+            group = group if path in visitors.get(_dims(dims), []) else "activations"
+            return Named(f"copy of {path}", group, block.size, shape)
     op_names = [name for value in values for name in _op_names(module, value)]
-    owners = _owners(op_names, arrays(block.values[0].shape)[:1], gradients)
+    owners = _owners(op_names, dims, gradients)
     if owners:
-        others = f" (or {len(owners) - 1} others of its shape)" if len(owners) > 1 else ""
-        return Named(f"gradient of {owners[0]}{others}", "gradients", block.size, shape)
+        return Named(f"gradient of {_any_of(owners)}", "gradients", block.size, shape)
+    leaving = visitors.get(_dims(dims), [])
+    if leaving and all("/update/" in name for name in op_names):
+        return Named(f"new {_any_of(leaving)}", _group_of(leaving[0]) or "activations", block.size, shape)
     # The loop's own name says less than that of what is computed in it.
     best = min(op_names, key=lambda name: (name.endswith(("/while", "broadcast_in_dim")), -name.count("/")), default="")
     return Named(place(best), "activations", block.size, shape) if best else None
 
 
-def _owners(op_names: list[str], found: list[Array], gradients: _Shapes) -> list[str]:
+def _any_of(paths: list[str]) -> str:
+    return paths[0] + (f" (or {len(paths) - 1} more of its shape)" if len(paths) > 1 else "")
+
+
+def _owners(op_names: list[str], dims: tuple[int, ...], gradients: _Shapes) -> list[str]:
     """The parameters whose gradient a temporary may be."""
     backward = [name for name in op_names if "transpose(" in name or "/gradient/" in name]
-    if not found or not backward:
+    if not backward:
         return []
-    summed, whole = gradients.get(_dims(found[0].dims), ([], []))
+    summed, whole = gradients.get(_dims(dims), ([], []))
     if any(name.endswith("dot_general") and "rematted" not in name for name in backward):
         summed = [*summed, *(path for path in whole if path not in summed)]
     by_layer = [path for path in summed if any(_layer(path) in name for name in backward)]
@@ -130,6 +145,16 @@ def _gradient_shapes(layout: StateLayout) -> _Shapes:
         whole = leaf.spec.shape[1:] if stacked else leaf.spec.shape
         shapes.setdefault(_dims(whole), ([], []))[1].append(path)
     return {dims: paths for dims, paths in shapes.items() if len(dims) >= 2}
+
+
+def _hosted_shapes(layout: StateLayout) -> dict[tuple[int, ...], list[str]]:
+    """{dimensions, sorted: leaves in host memory that have them}"""
+    shapes: dict[tuple[int, ...], list[str]] = {}
+    for leaf in layout:
+        if leaf.spec.memory_kind != "device":
+            own = layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)
+            shapes.setdefault(_dims(own), []).append(leaf.path)
+    return shapes
 
 
 def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from framework.schedules.after_backward import accumulated_gradients, training_c
 Report = dict[str, Any]
 Tell = Callable[[str], None]
 KEYS: tuple[str, ...] = (*GROUPS, "other")
+PHASES = ("init", "restore", "train", "evaluation", "save")
 _LARGEST = 30
 _RESTORE_BYTES = 256 << 20  # what passes through host memory at a time, see framework.checkpoint_storage
 
@@ -96,6 +97,7 @@ def plan(
         tell("compiling evaluation")
         report["phases"]["evaluation"] = _phase(_evaluation(program, target.platform), hosted)
         report["compile_seconds"] = round(step.seconds + init.seconds, 1)
+    report["phases"] = {name: report["phases"][name] for name in PHASES if name in report["phases"]}
     refused = step.needed is not None
     most = max(phase["device_peak_bytes"] for phase in report["phases"].values())
     report["fits"] = not refused and (limit is None or most <= limit)

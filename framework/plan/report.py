@@ -8,7 +8,6 @@ from typing import Any
 from framework.metrics.tables import Section, human_bytes, human_count
 
 Report = dict[str, Any]
-_PHASES = ("init", "restore", "train", "evaluation", "save")
 _LINES = 12
 
 
@@ -54,7 +53,7 @@ def sections(report: Report) -> list[Section]:
         ]
         found.append(Section("largest buffers", lines))
     if report["phases"]:
-        phases = [(name, report["phases"][name]) for name in _PHASES if name in report["phases"]]
+        phases = report["phases"].items()
         lines = [[n, human_bytes(p["device_peak_bytes"]), human_bytes(p["host_peak_bytes"])] for n, p in phases]
         found.append(Section("phases, per device", [["", "device", "its host"], *lines], numbers=True))
     found.append(Section("work", _work(report)))
