@@ -109,7 +109,7 @@ def _backward(experiment: Experiment, sizes: dict[str, int], platform: str) -> I
     rules = Rules(
         costly=_COSTLY if platform == "cpu" else (),
         late_reduction=platform == "tpu",
-        early_zeros=platform != "tpu",
+        early_zeros=platform != "tpu" and math.prod(sizes.values()) > 1,
         pads_products=platform == "gpu",
         table=table,
         table_parts=sizes["fsdp"],

@@ -147,10 +147,11 @@ class _Program:
         return results
 
     def _scratch(self, operands: list[_Value], result: _Value) -> int:
-        odd = (v for v in (*operands, result) if any(dim % 8 for dim in v.aval.shape if dim > 8))
+        shared = result.aval.shape == self.rules.table and self.rules.table_parts > 1
+        written = [result] if shared else []  # else it is cut to size where it is read
+        odd = (v for v in (*operands, *written) if any(dim % 8 for dim in v.aval.shape if dim > 8))
         padded = sum(v.nbytes for v in odd) if self.rules.pads_products else 0
-        share = result.nbytes // self.rules.table_parts if result.aval.shape == self.rules.table else 0
-        return padded + (share if self.rules.table_parts > 1 else 0)  # the share, before it is added to the sum
+        return padded + (result.nbytes // self.rules.table_parts if shared else 0)  # a share, before it is added
 
     def _share_table(self, values: list[_Value]) -> None:
         for value in values:
