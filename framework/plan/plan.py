@@ -318,6 +318,7 @@ def _save_and_restore(layout: StateLayout, target: Target) -> dict[str, dict[str
     local = target.num_devices // target.num_processes
     copied = sum(min(leaf.spec.num_bytes, leaf.bytes_per_device * local) for leaf in layout)
     passing = max(_RESTORE_BYTES, 2 * max((leaf.spec.num_bytes for leaf in layout), default=0))
+    passing = min(passing, local * (device + host))  # a process reads the shards of its own devices
     return {"save": _phase(device, host + copied // local), "restore": _phase(device, host + passing // local)}
 
 
