@@ -67,10 +67,12 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     """What one step of `experiment` needs on each device of a mesh of these sizes (`experiment.mesh.resolve(n)`).
 
     Raises:
-        ValueError: a mesh axis does not divide the dimension that it shards.
+        ValueError: a mesh axis does not divide the dimension that it shards, or the batch.
     """
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     experiment.model.check(mesh, experiment.data.seq_len)
+    if experiment.data.global_batch_size % (experiment.learner.accumulate * sizes["data"] * sizes["fsdp"]):
+        experiment.check(mesh)  # says so; it takes too long to be asked each time
     layout = StateLayout(experiment.state_specs(), mesh)
     breakdown, host = dict.fromkeys(KEYS, 0), dict.fromkeys(KEYS, 0)
     for leaf in layout:

@@ -156,3 +156,5 @@ def test_layers_of_ones_own_are_traced_and_attention_is_put_back():
 def test_what_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"mesh\.model = 3 does not divide num_kv_heads = 32"):
         of(load("llama2-7b", "mesh.model=3"), 12, "v5e")
+    with pytest.raises(ValueError, match=r"nearest global_batch_size: \[8, 16\]"):
+        of(load("llama2-7b", "data.global_batch_size=12"), 8, "v5e")
