@@ -53,7 +53,7 @@ def compile_for(lowered: Any, platform: str, hosted_bytes: int = 0, memory_mib: 
     Args:
         lowered: `jax.stages.Lowered`.
         platform: tpu, gpu or cpu.
-        hosted_bytes: of the arguments, per device, that live in host memory: GPU and CPU count them as the device's.
+        hosted_bytes: of the arguments (or, where there are none, of the results), per device, that live in host memory.
         memory_mib: TPU: a program that needs more is refused, as one that needs more than the chip has.
     """
     with tempfile.TemporaryDirectory(prefix="plimsoll-plan-") as folder:
@@ -74,16 +74,16 @@ def compile_for(lowered: Any, platform: str, hosted_bytes: int = 0, memory_mib: 
             found = buffers.read(Path(folder))
         except FileNotFoundError:  # taken from jax's compilation cache
             found = None
-    apart = platform == "tpu"
-    peak = found.live_bytes if apart and found else peak_bytes(stats, platform, hosted_bytes)
+    on_tpu, among = platform == "tpu", _hosted_among(stats, platform, hosted_bytes)
+    peak = found.live_bytes if on_tpu and found else peak_bytes(stats, platform, hosted_bytes)
     return Compiled(
-        argument=stats.argument_size_in_bytes - (0 if apart else hosted_bytes),
-        output=stats.output_size_in_bytes - (0 if apart else hosted_bytes),
-        alias=stats.alias_size_in_bytes - (0 if apart else hosted_bytes),
+        argument=max(0, stats.argument_size_in_bytes - among),
+        output=stats.output_size_in_bytes - among,
+        alias=max(0, stats.alias_size_in_bytes - among),
         temp=stats.temp_size_in_bytes,
         host_argument=stats.host_argument_size_in_bytes,
         peak=peak,
-        allocated=peak + (found.gap_bytes if apart and found else 0),
+        allocated=peak + (found.gap_bytes if on_tpu and found else 0),
         needed=None,
         message="",
         buffers=found,
@@ -96,13 +96,17 @@ def peak_bytes(stats: Any, platform: str, hosted_bytes: int) -> int:
 
     TPU: XLA's own peak counts host arguments, and knows them apart; a program from jax's compilation cache may have
     lost it. (In programs of megabytes it counts on-chip memory too, 128 MiB at most: where the buffers are known, their
-    sum is better.) GPU and CPU: the sum, no overestimate there, as all temporaries are one allocation; host arguments
-    are among the device's and are taken out.
+    sum is better.) GPU and CPU: the sum, no overestimate there, as all temporaries are one allocation.
     """
     if platform == "tpu" and stats.peak_memory_in_bytes:
         return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return total + stats.temp_size_in_bytes - (0 if platform == "tpu" else hosted_bytes)
+    return total + stats.temp_size_in_bytes - _hosted_among(stats, platform, hosted_bytes)
+
+
+def _hosted_among(stats: Any, platform: str, hosted_bytes: int) -> int:
+    """Bytes in host memory that the compiler counts among the device's: on CPU all of them, on GPU those it lost."""
+    return 0 if platform == "tpu" else hosted_bytes - stats.host_argument_size_in_bytes
 
 
 def needed_bytes(message: str) -> int | None:
