@@ -91,7 +91,9 @@ def test_hosted_state_counts_on_the_host():
     found = plan("small", trial, resolve("cpu:1"), None, phases=False)
     layout = Program(trial.instantiate(), jax.devices()[:1]).layout
     assert found["host_argument_bytes"] == layout.bytes_per_device(memory_kind="pinned_host") == 4 << 20
-    assert found["breakdown"]["optimizer_state"] == layout.bytes_per_device("optimizer", "device")
+    # At the peak, the update's, hosted leaves are visiting: as they came, and as they leave.
+    resident = layout.bytes_per_device("optimizer", "device")
+    assert resident < found["breakdown"]["optimizer_state"] <= resident + 2 * found["host_argument_bytes"]
     assert found["host_breakdown"]["optimizer_state"] == found["host_argument_bytes"]
     assert found["host_transfer_bytes"] == 2 * found["host_argument_bytes"]
     assert found["phases"]["save"]["host_peak_bytes"] > found["host_argument_bytes"]
