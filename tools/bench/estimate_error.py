@@ -23,7 +23,7 @@ from framework.metrics.tables import human_bytes
 from framework.plan import targets
 from framework.plan.estimate import estimate
 
-# None of these was looked at while the estimate was written; see docs/benchmarks/estimate_error.md for those that were.
+# Others than these were looked at while the estimate was written: docs/benchmarks/estimate_error.md says which.
 PAIRS = """
 gpt2-124m v5e-1 data.global_batch_size=8
 gpt2-124m v5e-8 data.global_batch_size=128 memory.remat=full
