@@ -104,6 +104,27 @@ MUTATIONS = (
         "jnp.ones_like(loss, bool)",
         ("tests/learner", "tests/faults/test_faults.py"),
     ),
+    Mutation(
+        "count a loop's collectives once",
+        "framework/plan/hlo.py",
+        "(i.computation, self.trip_count(i))",
+        "(i.computation, 1)",
+        ("tests/plan/test_hlo.py",),
+    ),
+    Mutation(
+        "plan for what is too big",
+        "framework/plan/guard.py",
+        "found.peak <= limit",
+        "found.resident <= limit",
+        ("tests/plan/test_cli.py",),
+    ),
+    Mutation(
+        "forget what the forward pass keeps",
+        "framework/plan/buffers.py",
+        "value.start <= instant <= value.end",
+        "value.start <= instant <= min(value.end, value.start + 20)",
+        ("tests/plan/test_buffers.py", "tests/plan/test_plan.py"),
+    ),
 )
 
 

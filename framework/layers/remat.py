@@ -34,15 +34,21 @@ def check(remat: str) -> None:
         )
 
 
-def wrap(unit: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def wrap(unit: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..., Any]:
     """`unit` under jax.checkpoint with the policy of that name. The unit names its prepared weights by `tag_weights`.
 
     Even "none" is a policy: what `prepare` makes of the weights (casts, gathers over fsdp) must not be kept for the
     backward pass, or fsdp would hold a whole gathered model there.
+
+    Args:
+        unit: any function.
+        remat: what it keeps.
+        unrolled: units stand one after the other, in no loop. XLA would then merge what the backward pass recomputes
+            with what the forward pass computed, and so keep it, unless barriers stop it; in a loop they are not needed.
     """
     policies = jax.checkpoint_policies
     if remat == "none":
-        policy = policies.save_anything_except_these_names(_WEIGHTS)
+        policy = _all_but_weights
     elif remat == "full":
         policy = policies.nothing_saveable
     elif remat == "dots":
@@ -51,8 +57,17 @@ def wrap(unit: Callable[..., Any], remat: str) -> Callable[..., Any]:
         policy = policies.dots_with_no_batch_dims_saveable
     else:
         policy = policies.save_only_these_names(*remat.removeprefix("save:").split(","))
-    # Inside a scan the barriers that stop common-subexpression elimination are not needed, and cost fusions.
-    return jax.checkpoint(unit, policy=policy, prevent_cse=False)
+    return jax.checkpoint(unit, policy=policy, prevent_cse=unrolled)
+
+
+def _all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Everything is kept but prepared weights: not what has their name, nor the casts and gathers before the name.
+
+    Casts and constraints of activations are made again from what they are made of, which is kept.
+    """
+    if primitive.name == "name":
+        return params["name"] != _WEIGHTS
+    return primitive.name not in ("convert_element_type", "sharding_constraint", "all_gather")
 
 
 def tag_weights(weights: Any) -> Any:

@@ -81,9 +81,11 @@ class CausalLM:
                 f"nearest that do: {nearest_divisors(seq_len, mesh.shape['seq'])}"
             )
 
-    def split_units(self, params: Nested) -> Nested:
+    def split_units(self, params: Nested, remat: str) -> Nested:
         """Parameters as they are best differentiated: those of an unrolled stack as a list of its units'."""
-        return {**params, "stack": self.stack.split(params["stack"])} if self._splits(params) else params
+        if not self.stack.is_unrolled(remat) or "stack" not in params:
+            return params
+        return {**params, "stack": self.stack.split(params["stack"])}
 
     def join_units(self, grads: Nested) -> Nested:
         """The inverse of `split_units`, for gradients."""
@@ -91,9 +93,6 @@ class CausalLM:
         if not isinstance(stack, list):
             return grads
         return {**grads, "stack": jax.tree.map(lambda *leaves: jnp.stack(leaves), *stack)}
-
-    def _splits(self, params: Nested) -> bool:
-        return self.stack.unrolled and "stack" in params
 
     def stage_params(self, params: Nested, stage: str) -> Nested:
         """A stage's parameters, the shared ones that it reads included."""

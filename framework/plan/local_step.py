@@ -81,7 +81,7 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         table = gather(model.head.table_spec(), home)
 
         def loss(params: Nested, table: jax.Array) -> jax.Array:
-            everything = merge(params, model.split_units(frozen))
+            everything = merge(params, model.split_units(frozen, ctx.remat))
             weights = jax.tree.map(gather, specs["embed"], everything["embed"])
             carry, _ = model.embed.apply(weights, None, ctx.fold("embed"), buffers.get("embed", {}))
             carry, out = model.stack.forward(
@@ -93,7 +93,7 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
             assert last.loss is not None
             return last.loss if out.loss is None else last.loss + out.loss
 
-        grads, table_grad = jax.grad(loss, argnums=(0, 1))(model.split_units(params), table)
+        grads, table_grad = jax.grad(loss, argnums=(0, 1))(model.split_units(params, ctx.remat), table)
         return model.join_units(grads), table_grad
 
     def axes(spec: TensorSpec) -> PartitionSpec:

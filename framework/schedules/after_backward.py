@@ -82,13 +82,13 @@ def accumulated_gradients(
     Frozen parameters are no argument of the differentiated function, so they cost neither gradient nor residual.
     """
 
-    frozen = model.split_units(state["frozen"])
+    frozen = model.split_units(state["frozen"], ctx.remat)
 
     def loss_of(params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:
         return model.loss(merge(params, frozen), ctx, buffers)
 
     def grad_of(params: Nested, ctx: Context, buffers: Nested) -> Any:
-        results, grads = jax.value_and_grad(loss_of, has_aux=True)(model.split_units(params), ctx, buffers)
+        results, grads = jax.value_and_grad(loss_of, has_aux=True)(model.split_units(params, ctx.remat), ctx, buffers)
         return results, model.join_units(grads)
 
     count = learner.accumulate

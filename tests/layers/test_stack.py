@@ -65,7 +65,7 @@ def test_a_pattern_of_unlike_layers_equals_its_layers_in_turn(unroll):
     layer = stack(unroll)
     params, buffers = values(layer)
     # The unrolled stack takes its parameters as training passes them: a list of the units' own.
-    passed = layer.split(params) if layer.unrolled else params
+    passed = layer.split(params) if layer.is_unrolled(CTX.remat) else params
     y, out = jax.jit(layer.apply)(passed, X, CTX, buffers)
     expected, loss, states = jax.jit(lambda *args: in_turn(layer, *args))(params, X, buffers)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)

@@ -192,13 +192,13 @@ def test_parameters_and_operations_counted_by_hand():
 def test_units_are_split_for_differentiation_and_joined_again():
     model = small.gpt2(stack__unroll=0).instantiate()
     params = initialize(model.parameter_specs(), jax.random.key(0))
-    split = model.split_units(params)
+    split = model.split_units(params, "none")
     assert [unit["block0"]["attention_norm"]["scale"].shape for unit in split["stack"]] == [(32,), (32,)]
     small.assert_same_bits(model.join_units(split), params)
     looped = small.gpt2().instantiate()
-    assert looped.split_units(params) is params
+    assert looped.split_units(params, "none") is params
     assert looped.join_units(params) is params
-    assert model.split_units({"embed": params["embed"]}) == {"embed": params["embed"]}
+    assert model.split_units({"embed": params["embed"]}, "none") == {"embed": params["embed"]}
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

@@ -54,6 +54,18 @@ def test_recomputing_saves_memory(results):
     assert full < named < dots < none
 
 
+def test_recomputing_saves_memory_also_where_there_was_no_loop(results):
+    assert results("full", 0)[2] < 0.8 * results("none", 0)[2]
+
+
+@pytest.mark.parametrize("policy", ["none", "dots", "full"])
+def test_no_layers_gathered_weights_wait_for_the_backward_pass(policy):
+    experiment = small.experiment(small.llama(), mesh={"fsdp": 8}, memory={"remat": policy})
+    text = small.program(experiment).compiled_step.as_text()
+    assert "f32[2,4,48]" in text  # the stack of gate weights as each device holds it
+    assert "f32[2,32,48]" not in text  # the same, gathered
+
+
 @pytest.mark.parametrize(("policy", "unlike"), [("full", False), ("none", True)])
 def test_a_stack_without_a_loop_computes_the_same(results, policy, unlike):
     loss, grads, _ = results(policy, 0, unlike)
