@@ -7,7 +7,7 @@ on any mesh, with no second copy. What is stored, and where: docs/checkpoints.md
 Here is the `Checkpointer`; beside it checkpoint_directory (names, retention), checkpoint_manifest (what is stored about
 the arrays), checkpoint_integrity (checksums) and checkpoint_storage (orbax).
 
-May import: jax, framework.config, framework.layout (for the names of leaves) and those files.
+May import: jax, framework.config, framework.distributed, framework.layout (for the names of leaves) and those files.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import jax
 
 from framework import checkpoint_storage as storage
+from framework import distributed
 from framework.checkpoint_directory import (
     delete_step,
     describe,
@@ -249,7 +250,7 @@ class Checkpointer:
     def _check_space(self, step: int, num_bytes: int) -> None:
         free = shutil.disk_usage(self.directory).free
         needed = num_bytes + _OVERHEAD_BYTES
-        if storage.everywhere(free >= needed):
+        if distributed.everywhere(free >= needed):
             return
         raise CheckpointSpaceError(
             f"no room for the checkpoint of step {step}: it needs {needed / 2**20:,.1f} MiB, and {self.directory} has "

@@ -172,15 +172,6 @@ def _context() -> Any:
 # --- agreement -------------------------------------------------------------------------------------------------------
 
 
-def everywhere(condition: bool) -> bool:
-    """Whether the condition holds in every process. Collective."""
-    if jax.process_count() == 1:
-        return condition
-    from jax.experimental import multihost_utils
-
-    return bool(np.all(multihost_utils.process_allgather(np.array(condition))))
-
-
 def from_first_process(steps: list[int], problems: dict[int, str]) -> tuple[list[int], list[str]]:
     """What process 0 sees in a directory, for all: a network file system may show others an older state. Collective."""
     texts = list(problems.values())

@@ -6,6 +6,7 @@ May import: JAX.
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 
 def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -47,3 +48,12 @@ def barrier(name: str, *, minutes: int = 120) -> None:
         from orbax.checkpoint import multihost  # its door to the coordinator's barrier, which JAX keeps private
 
         multihost.get_barrier_sync_fn()(key=name, timeout_ms=minutes * 60_000)
+
+
+def everywhere(condition: bool) -> bool:
+    """Whether the condition holds in every process. Collective."""
+    if jax.process_count() == 1:
+        return condition
+    from jax.experimental import multihost_utils
+
+    return bool(np.all(multihost_utils.process_allgather(np.array(condition))))

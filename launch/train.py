@@ -98,8 +98,9 @@ def _train(command: cli.Command, workdir: Any) -> int:
         need = guard.need(program)
         progress.status("")
         refusal = guard.refusal(config, program, need, cli.gib("device_memory_gib", args.device_memory_gib))
-        if refusal is not None:
-            progress.print(refusal)
+        distributed.barrier("planned")  # one may have compiled what another found in its cache
+        if not distributed.everywhere(refusal is None):
+            progress.print(refusal or "another process of this run has less memory than the training step needs")
             if not args.force or need.message:
                 return EXIT_TOO_BIG
         if args.dry_run:

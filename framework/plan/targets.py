@@ -185,7 +185,7 @@ def _local() -> Target:
 
     devices = jax.devices()
     spec = spec_for(devices)
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit", spec.limit_bytes)
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", spec.limit_bytes)
     if spec.platform == "cpu":
         limit = _share_of_memory(len(jax.local_devices()))
     name = accelerator_name(devices)
