@@ -179,7 +179,9 @@ def test_text_is_text_and_nothing_is_fetched():
     buffers = [{"name": evil, "group": "other", "bytes": 1, "shape": evil, "count": 1}]
     sizes = {"device_peak_bytes": 1, "host_peak_bytes": 1}
     one = plan(**names, largest=buffers, phases={evil: sizes}, zero_gradients=[{"path": evil, "bytes": 1}])
-    suggested = plan("none", suggestions=[{"setting": evil, "device_peak_bytes": 1}], collective_bytes={evil: 1})
+    suggested = plan(
+        "none", suggestions=[{"setting": evil, "device_peak_bytes": 1, "compiled": True}], collective_bytes={evil: 1}
+    )
     for text in (page([one]), page([one, suggested])):
         parsed = Text(text)
         assert not parsed.tags & {"script", "img", "onerror", "src", "srcset", "iframe", "object"}

@@ -16,6 +16,10 @@ from framework.mesh import MeshShape
 from framework.plan import targets
 from framework.plan.targets import resolve
 
+_MACHINE_GIB = (
+    int(subprocess.check_output(["sed", "-n", "s/^MemTotal: *\\([0-9]*\\) kB/\\1/p", "/proc/meminfo"])) / 2**20
+)
+
 
 @pytest.fixture
 def tpu():
@@ -50,8 +54,8 @@ def tpu():
         ("h100x16", "h100x16", 16, 2, "", 0.92 * 79.11, None),
         ("a100-40x8", "a100-40x8", 8, 1, "", 0.92 * 39.42, None),
         ("a100-80", "a100-80x1", 1, 1, "", 0.92 * 79.26, None),
-        ("cpu:8", "cpu-8", 8, 1, "", None, None),
-        ("cpu-8", "cpu-8", 8, 1, "", None, None),
+        ("cpu:8", "cpu-8", 8, 1, "", _MACHINE_GIB / 8, None),
+        ("cpu-8", "cpu-8", 8, 1, "", _MACHINE_GIB / 8, None),
     ],
 )
 def test_names(monkeypatch, name, canonical, devices, hosts, topology, limit_gib, host_gb):
