@@ -69,7 +69,7 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
     All are checked before the first one is compiled. Among several choices, combinations that cannot be are told and
     left out.
     """
-    from framework.plan.plan import check
+    from framework.plan.suggest import check
 
     choices = []
     for text in compare:

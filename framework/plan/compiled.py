@@ -24,7 +24,7 @@ class Compiled:
     Attributes:
       argument, output, alias, temp: device memory, as `memory_analysis()` has it; an output in an argument's place is
         in alias too. Zero when the program was refused.
-      host_argument: of the arguments, those in host memory, where the compiler counts them apart (TPU).
+      host_temp: temporaries in host memory, where the compiler knows them (TPU).
       peak: alive at the worst instant. TPU: what XLA's liveness says. GPU and CPU take the temporaries as one piece, so
         there the gaps in it count.
       allocated: the peak and the gaps.
@@ -38,7 +38,7 @@ class Compiled:
     output: int
     alias: int
     temp: int
-    host_argument: int
+    host_temp: int
     peak: int
     allocated: int
     needed: int | None
@@ -81,7 +81,7 @@ def compile_for(lowered: Any, platform: str, hosted_bytes: int = 0, memory_mib: 
         output=stats.output_size_in_bytes - among,
         alias=max(0, stats.alias_size_in_bytes - among),
         temp=stats.temp_size_in_bytes,
-        host_argument=stats.host_argument_size_in_bytes,
+        host_temp=stats.host_temp_size_in_bytes,
         peak=peak,
         allocated=peak + (found.gap_bytes if on_tpu and found else 0),
         needed=None,

@@ -13,8 +13,8 @@ from framework.config import Config
 from framework.metrics.memory import MemoryInUse
 from framework.metrics.tables import human_bytes
 from framework.plan.compiled import needed_bytes, peak_bytes
-from framework.plan.plan import suggestions
 from framework.plan.report import needs
+from framework.plan.suggest import suggestions
 from framework.plan.targets import resolve
 from framework.program import Program
 

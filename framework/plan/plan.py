@@ -6,13 +6,11 @@ otherwise. May import: everything in framework but trainer and hooks.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
 from framework.accelerators import AcceleratorSpec
 from framework.config import Config
@@ -20,8 +18,8 @@ from framework.experiment import Experiment
 from framework.layout import Group, Leaf, StateLayout, TensorSpec, flatten
 from framework.plan import jaxprs
 from framework.plan.compiled import Compiled, compile_for
-from framework.plan.estimate import Estimate, estimate
 from framework.plan.naming import GROUPS, OF_LAYOUT, Named, name_buffers
+from framework.plan.suggest import closed_form, limit_mib, suggestions
 from framework.plan.targets import Target
 from framework.program import Program
 from framework.schedules.after_backward import accumulated_gradients, training_context
@@ -42,7 +40,7 @@ def quick(name: str, config: Config, target: Target, limit: int | None) -> Repor
         limit: device memory in bytes; None means unknown.
     """
     experiment: Experiment = config.instantiate()
-    found = _estimate(experiment, target)
+    found = closed_form(experiment, target)
     report = _head(name, experiment, target, limit) | {
         "estimated": True,
         "device_peak_bytes": found.peak_bytes,
@@ -81,9 +79,9 @@ def plan(
     tell("tracing the training step")
     report |= _traced(program)
     tell(f"compiling the training step for {target.name}")
-    step = compile_for(program.traced_step.lower(), target.platform, hosted, _limit_mib(target, limit))
+    step = compile_for(program.traced_step.lower(), target.platform, hosted, limit_mib(target, limit))
     report |= _step(program, step, hosted, target)
-    found = _estimate(program.experiment, target)
+    found = closed_form(program.experiment, target)
     error = None if step.needed else found.peak_bytes / step.peak - 1.0
     report["estimate"] = {"device_peak_bytes": found.peak_bytes, "breakdown": found.breakdown, "error": error}
 
@@ -109,75 +107,6 @@ def plan(
         tell("looking for settings that fit")
         report["suggestions"] = suggestions(config, target, limit or 0, most)
     return report
-
-
-def suggestions(config: Config, target: Target, limit: int, peak: int, *, seconds: float = 300.0) -> list[Report]:
-    """Settings that fit, the mildest first: none of them changes what is computed.
-
-    The closed form says which are worth a try, and the compiler whether they fit; when it has taken `seconds`, those
-    that are left are told as the closed form has them, with `compiled` False.
-
-    Args:
-        config: what does not fit.
-        target: where.
-        limit: device memory in bytes.
-        peak: what it needs. What this is beyond the closed form is taken to grow and shrink with the activations.
-        seconds: for compiling.
-    """
-    whole = _estimate(config.instantiate(), target)
-    scale = max(peak - _state(whole), 0) / max(whole.peak_bytes - _state(whole), 1)
-    start, found = time.monotonic(), []
-    for choice in _choices(config):
-        trial = config.copy()
-        for path, value in sorted(choice):
-            trial.set_path(path, value)
-        try:
-            need = _estimate(trial.instantiate(), target)
-        except ValueError:
-            continue  # the microbatches do not divide, say
-        about = int(_state(need) + scale * (need.peak_bytes - _state(need)))
-        compiled = about <= limit and time.monotonic() - start < seconds
-        if compiled:
-            about = _peak(trial, target, limit)
-        if about <= limit:
-            setting = " ".join(f"--config.{path}={value}" for path, value in choice)
-            found.append({"setting": setting, "device_peak_bytes": about, "compiled": compiled})
-        if len(found) == 2:
-            break
-    return found
-
-
-def _choices(config: Config) -> Iterator[list[tuple[str, Any]]]:
-    """What to change, the mildest first: recompute, smaller microbatches, hosted state, sharded instead of copied."""
-    remat, batch = config.memory.remat, config.data.global_batch_size
-    milder = [("memory.remat", name) for name in ("dots", "full") if remat in ("none", "dots") and name != remat]
-    micro = [("learner.accumulate", config.learner.accumulate * 2**i) for i in range(1, 7)]
-    micro = [one for one in micro if one[1] <= batch]
-    hosted = [("memory.optimizer_state", "pinned_host")] if config.memory.optimizer_state == "device" else []
-    sharded = [("mesh.data", 1), ("mesh.fsdp", -1)] if config.mesh.data != 1 else []
-    long = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
-    most = [*milder[-1:], *hosted]
-    yield from ([one] for one in [*milder, *micro[:3]])
-    yield from filter(None, [hosted, sharded, most])
-    yield from ([*most, one] for one in micro)
-    if sharded:
-        yield from ([*most, *sharded, *rest] for rest in [[], *([one] for one in micro)])
-    yield from ([*most, *long, one] for one in micro[:2])  # a sequence is split when there is but one for each device
-
-
-def _peak(config: Config, target: Target, limit: int) -> int:
-    program = Program(config.instantiate(), target.devices())
-    hosted = program.layout.bytes_per_device(memory_kind="pinned_host")
-    return compile_for(program.traced_step.lower(), target.platform, hosted, _limit_mib(target, limit)).allocated
-
-
-def _limit_mib(target: Target, limit: int | None) -> int | None:
-    """The limit as the compiler is told of it, when it is less than what the target has."""
-    return None if limit is None or limit >= (target.limit_bytes or 0) else limit >> 20
-
-
-def _state(need: Estimate) -> int:
-    return sum(size for key, size in need.breakdown.items() if key in OF_LAYOUT.values())
 
 
 # --- the parts of a report -------------------------------------------------------------------------------------------
@@ -224,17 +153,6 @@ def _version(package: str) -> str:
         return ""
 
 
-def check(experiment: Experiment, target: Target) -> dict[str, int]:
-    """The sizes of the mesh's axes. Raises ValueError when experiment and target do not fit each other."""
-    sizes = experiment.mesh.resolve(target.num_devices)
-    experiment.check(AbstractMesh(tuple(sizes.values()), tuple(sizes)), reach=False)
-    return sizes
-
-
-def _estimate(experiment: Experiment, target: Target) -> Estimate:
-    return estimate(experiment, check(experiment, target), target.spec)
-
-
 def _traced(program: Program) -> Report:
     """FLOPs, and parameters that the loss does not reach."""
     count = jaxprs.flops(program.traced_step.jaxpr)
@@ -275,8 +193,8 @@ def _step(program: Program, step: Compiled, hosted: int, target: Target) -> Repo
         "device_alias_bytes": step.alias,
         "device_temp_bytes": step.temp,
         "host_argument_bytes": hosted,
-        "host_peak_bytes": hosted,
-        "host_process_bytes": hosted * target.num_devices // target.num_processes,
+        "host_peak_bytes": hosted + step.host_temp,
+        "host_process_bytes": (hosted + step.host_temp) * target.num_devices // target.num_processes,
         "host_breakdown": {key: host.get(key, 0) for key in KEYS},
         "compile_seconds": round(step.seconds, 1),
         "message": step.message,

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from launch import plan, train
@@ -18,7 +17,6 @@ TINY = f"--config={CONFIG}:tiny"
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    assert len(jax.devices()) == 8  # started: a target of fewer CPU devices cannot change that for other tests
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_text(tmp_path / "text")
     return tmp_path / "cache" / "plimsoll" / "plans"

@@ -8,7 +8,8 @@ import pytest
 from framework.config import Config, config_for
 from framework.layers.mlp import MLP
 from framework.plan.naming import place
-from framework.plan.plan import plan, quick, suggestions
+from framework.plan.plan import plan, quick
+from framework.plan.suggest import suggestions
 from framework.plan.targets import resolve
 from framework.program import Program
 from tests.support import small
