@@ -96,16 +96,18 @@ def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any
 
     args = command.args
     config, lines = command.resolve(target.name)
-    settings = [f"{path}={text}" for path, text in command.overrides] + lines
+    about: dict[str, Any] = {"settings": [f"{path}={text}" for path, text in command.overrides] + lines}
+    if args.target != "local":
+        about["target"] = args.target
     if args.estimate:
-        return plan.quick(command.spec, config, target, limit) | {"settings": settings}
+        return plan.quick(command.spec, config, target, limit) | about
     key = cache.key(config, name=command.spec, target=args.target, limit=limit, phases=not args.step_only)
     found = None if args.fresh or args.target == "local" else cache.load(key)
     if found is None:
         found = plan.plan(command.spec, config, target, limit, phases=not args.step_only, tell=_tell)
         _tell("")
         cache.store(key, found)
-    return found | {"settings": settings}
+    return found | about
 
 
 def _tell(text: str) -> None:

@@ -16,10 +16,11 @@ from framework.accelerators import AcceleratorSpec
 from framework.config import Config
 from framework.experiment import Experiment
 from framework.layout import Group, Leaf, StateLayout, TensorSpec, flatten
+from framework.metrics.tables import human_bytes
 from framework.plan import jaxprs
 from framework.plan.compiled import Compiled, compile_for
 from framework.plan.naming import GROUPS, OF_LAYOUT, Named, name_buffers
-from framework.plan.suggest import closed_form, limit_mib, suggestions
+from framework.plan.suggest import closed_form, limit_mib, state_bytes, suggestions
 from framework.plan.targets import Target
 from framework.program import Program
 from framework.schedules.after_backward import accumulated_gradients, training_context
@@ -41,10 +42,15 @@ def quick(name: str, config: Config, target: Target, limit: int | None) -> Repor
     """
     experiment: Experiment = config.instantiate()
     found = closed_form(experiment, target)
-    report = _head(name, experiment, target, limit) | {
+    state = state_bytes(found)
+    report: Report = _head(name, experiment, target, limit) | {
         "estimated": True,
         "device_peak_bytes": found.peak_bytes,
         "device_allocated_bytes": found.peak_bytes,
+        "device_argument_bytes": state + found.breakdown["batch"],
+        "device_output_bytes": state,
+        "device_alias_bytes": state,
+        "device_temp_bytes": found.peak_bytes - state - found.breakdown["batch"],
         "host_argument_bytes": found.host_bytes,
         "host_peak_bytes": found.host_bytes,
         "breakdown": found.breakdown,
@@ -53,6 +59,7 @@ def quick(name: str, config: Config, target: Target, limit: int | None) -> Repor
     }
     report["host_process_bytes"] = found.host_bytes * target.num_devices // target.num_processes
     report["fits"] = limit is None or found.peak_bytes <= limit
+    report["notes"] += _host_note(report)
     if not report["fits"]:
         report["suggestions"] = suggestions(config, target, limit or 0, found.peak_bytes, seconds=0.0)
     return report
@@ -74,7 +81,7 @@ def plan(
     program = Program(config.instantiate(), target.devices())
     layout = program.layout
     hosted = layout.bytes_per_device(memory_kind="pinned_host")
-    report = _head(name, program.experiment, target, limit) | {"estimated": False}
+    report: Report = _head(name, program.experiment, target, limit) | {"estimated": False}
 
     tell("tracing the training step")
     report |= _traced(program)
@@ -101,6 +108,7 @@ def plan(
         report["message"] = step.message or init.message or evaluation.message
     report["phases"] = {name: report["phases"][name] for name in PHASES if name in report["phases"]}
     refused = step.needed is not None
+    report["notes"] += _host_note(report)
     most = max(phase["device_peak_bytes"] for phase in report["phases"].values())
     report["fits"] = not refused and (limit is None or most <= limit)
     if not report["fits"]:
@@ -139,6 +147,14 @@ def _head(name: str, experiment: Experiment, target: Target, limit: int | None) 
         "compile_seconds": 0.0,
         "versions": {package: _version(package) for package in _packages(target.spec)},
     }
+
+
+def _host_note(report: Report) -> list[str]:
+    """The verdict is about devices: which machine they are attached to is for people to choose."""
+    need, limit = report["host_process_bytes"], report["host_limit_bytes"]
+    if limit is None or need <= limit:
+        return []
+    return [f"a host of this kind has {human_bytes(limit)}, less than the {human_bytes(need)} that live there"]
 
 
 def _packages(spec: AcceleratorSpec) -> list[str]:

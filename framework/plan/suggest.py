@@ -45,7 +45,7 @@ def suggestions(
         seconds: for compiling.
     """
     whole = closed_form(config.instantiate(), target)
-    scale = max(peak - _state(whole), 0) / max(whole.peak_bytes - _state(whole), 1)
+    scale = max(peak - state_bytes(whole), 0) / max(whole.peak_bytes - state_bytes(whole), 1)
     start = time.monotonic()
     found: list[dict[str, Any]] = []
     for choice in _choices(config):
@@ -56,7 +56,7 @@ def suggestions(
             need = closed_form(trial.instantiate(), target)
         except ValueError:
             continue  # the microbatches do not divide, say
-        about = int(_state(need) + scale * (need.peak_bytes - _state(need)))
+        about = int(state_bytes(need) + scale * (need.peak_bytes - state_bytes(need)))
         compiled = about <= limit and time.monotonic() - start < seconds
         if compiled:
             about = _peak(trial, target, limit)
@@ -97,5 +97,6 @@ def limit_mib(target: Target, limit: int | None) -> int | None:
     return None if limit is None or limit >= (target.limit_bytes or 0) else limit >> 20
 
 
-def _state(need: Estimate) -> int:
+def state_bytes(need: Estimate) -> int:
+    """Of the estimate, what lives on the device between steps."""
     return sum(size for key, size in need.breakdown.items() if key in OF_LAYOUT.values())
