@@ -237,11 +237,11 @@ class StateLayout:
         The move must be explicit, as arithmetic on a host array does not compile (mixed memory spaces), and must be
         decided here: a tracer does not know its sharding, so a move decided from the array silently does nothing.
         """
-        return jax.tree.map(_to_device, self.specs[group], tree)
+        return jax.tree.map(fetch_leaf, self.specs[group], tree)
 
     def store(self, group: Group, tree: Any) -> Any:
         """Inside jit: the inverse of `fetch`, for results on their way out."""
-        return jax.tree.map(_to_home, self.specs[group], tree)
+        return jax.tree.map(store_leaf, self.specs[group], tree)
 
     def check(self, state: Any) -> None:
         """Asserts that a state is where the layout says: structure, shapes, dtypes, shardings and memory kinds.
@@ -279,11 +279,13 @@ def _group(path: str) -> Any:
     return path.split("/", 1)[0]
 
 
-def _to_device(spec: TensorSpec, x: jax.Array) -> jax.Array:
+def fetch_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
+    """Inside jit: an array, or a part of it, of a leaf, on the device. See `StateLayout.fetch`."""
     return x if spec.memory_kind == "device" else jax.device_put(x, jax.memory.Space.Device)
 
 
-def _to_home(spec: TensorSpec, x: jax.Array) -> jax.Array:
+def store_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
+    """Inside jit: the inverse of `fetch_leaf`."""
     return x if spec.memory_kind == "device" else jax.device_put(x, jax.memory.Space.Host)
 
 

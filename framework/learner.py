@@ -80,6 +80,11 @@ class Group:
     length: int | None
 
 
+# (weights, gradients, entry of the optimizer state, averages) of one unit, or of all units of a group, stacked.
+Bundle = tuple[Nested, Nested, Nested, Nested]
+UnitUpdate = Callable[..., tuple[Nested, Nested, Nested]]
+
+
 class Learner:
     """Turns gradients into new parameters.
 
@@ -248,9 +253,22 @@ class Learner:
         return Decision(norm, factor, jnp.isfinite(norm) & jnp.isfinite(loss))
 
     def update(
-        self, params: Nested, grads: Nested, optimizer: Nested, ema: Nested, decision: Decision
+        self,
+        params: Nested,
+        grads: Nested,
+        optimizer: Nested,
+        ema: Nested,
+        decision: Decision,
+        run: Callable[[Group, UnitUpdate, Bundle, Decision], tuple[Nested, Nested, Nested]] | None = None,
     ) -> tuple[Nested, Nested, Nested]:
-        """All units at once: (parameters, optimizer state, averages), unchanged where the decision says not ok."""
+        """(parameters, optimizer state, averages), unchanged where the decision says not ok.
+
+        Args:
+            params, grads, optimizer, ema: of all trainable parameters.
+            decision: see `decide`.
+            run: applies a unit's update to a group's bundle, one layer or stacked ones; all at once by default.
+        """
+        run = run or all_units
         new_params: dict[str, Any] = {}
         new_ema: dict[str, Any] = {}
         new_optimizer: Nested = {}
@@ -261,17 +279,13 @@ class Learner:
                 optimizer[group.stage][group.label],
                 self._select(ema, group) if self.ema is not None else {},
             )
-            update: Callable[..., Any] = self.unit_update(group)
-            if group.length is not None:
-                bundle, axes = _share_counters(bundle)
-                update = jax.vmap(update, in_axes=(*axes, None))
-            weights, state, average = update(*bundle, decision)
+            weights, state, average = run(group, self.unit_update(group), bundle, decision)
             new_params |= {f"{group.stage}/{path}": leaf for path, leaf in flatten(weights).items()}
             new_ema |= {f"{group.stage}/{path}": leaf for path, leaf in flatten(average).items()}
             new_optimizer.setdefault(group.stage, {})[group.label] = state
         return _in_structure(params, new_params), new_optimizer, _in_structure(ema, new_ema)
 
-    def unit_update(self, group: Group) -> Callable[..., tuple[Nested, Nested, Nested]]:
+    def unit_update(self, group: Group) -> UnitUpdate:
         """The update of one unit: (weights, grads, optimizer entry, average, decision) -> new ones but the grads."""
         optimizer = self.optimizers[group.label]
 
@@ -304,7 +318,15 @@ class Learner:
         return jax.tree.map(lambda s: s.astype(wide) if s.dtype == self.moment_dtype else s, state)
 
 
-def _share_counters(bundle: tuple[Nested, Nested, Nested, Nested]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def all_units(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> tuple[Nested, Nested, Nested]:
+    """A group's update in one piece: the unit's, mapped over the layers where there are several."""
+    if group.length is None:
+        return update(*bundle, decision)
+    bundle, axes = _share_counters(bundle)
+    return jax.vmap(update, in_axes=(*axes, None))(*bundle, decision)
+
+
+def _share_counters(bundle: Bundle) -> tuple[Bundle, tuple[Any, ...]]:
     """The layers' equal numbers of updates as one number; (bundle, the axes that vmap maps over).
 
     Mapped, they would turn the learning rate and Adam's corrections into vectors over the layers, and XLA for TPU then

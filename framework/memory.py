@@ -15,7 +15,8 @@ class Memory:
     """The levers that trade time for memory; none of them changes the result.
 
     Args:
-        update: "after_backward" is the plain schedule: the whole backward pass, then the whole update.
+        update: when and in what pieces: "after_backward" is the plain schedule, the whole backward pass, then the whole
+            update; "streamed" updates a unit of the stack at a time, with its optimizer state alone on the device.
         optimizer_state: "pinned_host" keeps optimizer state (master weights and moments) in host memory between steps;
             vectors, scalars and leaves under 1 MiB stay on the device.
         remat: what the backward pass recomputes: none, full, dots, dots_no_batch, or save:NAME,NAME.
@@ -24,7 +25,7 @@ class Memory:
     def __init__(
         self,
         *,
-        update: Literal["after_backward"] = "after_backward",
+        update: Literal["after_backward", "streamed"] = "after_backward",
         optimizer_state: MemoryKind = "device",
         remat: str = "none",
     ):

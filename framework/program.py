@@ -19,12 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from framework.experiment import Experiment
 from framework.layers.base import BATCH_AXES, Context
 from framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, unflatten
-from framework.schedules import after_backward
+from framework.schedules import after_backward, streamed
 from framework.schedules.after_backward import microbatches
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
-SCHEDULES = {"after_backward": after_backward.build_step}
+SCHEDULES = {"after_backward": after_backward.build_step, "streamed": streamed.build_step}
 
 
 class Program:

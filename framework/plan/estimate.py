@@ -84,7 +84,8 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     backward = Counter(_backward(experiment, sizes, spec.platform).groups)
     backward["gradients"] += _accumulated(experiment, layout)
     backward["activations"] += _copies(layout, spec.platform)
-    update = _update(layout, spec, sum(breakdown.values()))
+    units = experiment.model.stack.num_units if experiment.memory.update == "streamed" else 1
+    update = _update(layout, spec, sum(breakdown.values()), units)
     largest = max((backward, update), key=lambda groups: sum(groups.values()))
     for group, size in largest.items():
         breakdown[group] += size
@@ -121,14 +122,17 @@ def _backward(experiment: Experiment, sizes: dict[str, int], platform: str) -> I
     return most_held(jaxpr, rules, ["gradients"] * len(jaxpr.outvars))
 
 
-def _update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> Counter[str]:
+def _update(layout: StateLayout, spec: AcceleratorSpec, resident: int, units: int) -> Counter[str]:
     """What the update holds besides the `resident` state: gradients, and what it moves to the device from the host.
 
-    All of the host's state comes at once. Selecting between old and new values (a step that is not finite changes
+    All of the host's state comes at once; streamed, that of two of the stack's `units` (the one being updated, and the
+    next), and of what is in no stack. Selecting between old and new values (a step that is not finite changes
     nothing) happens after both exist for the largest arrays, unless the device would be too small: then one at a time.
     GPUs read and write host memory where it is.
     """
-    hosted = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
+    away = [leaf for leaf in layout if leaf.spec.memory_kind != "device"]
+    parts = {leaf.path: units if leaf.path.startswith("optimizer/stack/") else 1 for leaf in away}
+    hosted = [leaf.bytes_per_device // parts[leaf.path] * min(2, parts[leaf.path]) for leaf in away]
     if spec.platform == "gpu" or not hosted:
         return Counter()
     found = Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(hosted))

@@ -54,12 +54,12 @@ def suggestions(
             trial.set_path(path, value)
         try:
             need = closed_form(trial.instantiate(), target)
+            about = int(state_bytes(need) + scale * (need.peak_bytes - state_bytes(need)))
+            compiled = about <= limit and time.monotonic() - start < seconds
+            if compiled:
+                about = _peak(trial, target, limit)
         except ValueError:
-            continue  # the microbatches do not divide, say
-        about = int(state_bytes(need) + scale * (need.peak_bytes - state_bytes(need)))
-        compiled = about <= limit and time.monotonic() - start < seconds
-        if compiled:
-            about = _peak(trial, target, limit)
+            continue  # the microbatches do not divide, or the schedule is not for this target
         if about <= limit:
             setting = " ".join(f"--config.{path}={value}" for path, value in choice)
             found.append({"setting": setting, "device_peak_bytes": about, "compiled": compiled})
@@ -75,11 +75,12 @@ def _choices(config: Config) -> Iterator[list[tuple[str, Any]]]:
     micro = [("learner.accumulate", config.learner.accumulate * 2**i) for i in range(1, 7)]
     micro = [one for one in micro if one[1] <= batch]
     hosted = [("memory.optimizer_state", "pinned_host")] if config.memory.optimizer_state == "device" else []
+    streamed = [*hosted, ("memory.update", "streamed")] if config.memory.update == "after_backward" else []
     sharded = [("mesh.data", 1), ("mesh.fsdp", -1)] if config.mesh.data != 1 else []
     long = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
-    most = [*milder[-1:], *hosted]
+    most = [*milder[-1:], *(streamed or hosted)]
     yield from ([one] for one in [*milder, *micro[:3]])
-    yield from filter(None, [hosted, sharded, most])
+    yield from filter(None, [hosted, streamed, sharded, [*milder[-1:], *hosted], most])
     yield from ([*most, one] for one in micro)
     if sharded:
         yield from ([*most, *sharded, *rest] for rest in [[], *([one] for one in micro)])

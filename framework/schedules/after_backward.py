@@ -15,17 +15,37 @@ import jax.numpy as jnp
 
 from framework.layers.base import BATCH_AXES, Context, Out
 from framework.layout import Nested, StateLayout, merge
-from framework.learner import Learner
+from framework.learner import Decision, Learner
 from framework.models.causal_lm import CausalLM
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
+Update = tuple[Nested, Nested, Nested]  # parameters, optimizer state, averages
+Step = Callable[[State, Nested], tuple[State, Metrics]]
+
+
+def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> Update:
+    """All units at once, and all of the state on the device for it."""
+    optimizer = layout.fetch("optimizer", state["optimizer"])
+    params, optimizer, ema = learner.update(state["parameter"], grads, optimizer, state["ema"], decision)
+    return params, layout.store("optimizer", optimizer), ema
 
 
 def build_step(
-    model: CausalLM, learner: Learner, layout: StateLayout, *, remat: str
-) -> Callable[[State, Nested], tuple[State, Metrics]]:
+    model: CausalLM,
+    learner: Learner,
+    layout: StateLayout,
+    *,
+    remat: str,
+    update: Callable[[Learner, StateLayout, State, Nested, Decision], Update] = update_whole,
+) -> Step:
     """The training step, to be jitted with the layout's shardings and a donated state.
+
+    Args:
+        model, learner, layout: whose step.
+        remat: what the backward pass recomputes.
+        update: (learner, layout, state, gradients, decision) -> new parameters, optimizer state (where the layout has
+            it) and averages.
 
     Returns:
         step(state, batch) -> (state, metrics): metrics are f32 scalars; "loss" is the mean over counted targets.
@@ -37,13 +57,12 @@ def build_step(
         (loss, out), grads = accumulated_gradients(model, learner, state, ctx)
         with jax.named_scope("update"):
             decision = learner.decide(loss, grads)
-            optimizer = layout.fetch("optimizer", state["optimizer"])
-            params, optimizer, ema = learner.update(state["parameter"], grads, optimizer, state["ema"], decision)
+            params, optimizer, ema = update(learner, layout, state, grads, decision)
         new_state = {
             "parameter": params,
             "frozen": state["frozen"],
             "buffer": jax.tree.map(lambda new, old: jnp.where(decision.ok, new, old), out.layer_state, state["buffer"]),
-            "optimizer": layout.store("optimizer", optimizer),
+            "optimizer": optimizer,
             "ema": ema,
             "counter": {
                 **counter,
