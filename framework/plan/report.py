@@ -113,13 +113,14 @@ def _useful(report: Report) -> str:
 
 
 def comparison(reports: Sequence[Report]) -> Section:
-    """One row per plan; the parts are those at each one's peak."""
+    """One row per plan, with the settings that it does not share with all; the parts are those at its own peak."""
+    common = [one for one in reports[0]["settings"] if all(one in report["settings"] for report in reports)]
     keys = [key for key in reports[0]["breakdown"] if any(report["breakdown"][key] for report in reports)]
     hosted = any(report["host_peak_bytes"] for report in reports)
     header = ["setting", "needs", "", *(key.replace("_", " ") for key in keys), *(["host"] if hosted else []), "FLOPs"]
     rows = [
         [
-            " ".join(report["settings"]) or report["config"],
+            " ".join(setting for setting in report["settings"] if setting not in common) or report["config"],
             human_bytes(report["device_allocated_bytes"]),
             "fits" if report["fits"] else "TOO BIG",
             *(human_bytes(report["breakdown"][key]) for key in keys),
@@ -129,4 +130,5 @@ def comparison(reports: Sequence[Report]) -> Section:
         for report in reports
     ]
     limit = human_bytes(reports[0]["device_limit_bytes"])
-    return Section(f"{reports[0]['config']} on {reports[0]['target']}, {limit} per device", [header, *rows], True)
+    name = " ".join([reports[0]["config"], *common])
+    return Section(f"{name} on {reports[0]['target']}, {limit} per device", [header, *rows], True)
