@@ -1,0 +1,85 @@
+"""What a schedule costs in time: steps of the same model under each, side by side in one process.
+
+    python -m tools.bench.schedules --config=nanogpt-cpu --config.model.stack.unroll=1 --rounds 12
+
+Rounds alternate between the schedules, each takes `--steps` steps in a round, and ratios are of medians of pairs: other
+work on the machine falls on all of them alike. Prints a markdown table; the first schedule is the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+import configs
+from framework.metrics.tables import human_bytes
+from framework.plan.compiled import peak_bytes
+from framework.program import Program
+from launch import cli
+from tools.bench.ratios import ratio
+
+SETTINGS = [(update, kind) for update in ("after_backward", "streamed") for kind in ("device", "pinned_host")]
+
+
+class Contestant:
+    """A program with its state, and the time that its steps took, by round."""
+
+    def __init__(self, spec: str, overrides: cli.Overrides, update: str, kind: str):
+        config = configs.load(spec)
+        cli.apply_overrides(config, [*overrides, ("memory.update", update), ("memory.optimizer_state", kind)])
+        self.name = f"`{update}`, state on the {'device' if kind == 'device' else 'host'}"
+        self.program = Program(config.instantiate(), jax.devices()[:1])
+        self.hosted = self.program.layout.bytes_per_device(memory_kind="pinned_host")
+        self.state: Any = self.program.init()
+        shape = self.program.batch_specs["tokens"].shape
+        tokens = np.random.default_rng(0).integers(0, self.program.experiment.model.vocab_size, shape, np.int32)
+        self.batch = self.program.put({"tokens": tokens, "targets": tokens, "weights": np.ones(shape, np.float32)})
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+
+    def run(self, steps: int) -> None:
+        """Takes steps and notes their seconds."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            self.state, metrics = self.program.step(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
+        self.wall.append(time.perf_counter() - wall)
+        self.cpu.append(time.process_time() - cpu)
+
+    @property
+    def peak(self) -> int:
+        """Compiled bytes of the step."""
+        stats = self.program.compiled_step.memory_analysis()
+        return peak_bytes(stats, self.program.mesh.devices.flat[0].platform, self.hosted)
+
+
+def main() -> None:
+    """Runs the rounds and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=4)
+    spec, overrides, rest = cli.split(sys.argv[1:])
+    args = parser.parse_args(rest)
+    contestants = [Contestant(spec or "nanogpt-cpu", overrides, *setting) for setting in SETTINGS]
+    for contestant in contestants:
+        contestant.run(1)  # compiles
+        contestant.wall.clear()
+        contestant.cpu.clear()
+    for index in range(args.rounds):
+        for contestant in contestants[index % len(contestants) :] + contestants[: index % len(contestants)]:
+            contestant.run(args.steps)
+    print("| schedule | peak | on the host | step time (wall) | step time (processor) |\n|---|---|---|---|---|")
+    first = contestants[0]
+    for one in contestants:
+        wall, cpu = ratio(one.wall, first.wall), ratio(one.cpu, first.cpu)
+        cells = [one.name, human_bytes(one.peak), human_bytes(one.hosted), f"{wall}", f"{cpu}"]
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
