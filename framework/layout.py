@@ -311,11 +311,6 @@ def move_to_host(specs: Any, memory_kind: MemoryKind, *, min_bytes: int = 1 << 2
     )
 
 
-def unstacked_size(spec: ParameterSpec) -> int:
-    """Elements of one layer of a (possibly stacked) parameter."""
-    return spec.size // (spec.shape[0] if spec.roles[:1] == ("layer",) else 1)
-
-
 def initialize(specs: Nested, key: jax.Array) -> Nested:
     """Parameters from their specs; each key is folded in by the parameter's path, so a new sibling changes no other.
 

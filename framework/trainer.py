@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 
 from framework import distributed
-from framework.accelerators import accelerator_name, spec_for
+from framework.accelerators import spec_for
 from framework.checkpoint import Checkpointer, CheckpointError, CheckpointSaveError, CheckpointSpaceError
 from framework.config import Config
 from framework.data.pipeline import DataPipeline
@@ -269,8 +269,3 @@ def use_compilation_cache(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def accelerator_of(program: Program) -> str:
-    """The name of the devices that a program runs on, "cpu-8" say."""
-    return accelerator_name(list(program.mesh.devices.flat))
