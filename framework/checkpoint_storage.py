@@ -125,12 +125,18 @@ def _load(path: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
     if not wanted:
         return {}
     context = _context()
-    # What is read passes through host memory. Without a limit all of it does at once: twice the state on a CPU, or of
-    # the leaves in pinned_host. The largest leaf must pass, whole in the worst case.
-    largest = max(x.size * x.dtype.itemsize for x in wanted.values())
-    context.memory.read_concurrent_bytes = max(_READ_BYTES, 2 * largest)
+    context.memory.read_concurrent_bytes = read_bytes(max(x.size * x.dtype.itemsize for x in wanted.values()))
     with context:
         return ocp.load_checkpointables(str(path), {STATE: wanted})[STATE]
+
+
+def read_bytes(largest: int) -> int:
+    """Bytes that pass through host memory at a time while arrays are read, the largest of which has `largest` bytes.
+
+    Without a limit all of them do at once: twice the state on a CPU, or of the leaves in pinned_host. The largest leaf
+    must pass, whole in the worst case.
+    """
+    return max(_READ_BYTES, 2 * largest)
 
 
 def _zeros(x: Any) -> jax.Array:

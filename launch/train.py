@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     from framework.workdir import Workdir, safe_child
 
     args = command.args
-    cli.gib("device_memory_gib", args.device_memory_gib)
+    limit = cli.gib("device_memory_gib", args.device_memory_gib)
     # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of it.
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; jaxlib refuses both
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
@@ -51,17 +51,17 @@ def main(argv: list[str]) -> int:
     distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     use_compilation_cache(command.config.trainer.compilation_cache)
     if not distributed.is_primary():
-        return _train(command, workdir)
+        return _train(command, workdir, limit)
     message = workdir.claim()
     if message:
         print(message, file=sys.stderr)
     try:
-        return _train(command, workdir)
+        return _train(command, workdir, limit)
     finally:
         workdir.release()
 
 
-def _train(command: cli.Command, workdir: Any) -> int:
+def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
     import jax
 
     from framework import distributed
@@ -97,7 +97,7 @@ def _train(command: cli.Command, workdir: Any) -> int:
         progress.status("compiling")
         need = guard.need(program)
         progress.status("")
-        refusal = guard.refusal(config, program, need, cli.gib("device_memory_gib", args.device_memory_gib))
+        refusal = guard.refusal(config, program, need, limit)
         distributed.barrier("planned")  # one may have compiled what another found in its cache
         if not distributed.everywhere(refusal is None):
             progress.print(refusal or "another process of this run has less memory than the training step needs")

@@ -9,7 +9,7 @@ May import: framework.layout, JAX.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,6 +109,12 @@ class Layer:
     def children(self) -> dict[str, Layer]:
         """Sub-layers by name; a parameter's path is made of these names."""
         return {}
+
+    def walk(self) -> Iterator[Layer]:
+        """This layer and all below it."""
+        yield self
+        for child in self.children().values():
+            yield from child.walk()
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """The parameters that this layer itself uses."""

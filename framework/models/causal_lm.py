@@ -70,7 +70,7 @@ class CausalLM:
     def check(self, mesh: Mesh | AbstractMesh, seq_len: int) -> None:
         """Raises ValueError when the mesh cuts through a head, axes are unused, or sequences are too long."""
         self.embed.check_length(seq_len)
-        for layer in _walk(self.stack.unit):
+        for layer in self.stack.unit.walk():
             if isinstance(layer, Attention):
                 layer.check_mesh(mesh)
         if mesh.shape["expert"] > 1 and not _uses_axis(self.parameter_specs(), "expert"):
@@ -140,10 +140,6 @@ class CausalLM:
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward: three times the forward pass's matrix products. Recomputation is not counted."""
         return 3.0 * sum(stage.flops_per_token(seq_len) for stage in self.stages.values())
-
-
-def _walk(layer: Layer) -> list[Layer]:
-    return [layer, *(inner for child in layer.children().values() for inner in _walk(child))]
 
 
 def _uses_axis(specs: Nested, axis: str) -> bool:

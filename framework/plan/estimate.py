@@ -21,26 +21,9 @@ from framework.experiment import Experiment
 from framework.layout import StateLayout
 from framework.plan.liveness import Instant, Rules, most_held
 from framework.plan.local_step import trace
+from framework.plan.naming import OF_LAYOUT
+from framework.plan.report import KEYS
 
-KEYS: tuple[str, ...] = (
-    "parameters",
-    "frozen",
-    "buffers",
-    "gradients",
-    "optimizer_state",
-    "ema",
-    "batch",
-    "activations",
-    "other",
-)
-_GROUPS = {
-    "parameter": "parameters",
-    "frozen": "frozen",
-    "buffer": "buffers",
-    "optimizer": "optimizer_state",
-    "ema": "ema",
-    "counter": "other",
-}
 # XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
 _COSTLY = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin", "cos", "div")
 
@@ -76,7 +59,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     layout = StateLayout(experiment.state_specs(), mesh)
     breakdown, host = dict.fromkeys(KEYS, 0), dict.fromkeys(KEYS, 0)
     for leaf in layout:
-        (breakdown if leaf.spec.memory_kind == "device" else host)[_GROUPS[leaf.group]] += leaf.bytes_per_device
+        (breakdown if leaf.spec.memory_kind == "device" else host)[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
     data = experiment.data
     arrays = 5 if data.document_mask else 3  # tokens, targets, weights, positions, segments: four bytes each
     shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]

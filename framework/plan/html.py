@@ -10,13 +10,12 @@ from html import escape
 from typing import NamedTuple
 
 from framework.metrics.tables import Section, human_bytes
-from framework.plan.report import Report, comparison, sections
+from framework.plan.report import KEYS, Report, comparison, sections
 
 # Okabe and Ito 2008 (jfly.uni-koeln.de/color), which people tell apart with any kind of colour vision, and two greys.
-_GROUPS = ["parameters", "frozen", "buffers", "gradients", "optimizer_state", "ema", "batch", "activations", "other"]
 _FILLS = ["#0072b2", "#4d4d4d", "#cc79a7", "#d55e00", "#009e73", "#e69f00", "#f0e442", "#56b4e9", "#b3b3b3"]
 _EMPTY = "left empty by packing"
-COLOURS = dict(zip(_GROUPS, _FILLS, strict=True)) | {_EMPTY: "transparent", "": "#7d8794"}
+COLOURS = dict(zip(KEYS, _FILLS, strict=True)) | {_EMPTY: "transparent", "": "#7d8794"}
 _HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title><link rel="icon" href="data:,">
 <meta name="viewport" content="width=device-width"><style>
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1b1f24; --soft: #5a6370; --line: #dde1e6;

@@ -57,7 +57,7 @@ def _flops_of(eqn: JaxprEqn) -> FlopCount:
     if name in _CUDNN:
         length = shapes[1][2 if params["layout"] else 1]  # of keys [B, T, K, H] or, layout 1, [B, K, T, H]
         return FlopCount(2 * _CUDNN[name] * math.prod(shapes[0]) * length)
-    inner = [flops(jaxpr) for jaxpr in _inner_jaxprs(eqn)]
+    inner = [flops(jaxpr) for jaxpr in inner_jaxprs(params)]
     if name == "cond":
         return max(inner, key=lambda branch: branch.flops)
     if name == "pallas_call" and params["cost_estimate"] is not None:
@@ -123,8 +123,8 @@ def _zeros_of(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
         return _loop(params["body_jaxpr"], inputs[params["cond_nconsts"] :], params["body_nconsts"], len(eqn.outvars))
     if name == "scan":
         return _loop(params["jaxpr"], inputs, params["num_consts"], params["num_carry"])
-    inner = _inner_jaxprs(eqn)
-    if len(inner) == 1 and len(_open(inner[0]).invars) == len(inputs):
+    inner = inner_jaxprs(params)
+    if len(inner) == 1 and len(inner[0].invars) == len(inputs):
         return _zeros(inner[0], inputs)  # jit, checkpoint, custom derivatives, shard_map
     return [False] * len(eqn.outvars)
 
@@ -140,9 +140,10 @@ def _loop(body: ClosedJaxpr, inputs: list[bool], num_consts: int, num_carry: int
         carry = kept
 
 
-def _inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr | Jaxpr]:
-    values = [value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values()]
-    return [item for items in values for item in items if hasattr(_open(item), "eqns")]
+def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
+    """The programs that an equation holds, by its params: the bodies of loops, branches, calls."""
+    values = [value if isinstance(value, (tuple, list)) else (value,) for value in params.values()]
+    return [_open(item) for items in values for item in items if hasattr(_open(item), "eqns")]
 
 
 def _open(jaxpr: Any) -> Any:

@@ -5,16 +5,18 @@ reductions are fused into what reads them, unless a product or loop reads the re
 result is smaller than what it is computed from. A fused value keeps what it is computed from alive instead. Loops hold
 the stacks that they read and write; what an iteration stores goes into the stack as soon as it is computed.
 
-May import: JAX. Knows nothing of models.
+May import: JAX, framework.plan.jaxprs. Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from framework.plan.jaxprs import inner_jaxprs
 
 _VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "copy", "sharding_constraint", "stop_gradient")
 _STORED = (
@@ -116,7 +118,7 @@ class _Program:
         env |= {var: self.value(var.aval, -1, held=False) for var in jaxpr.constvars}
         for eqn in jaxpr.eqns:
             operands, name = [get(atom) for atom in eqn.invars], eqn.primitive.name
-            bodies = list(_bodies(eqn.params))
+            bodies = inner_jaxprs(eqn.params)
             if bodies and name not in (*_STORED, *_LOOPS):
                 results = self.read(bodies[0], operands[len(operands) - len(bodies[0].invars) :])
             elif name in _VIEWS and operands[0] is not None:
@@ -260,7 +262,7 @@ class _Program:
 
     def _loop(self, equation: _Equation, live: set[_Value], now: int) -> Instant:
         instants = []
-        for body in _bodies(equation.params):
+        for body in inner_jaxprs(equation.params):
             inner = _Program(self.rules)
             if equation.name != "scan":
                 outputs = inner.read(body, [inner.value(v.aval, -1, held=False) for v in body.invars])
@@ -296,11 +298,3 @@ def _larger(best: Instant, live: set[_Value], inner: Instant | None = None) -> I
     arrays = [(v.nbytes, v.group, f"{v.aval.dtype.name}{list(v.aval.shape)}") for v in live]
     arrays += inner.arrays if inner else []
     return Instant(total, groups, sorted(arrays, reverse=True)[:100])
-
-
-def _bodies(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(item, "jaxpr", item)
-            if hasattr(inner, "eqns"):
-                yield inner

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from framework.experiment import Experiment
 from framework.layers import attention, kernels_xla
-from framework.layers.base import BATCH_AXES, Context, Layer
+from framework.layers.base import BATCH_AXES, Context
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
 from framework.layout import Nested, TensorSpec, merge
 
@@ -54,7 +54,7 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         platform: tpu, gpu or cpu: decides the attention kernel as `implementation="auto"` does.
     """
     model, learner, data = copy.deepcopy(experiment.model), experiment.learner, experiment.data
-    for layer in _walk(model.stack.unit):
+    for layer in model.stack.unit.walk():
         if isinstance(layer, attention.Attention):
             layer.num_heads //= sizes["model"]
             layer.num_kv_heads //= sizes["model"]
@@ -170,7 +170,3 @@ def _fused(parts: int) -> Callable[..., jax.Array]:
     attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
     attend.defvjp(forward, backward)
     return attend
-
-
-def _walk(layer: Layer) -> list[Layer]:
-    return [layer, *(inner for child in layer.children().values() for inner in _walk(child))]

@@ -17,14 +17,14 @@ from framework.layout import StateLayout
 from framework.plan.buffers import Block, Buffers, Value
 from framework.plan.hlo import Instruction, Module, arrays
 
-# The report's groups; what is left of the peak after them is "other".
-GROUPS = ("parameters", "frozen", "buffers", "gradients", "optimizer_state", "ema", "batch", "activations")
+# The layout's groups as the report (`report.KEYS`) calls them.
 OF_LAYOUT = {
     "parameter": "parameters",
     "frozen": "frozen",
     "buffer": "buffers",
     "optimizer": "optimizer_state",
     "ema": "ema",
+    "counter": "other",
 }
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "transpose", "reshape", "bitcast-convert", "convert", "slice"}
 _MOVES |= {"dynamic-slice", "all-gather", "all-gather-start", "all-gather-done", "slice-start", "slice-done"}

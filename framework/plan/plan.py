@@ -13,13 +13,15 @@ from typing import Any
 import jax
 
 from framework.accelerators import AcceleratorSpec
+from framework.checkpoint_storage import read_bytes
 from framework.config import Config
 from framework.experiment import Experiment
 from framework.layout import Group, Leaf, StateLayout, TensorSpec, flatten
 from framework.metrics.tables import human_bytes
 from framework.plan import jaxprs
 from framework.plan.compiled import Compiled, compile_for
-from framework.plan.naming import GROUPS, OF_LAYOUT, Named, name_buffers
+from framework.plan.naming import OF_LAYOUT, Named, name_buffers
+from framework.plan.report import KEYS
 from framework.plan.suggest import closed_form, limit_mib, state_bytes, suggestions
 from framework.plan.targets import Target
 from framework.program import Program
@@ -27,10 +29,8 @@ from framework.schedules.after_backward import accumulated_gradients, training_c
 
 Report = dict[str, Any]
 Tell = Callable[[str], None]
-KEYS: tuple[str, ...] = (*GROUPS, "other")
 PHASES = ("init", "restore", "train", "evaluation", "save")
 _LARGEST = 30
-_RESTORE_BYTES = 256 << 20  # what passes through host memory at a time, see framework.checkpoint_storage
 
 
 def quick(name: str, config: Config, target: Target, limit: int | None) -> Report:
@@ -197,10 +197,10 @@ def _traced(program: Program) -> Report:
 def _step(program: Program, step: Compiled, hosted: int, target: Target) -> Report:
     """What the training step's buffers say."""
     layout = program.layout
-    host = {OF_LAYOUT.get(leaf.group, "other"): 0 for leaf in layout}
+    host = dict.fromkeys(KEYS, 0)
     for leaf in layout:
         if leaf.spec.memory_kind != "device":
-            host[OF_LAYOUT.get(leaf.group, "other")] += leaf.bytes_per_device
+            host[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
     report: Report = {
         "device_peak_bytes": step.peak,
         "device_allocated_bytes": step.allocated,
@@ -211,12 +211,12 @@ def _step(program: Program, step: Compiled, hosted: int, target: Target) -> Repo
         "host_argument_bytes": hosted,
         "host_peak_bytes": hosted + step.host_temp,
         "host_process_bytes": (hosted + step.host_temp) * target.num_devices // target.num_processes,
-        "host_breakdown": {key: host.get(key, 0) for key in KEYS},
+        "host_breakdown": host,
         "compile_seconds": round(step.seconds, 1),
         "message": step.message,
     }
     if step.buffers is None:  # the compiler refused: the state is known, and what it adds up to
-        named = [_named(leaf) for leaf in layout if leaf.spec.memory_kind == "device" and leaf.group in OF_LAYOUT]
+        named = [_named(leaf) for leaf in layout if leaf.spec.memory_kind == "device"]
         report["device_argument_bytes"] = layout.bytes_per_device(memory_kind="device")
     else:
         named = name_buffers(step.buffers, layout)
@@ -255,7 +255,7 @@ def _save_and_restore(layout: StateLayout, target: Target) -> dict[str, dict[str
     device, host = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
     local = target.num_devices // target.num_processes
     copied = sum(min(leaf.spec.num_bytes, leaf.bytes_per_device * local) for leaf in layout)
-    passing = max(_RESTORE_BYTES, 2 * max((leaf.spec.num_bytes for leaf in layout), default=0))
+    passing = read_bytes(max(leaf.spec.num_bytes for leaf in layout))
     passing = min(passing, local * (device + host))  # a process reads the shards of its own devices
     return {"save": _phase(device, host + copied // local), "restore": _phase(device, host + passing // local)}
 

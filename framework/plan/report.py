@@ -8,6 +8,11 @@ from typing import Any
 from framework.metrics.tables import Section, human_bytes, human_count
 
 Report = dict[str, Any]
+# What the bytes at a peak are divided into, in this order everywhere.
+KEYS: tuple[str, ...] = (
+    *("parameters", "frozen", "buffers", "gradients", "optimizer_state"),
+    *("ema", "batch", "activations", "other"),
+)
 _LINES = 12
 
 

@@ -9,6 +9,7 @@ import pytest
 from framework.config import config_for
 from framework.layout import flatten
 from framework.learner import Learner, Rule
+from framework.plan.jaxprs import inner_jaxprs
 from tests.support import small, updates
 
 ADAMW = config_for(optax.adamw, learning_rate=0.02, weight_decay=0.1)
@@ -227,3 +228,20 @@ def test_frozen_stages_have_no_group():
     ours = learner(rules=[config_for(Rule, pattern="^stack/", freeze=True)])
     assert [group.stage for group in ours.groups] == ["embed", "head"]
     assert set(ours.optimizer_specs()) == {"embed", "head"}
+
+
+def test_layers_share_one_counter_while_they_are_updated_together():
+    """Mapped over the layers it makes vectors, to multiply by which XLA for TPU transposes whole stacks of weights."""
+    program = small.program(small.experiment(small.llama(stack__num_layers=4), optimizer=ADAMW))
+    powers = [
+        eqn.outvars[0].aval.shape for eqn in _equations(program.traced_step.jaxpr.jaxpr) if "pow" in str(eqn.primitive)
+    ]
+    assert () in powers  # Adam's bias corrections, 1 - b ** count
+    assert (4,) not in powers
+
+
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn.params):
+            yield from _equations(inner)

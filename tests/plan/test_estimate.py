@@ -9,9 +9,10 @@ from framework.accelerators import spec_for
 from framework.config import config_for
 from framework.layers import attention
 from framework.layers.linear import Linear
-from framework.plan.estimate import KEYS, estimate
+from framework.plan.estimate import estimate
 from framework.plan.liveness import Rules, most_held
 from framework.plan.local_step import trace
+from framework.plan.report import KEYS
 from framework.program import Program
 
 B, D, F, L = 64, 32, 128, 6
