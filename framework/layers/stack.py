@@ -130,15 +130,7 @@ class Stack(Layer):
             fetch: brings one unit's parameters to where they are computed with.
         """
 
-        def unit(carry: Any, params: Nested, state: Nested, ctx: Context) -> tuple[Any, Out]:
-            weights = self.unit.prepare(fetch(params), ctx)
-            if weights_are_made:
-                weights = remat.tag_weights(weights)
-            return self.unit.apply(weights, carry, ctx, state)
-
-        weights_are_made = _makes_weights(params, ctx)
-        if ctx.training and (ctx.remat != "none" or weights_are_made):
-            unit = remat.wrap(unit, ctx.remat, unrolled=isinstance(params, list))
+        unit = self.unit_function(params, ctx, fetch)
 
         def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
             index, unit_params, unit_state = xs
@@ -158,6 +150,28 @@ class Stack(Layer):
         loss = None if outs.loss is None else jnp.sum(outs.loss)
         metrics = {name: jnp.mean(values) for name, values in outs.metrics.items()}
         return carry, Out(loss=loss, metrics=metrics, layer_state=outs.layer_state)
+
+    def unit_function(
+        self, params: Nested | list[Nested], ctx: Context, fetch: Callable[[Nested], Nested] = lambda params: params
+    ) -> Callable[..., tuple[Any, Out]]:
+        """(carry, a unit's parameters, its buffers, its context) -> (carry, Out), under the remat policy in training.
+
+        Args:
+            params: all units' parameters, as `forward` takes them; their kind and dtypes decide.
+            ctx: the stack's context.
+            fetch: see `forward`.
+        """
+
+        def unit(carry: Any, params: Nested, state: Nested, ctx: Context) -> tuple[Any, Out]:
+            weights = self.unit.prepare(fetch(params), ctx)
+            if weights_are_made:
+                weights = remat.tag_weights(weights)
+            return self.unit.apply(weights, carry, ctx, state)
+
+        weights_are_made = _makes_weights(params, ctx)
+        if ctx.training and (ctx.remat != "none" or weights_are_made):
+            unit = remat.wrap(unit, ctx.remat, unrolled=isinstance(params, list))
+        return unit
 
     def flops_per_token(self, seq_len: int) -> float:
         """All units."""
