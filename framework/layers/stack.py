@@ -119,6 +119,7 @@ class Stack(Layer):
         ctx: Context,
         layer_state: Nested,
         fetch: Callable[[Nested], Nested] = lambda unit_params: unit_params,
+        shared: Nested | None = None,
     ) -> tuple[Any, Out]:
         """All units in turn.
 
@@ -127,14 +128,15 @@ class Stack(Layer):
             carry: what flows through, x_BSD.
             ctx: the context; the unit's index is folded into its random stream.
             layer_state: stacked buffers.
-            fetch: brings one unit's parameters to where they are computed with.
+            fetch: brings one unit's parameters, the shared ones among them, to where they are computed with.
+            shared: parameters that all units use, by layer.
         """
 
         unit = self.unit_function(params, ctx, fetch)
 
         def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
             index, unit_params, unit_state = xs
-            return unit(carry, unit_params, unit_state, ctx.fold_index(index))
+            return unit(carry, unit_params, shared or {}, unit_state, ctx.fold_index(index))
 
         if isinstance(params, list):
             results = []
@@ -154,7 +156,10 @@ class Stack(Layer):
     def unit_function(
         self, params: Nested | list[Nested], ctx: Context, fetch: Callable[[Nested], Nested] = lambda params: params
     ) -> Callable[..., tuple[Any, Out]]:
-        """(carry, a unit's parameters, its buffers, its context) -> (carry, Out), under the remat policy in training.
+        """The function of one unit, under the remat policy in training.
+
+        It maps (carry, the unit's own parameters, those that all units share ({} for none), its buffers, its context)
+        to (carry, Out).
 
         Args:
             params: all units' parameters, as `forward` takes them; their kind and dtypes decide.
@@ -162,8 +167,8 @@ class Stack(Layer):
             fetch: see `forward`.
         """
 
-        def unit(carry: Any, params: Nested, state: Nested, ctx: Context) -> tuple[Any, Out]:
-            weights = self.unit.prepare(fetch(params), ctx)
+        def unit(carry: Any, own: Nested, shared: Nested, state: Nested, ctx: Context) -> tuple[Any, Out]:
+            weights = self.unit.prepare(fetch({**own, **shared}), ctx)
             if weights_are_made:
                 weights = remat.tag_weights(weights)
             return self.unit.apply(weights, carry, ctx, state)
