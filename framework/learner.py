@@ -32,7 +32,7 @@ from framework.layout import (
     unflatten,
 )
 from framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
-from framework.optimizers.reach import mixes_parameters
+from framework.optimizers.reach import Reach, probe
 
 
 class Rule:
@@ -83,6 +83,8 @@ class Group:
 # (weights, gradients, entry of the optimizer state, averages) of one unit, or of all units of a group, stacked.
 Bundle = tuple[Nested, Nested, Nested, Nested]
 UnitUpdate = Callable[..., tuple[Nested, Nested, Nested]]
+# What was tried out in this process, by the optimizer's config and the unit's shapes.
+_reaches: dict[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], Reach] = {}
 
 
 class Learner:
@@ -122,6 +124,7 @@ class Learner:
         self.moment_dtype = None if moment_dtype is None else jnp.dtype(moment_dtype)
         self.master_dtype = None if master_dtype is None else jnp.dtype(master_dtype)
         self.optimizers: dict[str, PartitionedGradientTransformation] = {"default": _build(optimizer)}
+        self._configs = {"default": optimizer.to_json()}
         labels = self._label(flatten(specs), optimizer, [rule.instantiate() for rule in rules])
         flat = flatten(specs)
         self.specs = unflatten({path: flat[path] for path, label in labels.items() if label != "frozen"})
@@ -146,7 +149,7 @@ class Learner:
                 own = optimizer.copy() if rule.optimizer is None else rule.optimizer
                 for field, value in rule.set.items():
                     own.set_path(field, value)
-                self.optimizers[label] = _build(own)
+                self.optimizers[label], self._configs[label] = _build(own), own.to_json()
             labels |= {path: label for path in matched if path not in taken}
             taken.update(matched)
         return labels
@@ -233,15 +236,23 @@ class Learner:
         flat = flatten(tree[group.stage])
         return unflatten({path: flat[path] for path in group.paths})
 
+    def reach(self, group: Group) -> Reach:
+        """The smallest part of a unit of the group that can be updated without the rest; tried out on first use."""
+        unit = jax.tree.map(partial(_unstack, length=group.length), self._select(self.specs, group))
+        # The same experiment is built more than once in a process: to plan it, to run it.
+        key = self._configs[group.label], tuple((path, spec.shape) for path, spec in flatten(unit).items())
+        if key not in _reaches:
+            _reaches[key] = probe(self.optimizers[group.label], unit)
+        return _reaches[key]
+
     def check_reach(self) -> None:
         """Raises ValueError when an optimizer mixes parameters: per layer, it would be silently wrong."""
-        for label, group in {group.label: group for group in self.groups}.items():
-            unit = jax.tree.map(partial(_unstack, length=group.length), self._select(self.specs, group))
-            if mixes_parameters(self.optimizers[label], unit):
+        for group in self.groups:
+            if self.reach(group) == "global":
                 raise ValueError(
-                    f"learner.optimizer ({label}): the update of one parameter depends on the gradients of others (a "
-                    "global norm or finiteness test inside a chain, say). Each layer has an optimizer of its own, so "
-                    "this would not compute what it says. Use learner.clip and learner.nonfinite for that"
+                    f"learner.optimizer ({group.label}): the update of one parameter depends on the gradients of "
+                    "others (a global norm or finiteness test inside a chain, say). Each layer has an optimizer of its "
+                    "own, so this would not compute what it says. Use learner.clip and learner.nonfinite for that"
                 )
 
     # --- one step ----------------------------------------------------------------------------------------------------

@@ -1,16 +1,17 @@
 """PartitionedGradientTransformation: an optax transformation that also says how its state is laid out.
 
 The layout is derived, for any optax transformation and any of a user's own, without running it: the state's shapes come
-from `eval_shape(init)`; a state leaf belongs to the parameter whose path is the longest suffix of its own; the axes of
-leaves that are not shaped like their parameter (Adafactor's rows and columns) come from a second probe, in which every
-dimension has a size of its own. A leaf without an owner is a counter. (optax's tree_map_params fails on masked states.)
+from `eval_shape(init)`; a state leaf belongs to the parameter whose path ends its own, or comes last in it (SM3 keeps a
+list for each), the longest one; the axes of leaves that are not shaped like their parameter (Adafactor's rows and
+columns) come from a second probe, in which every dimension has a size of its own. A leaf without an owner is a counter.
+(optax's tree_map_params fails on masked states.)
 
 May import: framework.layout, JAX, optax.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +48,12 @@ def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> 
 
     def spec_of(keypath: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
         path = tuple(key_name(key) for key in keypath)
-        owner = _owner(path, owners)
+        owner = owner_of(path, owners)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"learner.optimizer: {'/'.join(path)} of its state is a PRNG key. Each layer has an optimizer of its "
+                "own, and all would draw the same noise from it; expected a transformation without randomness"
+            )
         if owner is None:
             return OptStateSpec(leaf.shape, leaf.dtype)
         axes = _axes(leaf.shape, probes.get(path, ()), owners[owner])
@@ -72,9 +78,10 @@ def _abstract(specs: Nested, *, unique: bool = False) -> Any:
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(shape(spec), spec.dtype), specs)
 
 
-def _owner(path: tuple[str, ...], owners: dict[tuple[str, ...], ParameterSpec]) -> tuple[str, ...] | None:
-    suffixes = (path[start:] for start in range(len(path)))  # the longest one first
-    return next((suffix for suffix in suffixes if suffix in owners), None)
+def owner_of(path: tuple[str, ...], owners: Container[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """The path of the parameter that a leaf of the state belongs to; None for a counter."""
+    runs = (path[start:end] for end in range(len(path), 0, -1) for start in range(end))  # suffixes, the longest first
+    return next((run for run in runs if run in owners), None)
 
 
 def _axes(shape: tuple[int, ...], probe: tuple[int, ...], owner: ParameterSpec) -> MeshAxes:

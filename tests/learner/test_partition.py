@@ -202,6 +202,18 @@ def test_other_optimizers_of_optax(name):
     assert whole >= len(PARAMETERS) or name == "sm3", "no moments found"
 
 
+def test_sm3s_lists_of_accumulators_belong_to_their_parameter():
+    leaves = derive(optax.sm3(0.1))
+    assert (leaves["0/mu/wide/weight/0"].owner, leaves["0/mu/wide/weight/1"].owner) == ("wide/weight", "wide/weight")
+    assert (leaves["0/mu/wide/weight/0"].mesh_axes, leaves["0/mu/wide/weight/1"].mesh_axes) == (("fsdp",), ("model",))
+    assert not counters(leaves)
+
+
+def test_noise_that_every_layer_would_draw_alike_is_refused():
+    with pytest.raises(ValueError, match=r"learner\.optimizer: 0/rng_key of its state is a PRNG key"):
+        derive(optax.noisy_sgd(0.1, key=3))
+
+
 def test_a_transformation_that_states_its_own_partition_is_left_alone():
     mine = PartitionedGradientTransformation(own().init, own().update, lambda specs: "as I say")
     assert mine.partition(SPECS) == "as I say"
