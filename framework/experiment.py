@@ -73,6 +73,11 @@ class Experiment:
             reach: also try whether an optimizer mixes parameters; that takes a second.
         """
         self.model.check(mesh, self.data.seq_len)
+        if self.learner.scope == "model" and self.memory.update != "after_backward":
+            raise ValueError(
+                f"learner.scope = model with memory.update = {self.memory.update}: one optimizer for all parameters "
+                "needs all gradients; expected memory.update = after_backward, or learner.scope = unit and learner.clip"
+            )
         if reach:
             self.learner.check_reach()
         if self.data.tokenizer.vocab_size > self.model.vocab_size:

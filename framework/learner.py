@@ -72,7 +72,10 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """The parameters of one stage that one optimizer updates: paths within the stage, and how many layers (or None)."""
+    """The parameters of one stage that one optimizer updates: paths within the stage, and how many layers (or None).
+
+    With learner.scope = model the stage is "model": paths within the model, of all stages.
+    """
 
     stage: str
     label: str
@@ -93,7 +96,9 @@ class Learner:
     Args:
         specs: the model's parameter specs, given by the experiment.
         optimizer: any function that returns an optax transformation, `optax.adamw` say. A norm over all parameters
-            inside it would see one layer at a time: use `clip`.
+            inside it would see one layer at a time: use `clip`, or `scope`.
+        scope: what has an instance of the optimizer. "model", for Prodigy say: all trainable parameters that it
+            updates, layers apart; only with memory.update = after_backward, which has them all at once.
         rules: exceptions by path; a pattern that matches nothing is an error.
         clip: the largest global norm of the gradients; None leaves them.
         accumulate: microbatches per step.
@@ -110,6 +115,7 @@ class Learner:
         *,
         specs: Nested,
         optimizer: Config,
+        scope: Literal["unit", "model"] = "unit",
         rules: list[Config] = [],  # noqa: B006
         clip: PositiveFloat | None = 1.0,
         accumulate: PositiveInt = 1,
@@ -119,7 +125,7 @@ class Learner:
         nonfinite: Literal["skip", "stop", "rollback"] = "skip",
         max_nonfinite: PositiveInt = 10,
     ):
-        self.clip, self.accumulate, self.ema = clip, accumulate, ema
+        self.scope, self.clip, self.accumulate, self.ema = scope, clip, accumulate, ema
         self.nonfinite, self.max_nonfinite = nonfinite, max_nonfinite
         self.moment_dtype = None if moment_dtype is None else jnp.dtype(moment_dtype)
         self.master_dtype = None if master_dtype is None else jnp.dtype(master_dtype)
@@ -155,6 +161,9 @@ class Learner:
         return labels
 
     def _group(self, labels: dict[str, str]) -> list[Group]:
+        if self.scope == "model":
+            trained = [label for label in dict.fromkeys(labels.values()) if label != "frozen"]
+            return [Group("model", one, tuple(p for p in labels if labels[p] == one), None) for one in trained]
         paths: dict[tuple[str, str], list[str]] = {}
         for path, label in labels.items():
             if label != "frozen":
@@ -163,7 +172,7 @@ class Learner:
         groups = []
         for (stage, label), rest in paths.items():
             specs: list[ParameterSpec] = [flatten(self.specs[stage])[path] for path in rest]
-            lengths = {spec.shape[0] if spec.roles[:1] == ("layer",) else None for spec in specs}
+            lengths = {_length(spec) for spec in specs}
             assert len(lengths) == 1, f"stage {stage} mixes stacked and single parameters"
             groups.append(Group(stage, label, tuple(rest), lengths.pop()))
         return groups
@@ -231,10 +240,19 @@ class Learner:
     def _to_reference(self, params: Nested) -> Nested:
         return jax.tree.map(lambda x, spec: x.astype(self._reference_dtype(spec)), params, self.specs)
 
-    @staticmethod
-    def _select(tree: Nested, group: Group) -> Nested:
+    def _select(self, tree: Nested, group: Group) -> Nested:
+        if group.stage == "model":
+            flat = flatten(tree)
+            return unflatten(_apart({path: flat[path] for path in group.paths}, flatten(self.specs)))
         flat = flatten(tree[group.stage])
         return unflatten({path: flat[path] for path in group.paths})
+
+    def _unselect(self, tree: Nested, group: Group) -> dict[str, Any]:
+        """{path in the model: leaf} of a tree that was selected."""
+        flat = flatten(tree)
+        if group.stage == "model":
+            return _together(flat, {path: flatten(self.specs)[path] for path in group.paths}) if flat else {}
+        return {f"{group.stage}/{path}": leaf for path, leaf in flat.items()}
 
     def reach(self, group: Group) -> Reach:
         """The smallest part of a unit of the group that can be updated without the rest; tried out on first use."""
@@ -248,11 +266,12 @@ class Learner:
     def check_reach(self) -> None:
         """Raises ValueError when an optimizer mixes parameters: per layer, it would be silently wrong."""
         for group in self.groups:
-            if self.reach(group) == "global":
+            if self.scope == "unit" and self.reach(group) == "global":
                 raise ValueError(
                     f"learner.optimizer ({group.label}): the update of one parameter depends on the gradients of "
                     "others (a global norm or finiteness test inside a chain, say). Each layer has an optimizer of its "
-                    "own, so this would not compute what it says. Use learner.clip and learner.nonfinite for that"
+                    "own, so this would not compute what it says. Use learner.clip and learner.nonfinite for that, or "
+                    "learner.scope = model, which has one optimizer for all (with memory.update = after_backward)"
                 )
 
     # --- one step ----------------------------------------------------------------------------------------------------
@@ -291,8 +310,8 @@ class Learner:
                 self._select(ema, group) if self.ema is not None else {},
             )
             weights, state, average = run(group, self.unit_update(group), bundle, decision)
-            new_params |= {f"{group.stage}/{path}": leaf for path, leaf in flatten(weights).items()}
-            new_ema |= {f"{group.stage}/{path}": leaf for path, leaf in flatten(average).items()}
+            new_params |= self._unselect(weights, group)
+            new_ema |= self._unselect(average, group)
             new_optimizer.setdefault(group.stage, {})[group.label] = state
         return _in_structure(params, new_params), new_optimizer, _in_structure(ema, new_ema)
 
@@ -370,10 +389,42 @@ def _schedule(optimizer: Config) -> Callable[[Any], Any] | None:
     return None if rate is None else lambda count: jnp.asarray(rate, jnp.float32)
 
 
+def _length(spec: ParameterSpec) -> int | None:
+    """How many layers a parameter has stacked; None for none."""
+    return spec.shape[0] if spec.roles[:1] == ("layer",) else None
+
+
 def _unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
     if length is None:
         return spec
     return replace(spec, shape=spec.shape[1:], mesh_axes=spec.mesh_axes[1:], roles=spec.roles[1:])
+
+
+def _layers(path: str, spec: ParameterSpec) -> list[str]:
+    """The paths of a stacked parameter's layers."""
+    stage, rest = path.split("/", 1)
+    return [f"{stage}/{index}/{rest}" for index in range(spec.shape[0])]
+
+
+def _apart(flat: dict[str, Any], specs: dict[str, ParameterSpec]) -> dict[str, Any]:
+    """Leaves (arrays or specs) by path; each layer of a stacked one is a leaf of its own."""
+    apart: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        if _length(specs[path]) is None:
+            apart[path] = leaf
+        elif isinstance(leaf, ParameterSpec):
+            apart |= dict.fromkeys(_layers(path, leaf), _unstack(leaf, _length(leaf)))
+        else:
+            apart |= dict(zip(_layers(path, specs[path]), leaf, strict=True))
+    return apart
+
+
+def _together(flat: dict[str, Any], specs: dict[str, ParameterSpec]) -> dict[str, Any]:
+    """The inverse of `_apart` for arrays."""
+    return {
+        path: flat[path] if _length(spec) is None else jnp.stack([flat[layer] for layer in _layers(path, spec)])
+        for path, spec in specs.items()
+    }
 
 
 def _like(spec: ParameterSpec, dtype: Any) -> OptStateSpec:
