@@ -103,7 +103,9 @@ class Experiment:
 
     def state_specs(self) -> Nested:
         """The specs of everything that training keeps, by group."""
+        hosted = self.memory.gradients != "device"
         return {
+            **({"gradient": self.learner.gradient_specs(self.memory.gradients)} if hosted else {}),
             "parameter": self.learner.specs,
             "frozen": self.learner.frozen_specs,
             "buffer": self.model.buffer_specs(),
@@ -114,5 +116,10 @@ class Experiment:
 
 
 def _counter_specs() -> Nested:
-    """step and skipped count; rng is the run's key data (threefry: two words)."""
-    return {"step": TensorSpec((), "int32"), "skipped": TensorSpec((), "int32"), "rng": TensorSpec((2,), "uint32")}
+    """step and skipped count; grad_norm is that of the last update; rng is the run's key data (threefry: two words)."""
+    return {
+        "step": TensorSpec((), "int32"),
+        "skipped": TensorSpec((), "int32"),
+        "grad_norm": TensorSpec((), "float32"),
+        "rng": TensorSpec((2,), "uint32"),
+    }

@@ -22,8 +22,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MemoryKind = Literal["device", "pinned_host"]
-Group = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter"]
-GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer", "optimizer", "ema", "counter")
+Group = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient"]
+GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient")
 MeshAxes = tuple[str | tuple[str, ...] | None, ...]
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Nested = dict[str, Any]  # a nested dict whose leaves are specs or arrays
@@ -296,19 +296,23 @@ def nearest_divisors(number: int, wish: int) -> list[int]:
     return below[-1:] + above[:1]
 
 
-def move_to_host(specs: Any, memory_kind: MemoryKind, *, min_bytes: int = 1 << 20) -> Any:
+def move_to_host(specs: Any, memory_kind: MemoryKind, *, stacked: bool = False, min_bytes: int = 1 << 20) -> Any:
     """Tags the specs of a tree with `memory_kind`, all but vectors, scalars and leaves under `min_bytes`.
 
     Those stay on the device: they cost next to nothing there, and TPU cannot slice packed one-dimensional host arrays.
+
+    Args:
+        specs: any tree of TensorSpec.
+        memory_kind: the tag.
+        stacked: the leading axis counts layers; what is left then decides whether a leaf is a vector.
+        min_bytes: of the whole leaf.
     """
-    return jax.tree.map(
-        lambda spec: (
-            replace(spec, memory_kind=memory_kind)
-            if len([d for d in spec.shape if d > 1]) >= 2 and spec.num_bytes >= min_bytes
-            else spec
-        ),
-        specs,
-    )
+
+    def tagged(spec: TensorSpec) -> TensorSpec:
+        dims = [dim for dim in spec.shape[stacked:] if dim > 1]
+        return replace(spec, memory_kind=memory_kind) if len(dims) >= 2 and spec.num_bytes >= min_bytes else spec
+
+    return jax.tree.map(tagged, specs)
 
 
 def initialize(specs: Nested, key: jax.Array) -> Nested:

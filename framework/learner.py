@@ -5,7 +5,7 @@ included, and `update_unit` updates one unit, a bundle of weights, gradients, op
 whole stage is its vmap, so every schedule that updates units in another order computes the same numbers. Decisions that
 concern all gradients (norm, finiteness, clip factor) are taken first, in `decide`, and reach the units as scalars.
 
-May import: framework.config, framework.layout, framework.optimizers, JAX, optax.
+May import: framework.clipping, framework.config, framework.layout, framework.optimizers, JAX, optax.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from framework.clipping import limit_norm_growth, limit_update_rms
 from framework.config import Config, DType, Fraction, PositiveFloat, PositiveInt
 from framework.layout import (
     MemoryKind,
     Nested,
     OptStateSpec,
     ParameterSpec,
+    TensorSpec,
     flatten,
     key_name,
     move_to_host,
@@ -63,11 +65,12 @@ class Rule:
 
 
 class Decision(NamedTuple):
-    """What all gradients together decide: scalars on the device."""
+    """What all gradients together decide: scalars on the device. `count` is the number of updates before this one."""
 
     norm: jax.Array
     factor: jax.Array
     ok: jax.Array
+    count: jax.Array
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ class Group:
 
 # (weights, gradients, entry of the optimizer state, averages) of one unit, or of all units of a group, stacked.
 Bundle = tuple[Nested, Nested, Nested, Nested]
-UnitUpdate = Callable[..., tuple[Nested, Nested, Nested]]
+Update = tuple[Nested, Nested, Nested]  # new weights, optimizer state, averages
+UnitUpdate = Callable[..., Update]
+ClipMode = Literal["global_norm", "two_pass", "previous_norm", "update_rms", "norm_growth"]
 # What was tried out in this process, by the optimizer's config and the unit's shapes.
 _reaches: dict[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], Reach] = {}
 
@@ -100,7 +105,12 @@ class Learner:
         scope: what has an instance of the optimizer. "model", for Prodigy say: all trainable parameters that it
             updates, layers apart; only with memory.update = after_backward, which has them all at once.
         rules: exceptions by path; a pattern that matches nothing is an error.
-        clip: the largest global norm of the gradients; None leaves them.
+        clip: the bound of `clip_mode`; None clips nothing.
+        clip_mode: what is bounded. "global_norm": the norm of all gradients, exactly. The others also work where the
+            update is part of the backward pass (memory.update = in_backward): "two_pass", the same, by a second
+            backward pass; "previous_norm", gradients are divided by what the norm of the step before was too large by;
+            "update_rms", each tensor's update, as in Adafactor (clip is usually 1); "norm_growth", what each tensor's
+            gradient norm may grow by from step to step, as in Fira and APOLLO (clip is usually 1.01).
         accumulate: microbatches per step.
         ema: decay of a moving average of the weights, 0.999 say; None keeps none.
         master_dtype: dtype of a precise copy of the weights in the optimizer state; None updates the parameters alone.
@@ -118,6 +128,7 @@ class Learner:
         scope: Literal["unit", "model"] = "unit",
         rules: list[Config] = [],  # noqa: B006
         clip: PositiveFloat | None = 1.0,
+        clip_mode: ClipMode = "global_norm",
         accumulate: PositiveInt = 1,
         ema: Fraction | None = None,
         master_dtype: DType | None = None,
@@ -125,12 +136,16 @@ class Learner:
         nonfinite: Literal["skip", "stop", "rollback"] = "skip",
         max_nonfinite: PositiveInt = 10,
     ):
+        if clip_mode == "norm_growth" and clip is not None and clip <= 1.0:
+            raise ValueError(f"learner.clip: expected over 1 for clip_mode norm_growth (1.01, say), given {clip}")
         self.scope, self.clip, self.accumulate, self.ema = scope, clip, accumulate, ema
+        self.clip_mode: ClipMode | None = None if clip is None else clip_mode
         self.nonfinite, self.max_nonfinite = nonfinite, max_nonfinite
         self.moment_dtype = None if moment_dtype is None else jnp.dtype(moment_dtype)
         self.master_dtype = None if master_dtype is None else jnp.dtype(master_dtype)
         self.optimizers: dict[str, PartitionedGradientTransformation] = {"default": _build(optimizer)}
         self._configs = {"default": optimizer.to_json()}
+        self._rates = {"default": _schedule(optimizer)}
         labels = self._label(flatten(specs), optimizer, [rule.instantiate() for rule in rules])
         flat = flatten(specs)
         self.specs = unflatten({path: flat[path] for path, label in labels.items() if label != "frozen"})
@@ -138,7 +153,7 @@ class Learner:
         if not self.specs:
             raise ValueError("learner.rules freeze every parameter; nothing would be trained")
         self.groups = self._group(labels)
-        self.learning_rate = _schedule(optimizer)
+        self.learning_rate = self._rates["default"]
 
     def _label(self, flat: dict[str, Any], optimizer: Config, rules: list[Rule]) -> dict[str, str]:
         labels = dict.fromkeys(flat, "default")
@@ -156,6 +171,7 @@ class Learner:
                 for field, value in rule.set.items():
                     own.set_path(field, value)
                 self.optimizers[label], self._configs[label] = _build(own), own.to_json()
+                self._rates[label] = _schedule(own)
             labels |= {path: label for path in matched if path not in taken}
             taken.update(matched)
         return labels
@@ -183,6 +199,16 @@ class Learner:
         """What gradients are summed in over microbatches: the dtype in which the update is computed."""
         return self._reference_dtype(spec)
 
+    def gradient_specs(self, memory_kind: MemoryKind) -> Nested:
+        """Buffers for all gradients, large ones tagged with `memory_kind`; in their own dtype if nothing is summed."""
+
+        def buffer(spec: ParameterSpec) -> TensorSpec:
+            dtype = spec.dtype if self.accumulate == 1 else self.gradient_dtype(spec)
+            like = TensorSpec(spec.shape, dtype, spec.mesh_axes)
+            return move_to_host(like, memory_kind, stacked=spec.roles[:1] == ("layer",))
+
+        return unflatten({path: buffer(spec) for path, spec in flatten(self.specs).items()})
+
     def _reference_dtype(self, spec: ParameterSpec) -> Any:
         return spec.dtype if self.master_dtype is None else self.master_dtype
 
@@ -190,22 +216,49 @@ class Learner:
         """{stage: {label: {"state": ..., "master": ...}}}: OptStateSpecs, large leaves tagged with `memory_kind`."""
         tree: Nested = {}
         for group in self.groups:
-            tree.setdefault(group.stage, {})[group.label] = self._group_specs(group)
-        return move_to_host(tree, memory_kind)
+            specs = move_to_host(self._group_specs(group), memory_kind, stacked=group.length is not None)
+            tree.setdefault(group.stage, {})[group.label] = specs
+        return tree
 
     def _group_specs(self, group: Group) -> Nested:
+        specs = self.select(self.specs, group)
+        state = self.optimizers[group.label].partition(self.unit_specs(group))
+        entry = {"state": jax.tree.map(lambda spec: self._store_spec(spec, group.length), state)}
+        if self._keeps_master(group):
+            entry["master"] = unflatten(
+                {path: _like(spec, self._reference_dtype(spec), path) for path, spec in flatten(specs).items()}
+            )
+        if self.clip_mode == "norm_growth":
+            shape = () if group.length is None else (group.length,)
+            entry["norm"] = unflatten({path: OptStateSpec(shape, "float32", owner=path) for path in flatten(specs)})
+        return entry
+
+    def unit_specs(self, group: Group) -> Nested:
+        """The parameters of one unit of a group, in the dtype in which their update is computed."""
+
         def precise(spec: ParameterSpec) -> ParameterSpec:
             return replace(_unstack(spec, group.length), dtype=self._reference_dtype(spec))
 
-        specs = self._select(self.specs, group)
-        state = self.optimizers[group.label].partition(jax.tree.map(precise, specs))
-        entry = {"state": jax.tree.map(lambda spec: self._store_spec(spec, group.length), state)}
-        if self._keeps_master(group):
-            entry["master"] = jax.tree.map(lambda spec: _like(spec, self._reference_dtype(spec)), specs)
-        return entry
+        return jax.tree.map(precise, self.select(self.specs, group))
+
+    def part(self, group: Group, paths: tuple[str, ...], entry: Nested) -> Nested:
+        """What of a group's optimizer state the update of some of its parameters alone needs, counters included.
+
+        Raises:
+            KeyError: the optimizer names its state in another way when it sees only these.
+        """
+        unit = flatten(self.unit_specs(group))
+        abstract = {path: jax.ShapeDtypeStruct(unit[path].shape, unit[path].dtype) for path in paths}
+        alone = jax.eval_shape(self.optimizers[group.label].init, unflatten(abstract))
+        state = flatten(entry["state"])
+        part: Nested = {"state": in_structure(alone, {path: state[path] for path in flatten(alone)})}
+        for name in entry.keys() - {"state"}:  # in the structure of the parameters
+            own = flatten(entry[name])
+            part[name] = unflatten({path: own[path] for path in paths})
+        return part
 
     def _keeps_master(self, group: Group) -> bool:
-        specs: list[ParameterSpec] = jax.tree.leaves(self._select(self.specs, group))
+        specs: list[ParameterSpec] = jax.tree.leaves(self.select(self.specs, group))
         return self.master_dtype is not None and any(spec.dtype != self.master_dtype for spec in specs)
 
     def _store_spec(self, spec: OptStateSpec, length: int | None) -> OptStateSpec:
@@ -221,17 +274,20 @@ class Learner:
             return {}
         return jax.tree.map(lambda spec: _like(spec, self._reference_dtype(spec)), self.specs)
 
-    def init(self, precise: Nested) -> tuple[Nested, Nested, Nested]:
+    def init(self, precise: Nested) -> Update:
         """(trainable parameters, optimizer state, averages) from freshly initialized, uncast trainable parameters."""
         optimizer: Nested = {}
         cast = self._to_reference(precise)
         for group in self.groups:
-            reference = self._select(cast, group)
+            reference = self.select(cast, group)
             init = self.optimizers[group.label].init
             state = init(reference) if group.length is None else jax.vmap(init)(reference)
             entry = {"state": state}
             if self._keeps_master(group):
                 entry["master"] = reference
+            if self.clip_mode == "norm_growth":
+                axes = 0 if group.length is None else 1
+                entry["norm"] = jax.tree.map(lambda x, axes=axes: jnp.zeros(x.shape[:axes]), reference)
             optimizer.setdefault(group.stage, {})[group.label] = entry
         optimizer = jax.tree.map(lambda x, spec: x.astype(spec.dtype), optimizer, self.optimizer_specs())
         params = jax.tree.map(lambda x, spec: x.astype(spec.dtype), precise, self.specs)
@@ -240,7 +296,8 @@ class Learner:
     def _to_reference(self, params: Nested) -> Nested:
         return jax.tree.map(lambda x, spec: x.astype(self._reference_dtype(spec)), params, self.specs)
 
-    def _select(self, tree: Nested, group: Group) -> Nested:
+    def select(self, tree: Nested, group: Group) -> Nested:
+        """A group's part of a tree of all trainable parameters, without the stage; layers apart for scope = model."""
         if group.stage == "model":
             flat = flatten(tree)
             return unflatten(_apart({path: flat[path] for path in group.paths}, flatten(self.specs)))
@@ -256,12 +313,13 @@ class Learner:
 
     def reach(self, group: Group) -> Reach:
         """The smallest part of a unit of the group that can be updated without the rest; tried out on first use."""
-        unit = jax.tree.map(partial(_unstack, length=group.length), self._select(self.specs, group))
+        unit = jax.tree.map(partial(_unstack, length=group.length), self.select(self.specs, group))
         # The same experiment is built more than once in a process: to plan it, to run it.
         key = self._configs[group.label], tuple((path, spec.shape) for path, spec in flatten(unit).items())
         if key not in _reaches:
             _reaches[key] = probe(self.optimizers[group.label], unit)
-        return _reaches[key]
+        reach = _reaches[key]
+        return "tensor" if self.clip_mode in ("update_rms", "norm_growth") and reach in ("element", "row") else reach
 
     def check_reach(self) -> None:
         """Raises ValueError when an optimizer mixes parameters: per layer, it would be silently wrong."""
@@ -276,11 +334,25 @@ class Learner:
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
-    def decide(self, loss: jax.Array, grads: Nested) -> Decision:
-        """The global norm, the factor that clips it, and whether everything is finite."""
-        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
-        factor = jnp.ones_like(norm) if self.clip is None else jnp.minimum(1.0, self.clip / norm)
-        return Decision(norm, factor, jnp.isfinite(norm) & jnp.isfinite(loss))
+    @staticmethod
+    def norm(grads: Nested) -> jax.Array:
+        """The norm of all gradients together, f32 or wider."""
+        return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
+
+    def decide(self, loss: jax.Array, norm: jax.Array, counter: Nested) -> Decision:
+        """What all gradients together decide, from their norm: the factor that clips them, and whether all is finite.
+
+        Args:
+            loss, norm: f32 scalars.
+            counter: the state's counters.
+        """
+        factor = jnp.ones_like(norm)
+        if self.clip_mode in ("global_norm", "two_pass"):
+            factor = jnp.minimum(1.0, self.clip / norm)
+        elif self.clip_mode == "previous_norm":
+            before = counter["grad_norm"].astype(norm.dtype)
+            factor = jnp.where(before > 0, jnp.minimum(1.0, self.clip / before), 1.0)
+        return Decision(norm, factor, jnp.isfinite(norm) & jnp.isfinite(loss), counter["step"] - counter["skipped"])
 
     def update(
         self,
@@ -289,48 +361,58 @@ class Learner:
         optimizer: Nested,
         ema: Nested,
         decision: Decision,
-        run: Callable[[Group, UnitUpdate, Bundle, Decision], tuple[Nested, Nested, Nested]] | None = None,
-    ) -> tuple[Nested, Nested, Nested]:
+        run: Callable[[Group, UnitUpdate, Bundle, Decision], Update] | None = None,
+        stage: str | None = None,
+    ) -> Update:
         """(parameters, optimizer state, averages), unchanged where the decision says not ok.
 
         Args:
             params, grads, optimizer, ema: of all trainable parameters.
             decision: see `decide`.
             run: applies a unit's update to a group's bundle, one layer or stacked ones; all at once by default.
+            stage: update this one only; the others' gradients need not be there.
         """
         run = run or all_units
-        new_params: dict[str, Any] = {}
-        new_ema: dict[str, Any] = {}
-        new_optimizer: Nested = {}
+        new_params, new_ema, new_optimizer = flatten(params), flatten(ema), dict(optimizer)
         for group in self.groups:
+            if stage not in (None, group.stage):
+                continue
             bundle = (
-                self._select(params, group),
-                self._select(grads, group),
+                self.select(params, group),
+                self.select(grads, group),
                 optimizer[group.stage][group.label],
-                self._select(ema, group) if self.ema is not None else {},
+                self.select(ema, group) if self.ema is not None else {},
             )
             weights, state, average = run(group, self.unit_update(group), bundle, decision)
             new_params |= self._unselect(weights, group)
             new_ema |= self._unselect(average, group)
-            new_optimizer.setdefault(group.stage, {})[group.label] = state
-        return _in_structure(params, new_params), new_optimizer, _in_structure(ema, new_ema)
+            new_optimizer[group.stage] = {**new_optimizer[group.stage], group.label: state}
+        return in_structure(params, new_params), new_optimizer, in_structure(ema, new_ema)
 
     def unit_update(self, group: Group) -> UnitUpdate:
         """The update of one unit: (weights, grads, optimizer entry, average, decision) -> new ones but the grads."""
-        optimizer = self.optimizers[group.label]
+        optimizer, schedule = self.optimizers[group.label], self._rates[group.label]
 
         def update(weights: Nested, grads: Nested, entry: Nested, average: Nested, decision: Decision) -> Any:
             reference = entry.get("master", weights)
             grads = jax.tree.map(lambda g, r: g.astype(r.dtype), grads, reference)
-            if self.clip is not None:
+            new_norms = None
+            if self.clip_mode == "norm_growth":
+                grads, new_norms = limit_norm_growth(grads, entry["norm"], self.clip)
+            elif self.clip_mode in ("global_norm", "two_pass", "previous_norm"):
                 grads = jax.tree.map(lambda g: g * decision.factor.astype(g.dtype), grads)
             state = self._precise(entry["state"], reference)
             updates, new_state = optimizer.update(grads, state, reference)
+            if self.clip_mode == "update_rms":
+                rate = 1.0 if schedule is None else schedule(decision.count)
+                updates = limit_update_rms(updates, self.clip, rate)
             new_reference = optax.apply_updates(reference, updates)
             new_weights = jax.tree.map(lambda r, w: r.astype(w.dtype), new_reference, weights)
             new_entry = {"state": jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, entry["state"])}
             if "master" in entry:
                 new_entry["master"] = new_reference
+            if new_norms is not None:
+                new_entry["norm"] = new_norms
             new_average = average
             if self.ema is not None:
                 rate = 1.0 - self.ema
@@ -348,7 +430,7 @@ class Learner:
         return jax.tree.map(lambda s: s.astype(wide) if s.dtype == self.moment_dtype else s, state)
 
 
-def all_units(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> tuple[Nested, Nested, Nested]:
+def all_units(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
     """A group's update in one piece: the unit's, mapped over the layers where there are several."""
     if group.length is None:
         return update(*bundle, decision)
@@ -427,11 +509,11 @@ def _together(flat: dict[str, Any], specs: dict[str, ParameterSpec]) -> dict[str
     }
 
 
-def _like(spec: ParameterSpec, dtype: Any) -> OptStateSpec:
-    return OptStateSpec(spec.shape, dtype, spec.mesh_axes)
+def _like(spec: ParameterSpec, dtype: Any, owner: str | None = None) -> OptStateSpec:
+    return OptStateSpec(spec.shape, dtype, spec.mesh_axes, owner=owner)
 
 
-def _in_structure(like: Nested, flat: dict[str, Any]) -> Nested:
+def in_structure(like: Nested, flat: dict[str, Any]) -> Nested:
     """Leaves by path in the structure of `like`."""
     paths = flatten(like)
     assert paths.keys() == flat.keys(), sorted(paths.keys() ^ flat.keys())

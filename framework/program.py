@@ -19,12 +19,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from framework.experiment import Experiment
 from framework.layers.base import BATCH_AXES, Context
 from framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, unflatten
-from framework.schedules import after_backward, streamed
-from framework.schedules.after_backward import microbatches
+from framework.schedules import after_backward, hosted_gradients, in_backward, streamed
+from framework.schedules.step import Metrics, State, microbatches
 
-State = dict[str, Any]
-Metrics = dict[str, jax.Array]
-SCHEDULES = {"after_backward": after_backward.build_step, "streamed": streamed.build_step}
+SCHEDULES = {  # (memory.update, memory.gradients)
+    ("after_backward", "device"): after_backward.build_step,
+    ("streamed", "device"): streamed.build_step,
+    ("streamed", "pinned_host"): hosted_gradients.build_step,
+    ("in_backward", "device"): in_backward.build_step,
+}
 
 
 class Program:
@@ -89,19 +92,29 @@ class Program:
         """The function that makes the first state, straight into the layout when jitted with its shardings."""
         model, learner = self.experiment.model, self.experiment.learner
 
+        def zeros(specs: Nested) -> Nested:
+            return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
+
         def init() -> State:
             key = jax.random.key(seed)
             init_key, run_key = jax.random.split(key)
             precise = initialize(_uncast(model.parameter_specs()), init_key)
             trainable, frozen = _pick(precise, learner.specs), _pick(precise, learner.frozen_specs)
             params, optimizer, ema = learner.init(trainable)
+            gradient = self.layout.specs.get("gradient")
             return {
+                **({} if gradient is None else {"gradient": zeros(gradient)}),
                 "parameter": params,
                 "frozen": jax.tree.map(lambda x, spec: x.astype(spec.dtype), frozen, learner.frozen_specs),
-                "buffer": jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), model.buffer_specs()),
+                "buffer": zeros(model.buffer_specs()),
                 "optimizer": optimizer,
                 "ema": ema,
-                "counter": {"step": jnp.int32(0), "skipped": jnp.int32(0), "rng": jax.random.key_data(run_key)},
+                "counter": {
+                    "step": jnp.int32(0),
+                    "skipped": jnp.int32(0),
+                    "grad_norm": jnp.float32(0.0),
+                    "rng": jax.random.key_data(run_key),
+                },
             }
 
         return init
@@ -121,7 +134,7 @@ class Program:
     def step_jit(self) -> Any:
         """The jitted training step: in and out shardings from the layout, the state donated."""
         experiment = self.experiment
-        build = SCHEDULES[experiment.memory.update]
+        build = SCHEDULES[experiment.memory.update, experiment.memory.gradients]
         step = build(experiment.model, experiment.learner, self.layout, remat=experiment.memory.remat)
         return jax.jit(
             step,

@@ -73,3 +73,7 @@ def _all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
 def tag_weights(weights: Any) -> Any:
     """Names prepared weights, so that no policy keeps them."""
     return jax.tree.map(lambda w: checkpoint_name(w, _WEIGHTS), weights)
+
+
+def group_size(remat: str, num_units: int) -> int | None:
+    return None

@@ -149,9 +149,14 @@ class Stack(Layer):
             xs = (jnp.arange(self.num_units), params, layer_state)
             unroll = 1 if self.unroll == self.num_units and not self.is_unrolled(ctx.remat) else self.unroll
             carry, outs = jax.lax.scan(body, carry, xs, unroll=unroll)
+        return carry, self.combine(outs)
+
+    @staticmethod
+    def combine(outs: Out) -> Out:
+        """The stack's Out from its units', stacked: losses added, metrics averaged, buffers as they are."""
         loss = None if outs.loss is None else jnp.sum(outs.loss)
         metrics = {name: jnp.mean(values) for name, values in outs.metrics.items()}
-        return carry, Out(loss=loss, metrics=metrics, layer_state=outs.layer_state)
+        return Out(loss=loss, metrics=metrics, layer_state=outs.layer_state)
 
     def unit_function(
         self, params: Nested | list[Nested], ctx: Context, fetch: Callable[[Nested], Nested] = lambda params: params

@@ -25,6 +25,7 @@ OF_LAYOUT = {
     "optimizer": "optimizer_state",
     "ema": "ema",
     "counter": "other",
+    "gradient": "gradients",
 }
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "transpose", "reshape", "bitcast-convert", "convert", "slice"}
 _MOVES |= {"dynamic-slice", "all-gather", "all-gather-start", "all-gather-done", "slice-start", "slice-done"}

@@ -25,7 +25,8 @@ from framework.plan.report import KEYS
 from framework.plan.suggest import closed_form, limit_mib, state_bytes, suggestions
 from framework.plan.targets import Target
 from framework.program import Program
-from framework.schedules.after_backward import accumulated_gradients, training_context
+from framework.schedules.after_backward import accumulated_gradients
+from framework.schedules.step import training_context
 
 Report = dict[str, Any]
 Tell = Callable[[str], None]

@@ -1,7 +1,7 @@
 """The plain schedule: the whole backward pass, then the whole update.
 
 All gradients are on the device at once; optimizer state is where the layout says, and host leaves are moved whole.
-May import: framework.layout, framework.learner, framework.models, framework.layers.base.
+May import: framework.layout, framework.learner, framework.models, framework.layers.base, framework.schedules.step.
 """
 
 from __future__ import annotations
@@ -13,15 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.layers.base import BATCH_AXES, Context, Out
+from framework.layers.base import Context, Out
 from framework.layout import Nested, StateLayout, merge
-from framework.learner import Decision, Learner
+from framework.learner import Decision, Learner, Update
 from framework.models.causal_lm import CausalLM
-
-State = dict[str, Any]
-Metrics = dict[str, jax.Array]
-Update = tuple[Nested, Nested, Nested]  # parameters, optimizer state, averages
-Step = Callable[[State, Nested], tuple[State, Metrics]]
+from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
 
 
 def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> Update:
@@ -52,45 +48,14 @@ def build_step(
     """
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
-        counter = state["counter"]
-        ctx = training_context(batch, counter, model, layout, remat)
+        ctx = training_context(batch, state["counter"], model, layout, remat)
         (loss, out), grads = accumulated_gradients(model, learner, state, ctx)
         with jax.named_scope("update"):
-            decision = learner.decide(loss, grads)
-            params, optimizer, ema = update(learner, layout, state, grads, decision)
-        new_state = {
-            "parameter": params,
-            "frozen": state["frozen"],
-            "buffer": jax.tree.map(lambda new, old: jnp.where(decision.ok, new, old), out.layer_state, state["buffer"]),
-            "optimizer": optimizer,
-            "ema": ema,
-            "counter": {
-                **counter,
-                "step": counter["step"] + 1,
-                "skipped": counter["skipped"] + jnp.where(decision.ok, 0, 1),
-            },
-        }
-        metrics = {"loss": loss, **out.metrics, "grad_norm": decision.norm, "skipped": 1.0 - decision.ok}
-        if learner.learning_rate is not None:
-            metrics["learning_rate"] = learner.learning_rate(counter["step"] - counter["skipped"])
-        return new_state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+            decision = learner.decide(loss, learner.norm(grads), state["counter"])
+            new = update(learner, layout, state, grads, decision)
+        return finish(learner, state, new, decision, loss, out)
 
     return step
-
-
-def training_context(batch: Nested, counter: Nested, model: CausalLM, layout: StateLayout, remat: str) -> Context:
-    """The context of one step: its key is the run's, folded by the step; rows are numbered in the global batch."""
-    key = jax.random.wrap_key_data(counter["rng"])
-    return Context(
-        batch=batch,
-        rng=jax.random.fold_in(key, counter["step"]),
-        rows=jnp.arange(batch["tokens"].shape[0]),
-        num_targets=jnp.maximum(jnp.sum(batch["weights"]), 1.0),
-        training=True,
-        mesh=layout.mesh,
-        compute_dtype=model.compute_dtype,
-        remat=remat,
-    )
 
 
 def accumulated_gradients(
@@ -131,14 +96,3 @@ def accumulated_gradients(
     )
     out = Out(metrics={name: jnp.sum(values) for name, values in metrics.items()}, layer_state=buffers)
     return (jnp.sum(losses), out), grads
-
-
-def microbatches(batch: Any, count: int, ctx: Context) -> Any:
-    """Arrays [B, ...] as [count, B / count, ...]. Strided: each device keeps its own rows, and every microbatch holds
-    an equal part of them."""
-
-    def split(x: jax.Array) -> jax.Array:
-        parts = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
-        return ctx.constrain(parts, None, BATCH_AXES, *(None,) * (parts.ndim - 2))
-
-    return jax.tree.map(split, batch)

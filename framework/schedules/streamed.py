@@ -1,66 +1,42 @@
-"""The update goes through the stack a unit at a time: only one unit's optimizer state (and the next one's, on its way)
-is on the device.
+"""The update goes through the model a piece at a time: only one piece's optimizer state (and the next one's, on its
+way) is on the device.
 
 The backward pass is that of after_backward, so all gradients are there when their norm is known: clipping and skipping
-are exact. May import: framework.layout, framework.learner, framework.schedules.after_backward.
+are exact. May import: framework.layout, framework.learner, framework.schedules.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-
-from framework.layout import Nested, StateLayout, fetch_leaf, store_leaf
-from framework.learner import Bundle, Decision, Group, Learner, UnitUpdate
+from framework.layout import Nested, StateLayout
+from framework.learner import Bundle, Decision, Group, Learner, UnitUpdate, Update
 from framework.models.causal_lm import CausalLM
 from framework.schedules import after_backward
-from framework.schedules.after_backward import State, Step, Update
+from framework.schedules.pieces import update_group
+from framework.schedules.step import State, Step
 
 
 def update_streamed(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> Update:
-    """As `update_whole`, with the same results: a loop over the units instead of a map."""
-    specs = layout.specs["optimizer"]
+    """As `update_whole`, with the same results. Gradients are where the layout has them (else on the device)."""
+    specs = layout.specs
+    where = specs.get("gradient", specs["parameter"])
 
     def run(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
-        own = specs[group.stage][group.label]
-        fetch, store = partial(jax.tree.map, fetch_leaf, own), partial(jax.tree.map, store_leaf, own)
-        weights, grads, entry, average = bundle
-        if group.length is None:
-            weights, entry, average = update(weights, grads, fetch(entry), average, decision)
-            return weights, store(entry), average
-        return _stream(group.length, update, bundle, decision, fetch, store)
+        own = bundle_specs(layout, learner, group, learner.select(where, group))
+        return update_group(learner, layout.mesh, group, bundle, own, decision)
 
     return learner.update(state["parameter"], grads, state["optimizer"], state["ema"], decision, run)
 
 
-def _stream(length: int, update: UnitUpdate, bundle: Bundle, decision: Decision, fetch: Any, store: Any) -> Update:
-    """Weights and state are the loop's carry and are updated in place: a loop that only read a stack might hold a
-    relaid copy of all of it. A unit's state is fetched while the one before it is updated."""
-    weights, grads, entry, average = bundle
-
-    def take(tree: Nested, i: jax.Array) -> Nested:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
-
-    def put(tree: Nested, unit: Nested, i: jax.Array) -> Nested:
-        return jax.tree.map(lambda x, u: jax.lax.dynamic_update_index_in_dim(x, u, i, 0), tree, unit)
-
-    def body(i: jax.Array, carry: Any) -> Any:
-        (weights, entry, average), here = carry
-        coming = fetch(take(entry, jnp.minimum(i + 1, length - 1)))
-        new_weights, new_entry, new_average = update(take(weights, i), take(grads, i), here, take(average, i), decision)
-        done = put(weights, new_weights, i), put(entry, store(new_entry), i), put(average, new_average, i)
-        return done, coming
-
-    start = (weights, entry, average), fetch(take(entry, jnp.int32(0)))
-    return jax.lax.fori_loop(0, length, body, start)[0]
+def bundle_specs(layout: StateLayout, learner: Learner, group: Group, gradients: Nested) -> Bundle:
+    """The specs of a group's weights, gradients (as given), optimizer state and averages."""
+    specs = layout.specs
+    average = learner.select(specs["ema"], group) if specs["ema"] else {}
+    return learner.select(specs["parameter"], group), gradients, specs["optimizer"][group.stage][group.label], average
 
 
 def check(layout: StateLayout, platform: str) -> None:
-    """Raises ValueError when a stack's state is on the host of GPUs: their compiler cannot slice it in a loop."""
-    hosted = any(leaf.spec.memory_kind != "device" and leaf.path.startswith("optimizer/stack/") for leaf in layout)
+    """Raises ValueError when state is on the host of GPUs: their compiler cannot slice it inside a program."""
+    hosted = any(leaf.spec.memory_kind != "device" for leaf in layout)
     if hosted and platform == "gpu":
         raise ValueError(
             "memory.update = streamed with memory.optimizer_state = pinned_host: XLA's GPU compiler cannot slice host "

@@ -96,7 +96,7 @@ def test_a_language_models_state_counted_by_hand():
     assert layout.bytes_per_device("ema") == 4 * parameters
     # Two moments each; a counter for the embedding, one for the head, one for each of the layers.
     assert layout.bytes_per_device("optimizer") == 8 * parameters + 4 * (1 + 1 + L)
-    assert layout.bytes_per_device("counter") == 4 + 4 + 8
+    assert layout.bytes_per_device("counter") == 4 + 4 + 4 + 8
     assert layout.bytes_per_device("frozen") == layout.bytes_per_device("buffer") == 0
 
 

@@ -149,7 +149,9 @@ def test_state_is_what_the_specs_say_before_and_after_an_update(name, fields):
     precise = jax.eval_shape(lambda: updates.draw(0))
     first = jax.eval_shape(ours.init, precise)
     second = jax.eval_shape(
-        lambda kept, grads: ours.update(kept[0], grads, kept[1], kept[2], ours.decide(jnp.float32(0.0), grads)),
+        lambda kept, grads: ours.update(
+            kept[0], grads, kept[1], kept[2], updates.decide(ours, jnp.float32(0.0), grads)
+        ),
         first,
         first[0],
     )
@@ -212,7 +214,7 @@ def test_a_layer_updated_alone_is_the_layer_updated_with_all(name):
     whole = updates.stepper(ours)(kept, jnp.float32(1.0), grads)
     (group,) = [group for group in ours.groups if group.stage == "stack"]
     assert group.length == updates.LAYERS
-    decision = ours.decide(jnp.float32(1.0), grads)
+    decision = updates.decide(ours, jnp.float32(1.0), grads)
     unit = jax.jit(ours.unit_update(group))
     for index in range(updates.LAYERS):
         bundle = (kept.params["stack"], grads["stack"], kept.optimizer["stack"]["default"], kept.ema["stack"])

@@ -192,7 +192,7 @@ def test_frozen_parameters_have_no_state_and_the_others_move_as_if_they_were_con
     expected, _ = updates.plain(reference, params, grads)
     assert updates.worst([updates.unstack(kept.params) for kept in history], expected) <= 1e-6
     # The global norm is that of what is trained.
-    norm = ours.decide(jnp.float32(0.0), grads[0]).norm
+    norm = updates.decide(ours, jnp.float32(0.0), grads[0]).norm
     np.testing.assert_allclose(norm, optax.tree.norm(grads[0]), rtol=1e-6)
 
 
@@ -230,13 +230,15 @@ def test_a_rules_optimizer_is_reported_by_no_other_rate_than_the_learners():
 
 def test_the_norm_that_is_reported_is_the_one_before_clipping():
     grads = updates.draw(5)
-    decision = learner(OPTIMIZERS["sgd"][0], clip=0.5).decide(jnp.float32(1.0), grads)
+    decision = updates.decide(learner(OPTIMIZERS["sgd"][0], clip=0.5), jnp.float32(1.0), grads)
     np.testing.assert_allclose(decision.norm, optax.tree.norm(grads), rtol=1e-6)
     np.testing.assert_allclose(decision.factor, 0.5 / optax.tree.norm(grads), rtol=1e-6)
     assert bool(decision.ok)
-    zero = learner(OPTIMIZERS["sgd"][0], clip=0.5).decide(jnp.float32(1.0), jax.tree.map(jnp.zeros_like, grads))
+    zero = updates.decide(
+        learner(OPTIMIZERS["sgd"][0], clip=0.5), jnp.float32(1.0), jax.tree.map(jnp.zeros_like, grads)
+    )
     assert (float(zero.norm), float(zero.factor), bool(zero.ok)) == (0.0, 1.0, True)
     half = jax.tree.map(lambda g: g.astype(jnp.bfloat16), updates.draw(5, scale=1e3))
-    norm = learner(OPTIMIZERS["sgd"][0]).decide(jnp.float32(1.0), half).norm
+    norm = updates.decide(learner(OPTIMIZERS["sgd"][0]), jnp.float32(1.0), half).norm
     assert norm.dtype == jnp.float32
     np.testing.assert_allclose(norm, optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), half)), rtol=1e-6)

@@ -18,7 +18,8 @@ from framework.layers.linear import Linear
 from framework.layout import flatten
 from framework.plan.jaxprs import FlopCount, flops, zero_outputs
 from framework.program import Program
-from framework.schedules.after_backward import accumulated_gradients, training_context
+from framework.schedules.after_backward import accumulated_gradients
+from framework.schedules.step import training_context
 from tests.support import small
 
 

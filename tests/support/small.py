@@ -18,7 +18,8 @@ from framework.learner import Learner
 from framework.memory import Memory
 from framework.mesh import MeshShape
 from framework.program import Program
-from framework.schedules.after_backward import accumulated_gradients, training_context
+from framework.schedules.after_backward import accumulated_gradients
+from framework.schedules.step import training_context
 from framework.trainer_options import TrainerOptions
 
 VOCAB = 64

@@ -9,10 +9,16 @@ import numpy as np
 import optax
 
 from framework.layout import ParameterSpec, flatten
-from framework.learner import Learner
+from framework.learner import Decision, Learner
 
 LAYERS = 3
 Trees = list[Any]
+
+
+def decide(learner: Learner, loss: Any, grads: Any) -> Decision:
+    """The decision on these gradients at the first step."""
+    counter = {"step": jnp.int32(0), "skipped": jnp.int32(0), "grad_norm": jnp.float32(0)}
+    return learner.decide(loss, learner.norm(grads), counter)
 
 
 def specs(dtype: str = "float32") -> dict[str, Any]:
@@ -67,7 +73,7 @@ def stepper(learner: Learner) -> Callable[[Kept, Any, Any], Kept]:
     """(state, loss, gradients) -> state, jitted."""
 
     def step(kept: Kept, loss: jax.Array, grads: Any) -> Kept:
-        return Kept(*learner.update(kept.params, grads, kept.optimizer, kept.ema, learner.decide(loss, grads)))
+        return Kept(*learner.update(kept.params, grads, kept.optimizer, kept.ema, decide(learner, loss, grads)))
 
     return jax.jit(step)
 

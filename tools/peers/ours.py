@@ -24,7 +24,8 @@ from framework.layout import Nested, flatten
 from framework.learner import Learner
 from framework.models.causal_lm import CausalLM
 from framework.program import Program
-from framework.schedules.after_backward import accumulated_gradients, training_context
+from framework.schedules.after_backward import accumulated_gradients
+from framework.schedules.step import training_context
 from framework.trainer_options import TrainerOptions
 from tools.peers.families import BATCH, LAYERS, SEQ_LEN, VOCAB, Family, llama3_scaling
 from tools.peers.names import to_ours

@@ -1,0 +1,216 @@
+"""The backward pass a stage and a unit of the stack at a time: each gradient is handed on as soon as it is there.
+
+`jax.value_and_grad` returns all gradients together. Here the stack runs forward in a scan that keeps what the remat
+policy keeps of each unit, and backward in a loop that gives each unit's gradient to a `visit` function, which may write
+it away or update the unit. The loop's carry holds the parameters, as visits may change them.
+
+What is kept are the leaves of `jax.vjp`'s result that are not its arguments: those (the unit's weights above all) are
+put back in the backward loop, so no copies of them are stacked.
+
+May import: framework.layout, framework.layers, framework.models, JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from framework.layers import remat
+from framework.layers.base import Context, Out
+from framework.layout import Nested, flatten, merge, unflatten
+from framework.models.causal_lm import CausalLM
+
+Work = dict[str, Any]  # "parameter", and whatever visits change
+# (work, stage, gradients, index of the unit or None) -> work. Gradients are in the structure of the stage's trainable
+# parameters, those of a unit without the leading axis. Called once for each unit and once for each other stage.
+Visit = Callable[[Work, str, Nested, jax.Array | None], Work]
+
+
+def forward(
+    model: CausalLM, params: Nested, frozen: Nested, ctx: Context, buffers: Nested
+) -> tuple[jax.Array, Out, Callable[[Work, Visit], Work]]:
+    """The objective, and the backward pass that is to be run.
+
+    Args:
+        model: a chain of stages.
+        params, frozen: the trainable parameters and the others.
+        ctx: of the batch; its remat policy decides what is kept.
+        buffers: the model's.
+
+    Returns:
+        (loss, Out, pull): `pull(work, visit)` runs backward, head first; work["parameter"] begins as `params`. A tied
+        parameter is visited with its home stage, with the sum of its gradients.
+    """
+    run = _Stages(model, params, frozen, ctx, buffers)
+    x, embed_out, pull_embed = run.stage("embed", None)
+    x, stack_out, pull_stack = run.stack(x)
+    loss, head_out, pull_head = run.stage("head", x)
+    out = Out.merge({"embed": embed_out, "stack": stack_out, "head": head_out})
+    assert out.loss is not None
+
+    def pull(work: Work, visit: Visit) -> Work:
+        pending: dict[str, jax.Array] = {}
+        grads, ct = pull_head(jnp.ones_like(loss))
+        grads = run.own("head", grads, pending)
+        work = visit(work, "head", grads, None) if grads else work
+        work, ct, shared = pull_stack(work, ct, visit)
+        if shared:
+            work = visit(work, "shared", run.constrained("shared", shared), None)
+        grads, _ = pull_embed(ct)
+        grads = run.own("embed", grads, pending)
+        return visit(work, "embed", grads, None) if grads else work
+
+    return out.loss, out, pull
+
+
+class _Stages:
+    def __init__(self, model: CausalLM, params: Nested, frozen: Nested, ctx: Context, buffers: Nested):
+        self.model, self.params, self.frozen, self.ctx, self.buffers = model, params, frozen, ctx, buffers
+        self.specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
+
+    def _inputs(self, name: str) -> tuple[Nested, Nested]:
+        """A stage's trainable parameters, tied ones included, and its frozen ones."""
+        trainable, fixed = dict(self.params.get(name, {})), dict(self.frozen.get(name, {}))
+        for reader, home in self.model.ties.items():
+            stage, key = reader.split("/", 1)
+            if stage == name:
+                flat = flatten(self.params)
+                (trainable if home in flat else fixed)[key] = (flat if home in flat else flatten(self.frozen))[home]
+        return trainable, fixed
+
+    def own(self, name: str, grads: Nested, pending: dict[str, jax.Array]) -> Nested:
+        """A stage's gradients without those of ties, which wait in `pending` for their home, and with those that
+        waited for it."""
+        flat = flatten(grads)
+        for reader, home in self.model.ties.items():
+            stage, key = reader.split("/", 1)
+            if stage == name and key in flat:
+                grad = flat.pop(key)
+                pending[home] = pending[home] + grad if home in pending else grad
+        for home in [home for home in pending if home.startswith(f"{name}/")]:
+            key = home.split("/", 1)[1]
+            flat[key] = flat[key] + pending.pop(home)
+        return self.constrained(name, unflatten(flat))
+
+    def stage(self, name: str, carry: Any) -> tuple[Any, Out, Callable[[Any], tuple[Nested, Any]]]:
+        """A stage outside of the stack: (output, or the loss of the last one; Out; pull-back)."""
+        stage, ctx, state = self.model.stages[name], self.ctx, self.buffers.get(name, {})
+        trainable, fixed = self._inputs(name)
+
+        def run(own: Nested, carry: Any) -> tuple[Any, Out]:
+            with jax.named_scope(name):
+                weights = stage.prepare(merge(own, fixed), ctx)
+                y, out = stage.apply(weights, carry, ctx.fold(name), state)
+            return (out.loss if y is None else y), out
+
+        y, pull, out = jax.vjp(run, trainable, carry, has_aux=True)
+        return y, out, pull
+
+    def constrained(self, name: str, grads: Nested) -> Nested:
+        """Gradients sharded as their parameters are, which is where partial sums are added up."""
+        specs = self.specs[name]
+
+        def constrained(path: str, grad: jax.Array) -> jax.Array:
+            axes = specs[path].mesh_axes
+            return self.ctx.constrain(grad, *axes[len(axes) - grad.ndim :])
+
+        return unflatten({path: constrained(path, grad) for path, grad in flatten(grads).items()})
+
+    def stack(self, x: Any) -> tuple[Any, Out, Callable[[Work, Any, Visit], tuple[Work, Any, Nested]]]:
+        """The stack: (output, Out, pull-back, which visits the units and returns the shared parameters' gradients)."""
+        stack, ctx = self.model.stack, self.ctx.fold("stack")
+        fixed, state = self.frozen.get("stack", {}), self.buffers.get("stack", {})
+        shared, fixed_shared = self.params.get("shared", {}), self.frozen.get("shared", {})
+        unit = stack.unit_function(merge(self.params["stack"], fixed), ctx)
+
+        loss_like: list[Any] = []
+        put_back: list[Callable[..., Any]] = []
+
+        def arguments(own: Nested, index: jax.Array) -> tuple[Any, ...]:
+            return own, shared, _take(fixed, index), fixed_shared, _take(state, index), ctx.fold_index(index)
+
+        def run(own: Any, shared: Any, x: Any, rest: Any) -> tuple[tuple[Any, Any], Out]:
+            fixed, fixed_shared, state, ctx = rest
+            with jax.named_scope("stack"):
+                y, out = unit(x, merge(own, fixed), merge(shared, fixed_shared), state, ctx)
+            return (y, out.loss), out
+
+        def ahead(x: Any, params: Nested, index: jax.Array) -> tuple[Any, tuple[Out, list[Any]]]:
+            """One unit forward, and what its pull-back keeps."""
+            own, shared, *rest = arguments(_take(params, index), index)
+            (y, loss), pull, out = jax.vjp(lambda *a: run(*a, rest), own, shared, x, has_aux=True)
+            kept, restore = _split_pull(pull, (own, shared, *rest))
+            loss_like[:], put_back[:] = [loss], [restore]
+            return y, (out, kept)
+
+        def ahead_all(x: Any, params: Nested, first: Any, count: int) -> tuple[Any, tuple[Out, list[Any]]]:
+            return jax.lax.scan(lambda x, i: ahead(x, params, first + i), x, jnp.arange(count))
+
+        def back_all(work: Work, ct: Any, shared_grads: Nested, kept: Any, first: Any, count: int, visit: Visit) -> Any:
+            def body(step: jax.Array, carry: Any) -> Any:
+                work, ct, shared_grads = carry
+                i = count - 1 - step
+                # Nothing of a unit may be taken before its turn: relaying its weights for all units at once, say.
+                own, ct = jax.lax.optimization_barrier((_take(work["parameter"].get("stack", {}), first + i), ct))
+                pull = put_back[0](_take(kept, i), arguments(own, first + i))
+                grads, more, ct = pull((ct, jax.tree.map(jnp.ones_like, loss_like[0])))
+                shared_grads = jax.tree.map(jnp.add, shared_grads, more)
+                if grads:
+                    work = visit(work, "stack", self.constrained("stack", grads), first + i)
+                return work, ct, shared_grads
+
+            return jax.lax.fori_loop(0, count, body, (work, ct, shared_grads))
+
+        params, size = self.params.get("stack", {}), remat.group_size(ctx.remat, stack.num_units)
+        if size is None:
+            x, (outs, kept) = ahead_all(x, params, 0, stack.num_units)
+        else:  # only each group's input is kept; back in the group, its units run forward again
+            starts = jnp.arange(0, stack.num_units, size)
+
+            def group(x: Any, first: jax.Array) -> tuple[Any, tuple[Out, Any]]:
+                y, (outs, _) = ahead_all(x, params, first, size)
+                return y, (outs, x)
+
+            x, (outs, inputs) = jax.lax.scan(group, x, starts)
+            outs = jax.tree.map(lambda o: o.reshape(stack.num_units, *o.shape[2:]), outs)
+
+        def pull(work: Work, ct: Any, visit: Visit) -> tuple[Work, Any, Nested]:
+            zeros = jax.tree.map(jnp.zeros_like, shared)
+            if size is None:
+                return back_all(work, ct, zeros, kept, 0, stack.num_units, visit)
+
+            def body(step: jax.Array, carry: Any) -> Any:
+                work, ct, shared_grads = carry
+                first = starts[starts.size - 1 - step]
+                x, ct = jax.lax.optimization_barrier((_take(inputs, starts.size - 1 - step), ct))
+                _, (_, kept) = ahead_all(x, work["parameter"].get("stack", {}), first, size)
+                return back_all(work, ct, shared_grads, kept, first, size, visit)
+
+            return jax.lax.fori_loop(0, starts.size, body, (work, ct, zeros))
+
+        return x, stack.combine(outs), pull
+
+
+def _take(tree: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def _split_pull(pull: Any, arguments: Any) -> tuple[list[Any], Callable[[list[Any], Any], Any]]:
+    """What a pull-back holds besides its arguments, and the function that puts both together again.
+
+    Args:
+        pull: from jax.vjp; a pytree whose leaves are what it keeps.
+        arguments: any tree; the same arrays, not equal ones, are found in `pull`.
+    """
+    leaves, treedef = jax.tree.flatten(pull)
+    position = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(arguments))}
+    sources = [position.get(id(leaf)) for leaf in leaves]
+
+    def restore(kept: list[Any], arguments: Any) -> Any:
+        own, rest = jax.tree.leaves(arguments), iter(kept)
+        return jax.tree.unflatten(treedef, [next(rest) if source is None else own[source] for source in sources])
+
+    return [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None], restore

@@ -1,0 +1,90 @@
+"""The update is part of the backward pass: a unit is updated as soon as its gradient is there, which is then gone.
+
+No program holds more than one unit's gradients, and nothing waits for their norm: clipping is by tensor, by the norm of
+the step before, or exact by a second backward pass (`learner.clip_mode`). A unit whose gradient is not finite is not
+updated, nor are those after it; the units before it were, and the metric `updated_units` says how many (LOMO, Lv et al.
+2023, arXiv 2306.09782; AdaLomo, arXiv 2310.10195).
+
+May import: framework.layout, framework.learner, framework.models, framework.schedules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from framework.layout import Nested, StateLayout
+from framework.learner import Bundle, Decision, Group, Learner, UnitUpdate, Update
+from framework.models.causal_lm import CausalLM
+from framework.schedules.backward import Work, forward
+from framework.schedules.pieces import update_group
+from framework.schedules.step import Metrics, State, Step, finish, training_context
+from framework.schedules.streamed import bundle_specs
+from framework.schedules.streamed import check as check_platform
+
+
+def check(learner: Learner) -> None:
+    """Raises ValueError when the learner wants what an update in the backward pass cannot give."""
+    if learner.accumulate > 1:
+        raise ValueError(
+            f"learner.accumulate = {learner.accumulate} with memory.update = in_backward: the first microbatch's "
+            "gradients are gone when the second comes; expected 1, or memory.update = streamed with memory.gradients = "
+            "pinned_host"
+        )
+    if learner.clip_mode == "global_norm":
+        raise ValueError(
+            "learner.clip_mode = global_norm with memory.update = in_backward: the norm of all gradients is known only "
+            "when all units are updated; expected two_pass (exact, a second backward pass), previous_norm, update_rms, "
+            "norm_growth, or learner.clip = None; or memory.update = streamed with memory.gradients = pinned_host, "
+            "which clips exactly in one pass"
+        )
+
+
+def build_step(model: CausalLM, learner: Learner, layout: StateLayout, *, remat: str) -> Step:
+    """The training step; see `after_backward.build_step`, and `check` and `streamed.check` for what is raised."""
+    check(learner)
+    check_platform(layout, layout.mesh.devices.flat[0].platform)
+
+    def step(state: State, batch: Nested) -> tuple[State, Metrics]:
+        ctx = training_context(batch, state["counter"], model, layout, remat)
+        loss, out, pull = forward(model, state["parameter"], state["frozen"], ctx, state["buffer"])
+        zero = jnp.zeros_like(loss)
+        norm = zero
+        if learner.clip_mode == "two_pass":
+
+            def measure(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
+                return {**work, "squares": work["squares"] + jnp.square(learner.norm(grads))}
+
+            norm = jnp.sqrt(pull({"parameter": state["parameter"], "squares": zero}, measure)["squares"])
+        decision = learner.decide(loss, norm, state["counter"])
+
+        def visit(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
+            squares = jnp.square(learner.norm(grads))
+            ok = work["ok"] & jnp.isfinite(squares)
+
+            def run(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
+                own = bundle_specs(layout, learner, group, learner.unit_specs(group))
+                return update_group(learner, layout.mesh, group, bundle, own, decision, index)
+
+            with jax.named_scope("update"):
+                params, optimizer, ema = learner.update(
+                    work["parameter"],
+                    {stage: grads},
+                    work["optimizer"],
+                    work["ema"],
+                    decision._replace(ok=ok),
+                    run,
+                    stage,
+                )
+            counted = {"squares": work["squares"] + squares, "ok": ok, "updated": work["updated"] + ok}
+            return {"parameter": params, "optimizer": optimizer, "ema": ema, **counted}
+
+        work = {name: state[name] for name in ("parameter", "optimizer", "ema")}
+        work = pull({**work, "squares": zero, "ok": decision.ok, "updated": jnp.int32(0)}, visit)
+        decision = decision._replace(norm=jnp.sqrt(work["squares"]), ok=work["ok"])
+        out = replace(out, metrics={**out.metrics, "updated_units": work["updated"]})
+        return finish(learner, state, (work["parameter"], work["optimizer"], work["ema"]), decision, loss, out)
+
+    return step

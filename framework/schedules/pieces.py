@@ -1,0 +1,220 @@
+"""An update that goes through a group's weights and state a piece at a time; only pieces are on the device.
+
+A piece is the least that the optimizer's reach allows: rows of one tensor where each element is updated by itself, one
+tensor where its elements depend on each other, else a whole unit. What is small is updated together.
+
+Rows are blocks of each device's own shard, so they are taken inside `shard_map`: [L, R, C] is seen as
+[L * blocks, R / blocks, C], which moves nothing, and a block is one index of the leading dimension. (TPU slices host
+memory in one dimension only.) Weights and state are the loop's carry and are updated in place: a loop that only read a
+stack might hold a relaid copy of all of it. The next piece is fetched while one is updated.
+
+May import: framework.layout, framework.learner.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from framework.layout import Nested, TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
+from framework.learner import Bundle, Decision, Group, Learner, UnitUpdate, Update, all_units, in_structure
+
+Flat = dict[str, Any]
+FlatBundle = tuple[Flat, Flat, Flat, Flat]
+
+_BLOCK = 1 << 21  # elements
+_SMALL = 1 << 20  # bytes of a unit's tensor that is not worth a loop of its own
+_ROWS = 32  # a block's rows are a multiple: the tile of the narrowest dtype
+
+
+class Piece(NamedTuple):
+    """Parameters of a group that are updated at once, and how: all units mapped, unit by unit, or by blocks of rows."""
+
+    paths: tuple[str, ...]
+    by: Literal["all", "unit", "rows"]
+
+
+def pieces_of(learner: Learner, group: Group, specs: Bundle) -> list[Piece]:
+    """A group's pieces. `specs`: the TensorSpecs of the bundle that is to be updated."""
+    reach = learner.reach(group)
+    if reach == "unit" or not _separable(learner, group, specs[2]):
+        return [Piece(group.paths, "unit")]
+    moved = {spec.owner for spec in jax.tree.leaves(specs[2]) if _hosted(spec)}
+    moved |= {path for path, spec in flatten(specs[1]).items() if _hosted(spec)}
+    unit = flatten(learner.unit_specs(group))
+    large = [p for p in group.paths if p in moved or (len(unit[p].shape) > 1 and unit[p].num_bytes >= _SMALL)]
+    rest = tuple(path for path in group.paths if path not in large)
+    flat = flatten(specs[0])
+
+    def by(path: str) -> Literal["unit", "rows"]:
+        columns = flat[path].mesh_axes[1 if group.length is None else 2 :]
+        return "rows" if reach == "element" or (reach == "row" and not any(columns)) else "unit"
+
+    return [*([Piece(rest, "all")] if rest else []), *(Piece((path,), by(path)) for path in large)]
+
+
+def update_group(
+    learner: Learner,
+    mesh: Mesh,
+    group: Group,
+    bundle: Bundle,
+    specs: Bundle,
+    decision: Decision,
+    index: jax.Array | None = None,
+) -> Update:
+    """A group's update, with the numbers of `all_units`.
+
+    Args:
+        learner, mesh, group: whose.
+        bundle: weights, gradients, optimizer state and averages, each where `specs` says.
+        specs: TensorSpecs in the structure of the bundle.
+        decision: see `Learner.decide`.
+        index: update this unit only, the gradients being those of this unit alone; None means all units.
+    """
+    old: Any = tuple(flatten(part) for part in bundle)  # every piece starts from the old counters
+    weights, entry, average = old[0], old[2], old[3]
+    flat_specs = tuple(flatten(part) for part in specs)
+    for piece in pieces_of(learner, group, specs):
+        part = learner.part(group, piece.paths, bundle[2])
+        names = piece.paths, piece.paths, tuple(flatten(part)), tuple(path for path in piece.paths if path in average)
+        flat = tuple({name: x[name] for name in own} for x, own in zip(old, names, strict=True))
+        run = _Run(
+            learner.unit_update(replace(group, paths=piece.paths)),
+            jax.tree.structure(part),
+            tuple({name: spec[name] for name in own} for spec, own in zip(flat_specs, names, strict=True)),
+            stacked=group.length is not None,
+            rows=piece.by == "rows",
+        )
+        if piece.by == "all" and index is None:
+            new = run.all(replace(group, paths=piece.paths), flat, decision)
+        elif piece.by == "rows" and mesh.size > 1:
+            new = run.sharded(mesh, flat, decision, index)
+        else:
+            new = run(flat, decision, index)
+        weights, entry, average = weights | new[0], entry | new[1], average | new[2]
+    return in_structure(bundle[0], weights), in_structure(bundle[2], entry), in_structure(bundle[3], average)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The update of one piece. Bundles are flat here: dicts by path."""
+
+    update: UnitUpdate
+    entry: Any  # the structure of the piece's optimizer state
+    specs: tuple[Flat, Flat, Flat, Flat]
+    stacked: bool
+    rows: bool
+
+    def _apply(self, flat: FlatBundle, decision: Decision) -> tuple[Flat, Flat, Flat]:
+        weights, grads, entry, average = flat
+        state = jax.tree.unflatten(self.entry, [entry[name] for name in self.specs[2]])
+        new = self.update(unflatten(weights), unflatten(grads), state, unflatten(average), decision)
+        return flatten(new[0]), flatten(new[1]), flatten(new[2])
+
+    def all(self, group: Group, flat: FlatBundle, decision: Decision) -> tuple[Flat, Flat, Flat]:
+        """All units mapped."""
+        weights, grads, entry, average = flat
+        state = jax.tree.unflatten(self.entry, [entry[name] for name in self.specs[2]])
+        bundle = unflatten(weights), unflatten(grads), state, unflatten(average)
+        new = all_units(group, self.update, bundle, decision)
+        return flatten(new[0]), flatten(new[1]), flatten(new[2])
+
+    def sharded(self, mesh: Mesh, flat: FlatBundle, decision: Decision, index: jax.Array | None) -> Any:
+        """Each device updates the rows of its own shard."""
+        axes = tuple({name: PartitionSpec(*spec.mesh_axes) for name, spec in part.items()} for part in self.specs)
+        unit = None if index is None else PartitionSpec()
+        return jax.shard_map(
+            self,
+            mesh=mesh,
+            in_specs=(axes, PartitionSpec(), unit),
+            out_specs=(axes[0], axes[2], axes[3]),
+            check_vma=False,
+        )(flat, decision, index)
+
+    def __call__(self, flat: FlatBundle, decision: Decision, index: jax.Array | None) -> tuple[Flat, Flat, Flat]:
+        """Piece by piece: all units, or the one with this index."""
+        shape = next(iter(flat[0].values())).shape
+        shape = shape[1:] if self.stacked else shape
+        blocks = _num_blocks(shape) if self.rows else 1
+        # By rows, what is not shaped like the parameter (a counter) is the unit's: read and written for each block.
+        shared = {name for name, x in flat[2].items() if self.rows and x.shape[self.stacked :] != shape}
+
+        def view(x: jax.Array, stacked: bool) -> jax.Array:
+            units, unit = (x.shape[0], x.shape[1:]) if stacked else (1, x.shape)
+            return x.reshape(units * blocks, unit[0] // blocks, *unit[1:]) if blocks > 1 else x.reshape(units, *unit)
+
+        weights = {name: view(x, self.stacked) for name, x in flat[0].items()}
+        grads = {name: view(x, self.stacked and index is None) for name, x in flat[1].items()}
+        entry = {name: x if name in shared else view(x, self.stacked) for name, x in flat[2].items()}
+        average = {name: view(x, self.stacked) for name, x in flat[3].items()}
+        before = {name: entry[name] for name in shared}
+        count = next(iter(grads.values())).shape[0]
+        # A constant index would be simplified to a slice of the unviewed array, in two dimensions.
+        first = jax.lax.optimization_barrier(jnp.int32(0)) if index is None else index * blocks
+
+        def at(name: str, j: jax.Array) -> Any:
+            return (j // blocks if self.stacked else ()) if name in shared else j
+
+        def fetched(entry: Flat, step: jax.Array) -> tuple[Flat, Flat]:
+            j = first + step
+            coming = {n: fetch_leaf(s, _take(grads[n], j)) for n, s in self.specs[1].items() if _hosted(s)}
+            return coming, {n: fetch_leaf(s, _take(entry[n], j)) for n, s in self.specs[2].items() if _hosted(s)}
+
+        def one(step: jax.Array, done: tuple[Flat, Flat, Flat], here: tuple[Flat, Flat]) -> tuple[Flat, Flat, Flat]:
+            weights, entry, average = done
+            j = first + step
+            unit = (
+                {n: _take(x, j) for n, x in weights.items()},
+                {n: here[0][n] if n in here[0] else _take(x, step) for n, x in grads.items()},
+                {n: here[1][n] if n in here[1] else _take(before.get(n, x), at(n, j)) for n, x in entry.items()},
+                {n: _take(x, j) for n, x in average.items()},
+            )
+            new = self._apply(unit, decision)
+            stored = {n: store_leaf(self.specs[2][n], x) for n, x in new[1].items()}
+            return (
+                {n: _put(weights[n], x, j) for n, x in new[0].items()},
+                {n: _put(entry[n], x, at(n, j)) for n, x in stored.items()},
+                {n: _put(average[n], x, j) for n, x in new[2].items()},
+            )
+
+        def body(step: jax.Array, carry: Any) -> Any:
+            done, here = carry
+            coming = fetched(done[1], jnp.minimum(step + 1, count - 1))
+            return one(step, done, here), coming
+
+        done, start = (weights, entry, average), fetched(entry, jnp.int32(0))
+        done = one(jnp.int32(0), done, start) if count == 1 else jax.lax.fori_loop(0, count, body, (done, start))[0]
+        old = flat[0], flat[2], flat[3]
+        return tuple({n: x.reshape(o[n].shape) for n, x in d.items()} for d, o in zip(done, old, strict=True))  # type: ignore[return-value]
+
+
+def _hosted(spec: TensorSpec) -> bool:
+    return spec.memory_kind != "device"
+
+
+def _take(x: jax.Array, index: Any) -> jax.Array:
+    return x if isinstance(index, tuple) else jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
+def _put(x: jax.Array, piece: jax.Array, index: Any) -> jax.Array:
+    return piece if isinstance(index, tuple) else jax.lax.dynamic_update_index_in_dim(x, piece, index, 0)
+
+
+def _num_blocks(shape: tuple[int, ...]) -> int:
+    """The fewest blocks of equally many rows that hold at most _BLOCK elements each."""
+    rows, wish = shape[0], -(-math.prod(shape) // _BLOCK)
+    fits = (n for n in range(wish, rows // _ROWS + 1) if rows % n == 0 and rows // n % _ROWS == 0)
+    return next(fits, 1) if wish > 1 else 1
+
+
+def _separable(learner: Learner, group: Group, entry: Nested) -> bool:
+    """Whether the optimizer's state for one parameter alone is found in that for all."""
+    try:
+        return all(learner.part(group, (path,), entry) for path in group.paths)
+    except KeyError:
+        return False

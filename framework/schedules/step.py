@@ -1,0 +1,81 @@
+"""What every schedule's step is made of: types, context, microbatches, and the state and metrics that it returns.
+
+May import: framework.layout, framework.learner, framework.models, framework.layers.base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from framework.layers.base import BATCH_AXES, Context, Out
+from framework.layout import Nested, StateLayout
+from framework.learner import Decision, Learner, Update
+from framework.models.causal_lm import CausalLM
+
+State = dict[str, Any]
+Metrics = dict[str, jax.Array]
+Step = Callable[[State, Nested], tuple[State, Metrics]]
+
+
+def training_context(batch: Nested, counter: Nested, model: CausalLM, layout: StateLayout, remat: str) -> Context:
+    """The context of one step: its key is the run's, folded by the step; rows are numbered in the global batch."""
+    key = jax.random.wrap_key_data(counter["rng"])
+    return Context(
+        batch=batch,
+        rng=jax.random.fold_in(key, counter["step"]),
+        rows=jnp.arange(batch["tokens"].shape[0]),
+        num_targets=jnp.maximum(jnp.sum(batch["weights"]), 1.0),
+        training=True,
+        mesh=layout.mesh,
+        compute_dtype=model.compute_dtype,
+        remat=remat,
+    )
+
+
+def microbatches(batch: Any, count: int, ctx: Context) -> Any:
+    """Arrays [B, ...] as [count, B / count, ...]. Strided: each device keeps its own rows, and every microbatch holds
+    an equal part of them."""
+
+    def split(x: jax.Array) -> jax.Array:
+        parts = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+        return ctx.constrain(parts, None, BATCH_AXES, *(None,) * (parts.ndim - 2))
+
+    return jax.tree.map(split, batch)
+
+
+def finish(
+    learner: Learner, state: State, update: Update, decision: Decision, loss: jax.Array, out: Out, **changed: Nested
+) -> tuple[State, Metrics]:
+    """The new state and the metrics of a step whose update is done.
+
+    Args:
+        learner, state: whose step, and the state it began with.
+        update: new parameters, optimizer state and averages.
+        decision: what was decided; where not ok, buffers stay and the step counts as skipped.
+        loss, out: of the whole batch.
+        changed: other groups of the state that are new.
+    """
+    params, optimizer, ema = update
+    counter, ok = state["counter"], decision.ok
+    new_state = {
+        **state,
+        **changed,
+        "parameter": params,
+        "optimizer": optimizer,
+        "ema": ema,
+        "buffer": jax.tree.map(lambda new, old: jnp.where(ok, new, old), out.layer_state, state["buffer"]),
+        "counter": {
+            **counter,
+            "step": counter["step"] + 1,
+            "skipped": counter["skipped"] + jnp.where(ok, 0, 1),
+            "grad_norm": jnp.where(ok, decision.norm.astype(jnp.float32), counter["grad_norm"]),
+        },
+    }
+    metrics = {"loss": loss, **out.metrics, "grad_norm": decision.norm, "skipped": 1.0 - ok}
+    if learner.learning_rate is not None:
+        metrics["learning_rate"] = learner.learning_rate(decision.count)
+    return new_state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
