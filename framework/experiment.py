@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
+from framework.layers.remat import group_size
 from framework.layout import Nested, TensorSpec, nearest_divisors
 from framework.learner import Learner
 from framework.memory import Memory
@@ -66,7 +67,7 @@ class Experiment:
         self.trainer: TrainerOptions = trainer.instantiate()
 
     def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
-        """Raises ValueError, naming both numbers, when mesh, batch, model and data do not fit each other.
+        """Raises ValueError, naming both numbers, when mesh, batch, model, memory and data do not fit each other.
 
         Args:
             mesh: the sizes of its axes matter.
@@ -78,6 +79,7 @@ class Experiment:
                 f"learner.scope = model with memory.update = {self.memory.update}: one optimizer for all parameters "
                 "needs all gradients; expected memory.update = after_backward, or learner.scope = unit and learner.clip"
             )
+        group_size(self.memory.remat, self.model.stack.num_units)
         if reach:
             self.learner.check_reach()
         if self.data.tokenizer.vocab_size > self.model.vocab_size:

@@ -22,7 +22,8 @@ class Memory:
             update = "streamed".
         optimizer_state: "pinned_host" keeps optimizer state (master weights and moments) in host memory between steps;
             vectors, scalars and leaves under 1 MiB stay on the device.
-        remat: what the backward pass recomputes: none, full, dots, dots_no_batch, or save:NAME,NAME.
+        remat: what the backward pass recomputes: none, full, sqrt, sqrt:NUMBER, dots, dots_no_batch, offload,
+            save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; see framework.layers.remat.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from framework.experiment import Experiment
 from framework.layers.base import BATCH_AXES, Context
+from framework.layers.remat import check_platform
 from framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, unflatten
 from framework.schedules import after_backward, hosted_gradients, in_backward, streamed
 from framework.schedules.step import Metrics, State, microbatches
@@ -135,6 +136,7 @@ class Program:
         """The jitted training step: in and out shardings from the layout, the state donated."""
         experiment = self.experiment
         build = SCHEDULES[experiment.memory.update, experiment.memory.gradients]
+        check_platform(experiment.memory.remat, self.mesh.devices.flat[0].platform)
         step = build(experiment.model, experiment.learner, self.layout, remat=experiment.memory.remat)
         return jax.jit(
             step,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -147,8 +148,14 @@ class Stack(Layer):
             outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
         else:
             xs = (jnp.arange(self.num_units), params, layer_state)
-            unroll = 1 if self.unroll == self.num_units and not self.is_unrolled(ctx.remat) else self.unroll
-            carry, outs = jax.lax.scan(body, carry, xs, unroll=unroll)
+            group = remat.group_size(ctx.remat, self.num_units) if ctx.training else None
+            if group is None:
+                unroll = 1 if self.unroll == self.num_units and not self.is_unrolled(ctx.remat) else self.unroll
+                carry, outs = jax.lax.scan(body, carry, xs, unroll=unroll)
+            else:
+                xs = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), xs)
+                carry, outs = jax.lax.scan(remat.wrap(partial(jax.lax.scan, body), "full", unrolled=False), carry, xs)
+                outs = jax.tree.map(lambda x: x.reshape(self.num_units, *x.shape[2:]), outs)
         return carry, self.combine(outs)
 
     @staticmethod

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
@@ -67,6 +68,8 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     backward = Counter(_backward(experiment, sizes, spec.platform).groups)
     backward["gradients"] += _accumulated(experiment, layout)
     backward["activations"] += _copies(layout, spec.platform)
+    if "offload" in experiment.memory.remat:
+        host["activations"] = _backward(experiment, sizes, spec.platform, on_host=True).nbytes
     units = experiment.model.stack.num_units if experiment.memory.update == "streamed" else 1
     update = _update(layout, spec, sum(breakdown.values()), units)
     largest = max((backward, update), key=lambda groups: sum(groups.values()))
@@ -75,13 +78,15 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     return Estimate(breakdown, host)
 
 
-def _backward(experiment: Experiment, sizes: dict[str, int], platform: str) -> Instant:
-    """The most that the gradients of one microbatch hold besides state and batch."""
+def _backward(experiment: Experiment, sizes: dict[str, int], platform: str, *, on_host: bool = False) -> Instant:
+    """The most that the gradients of one microbatch hold besides state and batch, on the device or in host memory."""
     table = (experiment.model.vocab_size // sizes["model"], experiment.model.dim)
     length = experiment.data.seq_len
     lengths = (length, length // sizes["seq"])
 
     def nbytes(aval: Any) -> int:
+        if (getattr(aval, "memory_space", None) == jax.memory.Space.Host) != on_host:
+            return 0
         *rest, last = (*aval.shape,) or (1,)
         itemsize = getattr(aval.dtype, "itemsize", 4)
         if platform == "tpu" and len(rest) >= 3 and rest[-1] in lengths and last > 1:

@@ -23,6 +23,7 @@ _STORED = (
     "dot_general", "conv_general_dilated", "attention_kernel", "all_gather", "reduce_scatter", "psum", "psum_invariant",
     "all_to_all", "ppermute", "gather", "scatter", "scatter-add", "dynamic_update_slice", "scan", "while", "cond",
     "sort", "top_k", "cumsum", "random_bits", "threefry2x32", "pallas_call", "custom_call",
+    "device_put",
 )  # fmt: skip
 _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum", "psum_invariant")
 _LOOPS = ("scan", "while", "cond")

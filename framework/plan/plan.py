@@ -202,6 +202,7 @@ def _step(program: Program, step: Compiled, hosted: int, target: Target) -> Repo
     for leaf in layout:
         if leaf.spec.memory_kind != "device":
             host[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
+    host["activations"] += step.host_temp
     report: Report = {
         "device_peak_bytes": step.peak,
         "device_allocated_bytes": step.allocated,

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 
 from framework.config import Config
 from framework.experiment import Experiment
+from framework.layers.remat import check_platform
 from framework.plan.compiled import compile_for
 from framework.plan.estimate import Estimate, estimate
 from framework.plan.naming import OF_LAYOUT
@@ -21,6 +22,7 @@ def check(experiment: Experiment, target: Target) -> dict[str, int]:
     """The sizes of the mesh's axes. Raises ValueError when experiment and target do not fit each other."""
     sizes = experiment.mesh.resolve(target.num_devices)
     experiment.check(AbstractMesh(tuple(sizes.values()), tuple(sizes)), reach=False)
+    check_platform(experiment.memory.remat, target.platform)
     return sizes
 
 

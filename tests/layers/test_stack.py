@@ -23,8 +23,8 @@ PATTERN = [
 ]
 
 
-def stack(unroll: int = 1) -> Stack:
-    return config_for(Stack, num_layers=6, pattern=PATTERN, unroll=unroll).instantiate(dim=DIM)
+def stack(unroll: int = 1, num_layers: int = 6) -> Stack:
+    return config_for(Stack, num_layers=num_layers, pattern=PATTERN, unroll=unroll).instantiate(dim=DIM)
 
 
 CTX = Context(
@@ -33,12 +33,12 @@ CTX = Context(
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, DIM)), jnp.float32)
 
 
-def values(layer: Stack):
+def values(layer: Stack, scale: float = 1.0):
     """Parameters that matter, and buffers that differ by unit."""
     rng = np.random.default_rng(1)
 
     def draw(spec):
-        return jnp.asarray(rng.normal(size=spec.shape), spec.dtype)
+        return jnp.asarray(scale * rng.normal(size=spec.shape), spec.dtype)
 
     return jax.tree.map(draw, layer.parameter_specs()), jax.tree.map(draw, layer.buffer_specs())
 
@@ -60,13 +60,13 @@ def in_turn(layer: Stack, params, x, buffers):
     return x, sum(losses), jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
-@pytest.mark.parametrize("unroll", [1, 2, 0])
-def test_a_pattern_of_unlike_layers_equals_its_layers_in_turn(unroll):
-    layer = stack(unroll)
-    params, buffers = values(layer)
+@pytest.mark.parametrize(("unroll", "remat"), [(1, "none"), (2, "none"), (0, "none"), (1, "sqrt:2"), (0, "sqrt")])
+def test_a_pattern_of_unlike_layers_equals_its_layers_in_turn(unroll, remat):
+    layer, ctx = stack(unroll, 6 if remat == "none" else 12), replace(CTX, remat=remat)
+    params, buffers = values(layer, 1.0 if remat == "none" else 0.5)
     # The unrolled stack takes its parameters as training passes them: a list of the units' own.
-    passed = layer.split(params) if layer.is_unrolled(CTX.remat) else params
-    y, out = jax.jit(layer.apply)(passed, X, CTX, buffers)
+    passed = layer.split(params) if layer.is_unrolled(remat) else params
+    y, out = jax.jit(layer.apply)(passed, X, ctx, buffers)
     expected, loss, states = jax.jit(lambda *args: in_turn(layer, *args))(params, X, buffers)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(out.loss, loss, rtol=1e-5)

@@ -40,7 +40,9 @@ def results():
     return of
 
 
-@pytest.mark.parametrize("policy", ["full", "dots", "dots_no_batch", "save:query,mlp_up"])
+@pytest.mark.parametrize(
+    "policy", ["full", "sqrt", "dots", "dots_no_batch", "save:query,mlp_up", "offload", "save:query;offload:mlp_up"]
+)
 def test_recomputing_changes_no_number(results, policy):
     """The same dropout masks, too: the masks of the recomputed forward pass are drawn again from the same keys."""
     loss, grads, _ = results(policy)
@@ -75,14 +77,20 @@ def test_a_stack_without_a_loop_computes_the_same(results, policy, unlike):
 
 
 @pytest.mark.parametrize(
-    "given", ["some", "save:", "save", "save:query,keys", "save:query,", "dots_saveable", "none,full"]
+    "given",
+    ["some", "save:", "save", "save:query,keys", "save:query,", "dots_saveable", "none,full"]
+    + ["sqrt:", "sqrt:0", "sqrt:two", "offload:", "offload:keys", "offload:key;save:query", "save:key;offload:key"],
 )
 def test_unknown_policies_are_named_with_the_valid_ones(given):
-    with pytest.raises(ValueError, match=r"remat: expected none, full, dots, dots_no_batch or save:NAME.*given '"):
+    with pytest.raises(
+        ValueError, match=r"remat: expected none, full, sqrt, dots, dots_no_batch, offload, sqrt:NUM.*given '"
+    ):
         config_for(Memory, remat=given).instantiate()
 
 
 def test_every_name_that_may_be_saved_is_a_policy():
     for name in remat.ACTIVATION_NAMES:
         remat.check(f"save:{name}")
+        remat.check(f"save:{name};offload:{remat.INPUT}")
     remat.check("save:" + ",".join(remat.ACTIVATION_NAMES))
+    remat.check("offload:" + ",".join(remat.ACTIVATION_NAMES))

@@ -1,0 +1,116 @@
+"""remat sqrt and offload: the numbers of remat none, and bytes that are where they should be."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from framework.layers import remat
+from framework.plan.suggest import closed_form
+from framework.plan.targets import resolve
+from tests.support import small
+
+
+def config(policy: str, layers: int = 6, dtype: str = "float32", **fields):
+    """Dropout is on."""
+    model = small.gpt2(stack__num_layers=layers)
+    model.param_dtype = model.compute_dtype = dtype
+    return small.experiment(model, memory={"remat": policy}, **fields)
+
+
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 8}], ids=["one device", "fsdp"])
+def test_in_float64_the_gradients_are_those_of_no_remat(mesh):
+    with jax.enable_x64(True):
+        loss, expected = small.loss_and_grads(small.program(config("none", dtype="float64", mesh=mesh)))
+        for policy in ("sqrt:3", "offload", "save:query;offload:input,mlp_up"):
+            same, grads = small.loss_and_grads(small.program(config(policy, dtype="float64", mesh=mesh)))
+            assert same == loss
+            small.assert_close(grads, expected, 1e-13)
+
+
+def test_groups_save_memory():
+    """36 units' inputs, or those of 6 groups and of the 6 units in one; a group's weights and gradients come on top."""
+    needs = {}
+    for policy in ("full", "sqrt", "sqrt:12"):
+        program = small.program(config(policy, 36, batch=128))
+        stats = program.compiled_step.memory_analysis()
+        total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        needs[policy] = total + stats.temp_size_in_bytes
+    units = 128 * 16 * 32 * 4  # bytes of a unit's input
+    assert needs["sqrt"] < needs["full"] - 0.85 * (36 - 6 - 6) * units
+    assert needs["sqrt"] + 0.85 * (12 + 3 - 6 - 6) * units < needs["sqrt:12"] < needs["full"]
+
+
+def test_group_sizes():
+    sizes = {units: remat.group_size("sqrt", units) for units in (36, 32, 12, 80, 6, 4, 3, 7, 1)}
+    assert sizes == {36: 6, 32: 4, 12: 3, 80: 8, 6: 2, 4: 2, 3: None, 7: None, 1: None}
+    assert [remat.group_size(f"sqrt:{size}", 12) for size in (1, 2, 4, 6, 12)] == [None, 2, 4, 6, None]
+    assert remat.group_size("full", 36) is None
+
+
+def test_groups_that_do_not_divide_the_stack_are_refused_before_anything_is_traced():
+    with pytest.raises(ValueError, match=r"memory\.remat = sqrt:4: groups of 4 do not divide.* 6 units.*\[3, 6\]"):
+        small.program(config("sqrt:4"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "shapes"),
+    [("full", []), ("offload", [(6, 8, 16, 32)]), ("offload:mlp_up", [(6, 8, 16, 128)])]
+    + [("save:mlp_up;offload:query,input", [(6, 8, 16, 4, 8), (6, 8, 16, 32)])],
+)
+def test_what_is_offloaded_is_in_host_memory_between_the_passes(policy, shapes):
+    """By the program: XLA for CPU has but one memory."""
+    jaxpr = small.program(config(policy)).traced_step.jaxpr.jaxpr
+    loops = [var.aval for eqn in jaxpr.eqns if eqn.primitive.name == "scan" for var in eqn.outvars]
+    hosted = [aval.shape for aval in loops if aval.memory_space == jax.memory.Space.Host]
+    assert sorted(hosted) == sorted(shapes)
+
+
+def test_gpus_refuse_by_name(monkeypatch):
+    program = small.program(config("save:query;offload:input"))
+    monkeypatch.setattr(program, "mesh", SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")])))
+    with pytest.raises(ValueError, match=r"memory\.remat = save:query;offload:input: .*openxla/xla#46231.*on GPU exp"):
+        program.step_jit  # noqa: B018
+    with pytest.raises(ValueError, match="on GPU expected"):
+        closed_form(config("offload").instantiate(), resolve("h200"))
+    closed_form(config("sqrt").instantiate(), resolve("h200"))
+
+
+def test_the_closed_form_counts_both_memories():
+    def of(policy, layers):
+        found = closed_form(config(policy, layers, batch=64).instantiate(), resolve("v5e-1"))
+        return found.breakdown["activations"], found.host_breakdown["activations"]
+
+    unit = 64 * 16 * 128 * 4  # rows of 32 are as long as the TPU's registers
+    assert of("offload", 36)[0] - of("offload", 18)[0] < 1024  # the units' indices
+    assert of("offload", 36)[1] - of("offload", 18)[1] == 18 * unit
+    assert of("full", 36)[1] == of("sqrt", 36)[1] == 0
+    assert 20 * unit < of("full", 36)[0] - of("sqrt", 36)[0] <= 24 * unit
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make plan-tpu")
+def test_the_tpu_compiler_puts_inputs_on_the_host(tmp_path: Path):
+    """16 inputs of 16 MiB: more than the 128 MiB on the chip, where the compiler would keep those of a smaller toy."""
+    root, found = Path(__file__).parents[2], {}
+    for policy in ("full", "offload"):
+        file = tmp_path / f"{policy}.json"
+        fields = {
+            "data.global_batch_size": 64, "data.seq_len": 512, "model.dim": 256, "model.stack.num_layers": 16,
+            "model.stack.pattern.0.attention.num_heads": 2, "model.stack.pattern.0.mlp.hidden": 256,
+            "model.vocab_size": 1024, "data.tokenizer.vocab_size": 1024, "model.embed.max_positions": 512,
+            "memory.remat": policy,
+        }  # fmt: skip
+        flags = [f"--config.{path}={value}" for path, value in fields.items()]
+        command = [sys.executable, "-m", "launch.plan", "--config=gpt2-124m", "--target=v5e-1", "--step_only"]
+        done = subprocess.run([*command, f"--json={file}", *flags], cwd=root, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found[policy] = json.loads(file.read_text())
+    assert found["full"]["host_breakdown"]["activations"] == 0
+    assert found["offload"]["host_breakdown"]["activations"] >= 256 << 20
+    assert found["offload"]["device_peak_bytes"] < found["full"]["device_peak_bytes"] - 0.8 * (256 << 20)
