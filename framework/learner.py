@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -76,9 +75,7 @@ class Decision(NamedTuple):
 @dataclass(frozen=True)
 class Group:
     """The parameters of one stage that one optimizer updates: paths within the stage, and how many layers (or None).
-
-    With learner.scope = model the stage is "model": paths within the model, of all stages.
-    """
+    With learner.scope = model the stage is "model", and holds all of them."""
 
     stage: str
     label: str
@@ -153,6 +150,11 @@ class Learner:
         if not self.specs:
             raise ValueError("learner.rules freeze every parameter; nothing would be trained")
         self.groups = self._group(labels)
+        for label in {group.label for group in self.groups}:
+            own = self.optimizers[label]
+            if own.at_rest is not None:  # the layout moves its state; a pattern must match somewhere
+                own.partition({group.stage: self.unit_specs(group) for group in self.groups if group.label == label})
+                self.optimizers[label] = own.at_rest
         self.learning_rate = self._rates["default"]
 
     def _label(self, flat: dict[str, Any], optimizer: Config, rules: list[Rule]) -> dict[str, str]:
@@ -216,7 +218,9 @@ class Learner:
         """{stage: {label: {"state": ..., "master": ...}}}: OptStateSpecs, large leaves tagged with `memory_kind`."""
         tree: Nested = {}
         for group in self.groups:
-            specs = move_to_host(self._group_specs(group), memory_kind, stacked=group.length is not None)
+            specs = self._group_specs(group)
+            if memory_kind != "device":
+                specs = move_to_host(specs, memory_kind, stacked=group.length is not None)
             tree.setdefault(group.stage, {})[group.label] = specs
         return tree
 
@@ -299,21 +303,23 @@ class Learner:
     def select(self, tree: Nested, group: Group) -> Nested:
         """A group's part of a tree of all trainable parameters, without the stage; layers apart for scope = model."""
         if group.stage == "model":
-            flat = flatten(tree)
-            return unflatten(_apart({path: flat[path] for path in group.paths}, flatten(self.specs)))
+            flat, specs = flatten(tree), flatten(self.specs)
+            return unflatten({path: _apart(specs[path], flat[path]) for path in group.paths})
         flat = flatten(tree[group.stage])
         return unflatten({path: flat[path] for path in group.paths})
 
     def _unselect(self, tree: Nested, group: Group) -> dict[str, Any]:
         """{path in the model: leaf} of a tree that was selected."""
-        flat = flatten(tree)
-        if group.stage == "model":
-            return _together(flat, {path: flatten(self.specs)[path] for path in group.paths}) if flat else {}
-        return {f"{group.stage}/{path}": leaf for path, leaf in flat.items()}
+        flat, specs = flatten(tree), flatten(self.specs)
+        if group.stage != "model" or not flat:
+            return {f"{group.stage}/{path}": leaf for path, leaf in flat.items()}
+        lengths = {path: _length(specs[path]) for path in group.paths}
+        stacked = {path: [flat[f"{path}/{i}"] for i in range(n)] for path, n in lengths.items() if n is not None}
+        return {path: jnp.stack(stacked[path]) if path in stacked else flat[path] for path in group.paths}
 
     def reach(self, group: Group) -> Reach:
         """The smallest part of a unit of the group that can be updated without the rest; tried out on first use."""
-        unit = jax.tree.map(partial(_unstack, length=group.length), self.select(self.specs, group))
+        unit = self.unit_specs(group)
         # The same experiment is built more than once in a process: to plan it, to run it.
         key = self._configs[group.label], tuple((path, spec.shape) for path, spec in flatten(unit).items())
         if key not in _reaches:
@@ -456,15 +462,15 @@ def _share_counters(bundle: Bundle) -> tuple[Bundle, tuple[Any, ...]]:
 
 def _build(config: Config) -> PartitionedGradientTransformation:
     optimizer = config.instantiate()
-    if isinstance(optimizer, PartitionedGradientTransformation):
-        return optimizer
-    if not isinstance(optimizer, optax.GradientTransformation):
+    if not isinstance(optimizer, PartitionedGradientTransformation | optax.GradientTransformation):
         raise ValueError(f"learner.optimizer: expected an optax transformation, given {type(optimizer).__name__}")
     return partitioned(optimizer)
 
 
 def _schedule(optimizer: Config) -> Callable[[Any], Any] | None:
     """The learning rate as a function of the number of updates, for reports; None when the optimizer names none."""
+    while "optimizer" in optimizer:  # in a wrapper
+        optimizer = optimizer.optimizer
     rate = optimizer.get("learning_rate") if "learning_rate" in optimizer else None
     if isinstance(rate, Config):
         return rate.instantiate()
@@ -482,31 +488,13 @@ def _unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
     return replace(spec, shape=spec.shape[1:], mesh_axes=spec.mesh_axes[1:], roles=spec.roles[1:])
 
 
-def _layers(path: str, spec: ParameterSpec) -> list[str]:
-    """The paths of a stacked parameter's layers."""
-    stage, rest = path.split("/", 1)
-    return [f"{stage}/{index}/{rest}" for index in range(spec.shape[0])]
-
-
-def _apart(flat: dict[str, Any], specs: dict[str, ParameterSpec]) -> dict[str, Any]:
-    """Leaves (arrays or specs) by path; each layer of a stacked one is a leaf of its own."""
-    apart: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        if _length(specs[path]) is None:
-            apart[path] = leaf
-        elif isinstance(leaf, ParameterSpec):
-            apart |= dict.fromkeys(_layers(path, leaf), _unstack(leaf, _length(leaf)))
-        else:
-            apart |= dict(zip(_layers(path, specs[path]), leaf, strict=True))
-    return apart
-
-
-def _together(flat: dict[str, Any], specs: dict[str, ParameterSpec]) -> dict[str, Any]:
-    """The inverse of `_apart` for arrays."""
-    return {
-        path: flat[path] if _length(spec) is None else jnp.stack([flat[layer] for layer in _layers(path, spec)])
-        for path, spec in specs.items()
-    }
+def _apart(spec: ParameterSpec, leaf: Any) -> Any:
+    """The layers of a stacked leaf, an array or a spec, by their numbers; others as they are."""
+    length = _length(spec)
+    if length is None:
+        return leaf
+    is_spec = isinstance(leaf, ParameterSpec)
+    return {str(index): _unstack(leaf, length) if is_spec else leaf[index] for index in range(length)}
 
 
 def _like(spec: ParameterSpec, dtype: Any, owner: str | None = None) -> OptStateSpec:

@@ -22,15 +22,23 @@ from framework.layout import MeshAxes, Nested, OptStateSpec, ParameterSpec, flat
 
 
 class PartitionedGradientTransformation(NamedTuple):
-    """optax's `init` and `update`, and `partition(param_specs) -> OptStateSpecs` in the structure of the state."""
+    """optax's `init` and `update`, and `partition(param_specs) -> OptStateSpecs` in the structure of the state.
+
+    `at_rest`: the same for one unit and without moves of its own, where `update` moves state between memories.
+    """
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
     partition: Callable[[Nested], Any]
+    at_rest: PartitionedGradientTransformation | None = None
 
 
-def partitioned(optimizer: optax.GradientTransformation) -> PartitionedGradientTransformation:
-    """Any optax transformation with its derived partition function."""
+def partitioned(
+    optimizer: optax.GradientTransformation | PartitionedGradientTransformation,
+) -> PartitionedGradientTransformation:
+    """Any optax transformation with its derived partition function; one that states its own is left alone."""
+    if isinstance(optimizer, PartitionedGradientTransformation):
+        return optimizer
 
     def partition(param_specs: Nested) -> Any:
         return _partition(optimizer, param_specs)

@@ -11,6 +11,7 @@ May import: framework.layout, framework.optimizers.partition, JAX, optax.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -22,10 +23,9 @@ from framework.layout import Nested, flatten, unflatten
 from framework.optimizers.partition import owner_of
 
 Reach = Literal["element", "row", "tensor", "unit", "global"]
-REACHES: tuple[Reach, ...] = get_args(Reach)  # from the shortest to the widest
+_REACHES: tuple[Reach, ...] = get_args(Reach)  # from the shortest to the widest
 _SIZES = (3, 5, 4)  # of the dimensions of the arrays that are tried
-_STEPS = 3
-_SPOILED = 1  # the step
+Shapes = dict[str, tuple[int, ...]]
 
 
 def probe(optimizer: Any, specs: Nested) -> Reach:
@@ -36,36 +36,37 @@ def probe(optimizer: Any, specs: Nested) -> Reach:
         specs: the parameters of one unit. Paths and numbers of dimensions are kept for the trial, sizes are not.
 
     Returns:
-        "element"; "row", a slice along the first axis; "tensor"; "unit", all parameters that share an instance, when
-        what belongs to no parameter in the state depends on gradients or is a PRNG key (pieces would all draw the same
-        noise); "global" when one parameter's update depends on another's gradient. Vectors are never cut: what happens
-        inside of them counts only where there is nothing larger.
+        "element"; "row", a slice along the first axis; "tensor"; "unit", all that share an instance, when what belongs
+        to no parameter in the state depends on gradients or is a PRNG key (pieces would all draw the same noise);
+        "global" when one parameter's update depends on another's gradient. Vectors are never cut: what happens inside
+        of them counts only where there is nothing larger.
     """
-    shapes = {path: spec.shape for path, spec in flatten(specs).items()}
-    found: set[Reach] = {"element"}
-    # Of the true sizes: optimizers factor what is large and keep the rest whole.
-    for leaf, owner in _state(optimizer, shapes).values():
-        if owner is not None and leaf.size > 1 and leaf.shape != shapes[owner]:
-            found.add("tensor")
-
+    shapes: Shapes = {path: spec.shape for path, spec in flatten(specs).items()}
+    state = _state(optimizer, shapes).values()  # of the true sizes: optimizers factor what is large
+    summed = any(owner and leaf.shape not in ((), shapes[owner]) for leaf, owner in state)
+    found: set[Reach] = {"tensor" if summed else "element"}
     shapes = _toys(shapes)
     owners = {f"state/{path}": owner for path, (_, owner) in _state(optimizer, shapes).items()}
     owners |= {f"update/{path}": path for path in shapes}
-    trial = _Trial(optimizer, shapes)
-    clean = trial.run(None, 0.0)
-    smallest_cut = 2 if any(len(shape) > 1 for shape in shapes.values()) else 1  # dimensions
+    run = _trial(optimizer, shapes)
+    clean, cut = run(None, 0.0), 2 if any(len(shape) > 1 for shape in shapes.values()) else 1
     for path in {len(shape): path for path, shape in shapes.items()}.values():  # one of each number of dimensions
         for value in (1e3, np.nan):
-            for name, after in trial.run(path, value).items():
-                before = clean[name]
-                if owners[name] != path:
-                    found.add(_elsewhere(before, after, owners[name]))
-                elif before.shape[1:] == shapes[path] and len(shapes[path]) >= smallest_cut:
-                    found.add(_inside(before, after))
-    return max(found, key=REACHES.index)
+            for name, after in run(path, value).items():
+                before, at = clean[name], _spoiled(shapes[path])
+                changed = ((before != after) & ~((before != before) & (after != after))).any(axis=0)  # NaN is NaN
+                if (owner := owners.get(name)) is None:  # the same for each piece: counters, constants; but no key
+                    found.add("unit" if changed.any() or before.dtype.kind == "u" else "element")
+                elif owner != path:
+                    found.add("global" if changed.any() else "element")
+                elif changed.shape == shapes[path] and len(at) >= cut:
+                    changed[at] = False
+                    others = np.delete(changed, at[:1], axis=0)
+                    found.add("tensor" if others.any() else "row" if changed.any() else "element")
+    return max(found, key=_REACHES.index)
 
 
-def _state(optimizer: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[jax.ShapeDtypeStruct, str | None]]:
+def _state(optimizer: Any, shapes: Shapes) -> dict[str, tuple[jax.ShapeDtypeStruct, str | None]]:
     """{path: (a leaf of the state, the path of the parameter that it belongs to)}."""
     params = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
     owners = {tuple(path.split("/")): path for path in shapes}
@@ -73,71 +74,39 @@ def _state(optimizer: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, tupl
     return {path: (leaf, owners.get(owner_of(tuple(path.split("/")), owners) or ())) for path, leaf in state.items()}
 
 
-def _toys(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _toys(shapes: Shapes) -> Shapes:
     """Small shapes; what is the only one of its number of dimensions gets company, which could change with it."""
     dims = [len(shape) for shape in shapes.values()]
     lonely = {f"beside/{path}": shape for path, shape in shapes.items() if dims.count(len(shape)) == 1}
-    return {
-        path: tuple(min(dim, _SIZES[axis % len(_SIZES)]) for axis, dim in enumerate(shape))
-        for path, shape in {**lonely, **shapes}.items()
-    }
+    return {path: tuple(map(min, shape, _SIZES * len(shape))) for path, shape in {**lonely, **shapes}.items()}
 
 
-class _Trial:
-    """A few steps of an optimizer on drawn numbers, compiled once."""
-
-    def __init__(self, optimizer: Any, shapes: dict[str, tuple[int, ...]]):
-        rng = np.random.default_rng(0)
-        draws = [{path: rng.normal(size=s).astype(np.float32) for path, s in shapes.items()} for _ in range(_STEPS + 1)]
-        self.params, self.grads = unflatten(draws[0]), draws[1:]
-        self.state = jax.jit(optimizer.init)(self.params)
-
-        @jax.jit
-        def step(params: Any, state: Any, grads: Any) -> Any:
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, updates
-
-        self.step = step
-
-    def run(self, path: str | None, value: float) -> dict[str, np.ndarray]:
-        """Updates and states by path, of all steps, with `value` in the gradient of the leaf at `path`."""
-        params, state, seen = self.params, self.state, []
-        for index, grads in enumerate(self.grads):
-            if index == _SPOILED and path is not None:
-                spoiled = grads[path].copy()
-                spoiled[_at(spoiled.shape)] = value
-                grads = {**grads, path: spoiled}
-            params, state, updates = self.step(params, state, unflatten(grads))
-            seen.append({name: _bits(leaf) for name, leaf in flatten({"update": updates, "state": state}).items()})
-        return {name: np.stack([step[name] for step in seen]) for name in seen[0]}
-
-
-def _bits(leaf: Any) -> np.ndarray:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
-def _at(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The element that is spoiled."""
+def _spoiled(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The element whose gradient is spoiled: off the edge, where there is another."""
     return tuple(min(1, dim - 1) for dim in shape)
 
 
-def _changed(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Where two leaves, [steps, ...], differ in any step."""
-    return ((before != after) & ~((before != before) & (after != after))).any(axis=0)  # NaN is NaN
+def _trial(optimizer: Any, shapes: Shapes) -> Callable[[str | None, float], dict[str, np.ndarray]]:
+    """run(path, value): all updates and states of three steps, [3, ...] by path, with `value` in one gradient."""
+    rng = np.random.default_rng(0)
+    params, *draws = [{path: rng.normal(size=s).astype(np.float32) for path, s in shapes.items()} for _ in range(4)]
+    start = unflatten(params), jax.jit(optimizer.init)(unflatten(params))
 
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+        seen = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, {"update": updates, "state": state})
+        return (optax.apply_updates(params, updates), state), seen
 
-def _elsewhere(before: np.ndarray, after: np.ndarray, owner: str | None) -> Reach:
-    """What a leaf says that is not of the parameter whose gradient was spoiled."""
-    changed = bool(_changed(before, after).any())
-    if owner is None:  # a number of updates or a constant is the same for each piece; a key is, too, but must not be
-        return "unit" if changed or before.dtype.kind == "u" else "element"
-    return "global" if changed else "element"
+    def run(path: str | None, value: float) -> dict[str, np.ndarray]:
+        kept, seen = start, []
+        for index, draw in enumerate(draws):
+            grads = {name: grad.copy() for name, grad in draw.items()}
+            if index == 1 and path is not None:
+                grads[path][_spoiled(shapes[path])] = value
+            kept, leaves = step(*kept, unflatten(grads))
+            seen.append(flatten(leaves))
+        return {name: np.stack([leaves[name] for leaves in seen]) for name in seen[0]}
 
-
-def _inside(before: np.ndarray, after: np.ndarray) -> Reach:
-    """What a leaf says of the parameter whose gradient was spoiled, in one element."""
-    changed = _changed(before, after)
-    at = _at(changed.shape)
-    changed[at] = False
-    return "tensor" if np.delete(changed, at[:1], axis=0).any() else "row" if changed.any() else "element"
+    return run

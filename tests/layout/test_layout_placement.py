@@ -40,7 +40,14 @@ def test_copy_partition_works_on_optax_states_and_parameters():
     moved = [path for path, kind in kinds(tagged).items() if kind == "pinned_host"]
     assert len(moved) == 6
     assert all("/mu/" in path and path.endswith("weight") for path in moved)
-    specs = copy_partition(program.layout.specs["parameter"], pattern="token", memory_kind="pinned_host")
+    tagged = copy_partition(tagged, pattern="mlp|/nu/.*scale", memory_kind="pinned_host")
+    tagged = copy_partition(tagged, pattern="down", memory_kind="device")  # the last one that matches counts
+    again = {path for path, kind in kinds(tagged).items() if kind == "pinned_host"}
+    assert "head/default/state/0/nu/norm/scale" in again
+    assert [path for path in moved if path not in again] == [path for path in moved if "down" in path] != []
+    specs = copy_partition(program.layout.specs["parameter"], pattern="weight|token", memory_kind="pinned_host")
+    specs = copy_partition(specs, pattern="weight", memory_kind="device")
+    assert {path for path, kind in kinds(specs).items() if kind == "pinned_host"} == {"embed/token"}
     assert isinstance(specs["embed"]["token"], ParameterSpec)
     assert specs["embed"]["token"].initializer is program.layout.specs["parameter"]["embed"]["token"].initializer
 
