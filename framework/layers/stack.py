@@ -47,6 +47,8 @@ class Stack(Layer):
         dim: D, given by the parent.
         num_layers: a multiple of the pattern's length.
         pattern: the layers' configs; one entry means that all layers are alike.
+        shared: positions in the pattern, from 0, of layers whose parameters all units share: there is one copy, whose
+            gradient is the sum over its uses (Zamba's attention block, arXiv 2405.16712).
         depth_scaled_init: divide the initial output projections by sqrt(2 * num_layers), as GPT-2 does.
         unroll: how many units one iteration of the loop holds. 0 means all: no loop, compile time grows with depth, and
             on CPU, where a loop copies the weights that it slices, the step is about 10% faster. With any memory.remat
@@ -60,6 +62,7 @@ class Stack(Layer):
         dim: PositiveInt,
         num_layers: PositiveInt,
         pattern: list[Config],
+        shared: list[int] = [],  # noqa: B006  (a config's default is copied)
         depth_scaled_init: bool = True,
         unroll: int = 1,
     ):
@@ -70,6 +73,11 @@ class Stack(Layer):
                 f"num_layers = {num_layers} is no multiple of the pattern's {len(pattern)} layers; "
                 f"nearest: {num_layers // len(pattern) * len(pattern) or len(pattern)}"
             )
+        if not {*shared} < {*range(len(pattern))}:
+            raise ValueError(
+                f"shared = {shared}: expected positions of the pattern, 0 to {len(pattern) - 1}, and not all of them"
+            )
+        self.shared = {f"block{i}" for i in shared}
         self.num_units = num_layers // len(pattern)
         if not 0 <= unroll <= self.num_units:
             raise ValueError(f"unroll = {unroll} is not between 0 and the number of units, {self.num_units}")
@@ -82,8 +90,13 @@ class Stack(Layer):
         return {}
 
     def parameter_specs(self) -> Nested:
-        """The unit's parameters with a leading axis of num_units."""
-        return jax.tree.map(lambda spec: spec.stacked(self.num_units), self.unit.parameter_specs())
+        """The unit's own parameters, with a leading axis of num_units."""
+        own = {name: specs for name, specs in self.unit.parameter_specs().items() if name not in self.shared}
+        return jax.tree.map(lambda spec: spec.stacked(self.num_units), own)
+
+    def shared_specs(self) -> Nested:
+        """The parameters that all units share, by layer; they are passed beside the stack's, as `shared`."""
+        return {name: specs for name, specs in self.unit.parameter_specs().items() if name in self.shared}
 
     def buffer_specs(self) -> Nested:
         """The unit's buffers with a leading axis of num_units."""
@@ -105,14 +118,6 @@ class Stack(Layer):
         """
         return [jax.tree.map(lambda p, i=i: p[i], params) for i in range(self.num_units)]
 
-    def prepare(self, params: Any, ctx: Context) -> Any:
-        """Nothing here: each unit prepares its own weights when its turn comes."""
-        return params
-
-    def apply(self, weights: Any, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
-        """All units, the parameters as they are."""
-        return self.forward(weights, carry, ctx, layer_state)
-
     def forward(
         self,
         params: Nested | list[Nested],
@@ -122,7 +127,7 @@ class Stack(Layer):
         fetch: Callable[[Nested], Nested] = lambda unit_params: unit_params,
         shared: Nested | None = None,
     ) -> tuple[Any, Out]:
-        """All units in turn.
+        """All units in turn; each prepares its weights when its turn comes.
 
         Args:
             params: stacked parameters, each [num_units, ...], or the list that `split` makes of them.
@@ -130,7 +135,7 @@ class Stack(Layer):
             ctx: the context; the unit's index is folded into its random stream.
             layer_state: stacked buffers.
             fetch: brings one unit's parameters, the shared ones among them, to where they are computed with.
-            shared: parameters that all units use, by layer.
+            shared: as `shared_specs`.
         """
 
         unit = self.unit_function(params, ctx, fetch)

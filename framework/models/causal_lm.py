@@ -7,7 +7,6 @@ between stages, so nothing here differentiates. May import: framework.config, fr
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +55,11 @@ class CausalLM:
         self.ties: dict[str, str] = {"head/table": "embed/token"} if self.head.tied else {}
 
     def parameter_specs(self) -> Nested:
-        """{stage: nested dict of ParameterSpec} in `param_dtype`."""
-        return {
-            name: jax.tree.map(lambda spec: replace(spec, dtype=self.param_dtype), stage.parameter_specs())
-            for name, stage in self.stages.items()
-        }
+        """{stage: nested dict of ParameterSpec} in `param_dtype`; what the stack's units share is "shared"."""
+        specs = {name: stage.parameter_specs() for name, stage in self.stages.items()}
+        if self.stack.shared_specs():
+            specs["shared"] = self.stack.shared_specs()
+        return jax.tree.map(lambda spec: replace(spec, dtype=self.param_dtype), specs)
 
     def buffer_specs(self) -> Nested:
         """{stage: nested dict of TensorSpec}, stages without buffers left out."""
@@ -104,14 +103,13 @@ class CausalLM:
 
     def hidden(self, params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, dict[str, Out]]:
         """Everything before the head: x_BSD, and the Out of each stage."""
-        carry: Any = None
-        outs: dict[str, Out] = {}
-        for name in ("embed", "stack"):
-            stage = self.stages[name]
-            with jax.named_scope(name):  # scopes give the compiler's buffers the names of layers
-                weights = stage.prepare(self.stage_params(params, name), ctx)
-                carry, outs[name] = stage.apply(weights, carry, ctx.fold(name), buffers.get(name, {}))
-        return carry, outs
+        with jax.named_scope("embed"):  # scopes give the compiler's buffers the names of layers
+            weights = self.embed.prepare(self.stage_params(params, "embed"), ctx)
+            x_BSD, embed = self.embed.apply(weights, None, ctx.fold("embed"), buffers.get("embed", {}))
+        with jax.named_scope("stack"):
+            own, shared, state = self.stage_params(params, "stack"), params.get("shared"), buffers.get("stack", {})
+            x_BSD, stack = self.stack.forward(own, x_BSD, ctx.fold("stack"), state, shared=shared)
+        return x_BSD, {"embed": embed, "stack": stack}
 
     def loss(self, params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:
         """The objective of ctx.batch, and all that leaves the model besides.

@@ -61,15 +61,15 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     specs = model.parameter_specs()
 
-    def gather(spec: TensorSpec, weight: jax.Array, skip: int = 0) -> jax.Array:
+    def gather(spec: TensorSpec, weight: jax.Array) -> jax.Array:
         weight = weight.astype(model.compute_dtype)
-        for axis, names in enumerate(spec.mesh_axes[skip:]):
+        for axis, names in enumerate(spec.mesh_axes):
             if sizes["fsdp"] > 1 and "fsdp" in ((names,) if isinstance(names, str) else names or ()):
                 weight = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
         return weight
 
     def fetch(unit: Nested) -> Nested:  # one unit's weights, which have no axis of layers
-        return jax.tree.map(lambda spec, weight: gather(spec, weight, 1), specs["stack"], unit)
+        return jax.tree.map(gather, model.stack.unit.parameter_specs(), unit)
 
     def gradients(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Any:
         rows = jnp.arange(batch["tokens"].shape[0])
@@ -85,7 +85,7 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
             weights = jax.tree.map(gather, specs["embed"], everything["embed"])
             carry, _ = model.embed.apply(weights, None, ctx.fold("embed"), buffers.get("embed", {}))
             carry, out = model.stack.forward(
-                everything["stack"], carry, ctx.fold("stack"), buffers.get("stack", {}), fetch
+                everything["stack"], carry, ctx.fold("stack"), buffers.get("stack", {}), fetch, everything.get("shared")
             )
             norm = jax.tree.map(lambda w: w.astype(model.compute_dtype), everything["head"]["norm"])
             head = Context(**fields).fold("head")  # no mesh: its chunks are those of this device's positions

@@ -159,7 +159,7 @@ def recorded(*pattern, units: int = 1, remat: str = "none") -> np.ndarray:
     params, buffers = (
         jax.tree.map(lambda s: jnp.zeros(s.shape), specs) for specs in (stack.parameter_specs(), stack.buffer_specs())
     )
-    _, out = stack.apply(params, jnp.zeros((4, 6, 8)), replace(context(), remat=remat), buffers)
+    _, out = stack.forward(params, jnp.zeros((4, 6, 8)), replace(context(), remat=remat), buffers)
     return np.asarray(out.layer_state["block0"]["mask"])
 
 

@@ -66,7 +66,7 @@ def test_a_pattern_of_unlike_layers_equals_its_layers_in_turn(unroll, remat):
     params, buffers = values(layer, 1.0 if remat == "none" else 0.5)
     # The unrolled stack takes its parameters as training passes them: a list of the units' own.
     passed = layer.split(params) if layer.is_unrolled(remat) else params
-    y, out = jax.jit(layer.apply)(passed, X, ctx, buffers)
+    y, out = jax.jit(layer.forward)(passed, X, ctx, buffers)
     expected, loss, states = jax.jit(lambda *args: in_turn(layer, *args))(params, X, buffers)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
@@ -104,10 +104,10 @@ def test_bf16_compute_of_f32_parameters_casts_inside_the_loop():
     layer = stack()
     params, buffers = values(layer)
     ctx = replace(CTX, compute_dtype=jnp.bfloat16, remat="full")
-    y, out = jax.jit(layer.apply)(params, X.astype(jnp.bfloat16), ctx, buffers)
+    y, out = jax.jit(layer.forward)(params, X.astype(jnp.bfloat16), ctx, buffers)
     assert y.dtype == jnp.bfloat16
     assert out.loss.dtype == jnp.float32
-    expected, _ = layer.apply(params, X, CTX, buffers)
+    expected, _ = layer.forward(params, X, CTX, buffers)
     small.assert_close({"y": np.asarray(y, np.float32)}, {"y": np.asarray(expected)}, 0.05)
 
 

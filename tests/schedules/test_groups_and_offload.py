@@ -38,8 +38,7 @@ def test_groups_save_memory():
     """36 units' inputs, or those of 6 groups and of the 6 units in one; a group's weights and gradients come on top."""
     needs = {}
     for policy in ("full", "sqrt", "sqrt:12"):
-        program = small.program(config(policy, 36, batch=128))
-        stats = program.compiled_step.memory_analysis()
+        stats = small.program(config(policy, 36, batch=128)).compiled_step.memory_analysis()
         total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         needs[policy] = total + stats.temp_size_in_bytes
     units = 128 * 16 * 32 * 4  # bytes of a unit's input
@@ -52,9 +51,6 @@ def test_group_sizes():
     assert sizes == {36: 6, 32: 4, 12: 3, 80: 8, 6: 2, 4: 2, 3: None, 7: None, 1: None}
     assert [remat.group_size(f"sqrt:{size}", 12) for size in (1, 2, 4, 6, 12)] == [None, 2, 4, 6, None]
     assert remat.group_size("full", 36) is None
-
-
-def test_groups_that_do_not_divide_the_stack_are_refused_before_anything_is_traced():
     with pytest.raises(ValueError, match=r"memory\.remat = sqrt:4: groups of 4 do not divide.* 6 units.*\[3, 6\]"):
         small.program(config("sqrt:4"))
 
