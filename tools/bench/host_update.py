@@ -1,0 +1,90 @@
+"""Optimizer state on the host: move it for the update, or compute the update where it lives (`compute_on`)?
+
+    python -m tools.bench.host_update [--target=v5e-1]
+
+AdamW on a few f32 matrices in three ways: state on the device; on the host and moved for the update; on the host and
+updated by its processor, to which gradients and weights travel. With a target the programs are compiled for it with no
+device attached; without, they run on this machine's CPU, in turns. Prints a markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental.compute_on import compute_on
+from jax.sharding import SingleDeviceSharding
+
+from framework.layout import ParameterSpec
+from framework.metrics.tables import human_bytes
+from framework.optimizers.offload import offload_optimizer
+from framework.plan import targets
+from framework.plan.compiled import compile_for
+from tools.bench.ratios import ratio
+
+ADAMW = optax.adamw(1e-3, weight_decay=0.1)
+HOSTED = offload_optimizer(ADAMW)
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+WAYS = ["state on the device", "state moved for the update", "update on the host"]
+
+
+def step_of(way: str, specs: Any) -> Any:
+    """(weights, state, gradients) -> (weights, state) in one of the ways. `specs`: of the state."""
+    put = lambda tree, space: jax.tree.map(lambda x: jax.device_put(x, space), tree)  # noqa: E731
+
+    def on_the_host(grads: Any, state: Any, params: Any) -> Any:
+        with compute_on("device_host"):
+            updates, state = ADAMW.update(*(put(tree, HOST) for tree in (grads, state, params)))
+        back = lambda x, spec: jax.device_put(x, DEVICE) if spec.memory_kind == "device" else x  # noqa: E731
+        return put(updates, DEVICE), jax.tree.map(back, state, specs)
+
+    update = dict(zip(WAYS, (ADAMW.update, HOSTED.update, on_the_host), strict=True))[way]
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def main() -> None:
+    """Compiles the three ways, runs them where they can run, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("target", "cpu:1"), ("matrices", 8), ("dim", 1024), ("rounds", 20)):
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    args = parser.parse_args()
+    targets.environment(args.target)
+    target = targets.resolve(args.target)
+    device, matrix = target.devices()[0], ParameterSpec((args.dim, args.dim), "float32", roles=("in", "out"))
+    params = dict.fromkeys([f"w{i}" for i in range(args.matrices)], matrix)
+    compiled, rows, states = {}, {}, {}
+    for way in WAYS:
+        specs = offload_optimizer(ADAMW, offload_dst="device" if way == WAYS[0] else "pinned_host").partition(params)
+        trees = params, specs, params
+        places = jax.tree.map(lambda spec: SingleDeviceSharding(device, memory_kind=spec.memory_kind), trees)
+        abstract = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), trees, places)
+        lowered = jax.jit(step_of(way, specs), donate_argnums=(0, 1), out_shardings=places[:2]).lower(*abstract)
+        hosted = sum(spec.num_bytes for spec in jax.tree.leaves(specs) if spec.memory_kind != "device")
+        bytes_, compiled[way] = compile_for(lowered, target.platform, hosted), lowered.compile()
+        calls = str(compiled[way].as_text().count('custom_call_target="HostExecute"'))
+        rows[way] = [*map(human_bytes, (hosted, bytes_.peak, bytes_.temp)), calls]
+        if target.platform == "cpu":
+            states[way] = jax.device_put(jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), trees), places)
+    seconds = {way: [] for way in WAYS}
+    for _ in range(args.rounds + 1):
+        for way, (weights, state, grads) in states.items():
+            start = time.perf_counter()
+            states[way] = (*jax.block_until_ready(compiled[way](weights, state, grads)), grads)
+            seconds[way].append(time.perf_counter() - start)
+    print("| | on the host | device peak | temporaries | host calls | step time |\n|---|---|---|---|---|---|")
+    for way in WAYS:
+        taken = ratio(seconds[way][1:], seconds[WAYS[0]][1:]) if states else "-"
+        print(f"| {' | '.join([way, *rows[way]])} | {taken} |")
+
+
+if __name__ == "__main__":
+    main()
