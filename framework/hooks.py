@@ -63,7 +63,8 @@ class Guard(Hook):
             return
         self.in_a_row += 1
         policy, limit = run.experiment.learner.nonfinite, run.experiment.learner.max_nonfinite
-        what = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing was updated"
+        moved = _moved(run, int(metrics.get("updated_units", 0)))
+        what = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; {moved} updated"
         run.progress.print(what)
         if policy == "stop":
             raise NonFiniteError(f"{what}; stopped (learner.nonfinite = stop)")
@@ -74,6 +75,15 @@ class Guard(Hook):
             raise RollBack(step)
         if self.in_a_row >= limit:
             raise NonFiniteError(f"{what}; stopped after {self.in_a_row} such steps in a row (learner.max_nonfinite)")
+
+
+def _moved(run: Trainer, count: int) -> str:
+    """What an update in the backward pass had changed when it met the first gradient that is not finite."""
+    units = run.experiment.model.stack.num_units
+    if count == 0:
+        return "nothing was"
+    last = f"units {units - 1} to {max(units - count + 1, 0)} of the stack" if count > 1 else ""
+    return " and ".join(part for part in ("the head", last) if part) + " had been"
 
 
 class Report(Hook):

@@ -81,19 +81,27 @@ class ParameterSpec(TensorSpec):
 
     def stacked(self, length: int) -> ParameterSpec:
         """The same parameter for `length` layers: a leading "layer" axis, never sharded, initialized layer by layer."""
-        inner = self.initializer
-
-        def initialize(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-            keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shape[0]))
-            return jax.vmap(lambda k: inner(k, shape[1:], dtype))(keys)
-
         return replace(
             self,
             shape=(length, *self.shape),
             mesh_axes=(None, *self.mesh_axes),
             roles=("layer", *self.roles),
-            initializer=initialize,
         )
+
+    @property
+    def num_layers(self) -> int | None:
+        """How many layers it is stacked for, None for a single parameter."""
+        return self.shape[0] if self.roles[:1] == ("layer",) else None
+
+    def draw(self, key: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+        """Its first value, or that of one layer of a stacked parameter."""
+        if self.num_layers is None:
+            return self.initializer(key, self.shape, self.dtype)
+
+        def one(layer: jax.Array) -> jax.Array:
+            return self.initializer(jax.random.fold_in(key, layer), self.shape[1:], self.dtype)
+
+        return jax.vmap(one)(jnp.arange(self.num_layers)) if layer is None else one(layer)
 
 
 @dataclass(frozen=True)
@@ -216,6 +224,11 @@ class StateLayout:
     def __iter__(self) -> Iterator[Leaf]:
         return iter(self.leaves)
 
+    @property
+    def kept(self) -> Nested:
+        """The specs of what a checkpoint holds: everything but the buffers of hosted gradients."""
+        return {group: specs for group, specs in self.specs.items() if group != "gradient"}
+
     def sharding(self, spec: TensorSpec) -> NamedSharding:
         """The sharding of one leaf, memory kind included."""
         return NamedSharding(self.mesh, PartitionSpec(*spec.mesh_axes), memory_kind=spec.memory_kind)
@@ -315,15 +328,16 @@ def move_to_host(specs: Any, memory_kind: MemoryKind, *, stacked: bool = False, 
     return jax.tree.map(tagged, specs)
 
 
-def initialize(specs: Nested, key: jax.Array) -> Nested:
+def initialize(specs: Nested, key: jax.Array, layer: jax.Array | None = None) -> Nested:
     """Parameters from their specs; each key is folded in by the parameter's path, so a new sibling changes no other.
 
     Args:
         specs: nested dict of ParameterSpec.
         key: a typed PRNG key.
+        layer: of stacked parameters, this layer's only, without the leading axis.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda keypath, spec: spec.initializer(fold_in_name(key, path_name(keypath)), spec.shape, spec.dtype), specs
+        lambda keypath, spec: spec.draw(fold_in_name(key, path_name(keypath)), layer), specs
     )
 
 

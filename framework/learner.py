@@ -261,6 +261,14 @@ class Learner:
             part[name] = unflatten({path: own[path] for path in paths})
         return part
 
+    def separable(self, group: Group) -> bool:
+        """Whether the optimizer's state for one parameter alone is a part of that for all."""
+        entry = self._group_specs(group)
+        try:
+            return group.stage != "model" and all(self.part(group, (path,), entry) for path in group.paths)
+        except KeyError:
+            return False
+
     def _keeps_master(self, group: Group) -> bool:
         specs: list[ParameterSpec] = jax.tree.leaves(self.select(self.specs, group))
         return self.master_dtype is not None and any(spec.dtype != self.master_dtype for spec in specs)
@@ -280,25 +288,46 @@ class Learner:
 
     def init(self, precise: Nested) -> Update:
         """(trainable parameters, optimizer state, averages) from freshly initialized, uncast trainable parameters."""
-        optimizer: Nested = {}
-        cast = self._to_reference(precise)
+        made = self.init_part(flatten(precise))
+        specs = {"parameter": self.specs, "optimizer": self.optimizer_specs(), "ema": self.ema_specs()}
+        params, optimizer, ema = (in_structure(specs[name], made[name]) for name in specs)
+        return params, optimizer, ema
+
+    def init_part(self, precise: dict[str, jax.Array], *, unit: bool = False) -> dict[str, dict[str, jax.Array]]:
+        """What `init` makes of some of the parameters, by group of the state and path.
+
+        Args:
+            precise: by path; those of one of `init_parts`, or all.
+            unit: they are one layer's, without the leading axis.
+        """
+        specs, optimizer = flatten(self.specs), {}
+        cast = {path: x.astype(self._reference_dtype(specs[path])) for path, x in precise.items()}
         for group in self.groups:
-            reference = self.select(cast, group)
-            init = self.optimizers[group.label].init
-            state = init(reference) if group.length is None else jax.vmap(init)(reference)
-            entry = {"state": state}
+            prefix = "" if group.stage == "model" else f"{group.stage}/"
+            group = replace(group, paths=tuple(path for path in group.paths if f"{prefix}{path}" in precise))
+            if not group.paths:
+                continue
+            reference = self.select(unflatten(cast), group)
+            init, stacked = self.optimizers[group.label].init, group.length is not None and not unit
+            entry = {"state": jax.vmap(init)(reference) if stacked else init(reference)}
             if self._keeps_master(group):
                 entry["master"] = reference
             if self.clip_mode == "norm_growth":
-                axes = 0 if group.length is None else 1
-                entry["norm"] = jax.tree.map(lambda x, axes=axes: jnp.zeros(x.shape[:axes]), reference)
-            optimizer.setdefault(group.stage, {})[group.label] = entry
-        optimizer = jax.tree.map(lambda x, spec: x.astype(spec.dtype), optimizer, self.optimizer_specs())
-        params = jax.tree.map(lambda x, spec: x.astype(spec.dtype), precise, self.specs)
-        return params, optimizer, {} if self.ema is None else cast
+                entry["norm"] = jax.tree.map(lambda x, axes=int(stacked): jnp.zeros(x.shape[:axes]), reference)
+            dtypes = {path: spec.dtype for path, spec in flatten(self._group_specs(group)).items()}
+            home = f"{group.stage}/{group.label}"
+            optimizer |= {f"{home}/{path}": x.astype(dtypes[path]) for path, x in flatten(entry).items()}
+        params = {path: x.astype(specs[path].dtype) for path, x in precise.items()}
+        return {"parameter": params, "optimizer": optimizer, "ema": {} if self.ema is None else cast}
 
-    def _to_reference(self, params: Nested) -> Nested:
-        return jax.tree.map(lambda x, spec: x.astype(self._reference_dtype(spec)), params, self.specs)
+    def init_parts(self) -> list[tuple[str, ...]]:
+        """Paths of the trainable parameters that `init_part` can be called with, the smallest that are possible."""
+        parts = []
+        for group in self.groups:
+            prefix = "" if group.stage == "model" else f"{group.stage}/"
+            paths = tuple(f"{prefix}{path}" for path in group.paths)
+            parts += [(path,) for path in paths] if self.separable(group) else [paths]
+        return parts
 
     def select(self, tree: Nested, group: Group) -> Nested:
         """A group's part of a tree of all trainable parameters, without the stage; layers apart for scope = model."""
@@ -353,9 +382,9 @@ class Learner:
             counter: the state's counters.
         """
         factor = jnp.ones_like(norm)
-        if self.clip_mode in ("global_norm", "two_pass"):
+        if self.clip is not None and self.clip_mode in ("global_norm", "two_pass"):
             factor = jnp.minimum(1.0, self.clip / norm)
-        elif self.clip_mode == "previous_norm":
+        elif self.clip is not None and self.clip_mode == "previous_norm":
             before = counter["grad_norm"].astype(norm.dtype)
             factor = jnp.where(before > 0, jnp.minimum(1.0, self.clip / before), 1.0)
         return Decision(norm, factor, jnp.isfinite(norm) & jnp.isfinite(loss), counter["step"] - counter["skipped"])
@@ -403,13 +432,13 @@ class Learner:
             reference = entry.get("master", weights)
             grads = jax.tree.map(lambda g, r: g.astype(r.dtype), grads, reference)
             new_norms = None
-            if self.clip_mode == "norm_growth":
+            if self.clip is not None and self.clip_mode == "norm_growth":
                 grads, new_norms = limit_norm_growth(grads, entry["norm"], self.clip)
             elif self.clip_mode in ("global_norm", "two_pass", "previous_norm"):
                 grads = jax.tree.map(lambda g: g * decision.factor.astype(g.dtype), grads)
             state = self._precise(entry["state"], reference)
             updates, new_state = optimizer.update(grads, state, reference)
-            if self.clip_mode == "update_rms":
+            if self.clip is not None and self.clip_mode == "update_rms":
                 rate = 1.0 if schedule is None else schedule(decision.count)
                 updates = limit_update_rms(updates, self.clip, rate)
             new_reference = optax.apply_updates(reference, updates)

@@ -6,6 +6,7 @@ May import: everything in framework but trainer and hooks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from framework.experiment import Experiment
 from framework.layers.base import BATCH_AXES, Context
 from framework.layers.remat import check_platform
-from framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, unflatten
+from framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, store_leaf, unflatten
+from framework.learner import in_structure
 from framework.schedules import after_backward, hosted_gradients, in_backward, streamed
 from framework.schedules.step import Metrics, State, microbatches
 
@@ -90,35 +92,56 @@ class Program:
     # --- state -------------------------------------------------------------------------------------------------------
 
     def init_function(self, seed: int) -> Callable[[], State]:
-        """The function that makes the first state, straight into the layout when jitted with its shardings."""
-        model, learner = self.experiment.model, self.experiment.learner
+        """The function that makes the first state, straight into the layout when jitted with its shardings.
 
-        def zeros(specs: Nested) -> Nested:
-            return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
+        A stack is made a layer at a time, and what lives on the host goes there at once: nothing is held twice.
+        """
+        learner, groups = self.experiment.learner, {name: flatten(tree) for name, tree in self.layout.specs.items()}
+        specs = flatten(_uncast(self.experiment.model.parameter_specs()))
 
-        def init() -> State:
-            key = jax.random.key(seed)
-            init_key, run_key = jax.random.split(key)
-            precise = initialize(_uncast(model.parameter_specs()), init_key)
-            trainable, frozen = _pick(precise, learner.specs), _pick(precise, learner.frozen_specs)
-            params, optimizer, ema = learner.init(trainable)
-            gradient = self.layout.specs.get("gradient")
+        def part(key: jax.Array, paths: tuple[str, ...], layer: jax.Array | None = None) -> dict[str, Any]:
+            """All groups of some parameters, by group and path, cast and moved as the layout says."""
+            precise = flatten(initialize(unflatten({path: specs[path] for path in paths}), key, layer))
+            if paths[0] in groups["frozen"]:
+                made = {"frozen": precise}
+            else:
+                made = learner.init_part(precise, unit=layer is not None)
+            if "gradient" in groups and "parameter" in made:
+                made["gradient"] = jax.tree.map(jnp.zeros_like, made["parameter"])
             return {
-                **({} if gradient is None else {"gradient": zeros(gradient)}),
-                "parameter": params,
-                "frozen": jax.tree.map(lambda x, spec: x.astype(spec.dtype), frozen, learner.frozen_specs),
-                "buffer": zeros(model.buffer_specs()),
-                "optimizer": optimizer,
-                "ema": ema,
-                "counter": {
-                    "step": jnp.int32(0),
-                    "skipped": jnp.int32(0),
-                    "grad_norm": jnp.float32(0.0),
-                    "rng": jax.random.key_data(run_key),
-                },
+                name: {
+                    path: store_leaf(groups[name][path], x.astype(groups[name][path].dtype)) for path, x in own.items()
+                }
+                for name, own in made.items()
             }
 
+        def init() -> State:
+            key, run_key = jax.random.split(jax.random.key(seed))
+            flat: dict[str, dict[str, Any]] = {name: {} for name in groups}
+            made: dict[str, Any] = {}
+            for paths in [*learner.init_parts(), *((path,) for path in groups["frozen"])]:
+                # One after the other: many at once would be many float32 copies at once.
+                key, made = jax.lax.optimization_barrier((key, made))
+                for name, own in made.items():
+                    flat[name] |= own
+                layers = specs[paths[0]].num_layers if learner.scope == "unit" else None
+                one = functools.partial(part, key, paths)
+                made = one() if layers is None else jax.lax.map(one, jnp.arange(layers))
+            for name, own in made.items():
+                flat[name] |= own
+            flat["buffer"] = {path: jnp.zeros(spec.shape, spec.dtype) for path, spec in groups["buffer"].items()}
+            flat["counter"] = {"step": jnp.int32(0), "skipped": jnp.int32(0), "grad_norm": jnp.float32(0.0)}
+            flat["counter"]["rng"] = jax.random.key_data(run_key)
+            return {name: in_structure(tree, flat[name]) for name, tree in self.layout.specs.items()}
+
         return init
+
+    @cached_property
+    def scratch_jit(self) -> Any:
+        """The groups of the state that no checkpoint holds, as zeros."""
+        specs = {name: tree for name, tree in self.layout.specs.items() if name not in self.layout.kept}
+        zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
+        return jax.jit(zeros, out_shardings=self.layout.shardings(specs))
 
     def init_jit(self, seed: int | None = None) -> Any:
         """`init_function`, jitted with the layout's shardings; the config's seed by default."""
@@ -206,8 +229,3 @@ class Program:
 def _uncast(specs: Nested) -> Nested:
     """Parameters are drawn in float32 (or wider) and cast afterwards, so that a master copy holds what was drawn."""
     return jax.tree.map(lambda spec: replace(spec, dtype=jnp.promote_types(spec.dtype, jnp.float32)), specs)
-
-
-def _pick(tree: Nested, specs: Nested) -> Nested:
-    flat = flatten(tree)
-    return unflatten({path: flat[path] for path in flatten(specs)})

@@ -122,10 +122,10 @@ class Trainer:
 
     def _restore(self) -> int:
         self.state = {}  # the old arrays go before the new ones come: there is never a second copy
-        restored = self.checkpointer.restore_latest(self.program.layout.abstract())
+        restored = self.checkpointer.restore_latest(self.program.layout.abstract(self.program.layout.kept))
         for problem in restored.problems:
             self.progress.print(f"checkpoint: {problem}")
-        self.state, self._extra = restored.state, restored.extra
+        self.state, self._extra = {**restored.state, **self.program.scratch_jit()}, restored.extra
         self.program.layout.check(self.state)
         self.data_offset = int(self._extra["data"]["offset"])
         self.writer.resume(restored.step)
@@ -152,9 +152,10 @@ class Trainer:
             },
             "seed": self.options.seed,
         }
+        kept = {group: self.state[group] for group in self.program.layout.kept}
         for _ in range(2):  # the first try may only report that the save before it failed in the background
             try:
-                self.checkpointer.save(step, self.state, extra)
+                self.checkpointer.save(step, kept, extra)
                 return
             except CheckpointSpaceError as error:
                 self._not_saved(step, error)

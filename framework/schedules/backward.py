@@ -23,7 +23,7 @@ from framework.layers.base import Context, Out
 from framework.layout import Nested, flatten, merge, unflatten
 from framework.models.causal_lm import CausalLM
 
-Work = dict[str, Any]  # "parameter", and whatever visits change
+Work = dict[str, Any]  # "parameter", "frozen", and whatever visits change
 # (work, stage, gradients, index of the unit or None) -> work. Gradients are in the structure of the stage's trainable
 # parameters, those of a unit without the leading axis. Called once for each unit and once for each other stage.
 Visit = Callable[[Work, str, Nested, jax.Array | None], Work]
@@ -31,7 +31,7 @@ Visit = Callable[[Work, str, Nested, jax.Array | None], Work]
 
 def forward(
     model: CausalLM, params: Nested, frozen: Nested, ctx: Context, buffers: Nested
-) -> tuple[jax.Array, Out, Callable[[Work, Visit], Work]]:
+) -> tuple[jax.Array, Out, Work, Callable[[Work, Visit], Work]]:
     """The objective, and the backward pass that is to be run.
 
     Args:
@@ -41,8 +41,9 @@ def forward(
         buffers: the model's.
 
     Returns:
-        (loss, Out, pull): `pull(work, visit)` runs backward, head first; work["parameter"] begins as `params`. A tied
-        parameter is visited with its home stage, with the sum of its gradients.
+        (loss, Out, work, pull): `pull(work, visit)` runs backward, head first, and returns the work as visits left it.
+        What is returned has the groups "parameter" and "frozen"; add what visits need. A tied parameter is visited
+        with its home stage, with the sum of its gradients.
     """
     run = _Stages(model, params, frozen, ctx, buffers)
     x, embed_out, pull_embed = run.stage("embed", None)
@@ -63,12 +64,18 @@ def forward(
         grads = run.own("embed", grads, pending)
         return visit(work, "embed", grads, None) if grads else work
 
-    return out.loss, out, pull
+    return out.loss, out, run.work, pull
 
 
 class _Stages:
     def __init__(self, model: CausalLM, params: Nested, frozen: Nested, ctx: Context, buffers: Nested):
         self.model, self.params, self.frozen, self.ctx, self.buffers = model, params, frozen, ctx, buffers
+        self.work: Work = {"parameter": params, "frozen": frozen}
+        # TPU likes some weights transposed, and would hold a transposed copy of a whole stack that a loop only reads.
+        # Each unit's are written back to where they were, which costs 1% to 5% of a step's traffic with memory; weights
+        # that are gathered over fsdp are copied unit by unit anyway.
+        mesh = ctx.mesh
+        self.write_back = mesh is not None and mesh.devices.flat[0].platform == "tpu" and mesh.shape["fsdp"] == 1
         self.specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
 
     def _inputs(self, name: str) -> tuple[Nested, Nested]:
@@ -122,41 +129,47 @@ class _Stages:
     def stack(self, x: Any) -> tuple[Any, Out, Callable[[Work, Any, Visit], tuple[Work, Any, Nested]]]:
         """The stack: (output, Out, pull-back, which visits the units and returns the shared parameters' gradients)."""
         stack, ctx = self.model.stack, self.ctx.fold("stack")
-        fixed, state = self.frozen.get("stack", {}), self.buffers.get("stack", {})
+        state = self.buffers.get("stack", {})
         shared, fixed_shared = self.params.get("shared", {}), self.frozen.get("shared", {})
-        unit = stack.unit_function(merge(self.params["stack"], fixed), ctx)
+        unit = stack.unit_function(merge(self.params.get("stack", {}), self.frozen.get("stack", {})), ctx)
 
-        loss_like: list[Any] = []
-        put_back: list[Callable[..., Any]] = []
+        like: list[Any] = []  # a unit's loss, and what puts its pull-back together; known once a unit was traced
 
-        def arguments(own: Nested, index: jax.Array) -> tuple[Any, ...]:
-            return own, shared, _take(fixed, index), fixed_shared, _take(state, index), ctx.fold_index(index)
+        def arguments(units: Nested, index: jax.Array) -> tuple[Any, Any, Any]:
+            return units["parameter"], shared, (units["frozen"], _take(state, index), ctx.fold_index(index))
 
         def run(own: Any, shared: Any, x: Any, rest: Any) -> tuple[tuple[Any, Any], Out]:
-            fixed, fixed_shared, state, ctx = rest
+            fixed, state, ctx = rest
             with jax.named_scope("stack"):
                 y, out = unit(x, merge(own, fixed), merge(shared, fixed_shared), state, ctx)
             return (y, out.loss), out
 
-        def ahead(x: Any, params: Nested, index: jax.Array) -> tuple[Any, tuple[Out, list[Any]]]:
-            """One unit forward, and what its pull-back keeps."""
-            own, shared, *rest = arguments(_take(params, index), index)
-            (y, loss), pull, out = jax.vjp(lambda *a: run(*a, rest), own, shared, x, has_aux=True)
-            kept, restore = _split_pull(pull, (own, shared, *rest))
-            loss_like[:], put_back[:] = [loss], [restore]
-            return y, (out, kept)
+        def turn(stacks: Nested, index: jax.Array, carry: Any) -> tuple[Nested, Any, Nested]:
+            """A unit's parameters when its turn comes, not before: (unit, carry, stacks)."""
+            unit, carry = jax.lax.optimization_barrier((_take(stacks, index), carry))
+            return unit, carry, _put(stacks, unit, index) if self.write_back else stacks
 
-        def ahead_all(x: Any, params: Nested, first: Any, count: int) -> tuple[Any, tuple[Out, list[Any]]]:
-            return jax.lax.scan(lambda x, i: ahead(x, params, first + i), x, jnp.arange(count))
+        def ahead(carry: tuple[Any, Nested], index: jax.Array) -> tuple[tuple[Any, Nested], tuple[Out, list[Any]]]:
+            """One unit forward, and what its pull-back keeps."""
+            unit, x, stacks = turn(carry[1], index, carry[0])
+            own, shared, rest = arguments(unit, index)
+            (y, loss), pull, out = jax.vjp(lambda *a: run(a[0], a[1], a[2], rest), own, shared, x, has_aux=True)
+            kept, restore = _split_pull(pull, (own, shared, rest))
+            like[:] = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loss), restore]
+            return (y, stacks), (out, kept)
+
+        def ahead_all(x: Any, stacks: Nested, first: Any, count: int) -> tuple[tuple[Any, Nested], Any]:
+            return jax.lax.scan(lambda carry, i: ahead(carry, first + i), (x, stacks), jnp.arange(count))
 
         def back_all(work: Work, ct: Any, shared_grads: Nested, kept: Any, first: Any, count: int, visit: Visit) -> Any:
             def body(step: jax.Array, carry: Any) -> Any:
                 work, ct, shared_grads = carry
                 i = count - 1 - step
-                # Nothing of a unit may be taken before its turn: relaying its weights for all units at once, say.
-                own, ct = jax.lax.optimization_barrier((_take(work["parameter"].get("stack", {}), first + i), ct))
-                pull = put_back[0](_take(kept, i), arguments(own, first + i))
-                grads, more, ct = pull((ct, jax.tree.map(jnp.ones_like, loss_like[0])))
+                unit, ct, stacks = turn(_stacks(work), first + i, ct)
+                work = _with_stacks(work, stacks)
+                loss, restore = like
+                pull = restore(_take(kept, i), arguments(unit, first + i))
+                grads, more, ct = pull((ct, jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), loss)))
                 shared_grads = jax.tree.map(jnp.add, shared_grads, more)
                 if grads:
                     work = visit(work, "stack", self.constrained("stack", grads), first + i)
@@ -164,38 +177,53 @@ class _Stages:
 
             return jax.lax.fori_loop(0, count, body, (work, ct, shared_grads))
 
-        params, size = self.params.get("stack", {}), remat.group_size(ctx.remat, stack.num_units)
-        if size is None:
-            x, (outs, kept) = ahead_all(x, params, 0, stack.num_units)
+        size = remat.group_size(ctx.remat, stack.num_units) or stack.num_units
+        starts = jnp.arange(0, stack.num_units, size)
+        all_at_once = size == stack.num_units
+        stacks = _stacks(self.work)
+        if all_at_once:
+            (x, stacks), (outs, kept) = ahead_all(x, stacks, 0, size)
         else:  # only each group's input is kept; back in the group, its units run forward again
-            starts = jnp.arange(0, stack.num_units, size)
 
-            def group(x: Any, first: jax.Array) -> tuple[Any, tuple[Out, Any]]:
-                y, (outs, _) = ahead_all(x, params, first, size)
-                return y, (outs, x)
+            def group(carry: tuple[Any, Nested], first: jax.Array) -> Any:
+                after, (outs, _) = ahead_all(*carry, first, size)
+                return after, (outs, carry[0])
 
-            x, (outs, inputs) = jax.lax.scan(group, x, starts)
+            (x, stacks), (outs, kept) = jax.lax.scan(group, (x, stacks), starts)
             outs = jax.tree.map(lambda o: o.reshape(stack.num_units, *o.shape[2:]), outs)
+        self.work = _with_stacks(self.work, stacks)
 
         def pull(work: Work, ct: Any, visit: Visit) -> tuple[Work, Any, Nested]:
             zeros = jax.tree.map(jnp.zeros_like, shared)
-            if size is None:
-                return back_all(work, ct, zeros, kept, 0, stack.num_units, visit)
+            if all_at_once:
+                return back_all(work, ct, zeros, kept, 0, size, visit)
 
             def body(step: jax.Array, carry: Any) -> Any:
                 work, ct, shared_grads = carry
-                first = starts[starts.size - 1 - step]
-                x, ct = jax.lax.optimization_barrier((_take(inputs, starts.size - 1 - step), ct))
-                _, (_, kept) = ahead_all(x, work["parameter"].get("stack", {}), first, size)
-                return back_all(work, ct, shared_grads, kept, first, size, visit)
+                index = starts.size - 1 - step
+                x, ct = jax.lax.optimization_barrier((_take(kept, index), ct))
+                (_, stacks), (_, inner) = ahead_all(x, _stacks(work), starts[index], size)
+                return back_all(_with_stacks(work, stacks), ct, shared_grads, inner, starts[index], size, visit)
 
             return jax.lax.fori_loop(0, starts.size, body, (work, ct, zeros))
 
         return x, stack.combine(outs), pull
 
 
+def _stacks(work: Work) -> Nested:
+    return {group: work[group].get("stack", {}) for group in ("parameter", "frozen")}
+
+
+def _with_stacks(work: Work, stacks: Nested) -> Work:
+    return {**work, **{group: {**work[group], "stack": own} if own else work[group] for group, own in stacks.items()}}
+
+
 def _take(tree: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def _put(tree: Any, part: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda x, p: jax.lax.dynamic_update_index_in_dim(x, p, index, 0), tree, part)
 
 
 def _split_pull(pull: Any, arguments: Any) -> tuple[list[Any], Callable[[list[Any], Any], Any]]:

@@ -32,9 +32,9 @@ def build_step(model: CausalLM, learner: Learner, layout: StateLayout, *, remat:
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
         ctx = training_context(batch, state["counter"], model, layout, remat)
 
-        def part(carry: tuple[Nested, Nested], micro: tuple[Any, jax.Array]) -> Any:
+        def part(carry: tuple[Nested, Nested, Nested], micro: tuple[Any, jax.Array]) -> Any:
             """One microbatch: its gradients are added to what is on the host; after the last, the sum is measured."""
-            gradient, buffers = carry
+            weights, gradient, buffers = carry
             (rows_batch, rows), number = micro
             own = replace(ctx, batch=rows_batch, rows=rows)
 
@@ -53,23 +53,25 @@ def build_step(model: CausalLM, learner: Learner, layout: StateLayout, *, remat:
                     squares = work["squares"] + jnp.square(learner.norm(sums))
                 return {**work, "gradient": {**work["gradient"], stage: new}, "squares": squares}
 
-            loss, out, pull = forward(model, state["parameter"], state["frozen"], own, buffers)
-            work = pull({"parameter": state["parameter"], "gradient": gradient, "squares": jnp.zeros_like(loss)}, visit)
-            return (work["gradient"], out.layer_state), (loss, out.metrics, work["squares"])
+            loss, out, work, pull = forward(model, weights["parameter"], weights["frozen"], own, buffers)
+            work = pull({**work, "gradient": gradient, "squares": jnp.zeros_like(loss)}, visit)
+            weights = {group: work[group] for group in weights}
+            return (weights, work["gradient"], out.layer_state), (loss, out.metrics, work["squares"])
 
         micro = (ctx.batch, ctx.rows)
+        carry = {group: state[group] for group in ("parameter", "frozen")}, state["gradient"], state["buffer"]
         if count == 1:
-            carry, sums = part((state["gradient"], state["buffer"]), (micro, jnp.int32(0)))
+            carry, sums = part(carry, (micro, jnp.int32(0)))
         else:
             parts = microbatches(micro, count, ctx), jnp.arange(count)
-            carry, sums = jax.lax.scan(part, (state["gradient"], state["buffer"]), parts)
+            carry, sums = jax.lax.scan(part, carry, parts)
             sums = *jax.tree.map(jnp.sum, sums[:2]), sums[2][-1]
-        (grads, buffers), (loss, metrics, squares) = carry, sums
+        (weights, grads, buffers), (loss, metrics, squares) = carry, sums
         with jax.named_scope("update"):
             decision = learner.decide(loss, jnp.sqrt(squares), state["counter"])
-            update = update_streamed(learner, layout, state, grads, decision)
+            update = update_streamed(learner, layout, {**state, **weights}, grads, decision)
         out = Out(metrics=metrics, layer_state=buffers)
-        return finish(learner, state, update, decision, loss, out, gradient=grads)
+        return finish(learner, state, update, decision, loss, out, frozen=weights["frozen"], gradient=grads)
 
     return step
 

@@ -49,7 +49,7 @@ def build_step(model: CausalLM, learner: Learner, layout: StateLayout, *, remat:
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
         ctx = training_context(batch, state["counter"], model, layout, remat)
-        loss, out, pull = forward(model, state["parameter"], state["frozen"], ctx, state["buffer"])
+        loss, out, weights, pull = forward(model, state["parameter"], state["frozen"], ctx, state["buffer"])
         zero = jnp.zeros_like(loss)
         norm = zero
         if learner.clip_mode == "two_pass":
@@ -57,7 +57,8 @@ def build_step(model: CausalLM, learner: Learner, layout: StateLayout, *, remat:
             def measure(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
                 return {**work, "squares": work["squares"] + jnp.square(learner.norm(grads))}
 
-            norm = jnp.sqrt(pull({"parameter": state["parameter"], "squares": zero}, measure)["squares"])
+            measured = pull({**weights, "squares": zero}, measure)
+            weights, norm = {group: measured[group] for group in weights}, jnp.sqrt(measured["squares"])
         decision = learner.decide(loss, norm, state["counter"])
 
         def visit(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
@@ -79,12 +80,13 @@ def build_step(model: CausalLM, learner: Learner, layout: StateLayout, *, remat:
                     stage,
                 )
             counted = {"squares": work["squares"] + squares, "ok": ok, "updated": work["updated"] + ok}
-            return {"parameter": params, "optimizer": optimizer, "ema": ema, **counted}
+            return {**work, "parameter": params, "optimizer": optimizer, "ema": ema, **counted}
 
-        work = {name: state[name] for name in ("parameter", "optimizer", "ema")}
-        work = pull({**work, "squares": zero, "ok": decision.ok, "updated": jnp.int32(0)}, visit)
+        kept = {"optimizer": state["optimizer"], "ema": state["ema"]}
+        work = pull({**weights, **kept, "squares": zero, "ok": decision.ok, "updated": jnp.int32(0)}, visit)
         decision = decision._replace(norm=jnp.sqrt(work["squares"]), ok=work["ok"])
         out = replace(out, metrics={**out.metrics, "updated_units": work["updated"]})
-        return finish(learner, state, (work["parameter"], work["optimizer"], work["ema"]), decision, loss, out)
+        update = work["parameter"], work["optimizer"], work["ema"]
+        return finish(learner, state, update, decision, loss, out, frozen=work["frozen"])
 
     return step

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from framework.layout import Nested, TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
+from framework.layout import TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
 from framework.learner import Bundle, Decision, Group, Learner, UnitUpdate, Update, all_units, in_structure
 
 Flat = dict[str, Any]
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 def pieces_of(learner: Learner, group: Group, specs: Bundle) -> list[Piece]:
     """A group's pieces. `specs`: the TensorSpecs of the bundle that is to be updated."""
     reach = learner.reach(group)
-    if reach == "unit" or not _separable(learner, group, specs[2]):
+    if reach == "unit" or not learner.separable(group):
         return [Piece(group.paths, "unit")]
     moved = {spec.owner for spec in jax.tree.leaves(specs[2]) if _hosted(spec)}
     moved |= {path for path, spec in flatten(specs[1]).items() if _hosted(spec)}
@@ -82,11 +82,11 @@ def update_group(
     for piece in pieces_of(learner, group, specs):
         part = learner.part(group, piece.paths, bundle[2])
         names = piece.paths, piece.paths, tuple(flatten(part)), tuple(path for path in piece.paths if path in average)
-        flat = tuple({name: x[name] for name in own} for x, own in zip(old, names, strict=True))
+        flat: Any = tuple({name: x[name] for name in own} for x, own in zip(old, names, strict=True))
         run = _Run(
-            learner.unit_update(replace(group, paths=piece.paths)),
+            learner.unit_update(group),
             jax.tree.structure(part),
-            tuple({name: spec[name] for name in own} for spec, own in zip(flat_specs, names, strict=True)),
+            [{name: spec[name] for name in own} for spec, own in zip(flat_specs, names, strict=True)],
             stacked=group.length is not None,
             rows=piece.by == "rows",
         )
@@ -106,7 +106,7 @@ class _Run:
 
     update: UnitUpdate
     entry: Any  # the structure of the piece's optimizer state
-    specs: tuple[Flat, Flat, Flat, Flat]
+    specs: list[Flat]  # of weights, gradients, optimizer state, averages
     stacked: bool
     rows: bool
 
@@ -210,11 +210,3 @@ def _num_blocks(shape: tuple[int, ...]) -> int:
     rows, wish = shape[0], -(-math.prod(shape) // _BLOCK)
     fits = (n for n in range(wish, rows // _ROWS + 1) if rows % n == 0 and rows // n % _ROWS == 0)
     return next(fits, 1) if wish > 1 else 1
-
-
-def _separable(learner: Learner, group: Group, entry: Nested) -> bool:
-    """Whether the optimizer's state for one parameter alone is found in that for all."""
-    try:
-        return all(learner.part(group, (path,), entry) for path in group.paths)
-    except KeyError:
-        return False

@@ -91,10 +91,11 @@ def test_a_stacked_initializer_is_the_layers_own_on_a_key_each():
     spec = ParameterSpec((3, 5), "float32", initializer=jax.nn.initializers.normal(1.0), roles=("in", "out"))
     stacked = spec.stacked(4)
     assert (stacked.shape, stacked.mesh_axes, stacked.roles) == ((4, 3, 5), (None, None, None), ("layer", "in", "out"))
-    values = stacked.initializer(KEY, stacked.shape, jnp.float32)
+    values = stacked.draw(KEY)
     for layer in range(4):
-        alone = spec.initializer(jax.random.fold_in(KEY, layer), (3, 5), jnp.float32)
+        alone = spec.draw(jax.random.fold_in(KEY, layer))
         np.testing.assert_allclose(values[layer], alone, rtol=1e-6)
+        np.testing.assert_allclose(stacked.draw(KEY, jnp.int32(layer)), alone, rtol=1e-6)
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------
