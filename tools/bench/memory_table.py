@@ -1,0 +1,128 @@
+"""What each schedule needs, by the target's compiler: the table of docs/benchmarks/memory_table.md.
+
+    python -m tools.bench.memory_table                 # every row, as markdown; minutes each
+    python -m tools.bench.memory_table ROW ROW         # some rows
+    python -m tools.bench.memory_table --list          # their names and commands
+
+Each row is one `launch.plan --step_only`, so it is printed again at once while nothing has changed. Rows for GPUs need
+the plan-gpu extra, others plan-tpu; what cannot be planned here is left out, with the reason below the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tools.bench.turns import ROOT
+
+HOSTED = {"memory.optimizer_state": "pinned_host"}
+STREAMED = {"memory.update": "streamed", **HOSTED}
+GRADIENTS = {**STREAMED, "memory.gradients": "pinned_host"}
+IN_BACKWARD = {"memory.update": "in_backward", "learner.clip_mode": "update_rms"}
+PRECISE = {"model.param_dtype": "float32", "learner.master_dtype": "None"}
+ADAFACTOR = {
+    "memory.update": "in_backward",
+    "learner.optimizer": "optax.adafactor",  # whose own clipping is by the RMS of the update
+    "learner.optimizer.learning_rate": "1e-3",
+    "learner.rules": "[]",
+    "learner.clip": "None",
+    "learner.master_dtype": "None",
+}
+LORA = {
+    "model.lora": "framework.layers.lora.LoRA",
+    "model.lora.rank": "64",
+    "model.lora.targets": ".*",
+    **IN_BACKWARD,
+}
+Row = tuple[str, str, int, dict[str, str]]  # config, target, tokens on a device, fields
+ROWS: dict[str, Row] = {
+    "whole": ("llama2-7b", "v5e-8", 4096, HOSTED),
+    "streamed": ("llama2-7b", "v5e-8", 4096, STREAMED),
+    "gradients": ("llama2-7b", "v5e-8", 4096, GRADIENTS),
+    "gradients-4": ("llama2-7b", "v5e-4", 4096, GRADIENTS),
+    "in-backward-4": ("llama2-7b", "v5e-4", 4096, {**IN_BACKWARD, **HOSTED}),
+    "gradients-1": ("llama2-7b", "v5e-1", 2048, GRADIENTS),
+    "float32": ("llama2-7b", "v5e-8", 4096, {**GRADIENTS, **PRECISE}),
+    "float32-4": ("llama2-7b", "v5e-4", 2048, {**GRADIENTS, **PRECISE}),
+    "adafactor": ("llama2-7b", "v5e-1", 2048, ADAFACTOR),
+    "adafactor-33b": ("llama-33b", "v5e-8", 2048, ADAFACTOR),
+    "adafactor-65b": ("llama-65b", "h200x1", 2048, ADAFACTOR),
+    "lora": ("llama2-7b", "v5e-1", 128, LORA),
+    "resident": ("llama2-7b", "v5e-8", 128, IN_BACKWARD),
+    "resident-h200": ("llama2-7b", "h200x1", 128, IN_BACKWARD),
+}
+
+
+def command(row: Row) -> list[str]:
+    """The arguments of launch.plan."""
+    config, target, tokens, fields = row
+    devices = int(target.split("x")[-1] if "x" in target else target.split("-")[1])
+    fields = {"memory.remat": "full", "data.seq_len": str(tokens), "data.global_batch_size": str(devices), **fields}
+    return [
+        f"--config={config}",
+        f"--target={target}",
+        "--step_only",
+        *(f"--config.{p}={v}" for p, v in fields.items()),
+    ]
+
+
+def measure(row: Row) -> dict[str, Any] | str:
+    """The report, or why there is none."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "report.json")
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.plan", *command(row), f"--json={file}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        return json.loads(file.read_text()) if file.is_file() else done.stderr.strip().splitlines()[-1]
+
+
+def line(name: str, row: Row, report: dict[str, Any]) -> str:
+    """One line of the table. The state's bytes are those of the layout, which stay on a device all the time."""
+    gib = 2**30
+    peak, state = report["device_peak_bytes"], report["phases"]["restore"]["device_peak_bytes"]
+    cells = (
+        name,
+        f"{row[0]}, {row[1]}, {row[2]}",
+        f"{peak / gib:.2f}" + ("" if report["fits"] else " (does not fit)"),
+        f"{peak / state:.3f}",
+        f"{report['host_peak_bytes'] / gib:.2f}",
+        f"{report['host_argument_bytes'] / gib:.2f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> int:
+    """Prints the rows that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="names of --list; all by default")
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args()
+    if unknown := set(args.rows) - set(ROWS):
+        parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    rows = {name: ROWS[name] for name in args.rows or ROWS}
+    if args.list:
+        print("\n".join(f"{name}: python -m launch.plan {' '.join(command(row))}" for name, row in rows.items()))
+        return 0
+    print("| row | config, target, tokens a device | peak | of the state's bytes | on the host | hosted layout |")
+    print("|---|---|---|---|---|---|", flush=True)
+    missing = []
+    for name, row in rows.items():
+        report = measure(row)
+        if isinstance(report, str):
+            missing.append(f"{name}: {report}")
+        else:
+            print(line(name, row, report), flush=True)
+    print("\n".join(missing))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
