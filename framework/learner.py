@@ -5,15 +5,15 @@ included, and `update_unit` updates one unit, a bundle of weights, gradients, op
 whole stage is its vmap, so every schedule that updates units in another order computes the same numbers. Decisions that
 concern all gradients (norm, finiteness, clip factor) are taken first, in `decide`, and reach the units as scalars.
 
-May import: framework.clipping, framework.config, framework.layout, framework.optimizers, JAX, optax.
+May import: framework.clipping, framework.config, framework.layout, framework.optimizers, framework.units, optax.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,12 @@ from framework.layout import (
     ParameterSpec,
     TensorSpec,
     flatten,
-    key_name,
     move_to_host,
     unflatten,
 )
 from framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
 from framework.optimizers.reach import Reach, probe
+from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_units, apart, in_structure, unstack
 
 
 class Rule:
@@ -63,30 +63,6 @@ class Rule:
         self.freeze, self.optimizer, self.set = freeze, optimizer, set
 
 
-class Decision(NamedTuple):
-    """What all gradients together decide: scalars on the device. `count` is the number of updates before this one."""
-
-    norm: jax.Array
-    factor: jax.Array
-    ok: jax.Array
-    count: jax.Array
-
-
-@dataclass(frozen=True)
-class Group:
-    """The parameters of one stage that one optimizer updates: paths within the stage, and how many layers (or None).
-    With learner.scope = model the stage is "model", and holds all of them."""
-
-    stage: str
-    label: str
-    paths: tuple[str, ...]
-    length: int | None
-
-
-# (weights, gradients, entry of the optimizer state, averages) of one unit, or of all units of a group, stacked.
-Bundle = tuple[Nested, Nested, Nested, Nested]
-Update = tuple[Nested, Nested, Nested]  # new weights, optimizer state, averages
-UnitUpdate = Callable[..., Update]
 ClipMode = Literal["global_norm", "two_pass", "previous_norm", "update_rms", "norm_growth"]
 # What was tried out in this process, by the optimizer's config and the unit's shapes.
 _reaches: dict[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], Reach] = {}
@@ -190,7 +166,7 @@ class Learner:
         groups = []
         for (stage, label), rest in paths.items():
             specs: list[ParameterSpec] = [flatten(self.specs[stage])[path] for path in rest]
-            lengths = {_length(spec) for spec in specs}
+            lengths = {spec.num_layers for spec in specs}
             assert len(lengths) == 1, f"stage {stage} mixes stacked and single parameters"
             groups.append(Group(stage, label, tuple(rest), lengths.pop()))
         return groups
@@ -207,7 +183,7 @@ class Learner:
         def buffer(spec: ParameterSpec) -> TensorSpec:
             dtype = spec.dtype if self.accumulate == 1 else self.gradient_dtype(spec)
             like = TensorSpec(spec.shape, dtype, spec.mesh_axes)
-            return move_to_host(like, memory_kind, stacked=spec.roles[:1] == ("layer",))
+            return move_to_host(like, memory_kind, stacked=spec.num_layers is not None)
 
         return unflatten({path: buffer(spec) for path, spec in flatten(self.specs).items()})
 
@@ -241,7 +217,7 @@ class Learner:
         """The parameters of one unit of a group, in the dtype in which their update is computed."""
 
         def precise(spec: ParameterSpec) -> ParameterSpec:
-            return replace(_unstack(spec, group.length), dtype=self._reference_dtype(spec))
+            return replace(unstack(spec, group.length), dtype=self._reference_dtype(spec))
 
         return jax.tree.map(precise, self.select(self.specs, group))
 
@@ -333,7 +309,7 @@ class Learner:
         """A group's part of a tree of all trainable parameters, without the stage; layers apart for scope = model."""
         if group.stage == "model":
             flat, specs = flatten(tree), flatten(self.specs)
-            return unflatten({path: _apart(specs[path], flat[path]) for path in group.paths})
+            return unflatten({path: apart(specs[path], flat[path]) for path in group.paths})
         flat = flatten(tree[group.stage])
         return unflatten({path: flat[path] for path in group.paths})
 
@@ -342,7 +318,7 @@ class Learner:
         flat, specs = flatten(tree), flatten(self.specs)
         if group.stage != "model" or not flat:
             return {f"{group.stage}/{path}": leaf for path, leaf in flat.items()}
-        lengths = {path: _length(specs[path]) for path in group.paths}
+        lengths = {path: specs[path].num_layers for path in group.paths}
         stacked = {path: [flat[f"{path}/{i}"] for i in range(n)] for path, n in lengths.items() if n is not None}
         return {path: jnp.stack(stacked[path]) if path in stacked else flat[path] for path in group.paths}
 
@@ -465,30 +441,6 @@ class Learner:
         return jax.tree.map(lambda s: s.astype(wide) if s.dtype == self.moment_dtype else s, state)
 
 
-def all_units(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
-    """A group's update in one piece: the unit's, mapped over the layers where there are several."""
-    if group.length is None:
-        return update(*bundle, decision)
-    bundle, axes = _share_counters(bundle)
-    return jax.vmap(update, in_axes=(*axes, None))(*bundle, decision)
-
-
-def _share_counters(bundle: Bundle) -> tuple[Bundle, tuple[Any, ...]]:
-    """The layers' equal numbers of updates as one number; (bundle, the axes that vmap maps over).
-
-    Mapped, they would turn the learning rate and Adam's corrections into vectors over the layers, and XLA for TPU then
-    transposes whole stacks of weights to multiply by those: 24 copies, 2.9% of Llama-2-7B's peak on 16 chips.
-    """
-    weights, grads, entry, average = bundle
-
-    def shared(keypath: Any, leaf: jax.Array) -> bool:
-        return key_name(keypath[-1]) == "count" and leaf.ndim == 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
-
-    one = jax.tree_util.tree_map_with_path(lambda path, x: x[0] if shared(path, x) else x, entry)
-    axes = jax.tree_util.tree_map_with_path(lambda path, x: None if shared(path, x) else 0, entry)
-    return (weights, grads, one, average), (0, 0, axes, 0)
-
-
 def _build(config: Config) -> PartitionedGradientTransformation:
     optimizer = config.instantiate()
     if not isinstance(optimizer, PartitionedGradientTransformation | optax.GradientTransformation):
@@ -506,32 +458,5 @@ def _schedule(optimizer: Config) -> Callable[[Any], Any] | None:
     return None if rate is None else lambda count: jnp.asarray(rate, jnp.float32)
 
 
-def _length(spec: ParameterSpec) -> int | None:
-    """How many layers a parameter has stacked; None for none."""
-    return spec.shape[0] if spec.roles[:1] == ("layer",) else None
-
-
-def _unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
-    if length is None:
-        return spec
-    return replace(spec, shape=spec.shape[1:], mesh_axes=spec.mesh_axes[1:], roles=spec.roles[1:])
-
-
-def _apart(spec: ParameterSpec, leaf: Any) -> Any:
-    """The layers of a stacked leaf, an array or a spec, by their numbers; others as they are."""
-    length = _length(spec)
-    if length is None:
-        return leaf
-    is_spec = isinstance(leaf, ParameterSpec)
-    return {str(index): _unstack(leaf, length) if is_spec else leaf[index] for index in range(length)}
-
-
 def _like(spec: ParameterSpec, dtype: Any, owner: str | None = None) -> OptStateSpec:
     return OptStateSpec(spec.shape, dtype, spec.mesh_axes, owner=owner)
-
-
-def in_structure(like: Nested, flat: dict[str, Any]) -> Nested:
-    """Leaves by path in the structure of `like`."""
-    paths = flatten(like)
-    assert paths.keys() == flat.keys(), sorted(paths.keys() ^ flat.keys())
-    return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path in paths])

@@ -21,9 +21,9 @@ from framework.experiment import Experiment
 from framework.layers.base import BATCH_AXES, Context
 from framework.layers.remat import check_platform
 from framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, store_leaf, unflatten
-from framework.learner import in_structure
 from framework.schedules import after_backward, hosted_gradients, in_backward, streamed
 from framework.schedules.step import Metrics, State, microbatches
+from framework.units import in_structure
 
 SCHEDULES = {  # (memory.update, memory.gradients)
     ("after_backward", "device"): after_backward.build_step,

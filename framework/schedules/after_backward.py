@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from framework.layers.base import Context, Out
 from framework.layout import Nested, StateLayout, merge
-from framework.learner import Decision, Learner, Update
+from framework.learner import Learner
 from framework.models.causal_lm import CausalLM
 from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
+from framework.units import Decision, Update
 
 
 def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> Update:

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from framework.layout import Nested, StateLayout
-from framework.learner import Bundle, Decision, Group, Learner, UnitUpdate, Update
+from framework.learner import Learner
 from framework.models.causal_lm import CausalLM
 from framework.schedules.backward import Work, forward
 from framework.schedules.pieces import update_group
 from framework.schedules.step import Metrics, State, Step, finish, training_context
 from framework.schedules.streamed import bundle_specs
 from framework.schedules.streamed import check as check_platform
+from framework.units import Bundle, Decision, Group, UnitUpdate, Update
 
 
 def check(learner: Learner) -> None:

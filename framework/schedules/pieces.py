@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from framework.layout import TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
-from framework.learner import Bundle, Decision, Group, Learner, UnitUpdate, Update, all_units, in_structure
+from framework.learner import Learner
+from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_units, in_structure
 
 Flat = dict[str, Any]
 FlatBundle = tuple[Flat, Flat, Flat, Flat]

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from framework.layers.base import BATCH_AXES, Context, Out
 from framework.layout import Nested, StateLayout
-from framework.learner import Decision, Learner, Update
+from framework.learner import Learner
 from framework.models.causal_lm import CausalLM
+from framework.units import Decision, Update
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]

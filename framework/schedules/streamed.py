@@ -8,11 +8,12 @@ are exact. May import: framework.layout, framework.learner, framework.schedules.
 from __future__ import annotations
 
 from framework.layout import Nested, StateLayout
-from framework.learner import Bundle, Decision, Group, Learner, UnitUpdate, Update
+from framework.learner import Learner
 from framework.models.causal_lm import CausalLM
 from framework.schedules import after_backward
 from framework.schedules.pieces import update_group
 from framework.schedules.step import State, Step
+from framework.units import Bundle, Decision, Group, UnitUpdate, Update
 
 
 def update_streamed(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> Update:

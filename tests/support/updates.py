@@ -9,7 +9,8 @@ import numpy as np
 import optax
 
 from framework.layout import ParameterSpec, flatten
-from framework.learner import Decision, Learner
+from framework.learner import Learner
+from framework.units import Decision
 
 LAYERS = 3
 Trees = list[Any]
