@@ -80,6 +80,7 @@ def update_group(
     old: Any = tuple(flatten(part) for part in bundle)  # every piece starts from the old counters
     weights, entry, average = old[0], old[2], old[3]
     flat_specs = tuple(flatten(part) for part in specs)
+    done: list[Flat] = []
     for piece in pieces_of(learner, group, specs):
         part = learner.part(group, piece.paths, bundle[2])
         names = piece.paths, piece.paths, tuple(flatten(part)), tuple(path for path in piece.paths if path in average)
@@ -90,13 +91,20 @@ def update_group(
             [{name: spec[name] for name in own} for spec, own in zip(flat_specs, names, strict=True)],
             stacked=group.length is not None,
             rows=piece.by == "rows",
+            single=index is not None,
         )
         if piece.by == "all" and index is None:
             new = run.all(replace(group, paths=piece.paths), flat, decision)
-        elif piece.by == "rows" and mesh.size > 1:
-            new = run.sharded(mesh, flat, decision, index)
         else:
-            new = run(flat, decision, index)
+            # State is fetched by this index: not before its gradients are there, nor before the last piece but one is
+            # done. The compiler would fetch everything as early as it can.
+            start, (grads, before) = jax.lax.optimization_barrier(
+                (jnp.int32(0) if index is None else index, (run.on_device(flat[1]), done[-2] if len(done) > 1 else {}))
+            )
+            weights = weights | before
+            flat = (flat[0], flat[1] | grads, *flat[2:])
+            new = (run.sharded(mesh) if piece.by == "rows" and mesh.size > 1 else run)(flat, decision, start)
+            done.append(new[0])
         weights, entry, average = weights | new[0], entry | new[1], average | new[2]
     return in_structure(bundle[0], weights), in_structure(bundle[2], entry), in_structure(bundle[3], average)
 
@@ -110,6 +118,11 @@ class _Run:
     specs: list[Flat]  # of weights, gradients, optimizer state, averages
     stacked: bool
     rows: bool
+    single: bool  # of the units, one is updated: gradients are its own
+
+    def on_device(self, grads: Flat) -> Flat:
+        """The gradients that are not on the host."""
+        return {name: x for name, x in grads.items() if not _hosted(self.specs[1][name])}
 
     def _apply(self, flat: FlatBundle, decision: Decision) -> tuple[Flat, Flat, Flat]:
         weights, grads, entry, average = flat
@@ -125,20 +138,18 @@ class _Run:
         new = all_units(group, self.update, bundle, decision)
         return flatten(new[0]), flatten(new[1]), flatten(new[2])
 
-    def sharded(self, mesh: Mesh, flat: FlatBundle, decision: Decision, index: jax.Array | None) -> Any:
-        """Each device updates the rows of its own shard."""
+    def sharded(self, mesh: Mesh) -> Any:
+        """Itself, with each device updating the rows of its own shard."""
         axes = tuple({name: PartitionSpec(*spec.mesh_axes) for name, spec in part.items()} for part in self.specs)
-        unit = None if index is None else PartitionSpec()
-        return jax.shard_map(
-            self,
-            mesh=mesh,
-            in_specs=(axes, PartitionSpec(), unit),
-            out_specs=(axes[0], axes[2], axes[3]),
-            check_vma=False,
-        )(flat, decision, index)
+        whole = PartitionSpec()
+        out = axes[0], axes[2], axes[3]
+        return jax.shard_map(self, mesh=mesh, in_specs=(axes, whole, whole), out_specs=out, check_vma=False)
 
-    def __call__(self, flat: FlatBundle, decision: Decision, index: jax.Array | None) -> tuple[Flat, Flat, Flat]:
-        """Piece by piece: all units, or the one with this index."""
+    def __call__(self, flat: FlatBundle, decision: Decision, start: jax.Array) -> tuple[Flat, Flat, Flat]:
+        """Piece by piece, from the unit of that index: all units, or this one.
+
+        The index may be no constant: a slice of host memory would be simplified to one in two dimensions.
+        """
         shape = next(iter(flat[0].values())).shape
         shape = shape[1:] if self.stacked else shape
         blocks = _num_blocks(shape) if self.rows else 1
@@ -150,19 +161,18 @@ class _Run:
             return x.reshape(units * blocks, unit[0] // blocks, *unit[1:]) if blocks > 1 else x.reshape(units, *unit)
 
         weights = {name: view(x, self.stacked) for name, x in flat[0].items()}
-        grads = {name: view(x, self.stacked and index is None) for name, x in flat[1].items()}
+        grads = {name: view(x, self.stacked and not self.single) for name, x in flat[1].items()}
         entry = {name: x if name in shared else view(x, self.stacked) for name, x in flat[2].items()}
         average = {name: view(x, self.stacked) for name, x in flat[3].items()}
         before = {name: entry[name] for name in shared}
         count = next(iter(grads.values())).shape[0]
-        # A constant index would be simplified to a slice of the unviewed array, in two dimensions.
-        first = jax.lax.optimization_barrier(jnp.int32(0)) if index is None else index * blocks
+        first = start * blocks
 
         def at(name: str, j: jax.Array) -> Any:
             return (j // blocks if self.stacked else ()) if name in shared else j
 
         def fetched(entry: Flat, step: jax.Array) -> tuple[Flat, Flat]:
-            j = first + step
+            j = first + step  # hosted gradients are those of all units
             coming = {n: fetch_leaf(s, _take(grads[n], j)) for n, s in self.specs[1].items() if _hosted(s)}
             return coming, {n: fetch_leaf(s, _take(entry[n], j)) for n, s in self.specs[2].items() if _hosted(s)}
 
@@ -188,8 +198,8 @@ class _Run:
             coming = fetched(done[1], jnp.minimum(step + 1, count - 1))
             return one(step, done, here), coming
 
-        done, start = (weights, entry, average), fetched(entry, jnp.int32(0))
-        done = one(jnp.int32(0), done, start) if count == 1 else jax.lax.fori_loop(0, count, body, (done, start))[0]
+        done, here = (weights, entry, average), fetched(entry, jnp.int32(0))
+        done = one(jnp.int32(0), done, here) if count == 1 else jax.lax.fori_loop(0, count, body, (done, here))[0]
         old = flat[0], flat[2], flat[3]
         return tuple({n: x.reshape(o[n].shape) for n, x in d.items()} for d, o in zip(done, old, strict=True))  # type: ignore[return-value]
 
