@@ -56,7 +56,11 @@ def forward(
         pending: dict[str, jax.Array] = {}
         grads, ct = pull_head(jnp.ones_like(loss))
         grads = run.own("head", grads, pending)
-        work = visit(work, "head", grads, None) if grads else work
+        if grads:
+            work = visit(work, "head", grads, None)
+            # The head is done before the loop begins: what its update holds is as large as its table.
+            head, ct = jax.lax.optimization_barrier((work["parameter"]["head"], ct))
+            work = {**work, "parameter": {**work["parameter"], "head": head}}
         work, ct, shared = pull_stack(work, ct, visit)
         if shared:
             work = visit(work, "shared", run.constrained("shared", shared), None)
