@@ -1,0 +1,123 @@
+"""What the schedules with a backward pass of their own hold, refuse and report."""
+
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+from framework.config import Config, config_for
+from framework.learner import Rule
+from framework.schedules import pieces
+from tests.support import small
+
+HOSTED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
+IN_BACKWARD = {"update": "in_backward"}
+
+
+def experiment(memory: dict[str, str], layers: int = 8, **learner: Any) -> Config:
+    """Eight layers, so that one of them is little beside all."""
+    model = small.llama(stack__num_layers=layers)
+    small.block(model).mlp.hidden = 512
+    return small.experiment(model, memory={"remat": "full", **memory}, **{"clip": None, **learner})
+
+
+def held(config: Config) -> int:
+    """Bytes that the compiled step holds beside its arguments."""
+    stats = small.program(config).compiled_step.memory_analysis()
+    return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+
+
+def test_no_program_holds_a_gradient_of_the_whole_stack():
+    """Twelve more layers cost the plain step their gradients, and one with hosted gradients next to nothing.
+
+    XLA for CPU copies the stacks that a loop updates, so an update in the backward pass shows its worth on TPU only.
+    """
+    layers = [leaf for leaf in small.program(experiment({})).layout if leaf.path.startswith("parameter/stack")]
+    gradients = sum(leaf.spec.num_bytes for leaf in layers) // 8 * 12
+    plain, hosted = (held(experiment(memory, 16)) - held(experiment(memory, 4)) for memory in ({}, HOSTED))
+    assert plain > gradients
+    assert hosted < 0.3 * gradients
+
+
+@pytest.mark.parametrize("mode", ["previous_norm", "update_rms", "norm_growth"])
+def test_each_clip_mode_is_that_of_the_plain_schedule(mode: str):
+    clip = {"previous_norm": 0.1, "update_rms": 1e-4, "norm_growth": 1.01}[mode]
+    learner = {"clip": clip, "clip_mode": mode, "optimizer": config_for(optax.sgd, learning_rate=0.3, momentum=0.9)}
+    expected, first = small.run(small.program(experiment({}, 2, **learner)), 4)
+    state, metrics = small.run(small.program(experiment(IN_BACKWARD, 2, **learner)), 4)
+    np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in first], rtol=1e-6)
+    small.assert_close(small.arrays(state), small.arrays(expected), 1e-5)
+    unclipped = small.run(small.program(experiment({}, 2, **{**learner, "clip": None})), 4)[1]
+    assert abs(unclipped[-1]["loss"] - first[-1]["loss"]) > 1e-5, "nothing was clipped"
+
+
+def test_two_passes_clip_exactly():
+    sgd = config_for(optax.sgd, learning_rate=0.3, momentum=0.9)
+    expected, _ = small.run(small.program(experiment({}, 2, clip=0.1, optimizer=sgd)), 4)
+    config = experiment(IN_BACKWARD, 2, clip=0.1, clip_mode="two_pass", optimizer=sgd)
+    small.assert_close(small.arrays(small.run(small.program(config), 4)[0]), small.arrays(expected), 1e-5)
+
+
+def test_what_cannot_be_is_refused_by_name():
+    for fields, words in (
+        ({"clip": 1.0}, r"clip_mode = global_norm with memory\.update = in_backward"),
+        ({"accumulate": 2}, r"accumulate = 2 with memory\.update = in_backward"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            small.program(experiment(IN_BACKWARD, **fields)).step_jit  # noqa: B018
+    with pytest.raises(ValueError, match=r"gradients = pinned_host needs memory\.update = streamed"):
+        experiment({"gradients": "pinned_host"}).instantiate()
+    with pytest.raises(ValueError, match=r"expected over 1 for clip_mode norm_growth"):
+        experiment({}, clip=1.0, clip_mode="norm_growth").instantiate()
+
+
+def test_a_gradient_that_is_not_finite_stops_its_unit_and_all_after_it():
+    program = small.program(experiment(IN_BACKWARD))
+    state = program.init()
+    # Layer 3 is huge inside, and its output is zero: the loss is finite, the squares of its gradients are not.
+    weight = state["parameter"]["stack"]["block0"]["mlp"]["down"]["weight"]
+    state["parameter"]["stack"]["block0"]["mlp"]["down"]["weight"] = weight.at[3].set(0.0)
+    up = state["parameter"]["stack"]["block0"]["mlp"]["up"]["weight"]
+    state["parameter"]["stack"]["block0"]["mlp"]["up"]["weight"] = up.at[3].set(1e30)
+    before = small.arrays(state)
+    after, metrics = program.step(state, program.put(small.host_batch(program)))
+    after = small.arrays(after)
+    moved = float(metrics["updated_units"])
+    assert np.isfinite(float(metrics["loss"]))
+    assert float(metrics["skipped"]) == 1.0
+    assert moved == 1 + 4  # the head, and layers 7 to 4
+    query = "parameter/stack/block0/attention/query/weight"
+    changed = [not np.array_equal(after[query][i], before[query][i]) for i in range(8)]
+    assert changed == [False] * 4 + [True] * 4
+    np.testing.assert_array_equal(after["parameter/embed/token"], before["parameter/embed/token"])
+
+
+def test_rows_of_any_shape_are_cut_evenly():
+    for shape in ((4096, 11008), (11008, 4096), (32000, 4096), (32000, 512), (2048,), (50257, 768), (64, 8)):
+        blocks = pieces._num_blocks(shape)
+        assert shape[0] % blocks == 0
+        assert blocks == 1 or (shape[0] // blocks % 32 == 0 and np.prod(shape) // blocks <= 2 << 20)
+
+
+def test_blocks_give_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch):
+    """Blocks of 4096 elements instead of two million, on a mesh too: the same numbers as in one block."""
+    monkeypatch.setattr(pieces, "_SMALL", 1)
+    states = {}
+    for size in (1 << 21, 4096):
+        monkeypatch.setattr(pieces, "_BLOCK", size)
+        for mesh in (None, {"fsdp": 2, "data": 2, "model": 2}):
+            config = experiment({"update": "streamed"}, layers=2, mesh=mesh)
+            states[size, mesh is None] = small.arrays(small.run(small.program(config), 2)[0])
+    assert pieces._num_blocks((32, 512)) > 1
+    for single in (True, False):
+        small.assert_close(states[4096, single], states[1 << 21, single], 1e-6)
+
+
+def test_a_frozen_stack_is_passed_over():
+    rules = [config_for(Rule, pattern="^stack", freeze=True)]
+    expected, _ = small.run(small.program(experiment({}, layers=2, rules=rules)), 2)
+    for memory in (HOSTED, IN_BACKWARD):
+        state, _ = small.run(small.program(experiment(memory, layers=2, rules=rules)), 2)
+        found = {k: v for k, v in small.arrays(state).items() if not k.startswith("gradient/")}
+        small.assert_close(found, small.arrays(expected), 1e-5)
