@@ -103,6 +103,7 @@ def test_rows_of_any_shape_are_cut_evenly():
 def test_blocks_give_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch):
     """Blocks of 4096 elements instead of two million, on a mesh too: the same numbers as in one block."""
     monkeypatch.setattr(pieces, "_SMALL", 1)
+    monkeypatch.setattr(pieces, "_ROWS", 4)
     states = {}
     for size in (1 << 21, 4096):
         monkeypatch.setattr(pieces, "_BLOCK", size)
