@@ -1,0 +1,43 @@
+"""The cases of public threads still print what docs/memory.md says of them."""
+
+from pathlib import Path
+
+import pytest
+
+from tools import threads
+
+DOCS = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of markdown tables."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
+def test_a_frozen_weight_costs_its_own_bytes(capsys):
+    threads.main(["jax-23316"])
+    printed = capsys.readouterr().out
+    found = [row for row in rows(printed) if row[0] not in ("program", "---")]
+    assert len(found) == 8
+    ratios = {}
+    for name, model, _, ratio in found:
+        ratios.setdefault(name, []).append(float(ratio))
+        assert model in DOCS, f"docs/memory.md has another size of the model than {model}"
+    assert min(ratios["gradients of the whole tree are returned"]) >= 2.0
+    assert min(ratios["split, but the model is returned without donation"]) >= 2.0
+    assert max(ratios["ours: a rule freezes W"]) < 1.1
+
+
+def test_every_case_has_a_section_and_a_command(capsys):
+    threads.main([])
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == list(threads.CASES)
+    for name in names:
+        assert f"python -m tools.threads {name}" in DOCS
+
+
+def test_an_unknown_case_is_refused(capsys):
+    with pytest.raises(SystemExit) as error:
+        threads.main(["jax-1"])
+    assert error.value.code == 2
+    assert "jax-23316" in capsys.readouterr().err
