@@ -88,7 +88,8 @@ class Learner:
         ema: decay of a moving average of the weights, 0.999 say; None keeps none.
         master_dtype: dtype of a precise copy of the weights in the optimizer state; None updates the parameters alone.
         moment_dtype: dtype in which moments are kept; None means that of the weights that are updated.
-        nonfinite: what a step with a loss or gradient that is not finite does. It never updates anything. "skip" counts
+        nonfinite: what a step with a loss or gradient that is not finite does. It updates nothing, except under
+            memory.update = in_backward the units that came before that gradient. "skip" counts
             it and goes on, "stop" ends the run, "rollback" goes back to the last checkpoint and leaves its batch out.
         max_nonfinite: how many such steps in a row (or rollbacks in a run) end the run all the same.
     """

@@ -3,7 +3,7 @@
 The state is exact: it comes from the layout. The rest is found by tracing one device's share of the forward and
 backward pass (`local_step`) and walking it with the fusions that XLA makes (`liveness`). No number is fitted.
 
-May import: framework.experiment, framework.layout, framework.accelerators, framework.plan.
+May import: framework.experiment, framework.layout, framework.accelerators, framework.schedules.pieces, framework.plan.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from jax.sharding import AbstractMesh
 
 from framework.accelerators import AcceleratorSpec
 from framework.experiment import Experiment
-from framework.layout import StateLayout
+from framework.layout import OptStateSpec, StateLayout
+from framework.optimizers.reach import Reach
 from framework.plan.liveness import Instant, Rules, most_held
 from framework.plan.local_step import trace
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.report import KEYS
+from framework.schedules.pieces import BLOCK
 
 # XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
 _COSTLY = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin", "cos", "div")
@@ -70,8 +72,16 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     backward["activations"] += _copies(layout, spec.platform)
     if "offload" in experiment.memory.remat:
         host["activations"] = _backward(experiment, sizes, spec.platform, on_host=True).nbytes
-    units = experiment.model.stack.num_units if experiment.memory.update == "streamed" else 1
-    update = _update(layout, spec, sum(breakdown.values()), units)
+    memory, units = experiment.memory, experiment.model.stack.num_units
+    if memory.update == "in_backward" or memory.gradients != "device":  # of the stack, two units' are there at once
+        stack = sum(leaf.bytes_per_device for leaf in layout if leaf.path.startswith("parameter/stack/"))
+        backward["gradients"] = max(0, backward["gradients"] - max(0, stack - 2 * stack // units))
+    if memory.update == "after_backward":
+        update = _update(layout, spec, sum(breakdown.values()))
+    else:
+        update = _piece(layout, units, {experiment.learner.reach(group) for group in experiment.learner.groups})
+    if memory.update == "streamed" and memory.gradients == "device":
+        update["gradients"] = layout.bytes_per_device("parameter")
     largest = max((backward, update), key=lambda groups: sum(groups.values()))
     for group, size in largest.items():
         breakdown[group] += size
@@ -110,17 +120,14 @@ def _backward(experiment: Experiment, sizes: dict[str, int], platform: str, *, o
     return most_held(jaxpr, rules, ["gradients"] * len(jaxpr.outvars))
 
 
-def _update(layout: StateLayout, spec: AcceleratorSpec, resident: int, units: int) -> Counter[str]:
+def _update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> Counter[str]:
     """What the update holds besides the `resident` state: gradients, and what it moves to the device from the host.
 
-    All of the host's state comes at once; streamed, that of two of the stack's `units` (the one being updated, and the
-    next), and of what is in no stack. Selecting between old and new values (a step that is not finite changes
+    All of the host's state comes at once. Selecting between old and new values (a step that is not finite changes
     nothing) happens after both exist for the largest arrays, unless the device would be too small: then one at a time.
     GPUs read and write host memory where it is.
     """
-    away = [leaf for leaf in layout if leaf.spec.memory_kind != "device"]
-    parts = {leaf.path: units if leaf.path.startswith("optimizer/stack/") else 1 for leaf in away}
-    hosted = [leaf.bytes_per_device // parts[leaf.path] * min(2, parts[leaf.path]) for leaf in away]
+    hosted = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
     if spec.platform == "gpu" or not hosted:
         return Counter()
     found = Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(hosted))
@@ -128,6 +135,18 @@ def _update(layout: StateLayout, spec: AcceleratorSpec, resident: int, units: in
     if spec.limit_bytes is not None:
         selected = max(0, min(selected, spec.limit_bytes - resident - sum(found.values())))
     return found + Counter(activations=selected)
+
+
+def _piece(layout: StateLayout, units: int, reaches: set[Reach]) -> Counter[str]:
+    """What an update by pieces moves: the state of two pieces on their way in, and of two on their way out."""
+    tensors: Counter[str] = Counter()
+    for leaf in layout:
+        if isinstance(leaf.spec, OptStateSpec) and leaf.spec.memory_kind != "device":
+            stage = leaf.path.split("/")[1]
+            part = leaf.bytes_per_device // (units if stage == "stack" else 1)
+            tensors[f"{stage}/{leaf.spec.owner}"] += min(part, 4 * BLOCK) if reaches <= {"element", "row"} else part
+    largest = sum(tensors.values()) if reaches & {"unit"} else max(tensors.values(), default=0)
+    return Counter(optimizer_state=4 * largest)
 
 
 def _accumulated(experiment: Experiment, layout: StateLayout) -> int:

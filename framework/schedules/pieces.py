@@ -28,7 +28,7 @@ from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_uni
 Flat = dict[str, Any]
 FlatBundle = tuple[Flat, Flat, Flat, Flat]
 
-_BLOCK = 1 << 21  # elements
+BLOCK = 1 << 21  # elements
 _SMALL = 1 << 20  # bytes of a unit's tensor that is not worth a loop of its own
 _ROWS = 32  # a block's rows are a multiple: the tile of the narrowest dtype
 
@@ -217,7 +217,7 @@ def _put(x: jax.Array, piece: jax.Array, index: Any) -> jax.Array:
 
 
 def _num_blocks(shape: tuple[int, ...]) -> int:
-    """The fewest blocks of equally many rows that hold at most _BLOCK elements each."""
-    rows, wish = shape[0], -(-math.prod(shape) // _BLOCK)
+    """The fewest blocks of equally many rows that hold at most BLOCK elements each."""
+    rows, wish = shape[0], -(-math.prod(shape) // BLOCK)
     fits = (n for n in range(wish, rows // _ROWS + 1) if rows % n == 0 and rows // n % _ROWS == 0)
     return next(fits, 1) if wish > 1 else 1

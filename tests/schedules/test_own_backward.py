@@ -106,7 +106,7 @@ def test_blocks_give_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pieces, "_ROWS", 4)
     states = {}
     for size in (1 << 21, 4096):
-        monkeypatch.setattr(pieces, "_BLOCK", size)
+        monkeypatch.setattr(pieces, "BLOCK", size)
         for mesh in (None, {"fsdp": 2, "data": 2, "model": 2}):
             config = experiment({"update": "streamed"}, layers=2, mesh=mesh)
             states[size, mesh is None] = small.arrays(small.run(small.program(config), 2)[0])
