@@ -23,16 +23,34 @@ from framework.program import Program
 from launch import cli
 from tools.bench.ratios import ratio
 
-SETTINGS = [(update, kind) for update in ("after_backward", "streamed") for kind in ("device", "pinned_host")]
+HOST = {"memory.optimizer_state": "pinned_host"}
+CLIP = {"learner.clip_mode": "update_rms"}
+SETTINGS = {
+    "`after_backward`, state on the device": {},
+    "`after_backward`, state on the host": HOST,
+    "`streamed`, state on the device": {"memory.update": "streamed"},
+    "`streamed`, state on the host": {"memory.update": "streamed", **HOST},
+    "`streamed`, gradients and state on the host": {
+        "memory.update": "streamed",
+        "memory.gradients": "pinned_host",
+        **HOST,
+    },
+    "`in_backward`, `update_rms`, state on the device": {"memory.update": "in_backward", **CLIP},
+    "`in_backward`, `update_rms`, state on the host": {"memory.update": "in_backward", **CLIP, **HOST},
+    "`in_backward`, `two_pass`, state on the device": {
+        "memory.update": "in_backward",
+        "learner.clip_mode": "two_pass",
+    },
+}
 
 
 class Contestant:
     """A program with its state, and the time that its steps took, by round."""
 
-    def __init__(self, spec: str, overrides: cli.Overrides, update: str, kind: str):
+    def __init__(self, spec: str, overrides: cli.Overrides, name: str):
         config = configs.load(spec)
-        cli.apply_overrides(config, [*overrides, ("memory.update", update), ("memory.optimizer_state", kind)])
-        self.name = f"`{update}`, state on the {'device' if kind == 'device' else 'host'}"
+        cli.apply_overrides(config, [*overrides, *SETTINGS[name].items()])
+        self.name = name
         self.program = Program(config.instantiate(), jax.devices()[:1])
         self.hosted = self.program.layout.bytes_per_device(memory_kind="pinned_host")
         self.state: Any = self.program.init()
@@ -65,7 +83,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     spec, overrides, rest = cli.split(sys.argv[1:])
     args = parser.parse_args(rest)
-    contestants = [Contestant(spec or "nanogpt-cpu", overrides, *setting) for setting in SETTINGS]
+    contestants = [Contestant(spec or "nanogpt-cpu", overrides, name) for name in SETTINGS]
     for contestant in contestants:
         contestant.run(1)  # compiles
         contestant.wall.clear()
