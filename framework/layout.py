@@ -70,10 +70,17 @@ class ParameterSpec(TensorSpec):
     Args:
         initializer: `(key, shape, dtype) -> array`; called per layer for a stacked parameter.
         roles: what each axis is: "layer", "in", "out", "heads", "vocab", "position", "channel", ...
+        trainable: whether it learns; otherwise it is frozen, as a rule of the learner would.
+        own_dtype: the model's `param_dtype` does not apply.
+        quantized: one of several leaves that store a weight (codes, scales). No layer casts them, and they share a key,
+            that of the path above them, so that all are made of one draw.
     """
 
     initializer: Initializer = field(default=jax.nn.initializers.zeros, compare=False)
     roles: tuple[str, ...] = ()
+    trainable: bool = True
+    own_dtype: bool = False
+    quantized: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -336,9 +343,11 @@ def initialize(specs: Nested, key: jax.Array, layer: jax.Array | None = None) ->
         key: a typed PRNG key.
         layer: of stacked parameters, this layer's only, without the leading axis.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda keypath, spec: spec.draw(fold_in_name(key, path_name(keypath)), layer), specs
-    )
+
+    def draw(keypath: tuple[Any, ...], spec: ParameterSpec) -> jax.Array:
+        return spec.draw(fold_in_name(key, path_name(keypath[:-1] if spec.quantized else keypath)), layer)
+
+    return jax.tree_util.tree_map_with_path(draw, specs)
 
 
 def fold_in_name(key: jax.Array, name: str) -> jax.Array:

@@ -135,8 +135,8 @@ class Learner:
         self.learning_rate = self._rates["default"]
 
     def _label(self, flat: dict[str, Any], optimizer: Config, rules: list[Rule]) -> dict[str, str]:
-        labels = dict.fromkeys(flat, "default")
-        taken: set[str] = set()
+        labels = {path: "default" if spec.trainable else "frozen" for path, spec in flat.items()}
+        taken = {path for path, spec in flat.items() if not spec.trainable}
         for index, rule in enumerate(rules):
             matched = [path for path in flat if rule.pattern.search(path)]
             if not matched:

@@ -228,4 +228,4 @@ class Program:
 
 def _uncast(specs: Nested) -> Nested:
     """Parameters are drawn in float32 (or wider) and cast afterwards, so that a master copy holds what was drawn."""
-    return jax.tree.map(lambda spec: replace(spec, dtype=jnp.promote_types(spec.dtype, jnp.float32)), specs)
+    return jax.tree.map(lambda s: s if s.quantized else replace(s, dtype=jnp.promote_types(s.dtype, "float32")), specs)

@@ -156,13 +156,13 @@ def _nest(own: Mapping[str, Any], children: dict[str, Nested]) -> Nested:
     return {**own, **{name: specs for name, specs in children.items() if specs}}
 
 
-def prepare_own(specs: Mapping[str, ParameterSpec], params: Nested, ctx: Context) -> Nested:
-    """A layer's own parameters, cast and gathered."""
-    return {name: _prepare(spec, params[name], ctx) for name, spec in specs.items()}
+def prepare_own(specs: Nested, params: Nested, ctx: Context) -> Nested:
+    """A layer's own parameters, cast (quantized ones as they are) and gathered."""
+    return {name: jax.tree.map(lambda s, p: _prepare(s, p, ctx), spec, params[name]) for name, spec in specs.items()}
 
 
 def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
-    weight = param.astype(ctx.compute_dtype)
+    weight = param if spec.quantized else param.astype(ctx.compute_dtype)
     axes = tuple(_without_fsdp(axis) for axis in spec.mesh_axes)
     return weight if axes == spec.mesh_axes else ctx.constrain(weight, *axes)
 

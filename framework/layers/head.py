@@ -184,27 +184,30 @@ def chunked_loss(
 
         return scanned(body, zeros(table, h, inputs), h, inputs)[0]
 
-    def forward(h: jax.Array, table: jax.Array, inputs: Any) -> tuple[Loss, Any]:
-        def body(carry: tuple[Loss, jax.Array], xs: Any) -> tuple[tuple[Loss, jax.Array], jax.Array]:
-            loss_sum, table_grad = carry
-            loss, (h_grad, grad) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(xs[0], table, xs[1])
+    def forward(h: Any, table: Any, inputs: Any) -> tuple[Loss, Any]:
+        argnums = (0, 1) if table.perturbed else (0,)  # a frozen table: a list of no gradients
+        h, table, inputs = jax.tree.map(lambda x: x.value, (h, table, inputs))
+
+        def body(carry: tuple[Loss, list[jax.Array]], xs: Any) -> tuple[tuple[Loss, list[jax.Array]], jax.Array]:
+            loss_sum, sums = carry
+            loss, (h_grad, *grads) = jax.value_and_grad(loss_of, argnums, has_aux=True)(xs[0], table, xs[1])
             with jax.named_scope("gradient"):
-                table_grad = ctx.constrain(table_grad + grad, "model", "fsdp")
-            return (add(loss_sum, loss), table_grad), h_grad
+                sums = [ctx.constrain(old + grad, "model", "fsdp") for old, grad in zip(sums, grads, strict=True)]
+            return (add(loss_sum, loss), sums), h_grad
 
         # Summed in float32, and sharded: a loop carry cannot hold partial sums, so each chunk is reduced anyway.
-        start = jnp.zeros(table.shape, jnp.promote_types(table.dtype, jnp.float32))
-        carry = (zeros(table, h, inputs), ctx.constrain(start, "model", "fsdp"))
-        (loss, table_grad), h_grad = scanned(body, carry, h, inputs)
-        return loss, (h_grad if chunks == 1 else join(h_grad), table_grad.astype(table.dtype), inputs)
+        start = [jnp.zeros(table.shape, jnp.promote_types(table.dtype, jnp.float32))] * (len(argnums) - 1)
+        carry = (zeros(table, h, inputs), [ctx.constrain(x, "model", "fsdp") for x in start])
+        (loss, sums), h_grad = scanned(body, carry, h, inputs)
+        return loss, (h_grad if chunks == 1 else join(h_grad), [x.astype(table.dtype) for x in sums], inputs)
 
-    def backward(saved: Any, cotangent: Loss) -> tuple[jax.Array, jax.Array, Any]:
+    def backward(saved: Any, cotangent: Loss) -> tuple[jax.Array, jax.Array | None, Any]:
         # Metrics are not differentiated; the loss is a scalar, so its cotangent only scales.
-        h_grad, table_grad, inputs = saved
-        scale = cotangent[0]
-        return (h_grad * scale).astype(h_grad.dtype), (table_grad * scale).astype(table_grad.dtype), _no_grad(inputs)
+        *grads, inputs = saved
+        h_grad, table_grad = jax.tree.map(lambda grad: (grad * cotangent[0]).astype(grad.dtype), grads)
+        return h_grad, table_grad[0] if table_grad else None, _no_grad(inputs)
 
-    total.defvjp(forward, backward)
+    total.defvjp(forward, backward, symbolic_zeros=True)
     return total(h_BSD, table_VD, inputs)
 
 

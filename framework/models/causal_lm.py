@@ -17,6 +17,7 @@ from framework.layers.attention import Attention
 from framework.layers.base import Context, Layer, Out
 from framework.layers.embedding import Embedding
 from framework.layers.head import LMHead
+from framework.layers.lora import LoRA
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, flatten, nearest_divisors
 
@@ -30,6 +31,7 @@ class CausalLM:
         embed: first stage.
         stack: the layers between.
         head: last stage.
+        lora: adapters, beside which all else is frozen; none by default.
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
     """
@@ -42,6 +44,7 @@ class CausalLM:
         embed: Config = config_for(Embedding),
         stack: Config = config_for(Stack),
         head: Config = config_for(LMHead),
+        lora: Config | None = None,
         param_dtype: DType = "float32",
         compute_dtype: DType = "float32",
     ):
@@ -51,6 +54,9 @@ class CausalLM:
         self.stack: Stack = stack.instantiate(dim=dim)
         self.head: LMHead = head.instantiate(dim=dim, vocab_size=vocab_size)
         self.stages: dict[str, Layer] = {"embed": self.embed, "stack": self.stack, "head": self.head}
+        self.lora: LoRA | None = None if lora is None else lora.instantiate()
+        if self.lora is not None:
+            self.lora.wrap({**self.stages, "stack": self.stack.unit})
         # {path where a stage reads: path where the parameter lives}. The gradient of a tie is the sum of its uses'.
         self.ties: dict[str, str] = {"head/table": "embed/token"} if self.head.tied else {}
 
@@ -59,7 +65,12 @@ class CausalLM:
         specs = {name: stage.parameter_specs() for name, stage in self.stages.items()}
         if self.stack.shared_specs():
             specs["shared"] = self.stack.shared_specs()
-        return jax.tree.map(lambda spec: replace(spec, dtype=self.param_dtype), specs)
+
+        def in_model(spec: ParameterSpec) -> ParameterSpec:
+            spec = spec if spec.own_dtype else replace(spec, dtype=self.param_dtype)
+            return spec if self.lora is None else replace(spec, trainable="rank" in spec.roles)  # adapters alone
+
+        return jax.tree.map(in_model, specs)
 
     def buffer_specs(self) -> Nested:
         """{stage: nested dict of TensorSpec}, stages without buffers left out."""
@@ -137,7 +148,8 @@ class CausalLM:
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward: three times the forward pass's matrix products. Recomputation is not counted."""
-        return 3.0 * sum(stage.flops_per_token(seq_len) for stage in self.stages.values())
+        forward, weights_alone = (sum(s.flops_per_token(n) for s in self.stages.values()) for n in (seq_len, 0))
+        return 3.0 * forward - (0.0 if self.lora is None else weights_alone)  # frozen weights have no gradient
 
 
 def _uses_axis(specs: Nested, axis: str) -> bool:

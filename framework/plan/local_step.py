@@ -25,7 +25,7 @@ from framework.experiment import Experiment
 from framework.layers import attention, kernels_xla
 from framework.layers.base import BATCH_AXES, Context
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
-from framework.layout import Nested, TensorSpec, merge
+from framework.layout import Nested, ParameterSpec, TensorSpec, flatten, merge
 
 KERNEL = Primitive("attention_kernel")  # flash attention, forward or backward: its operands and results, nothing else
 KERNEL.multiple_results = True
@@ -46,7 +46,7 @@ jax.tree_util.register_dataclass(_LocalContext, _FIELDS[False], _FIELDS[True])
 
 def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
     """The gradients of one microbatch on one device: all arguments and results are shards, except for the gradient of
-    the head's table, which is whole and in reality summed into a shard, see `framework.layers.head`.
+    the head's table, if it learns, which is whole and in reality summed into a shard, see `framework.layers.head`.
 
     Args:
         experiment: what to train.
@@ -61,8 +61,8 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     specs = model.parameter_specs()
 
-    def gather(spec: TensorSpec, weight: jax.Array) -> jax.Array:
-        weight = weight.astype(model.compute_dtype)
+    def gather(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
+        weight = weight if spec.quantized else weight.astype(model.compute_dtype)
         for axis, names in enumerate(spec.mesh_axes):
             if sizes["fsdp"] > 1 and "fsdp" in ((names,) if isinstance(names, str) else names or ()):
                 weight = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
@@ -77,8 +77,8 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         fields |= {"rng": jax.random.key(0), "rows": rows, "compute_dtype": model.compute_dtype}
         ctx = _LocalContext(**fields, mesh=mesh, remat=experiment.memory.remat)
         everything = merge(params, frozen)
-        home = everything["embed"]["token"] if model.head.tied else everything["head"]["table"]
-        table = gather(model.head.table_spec(), home)
+        home = "embed/token" if model.head.tied else "head/table"
+        table = gather(model.head.table_spec(), flatten(everything)[home])
 
         def loss(params: Nested, table: jax.Array) -> jax.Array:
             everything = merge(params, model.split_units(frozen, ctx.remat))
@@ -93,7 +93,8 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
             assert last.loss is not None
             return last.loss if out.loss is None else last.loss + out.loss
 
-        grads, table_grad = jax.grad(loss, argnums=(0, 1))(model.split_units(params, ctx.remat), table)
+        argnums = (0, 1) if home in flatten(learner.specs) else (0,)
+        grads, *table_grad = jax.grad(loss, argnums=argnums)(model.split_units(params, ctx.remat), table)
         return model.join_units(grads), table_grad
 
     def axes(spec: TensorSpec) -> PartitionSpec:

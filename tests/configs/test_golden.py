@@ -34,7 +34,7 @@ PUBLISHED = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-32b": 32_763_876_352,
 }
-OURS = {"stdlib-tiny", "nanogpt-cpu"}
+OURS = {"stdlib-tiny", "nanogpt-cpu", "lora-tiny"}
 LARGE = sorted(set(NAMES) - OURS)
 
 

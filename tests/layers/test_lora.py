@@ -1,0 +1,179 @@
+"""Quantized weights and adapters: definitions in float64; what is trained and costs what, meshes, remat, merging."""
+
+from dataclasses import replace
+from statistics import NormalDist
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.config import ConfigError, config_for
+from framework.layers.base import Context
+from framework.layers.linear import Linear
+from framework.layers.lora import LoRA, LoRALinear, merge_adapters
+from framework.layers.quantize import NF4, dequantize, quantize
+from framework.layout import flatten, initialize
+from framework.learner import Rule
+from framework.program import Program
+from tests.support import small
+
+BASES = [None, "bfloat16", "int8", "nf4"]
+
+
+def config(base=None, *, mesh=None, remat="none", dropout=0.0, **fields):
+    model = small.llama(dim=64, **fields)
+    small.block(model).mlp.hidden = 128
+    model.lora = config_for(LoRA, rank=4, alpha=6.0, base=base, dropout=dropout)
+    return small.experiment(model, mesh=mesh, memory={"remat": remat})
+
+
+def moved(program: Program):
+    """A first state whose adapters all matter: B is not zero."""
+    state, rng = jax.device_get(program.init()), np.random.default_rng(1)
+    return {**state, "parameter": jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), state["parameter"])}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_formula(base, bias):
+    lora = config_for(LoRA, rank=3, alpha=6.0, base=base).instantiate()
+    layer = LoRALinear(config_for(Linear, inputs=64, outputs=5, bias=bias).instantiate(), lora, "x")
+    params, rng = initialize(layer.own_specs(), jax.random.key(0)), np.random.default_rng(0)
+    assert not params["lora_b"].any()
+    assert 0.115 < np.abs(params["lora_a"]).max() <= 0.125  # 1 / sqrt(64)
+    params["lora_b"] = rng.standard_normal((3, 5)).astype(np.float32)
+    params |= {"bias": rng.standard_normal(5).astype(np.float32)} if bias else {}
+    weight = params["weight"] if lora.storage is None else dequantize(params["weight"], lora.storage, jnp.float32)
+    x, ctx = rng.standard_normal((2, 7, 64)).astype(np.float32), Context(batch={})
+
+    def apply(a, b, x, ctx=ctx):
+        return layer(layer.prepare({**params, "lora_a": a, "lora_b": b}, ctx), x, ctx)
+
+    y, pull = jax.vjp(apply, params["lora_a"], params["lora_b"], x)
+    w, a, b, x64 = (np.asarray(v, np.float64) for v in (weight, params["lora_a"], params["lora_b"], x))
+    np.testing.assert_allclose(y, x64 @ w + 2.0 * x64 @ a @ b + params.get("bias", 0.0), atol=2e-6)
+    g, rows = np.asarray(y, np.float64), x64.reshape(-1, 64)
+    a_grad, b_grad = 2.0 * rows.T @ (g @ b.T).reshape(-1, 3), 2.0 * (rows @ a).T @ g.reshape(-1, 5)
+    for found, expected in zip(pull(y), (a_grad, b_grad, g @ (w + 2.0 * a @ b).T), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    lora.dropout, ctx = 0.5, replace(ctx, rng=jax.random.key(1), rows=jnp.arange(2), training=True)
+    masked = np.asarray(ctx.dropout(x, 0.5, "x"), np.float64)
+    dropped = apply(params["lora_a"], params["lora_b"], x, ctx)
+    np.testing.assert_allclose(dropped - y, 2.0 * (masked - x64) @ a @ b, atol=1e-5)
+
+
+def test_adapters_alone_are_trained_and_kept():
+    """Also where param_dtype is narrow: adapters and all that belongs to them stay in float32."""
+    built = config(param_dtype="bfloat16")
+    built.learner.ema = 0.9
+    built.learner.rules = [config_for(Rule, pattern="norm", set={"weight_decay": 0.0})]  # all frozen: no error
+    program = small.program(built)
+    state = program.init()
+    assert {path[-6:] for path in flatten(state["parameter"])} == {"lora_a", "lora_b"}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state["parameter"])} == {jnp.dtype("float32")}
+    adapters = program.layout.bytes_per_device("parameter")
+    assert adapters == 4 * 2 * 4 * (2 * 128 + 2 * 96 + 3 * 192)
+    assert program.layout.bytes_per_device("ema") == adapters
+    assert program.layout.bytes_per_device("optimizer") == 2 * adapters + 2 * 4  # a count per layer
+    built.model.lora = None
+    frozen = small.arrays(state["frozen"])
+    small.assert_same_bits(frozen, small.program(built).init()["parameter"])  # the same draws, in bfloat16
+    small.assert_same_bits(small.run(program, 3)[0]["frozen"], frozen)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
+    needs = {}
+    for base in (None, "int8", "nf4", "trained"):
+        built = config(None if base == "trained" else base, remat=remat, stack__num_layers=4)
+        if base == "trained":
+            built.model.lora = None
+        program = small.program(built)
+        stats = program.compiled_step.memory_analysis()
+        assert stats.alias_size_in_bytes == program.layout.bytes_per_device()
+        needs[base] = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    matrices = 4 * 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)  # bytes of the stack's, all four layers, in float32
+    assert max(needs["int8"], needs["nf4"]) <= needs[None] + matrices // 8
+    assert needs["trained"] > needs[None] + matrices // 2  # gradients
+
+
+@pytest.mark.parametrize(
+    ("base", "axis", "remat"), [(None, "fsdp", "dots"), ("int8", "fsdp", "full"), ("nf4", "seq", "none")]
+)
+def test_meshes_and_remat_change_no_number_dropout_included(base, axis, remat):
+    single = small.program(config(base, dropout=0.3))
+    fields = {"mesh": {"data": 2, "fsdp": 1, "model": 2, axis: 2}, "stack__unroll": 0}
+    many = small.program(config(base, remat=remat, dropout=0.3, **fields))
+    state = moved(single)
+    (loss, grads), (other, others) = (small.loss_and_grads(program, state) for program in (single, many))
+    np.testing.assert_allclose(other, loss, rtol=2e-6)
+    small.assert_close(others, grads, 1e-5)
+    small.assert_close(small.arrays(many.init()["parameter"]), small.arrays(single.init()["parameter"]), 1e-6)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_merged_weights_are_those_of_the_model_without_adapters(base):
+    built = config(base)
+    program = small.program(built)
+    model, state = program.experiment.model, moved(program)
+    merged = merge_adapters(model, program.weights(state))
+    built.model.lora = None
+    plain, drawn = built.model.instantiate(), flatten(small.program(built).init()["parameter"])
+    expected = {path: (spec.shape, spec.dtype) for path, spec in flatten(plain.parameter_specs()).items()}
+    assert {path: (leaf.shape, leaf.dtype) for path, leaf in flatten(merged).items()} == expected
+    for path, leaf in flatten(merge_adapters(model, program.weights(program.init()))).items():  # B is zero
+        error = {None: 0.0, "bfloat16": 0.004, "int8": 0.004, "nf4": 0.16}[base]  # the same draws, rounded
+        assert np.abs(leaf - drawn[path]).max() <= error * np.abs(drawn[path]).max(), path
+    ctx = program.evaluation_context(program.put(small.host_batch(program)))
+    logits, others = plain.logits(merged, ctx, {}), model.logits(program.weights(state), ctx, {})
+    np.testing.assert_allclose(logits, others, atol=1e-5 * np.abs(others).max())
+    assert np.abs(others - model.logits(program.weights(program.init()), ctx, {})).max() > 0.1
+
+
+def test_bad_configs():
+    for field, value, message in (
+        ("rank", "0", r"lora.rank: expected an integer > 0, given 0"),
+        ("base", "nf5", r"lora.base: expected one of .*'nf4' or none, given 'nf5' .*; did you mean 'nf4'\?"),
+        ("targets", "querry", r"lora.targets = 'querry' matches none of 7 layers: .*attention/query"),
+        ("targets", "(", r"lora: .*targets = '\(' is no regular expression"),
+    ):
+        model = small.llama(lora=config_for(LoRA))
+        with pytest.raises(ConfigError, match=message):  # noqa: PT012  (when it is set, or when it is built)
+            model.override(f"lora.{field}", value)
+            model.instantiate()
+
+
+def test_nf4_values_are_the_quantiles_that_define_them():
+    half, quantile = 0.5 - 0.5 * (1 / 32 + 1 / 30), NormalDist().inv_cdf
+    positive = [quantile(0.5 + half * i / 8) for i in range(1, 9)]
+    negative = [quantile(0.5 - half * i / 7) for i in range(7, 0, -1)]
+    np.testing.assert_allclose(NF4, np.array([*negative, 0.0, *positive]) / positive[-1], atol=2e-7)
+
+
+@pytest.mark.parametrize("storage", ["int8", "nf4"])
+def test_codes_values_and_products_are_those_of_the_definition(storage):
+    levels, block = (np.arange(-127, 128) / 127, 192) if storage == "int8" else (np.array(NF4), 64)
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((3, 192, 10)).astype(np.float32)
+    weight[0, :64, 3] = 0.0  # a block of nothing
+    blocks = weight.astype(np.float64).reshape(3, -1, block, 10)
+    scales = np.abs(blocks).max(axis=2, keepdims=True)
+    expected = np.abs((blocks / np.where(scales == 0, 1, scales))[..., None] - levels).argmin(axis=-1)
+    values = (levels[expected] * scales).reshape(weight.shape)
+    parts = jax.jit(quantize, static_argnums=1)(weight, storage)
+    codes = np.asarray(parts["codes"], np.int64).reshape(3, blocks.shape[1], -1, 10)
+    if storage == "nf4":  # rows i and i + 32 of a block share a byte
+        codes = np.concatenate([codes % 16, codes // 16], axis=2)
+    np.testing.assert_array_equal(codes, expected - (127 if storage == "int8" else 0))
+    np.testing.assert_allclose(dequantize(parts, storage, jnp.float32), values, rtol=1e-6)
+    assert parts["codes"].nbytes * {"int8": 1, "nf4": 2}[storage] == weight.size
+
+
+def test_blocks_must_be_whole_and_on_one_device():
+    model = small.llama(dim=128, lora=config_for(LoRA, base="nf4"))
+    with pytest.raises(ValueError, match=r"blocks of 64, which do not divide 48, the inputs of .*mlp/down; try"):
+        small.program(small.experiment(model))
+    model.lora.targets = "query"
+    with pytest.raises(ValueError, match=r"mesh.fsdp = 4 does not divide rows of 64 inputs = 2 of .*/query"):
+        small.program(small.experiment(model, mesh={"fsdp": 4, "data": 2}))
