@@ -29,6 +29,7 @@ import jax
 from framework import checkpoint_storage as storage
 from framework import distributed
 from framework.checkpoint_directory import (
+    FROZEN,
     delete_step,
     describe,
     incomplete,
@@ -120,10 +121,11 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointSaveError | None = None
         self._saved: list[int] = []  # by this object, committed
+        self._frozen: int | None = None  # the number under which FROZEN has this run's frozen arrays
         self._bad: set[int] = set()  # found corrupt by this object
-        if not read_only and jax.process_index() == 0:
+        if not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for message in remove_leftovers(self.directory):
+            for message in remove_leftovers(self.directory) if jax.process_index() == 0 else ():
                 _log.warning("checkpoints: %s", message)
 
     # --- looking -----------------------------------------------------------------------------------------------------
@@ -161,7 +163,8 @@ class Checkpointer:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> bool:
-        """Saves in the background. Returns once the arrays may be donated or overwritten.
+        """Saves in the background. Returns once the arrays may be donated or overwritten. The group "frozen" never
+        changes, so the first save alone writes it, and waits for it; the others refer to that.
 
         One save runs at a time: this waits for the one before. A checkpoint of the same step that an earlier course of
         the run left here is replaced.
@@ -187,6 +190,14 @@ class Checkpointer:
         self.wait()
         if step in self._saved:
             return False
+        frozen = state.get("frozen") if isinstance(state, dict) else None
+        if frozen:
+            state = {name: group for name, group in state.items() if name != "frozen"}
+            if self._frozen is None:
+                with Checkpointer(directory=self.directory / FROZEN, keep=1 << 30) as once:
+                    number = 1 + max(storage.from_first_process(once.steps(), {})[0], default=0)  # never replaced
+                    once.save(number, frozen, {})
+                self._frozen = number
         leaves = flatten(state)
         assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
         for name, leaf in leaves.items():
@@ -201,6 +212,7 @@ class Checkpointer:
             extra=extra,
             versions=_versions(),
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            frozen=self._frozen if frozen else None,
         )
         self._start(step, leaves, manifest)
         return True
@@ -309,6 +321,11 @@ class Checkpointer:
             if missing := set(groups) - set(abstract):
                 raise ValueError(f"groups: expected some of {sorted(abstract)}, got {sorted(missing)}")
             abstract = {group: abstract[group] for group in abstract if group in groups}
+        frozen: dict[str, Any] = {}
+        if manifest.frozen is not None and (groups is None or "frozen" in groups):
+            once = Checkpointer(directory=self.directory / FROZEN, read_only=True)
+            frozen = {"frozen": once.restore(manifest.frozen, abstract.get("frozen", {})).state}
+            abstract = {group: abstract[group] for group in abstract if group != "frozen"}
         wanted = flatten(abstract)
         stored = {
             name: leaf for name, leaf in manifest.leaves.items() if groups is None or name.split("/", 1)[0] in groups
@@ -322,7 +339,7 @@ class Checkpointer:
         sums = self._checksums(arrays)
         bad = [name for name in wanted if sums[name] != stored[name].checksum]
         if bad:
-            for array in arrays.values():
+            for array in (*arrays.values(), *jax.tree.leaves(frozen)):
                 array.delete()  # now, not when the last reference in a traceback dies: another try needs the room
             raise CheckpointCorruptError(
                 f"step {step} of {self.directory} is corrupt: {len(bad)} of {len(wanted)} arrays are not what was "
@@ -330,8 +347,9 @@ class Checkpointer:
             )
         # Later steps that this object has saved are of another course of the run now: they may be saved again.
         self._saved = [saved for saved in self._saved if saved <= step]
+        self._frozen = manifest.frozen if frozen else None
         state = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
-        return Restored(step, state, manifest.extra, [])
+        return Restored(step, {**state, **frozen} if frozen else state, manifest.extra, [])
 
     def restore_latest(self, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
         """Restores the newest step that is whole: corrupt ones are passed over, loudly, down to the last.

@@ -6,6 +6,7 @@ renames it when it is complete:
     00000100/manifest/data.json     ours: framework/checkpoint_manifest.py
     00000100/state/                 the arrays, by orbax
     00000100/commit_success.txt     the commit marker, written last, by orbax
+    frozen/00000001/                in the same form, the arrays that do not learn: steps refer to them
 
 May import: the standard library and checkpoint_manifest. No array is read here.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 from framework.checkpoint_manifest import MANIFEST, MANIFEST_FILE, CheckpointMissingError, Manifest
 
 STATE = "state"
+FROZEN = "frozen"
 COMMIT_MARKER = "commit_success.txt"
 
 _STEP = re.compile(r"\d{1,18}")

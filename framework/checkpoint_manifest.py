@@ -66,6 +66,7 @@ class Manifest:
         extra: what the caller stored: data position, seed, resolved config, ...; JSON.
         versions: of this framework, jax and orbax, when it was saved.
         saved_at: wall clock, ISO 8601.
+        frozen: which of the directories of frozen arrays belongs to this; None: none, `leaves` has everything.
     """
 
     step: int
@@ -73,6 +74,7 @@ class Manifest:
     extra: dict[str, Any]
     versions: dict[str, str]
     saved_at: str
+    frozen: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As stored. `digest` covers all the rest, so that a changed byte in it does not go unnoticed either."""
@@ -86,6 +88,7 @@ class Manifest:
                 for name, leaf in self.leaves.items()
             },
             "extra": self.extra,
+            "frozen": self.frozen,
         }
         return {**body, "digest": _digest(body)}
 
@@ -111,7 +114,8 @@ class Manifest:
             name: LeafRecord(tuple(leaf["shape"]), leaf["dtype"], leaf["checksum"])
             for name, leaf in value["leaves"].items()
         }
-        return cls(value["step"], leaves, value["extra"], value["versions"], value["saved_at"])
+        frozen = value.get("frozen")  # not in the earliest ones
+        return cls(value["step"], leaves, value["extra"], value["versions"], value["saved_at"], frozen)
 
 
 def _digest(body: dict[str, Any]) -> str:
