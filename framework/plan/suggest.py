@@ -82,7 +82,8 @@ def _choices(config: Config) -> Iterator[list[tuple[str, Any]]]:
     long = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
     most = [*milder[-1:], *(streamed or hosted)]
     yield from ([one] for one in [*milder, *micro[:3]])
-    yield from filter(None, [hosted, streamed, sharded, [*milder[-1:], *hosted], most])
+    away = [("memory.gradients", "pinned_host")] if streamed and config.memory.gradients == "device" else []
+    yield from filter(None, [hosted, streamed, sharded, [*milder[-1:], *hosted], most, away and [*most, *away]])
     yield from ([*most, one] for one in micro)
     if sharded:
         yield from ([*most, *sharded, *rest] for rest in [[], *([one] for one in micro)])
