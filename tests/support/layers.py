@@ -1,9 +1,11 @@
-"""A layer with everything that the stack must carry besides activations: buffers, an auxiliary loss, metrics."""
+"""Layers with what a stack must carry besides activations: buffers, losses, metrics, random streams, shared weights."""
 
 import jax
 import jax.numpy as jnp
 
+from framework.config import config_for
 from framework.layers.base import Context, Layer, Out
+from framework.layers.linear import Linear
 from framework.layout import Nested, ParameterSpec, TensorSpec
 
 
@@ -39,3 +41,60 @@ class Centering(Layer):
         loss = self.penalty * jnp.sum(jnp.square(y.astype(jnp.float32))) / ctx.num_targets
         state = {"mean": mean + self.rate * (seen - mean), "count": count + 1}
         return y, Out(loss=loss, metrics={"penalty": loss}, layer_state=state)
+
+
+class Recurrent(Layer):
+    """x + the states of a GRU (Cho et al. 2014, arXiv 1406.1078) over positions, with dropout on the hidden state."""
+
+    def __init__(self, *, dim: int, dropout: float = 0.1, output_init_scale: float = 1.0):
+        self.dim, self.dropout = dim, dropout
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """input and hidden [D, 3D] (update, reset, candidate), bias [3D]."""
+        normal, shape = jax.nn.initializers.normal(0.3), (self.dim, 3 * self.dim)
+        matrix = ParameterSpec(shape, "float32", ("fsdp", "model"), initializer=normal, roles=("in", "out"))
+        bias = ParameterSpec(shape[1:], "float32", ("model",), initializer=normal, roles=("out",))
+        return {"input": matrix, "hidden": matrix, "bias": bias}
+
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+        """x_BSD -> x_BSD; each position has a mask of its own."""
+
+        def cell(h_BD: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            position, x_BE = xs
+            (update, reset, new), (more, reset_h, new_h) = (
+                jnp.split(gates, 3, axis=-1) for gates in (x_BE, h_BD @ weights["hidden"])
+            )
+            update, new = jax.nn.sigmoid(update + more), jnp.tanh(new + jax.nn.sigmoid(reset + reset_h) * new_h)
+            h_BD = update * h_BD + (1.0 - update) * new
+            h_BD = ctx.fold_index(position).dropout(h_BD, self.dropout, "hidden")
+            return h_BD, h_BD
+
+        x_SBE = jnp.moveaxis(carry @ weights["input"] + weights["bias"], 1, 0)
+        _, h_SBD = jax.lax.scan(cell, jnp.zeros_like(carry[:, 0]), (jnp.arange(carry.shape[1]), x_SBE))
+        return carry + jnp.moveaxis(h_SBD, 0, 1), Out()
+
+
+class Twins(Layer):
+    """x + two branches that call the same child, with masks of their own; minus a running mean; an auxiliary loss."""
+
+    def __init__(self, *, dim: int, dropout: float = 0.1, output_init_scale: float = 1.0):
+        self.dim, self.dropout = dim, dropout
+        init = config_for(jax.nn.initializers.normal, stddev=0.2)
+        self.child = Linear(inputs=dim, outputs=dim, bias=True, init=init, mesh_axes=("fsdp", "model"))
+
+    def children(self) -> dict[str, Layer]:
+        """One, though it is called twice."""
+        return {"child": self.child}
+
+    def own_buffers(self) -> dict[str, TensorSpec]:
+        """mean [D], float64 as all that is computed where models are compared exactly."""
+        return {"mean": TensorSpec((self.dim,), "float64")}
+
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+        """x_BSD -> x_BSD."""
+        y = carry - layer_state["mean"]
+        for name, x in (("left", carry), ("right", jnp.flip(carry, -1))):
+            y = y + ctx.fold(name).dropout(jnp.tanh(self.child(weights["child"], x, ctx)), self.dropout, "branch")
+        seen = jax.lax.stop_gradient(jnp.mean(y, axis=(0, 1)))
+        loss = 1e-3 * jnp.sum(jnp.square(y)) / ctx.num_targets
+        return y, Out(loss, {"penalty": loss}, {"mean": 0.5 * (layer_state["mean"] + seen)})

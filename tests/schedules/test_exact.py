@@ -1,0 +1,38 @@
+"""Every schedule, placement and policy against plain optax on one tensor per layer: 20 steps, a clip, a bad batch.
+
+By default any two values of the eight axes meet in some case; the whole product, in float64, is slow.
+"""
+
+import numpy as np
+import pytest
+
+from tests.support import exact
+from tests.support.exact import Case
+
+AXES = {
+    "model": exact.MODELS,
+    "optimizer": exact.OPTIMIZERS,
+    "memory": exact.MEMORY,
+    "placement": exact.PLACEMENTS,
+    "remat": exact.REMATS,
+    "mesh": exact.MESHES,
+}
+CASES = exact.covering(exact.every(**AXES, precision=exact.PRECISIONS, microbatches=(1, 2)))
+REST = [pytest.param(case, marks=pytest.mark.slow) for case in exact.every(**AXES) if case not in CASES]
+
+
+@pytest.mark.parametrize("case", [*CASES, *REST], ids=lambda case: "-".join(map(str, case)))
+def test_twenty_steps_equal_plain_optax(case: Case):
+    """Buffers, losses of layers, random streams and shared parameters thread through all of them."""
+    with exact.conditions():
+        found, losses, norms, weights = exact.train(case)
+        known = case.model, case.optimizer, case.precision, case.clip()
+        _, master, tolerance = exact.PRECISIONS[case.precision]
+        expected, *metrics = exact.plain(*known, weights) if master else exact.once(*known)
+    if (case.optimizer, case.precision) == ("muon", "float32"):
+        tolerance = 1e-5  # its orthogonalization makes more of rounding
+    for path, error in exact.differences(found, expected).items():
+        assert error <= tolerance, f"{path}: off by {error:.1e}"
+    np.testing.assert_allclose([losses, norms], metrics, rtol=3e-6)  # float32
+    if case.clip() is not None:
+        assert np.nanmin(norms) < case.clip() < np.nanmax(norms), "active in some steps, not in others"

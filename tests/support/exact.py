@@ -1,0 +1,281 @@
+"""Training by plain optax on one tensor per layer, and every way of training that must equal it.
+
+The reference shares the model's loss with the framework and nothing of the update: no learner, no schedule, no mapped
+state. A new schedule is one line in MEMORY, a new policy one in REMATS: all tests of exactness then run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import combinations, product
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from framework import layout
+from framework.config import Config, config_for
+from framework.layers.base import Context
+from framework.layers.stack import Stack
+from framework.layout import flatten
+from framework.program import Program
+from framework.schedules import pieces
+from tests.support import small
+from tests.support.layers import Recurrent, Twins
+
+STEPS, POISONED = 20, 7  # the batch of that step has NaN for weights
+UNITS = 4
+
+# Schedules: the fields of config.memory, and what it needs of the learner (no clip, say). Those in NO_PARTS refuse
+# microbatches.
+MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "after_backward": ({"update": "after_backward"}, {}),
+    "streamed": ({"update": "streamed"}, {}),
+    "hosted_gradients": ({"update": "streamed", "gradients": "pinned_host"}, {}),
+    "in_backward": ({"update": "in_backward"}, {"clip": None}),
+    "two_pass": ({"update": "in_backward"}, {"clip_mode": "two_pass"}),
+}
+NO_PARTS = ("in_backward", "two_pass")
+PLACEMENTS = ("device", "pinned_host")
+REMATS = ("none", "full", "save:attention", "sqrt", "offload")
+MESHES = {"one": None, "eight": {"data": 2, "fsdp": 2, "model": 2}}
+
+# Dtypes of parameters and master copy, and by how much parameters may differ, see `differences`.
+# The model computes in float64 always: what is compared is the update, and 20 steps make much of the rounding of a
+# float32 forward pass, which both sides share: Lion turns over an element whose momentum is nothing but rounding, 2e-2
+# of its leaf. Likewise, a master copy's last bit may decide which way a bfloat16 weight is rounded: where there is one,
+# the reference takes its gradients at the framework's weights, which must be the framework's master, cast.
+PRECISIONS = {
+    "float64": ("float64", None, 1e-12),
+    "float32": ("float32", None, 1e-6),
+    "bfloat16": ("bfloat16", "float32", 1e-6),
+}
+
+
+def sign_momentum(*, learning_rate: float, beta: float = 0.9, decay: float = 0.1) -> optax.GradientTransformation:
+    """A user's own: the sign of a momentum, decoupled decay, and a rate that falls with each update of a tensor."""
+
+    def init(params: Any) -> Any:
+        return {"momentum": jax.tree.map(jnp.zeros_like, params), "seen": jax.tree.map(lambda _: jnp.int32(0), params)}
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        momentum = jax.tree.map(lambda m, g: beta * m + (1.0 - beta) * g, state["momentum"], grads)
+        seen = jax.tree.map(lambda n: n + 1, state["seen"])
+        rates = jax.tree.map(lambda n, p: learning_rate / jnp.sqrt(n.astype(p.dtype)), seen, params)
+        changes = jax.tree.map(lambda r, m, p: -r * (jnp.sign(m) + decay * p), rates, momentum, params)
+        return changes, {"momentum": momentum, "seen": seen}
+
+    return optax.GradientTransformation(init, update)
+
+
+OPTIMIZERS = {
+    "sgd": config_for(optax.sgd, learning_rate=3e-3, momentum=0.9),
+    "adamw": config_for(optax.adamw, learning_rate=1e-3, eps=1e-4, weight_decay=0.1),
+    "adafactor": config_for(optax.adafactor, learning_rate=1e-2, min_dim_size_to_factor=8, weight_decay_rate=1e-3),
+    "lion": config_for(optax.lion, learning_rate=1e-3, weight_decay=0.1),
+    "muon": config_for(optax.contrib.muon, learning_rate=1e-3, weight_decay=0.1),
+    "sign_momentum": config_for(sign_momentum, learning_rate=1e-3),
+}
+
+
+def tied(*layers: type | None, shared: tuple[int, ...] = ()) -> Config:
+    """Units of these layers (None is a Llama's block) between a tied embedding and head, with dropout.
+
+    No biases in attention: those of keys have a gradient of nothing but rounding.
+    """
+    config = small.llama(embed__dropout=0.1, head__tied=True)
+    small.block(config).dropout = 0.1
+    pattern = [small.block(config) if layer is None else config_for(layer) for layer in layers]
+    config.stack = config_for(Stack, num_layers=UNITS * len(layers), pattern=pattern, shared=list(shared))
+    return config
+
+
+MODELS = {  # and a clip that is active in some steps and not in others
+    "tied": (tied(None), 4.5),
+    "recurrent": (tied(Recurrent), 1.1),
+    "twins": (tied(Twins), 1.5),
+    "shared": (tied(None, None, shared=(1,)), 7.3),
+}
+
+
+class Case(NamedTuple):
+    """One way to train."""
+
+    model: str = "tied"
+    optimizer: str = "adamw"
+    memory: str = "after_backward"
+    placement: str = "device"
+    remat: str = "none"
+    mesh: str = "one"
+    precision: str = "float64"
+    microbatches: int = 1
+
+    def is_tried(self) -> bool:
+        """Unlike models and dtypes with AdamW. Microbatches where there are neither buffers, which each sees as the one
+        before left them, nor gradients in bfloat16, whose sum is not the rounded sum."""
+        usual = self.model == "tied" and self.precision != "bfloat16"
+        parts = usual and self.memory not in NO_PARTS
+        one = self.model == "tied" or self.precision == "float64"
+        return one and (usual or self.optimizer == "adamw") and (parts or self.microbatches == 1)
+
+    def clip(self) -> float | None:
+        """The largest global norm, for schedules that have it."""
+        return MEMORY[self.memory][1].get("clip", MODELS[self.model][1])
+
+    def program(self, **changed: Any) -> Program:
+        """The framework's side; with other fields of config.learner."""
+        model, (memory, learner) = MODELS[self.model][0].copy(), MEMORY[self.memory]
+        model.param_dtype, master, _ = PRECISIONS[self.precision]
+        model.compute_dtype = "float64"
+        learner = {"clip": self.clip(), "accumulate": self.microbatches, "master_dtype": master, **learner, **changed}
+        memory = {**memory, "optimizer_state": self.placement, "remat": self.remat}
+        optimizer = OPTIMIZERS[self.optimizer].copy()
+        return small.program(
+            small.experiment(model, mesh=MESHES[self.mesh], memory=memory, optimizer=optimizer, **learner)
+        )
+
+
+def every(**axes: Any) -> list[Case]:
+    """All cases with these values that are tried."""
+    cases = [Case(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
+    return [case for case in cases if case.is_tried()]
+
+
+def covering(cases: list[Case]) -> list[Case]:
+    """Some of the cases, in which any two values that meet in one of them meet; greedily."""
+    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
+@contextmanager
+def conditions() -> Iterator[None]:
+    """float64 exists; 256 bytes are large enough for the host, and 256 elements for several blocks of rows."""
+    threshold = mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256)
+    with jax.enable_x64(True), threshold, mock.patch.multiple(pieces, _SMALL=256, _BLOCK=256, _ROWS=4):
+        yield
+
+
+# --- both sides: (parameters and buffers, losses, norms) -------------------------------------------------------------
+
+
+@cache
+def simplest(model: str, optimizer: str, precision: str) -> tuple[Program, Any]:
+    """A program on one device, and the first state of all cases, on the host."""
+    program = Case(model, optimizer, precision=precision).program()
+    return program, jax.device_get(program.init())
+
+
+def placed(case: Case, program: Program) -> Any:
+    """The first state where a program has it. Groups that only some schedules have start as zeros."""
+    _, first = simplest(case.model, case.optimizer, case.precision)
+    zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), program.layout.specs)
+    return jax.device_put({**zeros, **first}, program.layout.shardings())
+
+
+def batch(program: Program, step: int) -> dict[str, jax.Array]:
+    """The batch of a step; one of them is poisoned."""
+    found = small.host_batch(program, step)
+    return program.put({**found, "weights": found["weights"] * np.float32(np.nan if step == POISONED else 1.0)})
+
+
+def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
+    """The framework's side, and the weights before each step. No tracer leaks; host leaves are back on the host."""
+    program = case.program()
+    hosted = any(leaf.spec.memory_kind != "device" for leaf in program.layout if "optimizer/stack" in leaf.path)
+    assert hosted == (case.placement == "pinned_host" and case.optimizer != "adafactor")  # whose factors are vectors
+    with jax.checking_leaks():
+        lowered = program.traced_step.lower()
+    # With excess precision, bfloat16 gradients are rounded in one program and in the other they are not.
+    program.compiled_step = lowered.compile({"xla_allow_excess_precision": False})
+    state, losses, norms, weights = placed(case, program), [], [], []
+    for step in range(STEPS):
+        weights.append(apart(jax.tree.map(np.array, state["parameter"])))
+        state, metrics = program.step(state, batch(program, step))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    program.layout.check(state)
+    assert (int(state["counter"]["step"]), int(state["counter"]["skipped"])) == (STEPS, 1)
+    return (precise(state), jax.device_get(state["buffer"])), losses, norms, weights
+
+
+def plain(model: str, optimizer: str, precision: str, clip: float | None, weights: Any = None) -> Any:
+    """The reference; a bad step is left out by hand. Gradients are taken at `weights` if there are some."""
+    program, first = simplest(model, optimizer, precision)
+    gradients, (init, update) = gradients_of(model, precision), update_of(optimizer)
+    key = jax.random.wrap_key_data(jnp.asarray(first["counter"]["rng"]))
+    params, buffers = jax.device_put((precise(first), first["buffer"]), program.replicated)
+    state, losses, norms = jax.device_put(init(params), program.replicated), [], []
+    for step in range(STEPS):
+        at = weights[step] if weights else params
+        (loss, out), grads = gradients(at, buffers, batch(program, step), jax.random.fold_in(key, step))
+        norm = np.sqrt(sum(np.sum(np.square(np.asarray(g, np.float64))) for g in jax.tree.leaves(grads)))
+        losses.append(float(loss))
+        norms.append(float(norm))
+        if np.isfinite(loss) and np.isfinite(norm):
+            params, state = update(params, state, grads, np.minimum(1.0, clip / norm if clip else 1.0))
+            buffers = out.layer_state
+    return jax.device_get((params, buffers)), losses, norms
+
+
+once = cache(plain)
+
+
+@cache
+def gradients_of(model: str, precision: str) -> Any:
+    """(parameters, layers apart; buffers; batch; key) -> ((loss, Out), gradients), compiled."""
+    built = simplest(model, "adamw", precision)[0].experiment.model
+
+    def loss_of(params: Any, buffers: Any, batch: Any, key: jax.Array) -> Any:
+        rows, targets = jnp.arange(batch["tokens"].shape[0]), jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        ctx = Context(batch, key, rows=rows, num_targets=targets, training=True, compute_dtype=built.compute_dtype)
+        together = jax.tree.map(lambda *layers: jnp.stack(layers), *params["stack"])
+        return built.loss({**params, "stack": together}, ctx, buffers)
+
+    options = {"xla_allow_excess_precision": False}
+    return jax.jit(jax.value_and_grad(loss_of, has_aux=True), compiler_options=options)
+
+
+@cache
+def update_of(optimizer: str) -> Any:
+    """(init, (parameters, state, gradients, factor) -> (parameters, state)) of plain optax, compiled."""
+    plain = OPTIMIZERS[optimizer].instantiate()
+
+    def update(params: Any, state: Any, grads: Any, factor: jax.Array) -> Any:
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype) * factor.astype(p.dtype), grads, params)
+        changes, state = plain.update(grads, state, params)
+        return optax.apply_updates(params, changes), state
+
+    return jax.jit(plain.init), jax.jit(update)
+
+
+def apart(params: Any) -> Any:
+    """Parameters with those of the stack as a list of the units' own."""
+    return {**params, "stack": [jax.tree.map(lambda x, i=i: x[i], params["stack"]) for i in range(UNITS)]}
+
+
+def precise(state: Any) -> Any:
+    """A state's parameters, layers apart: their master copies where there are, of which they must be the casts."""
+    weights, entries = jax.device_get((state["parameter"], state["optimizer"]))
+    masters = {stage: entries[stage]["default"].get("master", weights[stage]) for stage in weights}
+    jax.tree.map(lambda m, w: np.testing.assert_array_equal(m.astype(w.dtype), w), masters, weights)
+    return apart(masters)
+
+
+def differences(actual: Any, expected: Any) -> dict[str, float]:
+    """{path: max|a - b| / max|b|} for each leaf, one layer's tensor where layers are apart. Zeros must be zeros.
+
+    By leaf, because its elements were rounded at one scale: relative to themselves, those near zero show nothing but
+    the rounding of the others, and relative to the whole model a small leaf could be all wrong.
+    """
+    leaves = {path: np.asarray(leaf, np.float64) for path, leaf in flatten(expected).items()}
+    errors = jax.tree.map(lambda a, b: np.abs(np.asarray(a, np.float64) - b).max(), flatten(actual), leaves)
+    return {path: float(error / (np.abs(leaves[path]).max() or 1.0)) for path, error in errors.items()}
