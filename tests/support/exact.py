@@ -160,7 +160,7 @@ def covering(cases: list[Case]) -> list[Case]:
 def conditions() -> Iterator[None]:
     """float64 exists; 256 bytes are large enough for the host, and 256 elements for several blocks of rows."""
     threshold = mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256)
-    with jax.enable_x64(True), threshold, mock.patch.multiple(pieces, _SMALL=256, _BLOCK=256, _ROWS=4):
+    with jax.enable_x64(True), threshold, mock.patch.multiple(pieces, _SMALL=256, BLOCK=256, _ROWS=4):
         yield
 
 
