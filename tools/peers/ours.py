@@ -104,7 +104,8 @@ def logits(program: Program, params: Nested, batch: Batch) -> np.ndarray:
 def train(program: Program, params: Nested, inputs: Inputs) -> tuple[np.ndarray, Tensors]:
     """(losses [steps], how far each parameter moved, by path) of the compiled training step."""
     weights, optimizer, ema = program.experiment.learner.init(params)
-    counter = {"step": np.int32(0), "skipped": np.int32(0), "rng": jax.random.key_data(jax.random.key(0))}
+    counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
+    counter["rng"] = jax.random.key_data(jax.random.key(0))
     state = {"parameter": weights, "frozen": {}, "buffer": {}, "optimizer": optimizer, "ema": ema, "counter": counter}
     state = jax.device_put(state, program.layout.shardings())
     losses = []
