@@ -162,9 +162,18 @@ def prepare_own(specs: Nested, params: Nested, ctx: Context) -> Nested:
 
 
 def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
-    weight = param if spec.quantized else param.astype(ctx.compute_dtype)
+    weight = param if spec.quantized else _cast(param, ctx.compute_dtype)
     axes = tuple(_without_fsdp(axis) for axis in spec.mesh_axes)
     return weight if axes == spec.mesh_axes else ctx.constrain(weight, *axes)
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    if narrow.bits < wide.bits and narrow.nexp == wide.nexp:
+        # The same rounding, in an operation that XLA leaves where it is: it would move a cast above a slice of a stack,
+        # and from there out of the loop, so that the whole stack is cast at once.
+        x = jax.lax.reduce_precision(x, narrow.nexp, narrow.nmant)
+    return x.astype(dtype)
 
 
 def _without_fsdp(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from framework.layers import remat
 from framework.layers.base import Context, Out
@@ -68,18 +69,12 @@ def forward(
         grads = run.own("embed", grads, pending)
         return visit(work, "embed", grads, None) if grads else work
 
-    return out.loss, out, run.work, pull
+    return out.loss, out, {"parameter": params, "frozen": frozen}, pull
 
 
 class _Stages:
     def __init__(self, model: CausalLM, params: Nested, frozen: Nested, ctx: Context, buffers: Nested):
         self.model, self.params, self.frozen, self.ctx, self.buffers = model, params, frozen, ctx, buffers
-        self.work: Work = {"parameter": params, "frozen": frozen}
-        # TPU likes some weights transposed, and would hold a transposed copy of a whole stack that a loop only reads.
-        # Each unit's are written back to where they were, which costs 1% to 5% of a step's traffic with memory; weights
-        # that are gathered over fsdp are copied unit by unit anyway.
-        mesh = ctx.mesh
-        self.write_back = mesh is not None and mesh.devices.flat[0].platform == "tpu" and mesh.shape["fsdp"] == 1
         self.specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
 
     def _inputs(self, name: str) -> tuple[Nested, Nested]:
@@ -148,29 +143,27 @@ class _Stages:
                 y, out = unit(x, merge(own, fixed), merge(shared, fixed_shared), state, ctx)
             return (y, out.loss), out
 
-        def turn(stacks: Nested, index: jax.Array, carry: Any) -> tuple[Nested, Any, Nested]:
-            """A unit's parameters when its turn comes, not before: (unit, carry, stacks)."""
-            unit, carry = jax.lax.optimization_barrier((_take(stacks, index), carry))
-            return unit, carry, _put(stacks, unit, index) if self.write_back else stacks
+        def turn(stacks: Nested, index: jax.Array, carry: Any) -> tuple[Nested, Any]:
+            """A unit's parameters when its turn comes, not before: (unit, carry)."""
+            return jax.lax.optimization_barrier((jax.tree.map(_as_stored, _take(stacks, index)), carry))
 
-        def ahead(carry: tuple[Any, Nested], index: jax.Array) -> tuple[tuple[Any, Nested], tuple[Out, list[Any]]]:
+        def ahead(stacks: Nested, x: Any, index: jax.Array) -> tuple[Any, tuple[Out, list[Any]]]:
             """One unit forward, and what its pull-back keeps."""
-            unit, x, stacks = turn(carry[1], index, carry[0])
+            unit, x = turn(stacks, index, x)
             own, shared, rest = arguments(unit, index)
             (y, loss), pull, out = jax.vjp(lambda *a: run(a[0], a[1], a[2], rest), own, shared, x, has_aux=True)
             kept, restore = _split_pull(pull, (own, shared, rest))
             like[:] = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loss), restore]
-            return (y, stacks), (out, kept)
+            return y, (out, kept)
 
-        def ahead_all(x: Any, stacks: Nested, first: Any, count: int) -> tuple[tuple[Any, Nested], Any]:
-            return jax.lax.scan(lambda carry, i: ahead(carry, first + i), (x, stacks), jnp.arange(count))
+        def ahead_all(x: Any, stacks: Nested, first: Any, count: int) -> tuple[Any, Any]:
+            return jax.lax.scan(lambda x, i: ahead(stacks, x, first + i), x, jnp.arange(count))
 
         def back_all(work: Work, ct: Any, shared_grads: Nested, kept: Any, first: Any, count: int, visit: Visit) -> Any:
             def body(step: jax.Array, carry: Any) -> Any:
                 work, ct, shared_grads = carry
                 i = count - 1 - step
-                unit, ct, stacks = turn(_stacks(work), first + i, ct)
-                work = _with_stacks(work, stacks)
+                unit, ct = turn(_stacks(work), first + i, ct)
                 loss, restore = like
                 pull = restore(_take(kept, i), arguments(unit, first + i))
                 grads, more, ct = pull((ct, jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), loss)))
@@ -184,18 +177,17 @@ class _Stages:
         size = remat.group_size(ctx.remat, stack.num_units) or stack.num_units
         starts = jnp.arange(0, stack.num_units, size)
         all_at_once = size == stack.num_units
-        stacks = _stacks(self.work)
+        stacks = _stacks({"parameter": self.params, "frozen": self.frozen})
         if all_at_once:
-            (x, stacks), (outs, kept) = ahead_all(x, stacks, 0, size)
+            x, (outs, kept) = ahead_all(x, stacks, 0, size)
         else:  # only each group's input is kept; back in the group, its units run forward again
 
-            def group(carry: tuple[Any, Nested], first: jax.Array) -> Any:
-                after, (outs, _) = ahead_all(*carry, first, size)
-                return after, (outs, carry[0])
+            def group(x: Any, first: jax.Array) -> Any:
+                after, (outs, _) = ahead_all(x, stacks, first, size)
+                return after, (outs, x)
 
-            (x, stacks), (outs, kept) = jax.lax.scan(group, (x, stacks), starts)
+            x, (outs, kept) = jax.lax.scan(group, x, starts)
             outs = jax.tree.map(lambda o: o.reshape(stack.num_units, *o.shape[2:]), outs)
-        self.work = _with_stacks(self.work, stacks)
 
         def pull(work: Work, ct: Any, visit: Visit) -> tuple[Work, Any, Nested]:
             zeros = jax.tree.map(jnp.zeros_like, shared)
@@ -206,8 +198,8 @@ class _Stages:
                 work, ct, shared_grads = carry
                 index = starts.size - 1 - step
                 x, ct = jax.lax.optimization_barrier((_take(kept, index), ct))
-                (_, stacks), (_, inner) = ahead_all(x, _stacks(work), starts[index], size)
-                return back_all(_with_stacks(work, stacks), ct, shared_grads, inner, starts[index], size, visit)
+                _, (_, inner) = ahead_all(x, _stacks(work), starts[index], size)
+                return back_all(work, ct, shared_grads, inner, starts[index], size, visit)
 
             return jax.lax.fori_loop(0, starts.size, body, (work, ct, zeros))
 
@@ -218,16 +210,15 @@ def _stacks(work: Work) -> Nested:
     return {group: work[group].get("stack", {}) for group in ("parameter", "frozen")}
 
 
-def _with_stacks(work: Work, stacks: Nested) -> Work:
-    return {**work, **{group: {**work[group], "stack": own} if own else work[group] for group, own in stacks.items()}}
-
-
 def _take(tree: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def _put(tree: Any, part: Any, index: jax.Array) -> Any:
-    return jax.tree.map(lambda x, p: jax.lax.dynamic_update_index_in_dim(x, p, index, 0), tree, part)
+def _as_stored(x: jax.Array) -> jax.Array:
+    """x laid out as stacks are: row-major. TPU likes some weights transposed, and would turn a whole stack around
+    before the loop that reads it; so it turns one unit's, which the barrier keeps apart. Stacks of narrow matrices TPU
+    stores otherwise itself, so as not to fill up tiles of 128."""
+    return x if x.ndim < 2 or x.shape[-1] % 128 else with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _split_pull(pull: Any, arguments: Any) -> tuple[list[Any], Callable[[list[Any], Any], Any]]:

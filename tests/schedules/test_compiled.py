@@ -1,0 +1,83 @@
+"""What the TPU's compiler makes of each schedule: how much is on the device at once, and that no stack is copied."""
+
+import pytest
+
+from configs import load
+from framework.plan import hlo, targets
+from framework.plan.plan import Report, plan
+from framework.program import Program
+from launch.cli import apply_overrides
+from tools.bench.memory_table import GRADIENTS, LORA, PRECISE, STREAMED
+
+TOY = {"data.global_batch_size": 1, "model.dim": 256, "model.stack.pattern.0.attention.num_heads": 2,
+       "model.vocab_size": 1024, "data.tokenizer.vocab_size": 1024, "memory.remat": "full"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def tpu():
+    """The compiler of TPUs, on a machine without one."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
+    targets.environment("v5e-1")
+
+
+def resolved(name: str, fields: dict):
+    config = load(name)
+    apply_overrides(config, [(path, str(value)) for path, value in fields.items()])
+    return config
+
+
+def report(**fields) -> Report:
+    """The plan of a toy's step on one chip."""
+    return plan("toy", resolved("gpt2-124m", TOY | fields), targets.resolve("v5e-1"), None, phases=False)
+
+
+def test_streamed_state_is_one_units():
+    """12 layers whose f32 state is 12 MiB each: whole, all 144 MiB come; streamed, two layers' worth."""
+    fields = {
+        "data.seq_len": 256, "model.embed.max_positions": 256, "model.stack.num_layers": 12,
+        "model.stack.pattern.0.mlp.hidden": 1024, "memory.optimizer_state": "pinned_host",
+    }  # fmt: skip
+    whole, streamed = (report(**fields, **{"memory.update": update}) for update in ("after_backward", "streamed"))
+    assert streamed["host_argument_bytes"] == whole["host_argument_bytes"] > 100 << 20
+    assert streamed["device_peak_bytes"] < whole["device_peak_bytes"] - 0.7 * whole["host_argument_bytes"]
+
+
+def test_offloaded_inputs_are_on_the_host():
+    """16 inputs of 16 MiB: more than the 128 MiB on the chip, where the compiler would keep those of a smaller toy."""
+    fields = {
+        "data.global_batch_size": 64, "data.seq_len": 512, "model.embed.max_positions": 512,
+        "model.stack.num_layers": 16, "model.stack.pattern.0.mlp.hidden": 256,
+    }  # fmt: skip
+    full, offload = (report(**fields, **{"memory.remat": policy}) for policy in ("full", "offload"))
+    assert full["host_breakdown"]["activations"] == 0
+    assert offload["host_breakdown"]["activations"] >= 256 << 20
+    assert offload["device_peak_bytes"] < full["device_peak_bytes"] - 0.8 * (256 << 20)
+
+
+@pytest.mark.parametrize(
+    ("target", "fields"),
+    [
+        ("v5e-1", GRADIENTS),  # the compiler would turn the stacks of query, key and value around
+        pytest.param("v5e-8", STREAMED, marks=pytest.mark.slow),
+        ("v5e-4", GRADIENTS | PRECISE),  # it would cast all stacks before the loop
+        pytest.param("v5e-1", LORA, marks=pytest.mark.slow),
+    ],
+    ids=["one chip", "streamed", "float32", "lora"],
+)
+def test_no_stack_is_copied(target, fields):
+    """At the sizes of llama2-7b; the compiler does as it likes with small ones."""
+    fields = {"data.seq_len": 512, "memory.remat": "full"} | fields
+    target = targets.resolve(target)
+    config = resolved("llama2-7b", {"data.global_batch_size": target.num_devices, **fields})
+    program = Program(config.instantiate(), target.devices())
+    module = hlo.Module(program.compiled_step.as_text())
+    fused = {i.called("calls") for i in module.instructions.values() if i.opcode == "fusion"}
+    moved = [
+        f"{instruction.opcode} {array}"
+        for instruction in module.instructions.values()
+        if instruction.opcode in ("copy", "copy-start", "convert", "transpose") and instruction.computation not in fused
+        for array in hlo.arrays(instruction.type)
+        if array.dims[:1] == (32,) and array.num_bytes >= 32 << 20  # 32 layers, of 1 MiB or more
+    ]
+    assert module.loops
+    assert not moved
