@@ -68,7 +68,7 @@ def write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Iterat
     files = source.files()
     progress = Progress(total=sum(file.size() for file in files))
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    separator = np.array([tokenizer.eos_id], dtype)
+    separator = np.array([tokenizer.separator_id], dtype)
     with open(path, "wb") as stream:
         for texts in _batches(text for file in files for text in source.read(file)):
             for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
@@ -88,7 +88,7 @@ def write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Iterat
         "num_tokens": progress.tokens,
         "num_documents": progress.documents,
         "num_bytes": progress.text_bytes,
-        "eos_id": tokenizer.eos_id,
+        "eos_id": tokenizer.separator_id,
         "tokenizer": tokenizer.digest,
         "sha256": [digest for digest, _ in scan(file, dtype.str)],
     }
@@ -122,7 +122,7 @@ class TokenShard:
         self.vocab_size = tokenizer.vocab_size
         self._sidecar = self._read_sidecar()
         self._dtype = np.dtype(self._agreed("dtype", source.dtype) or "uint16").newbyteorder("<")
-        eos_id = tokenizer.eos_id if source.eos_id is None else source.eos_id
+        eos_id = tokenizer.separator_id if source.eos_id is None else source.eos_id
         self.eos_id: int | None = self._agreed("eos_id", eos_id)
         self._agreed("tokenizer", tokenizer.digest)
         self.num_tokens = self._count_tokens()

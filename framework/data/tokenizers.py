@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class Tokenizer:
     has_text = True  # False: ids stand for no text, so there is no decoding and there are no bits per byte
     vocab_size: int
     eos_id: int | None
+    bos_id: int | None = None  # what opens a text, for a model that was trained with one
     digest: str | None  # sha256 of all that decides the ids; None where unknown
     table: list[bytes]  # of each id; empty for the separator
 
@@ -42,9 +44,24 @@ class Tokenizer:
             write: this process may train and write; the others find what it wrote.
         """
 
+    @property
+    def separator_id(self) -> int | None:
+        """What opens each document of a token stream."""
+        return self.eos_id if self.bos_id is None else self.bos_id
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """What ends a generated text."""
+        return [] if self.eos_id is None else [self.eos_id]
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """One unsigned integer array [n] per text; separators are the caller's to add."""
         raise NotImplementedError
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """What a model is to continue: the separator where there is one, and the text."""
+        opening = [] if self.separator_id is None else [self.separator_id]
+        return opening + [int(token) for token in self.encode_batch([text])[0]]
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:
@@ -140,23 +157,12 @@ class BPETokenizer(Tokenizer):
         return library.to_str().encode()
 
     def _load(self, data: bytes, name: str) -> dict[str, Any]:
-        from tokenizers import Tokenizer
-
-        try:
-            facts = json.loads(data)
-            library = Tokenizer.from_str(data.decode("utf-8"))
-        except Exception as error:  # the library raises plain Exception for whatever it cannot read
-            raise ValueError(f"{name}: not a tokenizer.json of the tokenizers library: {error}") from error
-        decoder = facts.get("decoder") or {}
-        decoders = [part["type"] for part in [decoder, *decoder.get("decoders", [])] if part]
-        if facts["model"].get("type") != "BPE" or "ByteLevel" not in decoders:
+        library, facts = load_library(data, name, self.vocab_size)
+        if "ByteLevel" not in _decoders(facts):
             raise ValueError(
-                f"{name}: expected a byte-level BPE (as GPT-2, Llama 3, Qwen): bytes per token are not defined for "
-                "others. Tokenize elsewhere, and use TokenMemmap with NoTokenizer"
+                f"{name}: expected a byte-level BPE (as GPT-2, Llama 3, Qwen); for others use PretrainedTokenizer"
             )
         vocab: dict[str, int] = library.get_vocab(with_added_tokens=True)
-        if (largest := max(vocab.values())) >= self.vocab_size:
-            raise ValueError(f"{name}: has ids up to {largest}, but data.tokenizer.vocab_size is {self.vocab_size}")
         if self.path is None and len(vocab) < self.vocab_size:
             raise ValueError(
                 f"{name}: has {len(vocab)} ids, but data.tokenizer.vocab_size is {self.vocab_size}: set that to "
@@ -165,12 +171,10 @@ class BPETokenizer(Tokenizer):
         if self.eos_token not in vocab:
             special = sorted(token["content"] for token in facts["added_tokens"])
             raise ValueError(f"{name}: no token {self.eos_token!r} for data.tokenizer.eos_token; special are {special}")
-        # Otherwise a document that contains the text "<|endoftext|>" would encode to the separator.
-        library.encode_special_tokens = True
         self._library = library
         self.digest = digest_of(facts)
         self.eos_id = vocab[self.eos_token]
-        self.table = _byte_table(vocab, facts, self.vocab_size)
+        self.table = byte_table(vocab, facts, self.vocab_size)
         return facts
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -206,17 +210,54 @@ class NoTokenizer(Tokenizer):
         raise ValueError("data.tokenizer is NoTokenizer: its ids stand for no text (check `has_text` first)")
 
 
-def _byte_table(vocab: dict[str, int], facts: dict[str, Any], vocab_size: int) -> list[bytes]:
-    """The bytes of each id. In a byte-level vocabulary each letter of a token stands for one byte: GPT-2's alphabet
-    writes printable bytes as themselves, the others as the letters from U+0100 on."""
+def load_library(data: bytes, name: str, vocab_size: int) -> tuple[Any, dict[str, Any]]:
+    """(the library's tokenizer, the facts of its JSON) of a tokenizer.json whose ids are below `vocab_size`.
+
+    Raises:
+        ValueError: it is none, or it has other ids, or bytes per token are not defined for its kind.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        facts = json.loads(data)
+        library = Tokenizer.from_str(data.decode("utf-8"))
+    except Exception as error:  # the library raises plain Exception for whatever it cannot read
+        raise ValueError(f"{name}: not a tokenizer.json of the tokenizers library: {error}") from error
+    kind, decoders = facts["model"].get("type"), _decoders(facts)
+    if kind not in ("BPE", "Unigram") or not {"ByteLevel", "Metaspace", "Replace"} & decoders:
+        raise ValueError(
+            f"{name}: expected a byte-level BPE, or BPE or Unigram as sentencepiece makes them: bytes per token are "
+            f"not defined for {kind} with {sorted(decoders)}. Tokenize elsewhere, and use TokenMemmap with NoTokenizer"
+        )
+    if (largest := max(library.get_vocab(with_added_tokens=True).values())) >= vocab_size:
+        raise ValueError(f"{name}: has ids up to {largest}, but data.tokenizer.vocab_size is {vocab_size}")
+    # Otherwise a document that contains the text "<|endoftext|>" would encode to the separator.
+    library.encode_special_tokens = True
+    return library, facts
+
+
+def _decoders(facts: dict[str, Any]) -> set[str]:
+    decoder = facts.get("decoder") or {}
+    return {part["type"] for part in [decoder, *decoder.get("decoders", [])] if part}
+
+
+def byte_table(vocab: dict[str, int], facts: dict[str, Any], vocab_size: int) -> list[bytes]:
+    """The bytes of each id, none for special ones. In a byte-level vocabulary each letter of a token stands for one
+    byte: GPT-2's alphabet writes printable bytes as themselves, the others as the letters from U+0100 on. As
+    sentencepiece writes it, U+2581 is a space, and <0xAB> a byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    byte_level, fallback = "ByteLevel" in _decoders(facts), "ByteFallback" in _decoders(facts)
     added = {token["id"]: token for token in facts["added_tokens"]}
     table = [b""] * vocab_size
     for token, index in vocab.items():
-        if index not in added:
+        if index in added:
+            table[index] = b"" if added[index]["special"] else token.encode("utf-8")
+        elif byte_level and all(letter in letters for letter in token):
             table[index] = bytes(letters[letter] for letter in token)
-        elif not added[index]["special"]:
-            table[index] = token.encode("utf-8")
+        elif fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            table[index] = bytes([int(token[3:5], 16)])
+        else:
+            table[index] = token.replace("\u2581", " ").encode("utf-8")
     return table
