@@ -4,10 +4,9 @@ Saves are asynchronous and atomic; every leaf has a checksum that is verified wh
 flipped bits without a word; arrays are restored straight into the shardings and memory kinds that the layout asks for,
 on any mesh, with no second copy. What is stored, and where: docs/checkpoints.md.
 
-Here is the `Checkpointer`; beside it checkpoint_directory (names, retention), checkpoint_manifest (what is stored about
-the arrays), checkpoint_integrity (checksums) and checkpoint_storage (orbax).
-
-May import: jax, framework.config, framework.distributed, framework.layout (for the names of leaves) and those files.
+Here is the `Checkpointer`; beside it checkpoint_directory (names, manifests, errors), checkpoint_integrity (checksums)
+and checkpoint_storage (orbax). May import: jax, framework.config, framework.distributed, framework.layout (for the
+names of leaves) and those files.
 """
 
 from __future__ import annotations
@@ -30,44 +29,23 @@ from framework import checkpoint_storage as storage
 from framework import distributed
 from framework.checkpoint_directory import (
     FROZEN,
-    delete_step,
-    describe,
-    incomplete,
-    put_aside,
-    remove_leftovers,
-    scan,
-    settle,
-    step_directory,
-    steps_to_delete,
-)
-from framework.checkpoint_integrity import Checksums
-from framework.checkpoint_manifest import (
     CheckpointCorruptError,
-    CheckpointError,
     CheckpointMismatchError,
     CheckpointMissingError,
     CheckpointSaveError,
-    CheckpointSpaceError,
     LeafRecord,
     Manifest,
+    delete_step,
+    incomplete,
     mismatch_table,
     one_line,
+    remove_leftovers,
+    scan,
+    step_directory,
 )
+from framework.checkpoint_integrity import checksums
 from framework.config import PositiveInt
 from framework.layout import flatten
-
-__all__ = [
-    "CheckpointCorruptError",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointMissingError",
-    "CheckpointSaveError",
-    "CheckpointSpaceError",
-    "Checkpointer",
-    "Manifest",
-    "Restored",
-    "describe",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -77,15 +55,12 @@ _OVERHEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Restored:
-    """A restored state: its step, the pytree of arrays, what the caller had stored beside it, and loud problems.
-
-    `problems` names what was passed over on the way: newer checkpoints that are incomplete or corrupt.
-    """
+    """A restored state."""
 
     step: int
-    state: Any
-    extra: dict[str, Any]
-    problems: list[str]
+    state: Any  # the pytree of arrays
+    extra: dict[str, Any]  # what the caller had stored beside it
+    problems: list[str]  # what was passed over on the way: newer checkpoints that are incomplete or corrupt
 
 
 class Checkpointer:
@@ -117,15 +92,14 @@ class Checkpointer:
             raise ValueError(f"keep and keep_every: expected at least 1, got {keep} and {keep_every}")
         self.directory = Path(os.path.abspath(directory))
         self.keep, self.keep_every, self.read_only = keep, keep_every, read_only
-        self._checksums = Checksums()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointSaveError | None = None
-        self._saved: list[int] = []  # by this object, committed
+        self._saved: set[int] = set()  # by this object, committed
         self._frozen: int | None = None  # the number under which FROZEN has this run's frozen arrays
         self._bad: set[int] = set()  # found corrupt by this object
         if not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for message in remove_leftovers(self.directory) if jax.process_index() == 0 else ():
+            for message in remove_leftovers(self.directory) if distributed.is_primary() else ():
                 _log.warning("checkpoints: %s", message)
 
     # --- looking -----------------------------------------------------------------------------------------------------
@@ -136,25 +110,17 @@ class Checkpointer:
 
     def problems(self) -> list[str]:
         """What else looks like a checkpoint and is not: incomplete ones, stray directories."""
-        return list(scan(self.directory)[1].values())
-
-    @property
-    def last_saved(self) -> int | None:
-        """The newest step that this object has committed."""
-        return self._saved[-1] if self._saved else None
+        return scan(self.directory)[1]
 
     def manifest(self, step: int) -> Manifest:
         """What is stored at `step`, without its arrays: leaves, `extra`, versions.
 
-        Raises:
-            CheckpointMissingError, CheckpointCorruptError.
+        Raises CheckpointMissingError, CheckpointCorruptError.
         """
         path = step_directory(self.directory, step)
-        problem = incomplete(path) if os.path.lexists(path) else "there is no such directory"
-        if problem is not None:
-            raise CheckpointMissingError(
-                f"no checkpoint of step {step}: {path}: {problem}; committed steps: {self.steps() or 'none'}"
-            )
+        if problem := incomplete(path):
+            found = f"committed steps: {self.steps() or 'none'}"
+            raise CheckpointMissingError(f"no checkpoint of step {step}: {path}: {problem}; {found}")
         manifest = Manifest.read(path)
         if manifest.step != step:
             raise CheckpointCorruptError(f"{path} was renamed: it holds step {manifest.step}")
@@ -179,8 +145,8 @@ class Checkpointer:
 
         Raises:
             CheckpointSaveError: the save before this one failed in the background, and nothing was done for this one
-                (calling again will); or this one failed at its start. Older checkpoints are untouched in both cases.
-            CheckpointSpaceError: no room on the disk; nothing was written, older checkpoints are untouched.
+                (calling again will); or this one failed at its start, or finds no room on the disk. Older checkpoints
+                are untouched in all cases.
             TypeError, ValueError: a leaf is not an array, or `extra` is not JSON.
         """
         if self.read_only:
@@ -195,7 +161,7 @@ class Checkpointer:
             state = {name: group for name, group in state.items() if name != "frozen"}
             if self._frozen is None:
                 with Checkpointer(directory=self.directory / FROZEN, keep=1 << 30) as once:
-                    number = 1 + max(storage.from_first_process(once.steps(), {})[0], default=0)  # never replaced
+                    number = distributed.from_primary(1 + max(once.steps(), default=0))  # none is ever replaced
                     once.save(number, frozen, {})
                 self._frozen = number
         leaves = flatten(state)
@@ -205,93 +171,80 @@ class Checkpointer:
                 raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
         extra = json.loads(json.dumps(extra, allow_nan=False))
         self._check_space(step, sum(leaf.nbytes for leaf in leaves.values()))
-        sums = self._checksums(leaves)
+        sums = checksums(leaves)
         manifest = Manifest(
             step=step,
             leaves={name: LeafRecord(x.shape, str(x.dtype), sums[name]) for name, x in leaves.items()},
             extra=extra,
-            versions=_versions(),
+            versions={name: _version(name) for name in ("jax", "plimsoll-train", "orbax-checkpoint")},
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             frozen=self._frozen if frozen else None,
         )
-        self._start(step, leaves, manifest)
-        return True
-
-    def _start(self, step: int, arrays: dict[str, jax.Array], manifest: Manifest) -> None:
-        primary = jax.process_index() == 0
+        path = step_directory(self.directory, step)
         try:
-            if primary and put_aside(self.directory, step):
+            if distributed.is_primary() and os.path.lexists(path):
+                path.rename(path.with_name(f"{path.name}.replaced"))
                 _log.warning("checkpoints: step %d exists from before and is being replaced", step)
-            written = storage.write(step_directory(self.directory, step), arrays, manifest.to_json())
+            written = storage.write(path, leaves, manifest.to_json())
         except Exception as error:
-            if primary:
-                settle(self.directory, step, saved=False)
-            raise self._save_error(step, error) from error
+            raise self._failed(step, error) from error
         self._thread = threading.Thread(target=self._finish, args=(step, written), name=f"checkpoint-{step}")
         self._thread.start()
+        return True
+
+    def _check_space(self, step: int, num_bytes: int) -> None:
+        free, needed = shutil.disk_usage(self.directory).free, num_bytes + _OVERHEAD_BYTES
+        if not distributed.everywhere(free >= needed):
+            raise CheckpointSaveError(
+                f"no room for the checkpoint of step {step}: it needs {needed / 2**20:,.1f} MiB, and {self.directory} "
+                f"has {free / 2**20:,.1f} MiB free; nothing was written; still there: steps {self.steps() or 'none'}"
+            )
 
     def _finish(self, step: int, written: Callable[[], None]) -> None:
         """In the background: waits for the commit, then retention. Nothing is deleted before the commit."""
-        primary = jax.process_index() == 0
         try:
             written()
         except BaseException as error:
-            self._failure = self._save_error(step, error)
-            self._failure.__cause__ = error
-            if primary:
-                settle(self.directory, step, saved=False)
+            self._failure = self._failed(step, error)
             return
-        self._saved.append(step)
+        self._saved.add(step)
         self._bad.discard(step)
-        if not primary:
+        if not distributed.is_primary():
             return
         try:
-            settle(self.directory, step, saved=True)
-            known = set(self.steps()) - self._bad
-            for old in steps_to_delete(known, step, self.keep, self.keep_every):
-                delete_step(self.directory, old)
+            remove_leftovers(self.directory)  # what was put aside for this one
+            # Steps beyond this one, which another course of the run left here, are neither counted nor removed.
+            past = [old for old in self.steps() if old <= step and old not in self._bad]
+            for old in past[: -self.keep]:
+                if not (self.keep_every and old % self.keep_every == 0):
+                    delete_step(self.directory, old)
         except OSError as error:
             _log.warning("checkpoints: step %d was saved, but old ones could not be deleted: %s", step, error)
 
-    def _save_error(self, step: int, error: BaseException) -> CheckpointSaveError:
+    def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
+        """The error of a save, whose remains are removed; what it was to replace is put back."""
         kept = [old for old in self.steps() if old != step]
-        return CheckpointSaveError(
+        if distributed.is_primary():
+            remove_leftovers(self.directory)
+        failure = CheckpointSaveError(
             f"the checkpoint of step {step} was not saved: {one_line(error)}; still there: steps {kept or 'none'}"
         )
+        failure.__cause__ = error
+        return failure
 
-    def _check_space(self, step: int, num_bytes: int) -> None:
-        free = shutil.disk_usage(self.directory).free
-        needed = num_bytes + _OVERHEAD_BYTES
-        if distributed.everywhere(free >= needed):
-            return
-        raise CheckpointSpaceError(
-            f"no room for the checkpoint of step {step}: it needs {needed / 2**20:,.1f} MiB, and {self.directory} has "
-            f"{free / 2**20:,.1f} MiB free; nothing was written; still there: steps {self.steps() or 'none'}"
-        )
-
-    def check(self) -> None:
-        """Raises what has failed in the background since the last call of any method; does not wait."""
+    def wait(self) -> None:
+        """Waits until nothing is being written. Raises CheckpointSaveError, once: a save failed; names the step."""
+        self._join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def wait(self) -> None:
-        """Waits until nothing is being written.
-
-        Raises:
-            CheckpointSaveError: a save failed; names the step.
-        """
-        self._join()
-        self.check()
+    close = wait
 
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def close(self) -> None:
-        """Waits, as `wait`. Closing twice does nothing."""
-        self.wait()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -332,13 +285,9 @@ class Checkpointer:
         }
         if table := mismatch_table(stored, {n: LeafRecord(tuple(x.shape), str(x.dtype)) for n, x in wanted.items()}):
             raise CheckpointMismatchError(f"step {step} of {self.directory} is of another model: {table}")
-        try:
-            arrays = storage.read(step_directory(self.directory, step), wanted)
-        except storage.UnreadableError as error:
-            raise CheckpointCorruptError(f"step {step} of {self.directory} cannot be read: {error}") from None
-        sums = self._checksums(arrays)
-        bad = [name for name in wanted if sums[name] != stored[name].checksum]
-        if bad:
+        arrays = storage.read(step_directory(self.directory, step), wanted)
+        sums = checksums(arrays)
+        if bad := [name for name in wanted if sums[name] != stored[name].checksum]:
             for array in (*arrays.values(), *jax.tree.leaves(frozen)):
                 array.delete()  # now, not when the last reference in a traceback dies: another try needs the room
             raise CheckpointCorruptError(
@@ -346,7 +295,7 @@ class Checkpointer:
                 f"saved: {', '.join(bad[:20])}{', ...' if len(bad) > 20 else ''}"
             )
         # Later steps that this object has saved are of another course of the run now: they may be saved again.
-        self._saved = [saved for saved in self._saved if saved <= step]
+        self._saved = {saved for saved in self._saved if saved <= step}
         self._frozen = manifest.frozen if frozen else None
         state = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
         return Restored(step, {**state, **frozen} if frozen else state, manifest.extra, [])
@@ -362,7 +311,8 @@ class Checkpointer:
             CheckpointCorruptError: none of them is whole; lists what is wrong with each.
         """
         self._join()
-        steps, problems = storage.from_first_process(*scan(self.directory))
+        # What the primary sees: a network file system may show others an older state.
+        steps, problems = distributed.from_primary(scan(self.directory))
         for problem in problems:
             _log.warning("checkpoints: %s", problem)
         for step in reversed(steps):
@@ -371,7 +321,7 @@ class Checkpointer:
             except (CheckpointCorruptError, CheckpointMissingError) as error:
                 problems.append(str(error))
                 self._bad.add(step)
-                self._saved = [saved for saved in self._saved if saved != step]
+                self._saved.discard(step)
                 _log.warning("checkpoints: %s; trying the one before", error)
             else:
                 return Restored(step, restored.state, restored.extra, problems)
@@ -379,11 +329,6 @@ class Checkpointer:
         raise kind("\n  ".join([f"no checkpoint in {self.directory} can be restored:", *problems]))
 
 
-def _versions() -> dict[str, str]:
-    versions = {"jax": jax.__version__}
-    for name in ("plimsoll-train", "orbax-checkpoint"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed as a package"
-    return versions
+def _version(package: str) -> str:
+    found = importlib.metadata.distributions(name=package)
+    return next((one.version for one in found), "not installed as a package")

@@ -1,26 +1,32 @@
-"""The directory of checkpoints: names, what is complete, what a killed job left, retention, and a text for people.
+"""The directory of checkpoints: what each says about itself, which are complete, what a killed job left.
 
 A checkpoint is a directory named by its step, in at least eight digits. Orbax writes it under a temporary name and
 renames it when it is complete:
 
-    00000100/manifest/data.json     ours: framework/checkpoint_manifest.py
+    00000100/manifest/data.json     leaves with shape, dtype and checksum; the caller's `extra`; a digest of all that
     00000100/state/                 the arrays, by orbax
     00000100/commit_success.txt     the commit marker, written last, by orbax
     frozen/00000001/                in the same form, the arrays that do not learn: steps refer to them
 
-May import: the standard library and checkpoint_manifest. No array is read here.
+The manifest is JSON, so nothing stored is ever executed on reading it. No array is read here.
+May import: the standard library only.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from framework.checkpoint_manifest import MANIFEST, MANIFEST_FILE, CheckpointMissingError, Manifest
-
+FORMAT = 1
+MANIFEST, MANIFEST_FILE = "manifest", "data.json"
 STATE = "state"
 FROZEN = "frozen"
 COMMIT_MARKER = "commit_success.txt"
@@ -31,26 +37,135 @@ _LEFTOVER = re.compile(r"\d{8,18}(\.orbax-checkpoint-tmp.*|\.deleting)")
 _REPLACED = re.compile(r"(\d{8,18})\.replaced")
 
 
+class CheckpointError(ValueError):
+    """Something is wrong with a checkpoint; the message says which, what, and what is left."""
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """There is no such checkpoint, or it is not complete."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """The checkpoint is of another model: leaves are missing, extra, or of another shape or dtype."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """Stored bytes cannot be read, or are not what was saved."""
+
+
+class CheckpointSaveError(CheckpointError):
+    """A save failed, or the disk has no room for it; the checkpoints before it are untouched."""
+
+
+# --- the manifest ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LeafRecord:
+    """What is stored of one leaf: its logical shape, dtype name and checksum."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but its arrays."""
+
+    step: int  # how many steps the state has taken
+    leaves: dict[str, LeafRecord]  # by logical path, such as "parameter/stack/attention/query/weight"
+    extra: dict[str, Any]  # the caller's JSON: data position, seed, resolved config, ...
+    versions: dict[str, str]  # of this framework, jax and orbax, when it was saved
+    saved_at: str  # wall clock, ISO 8601
+    frozen: int | None = (
+        None  # which of the directories of frozen arrays belongs to this; None: `leaves` has everything
+    )
+
+    def to_json(self) -> dict[str, Any]:
+        """As stored. `digest` covers all the rest, so that a changed byte in it does not go unnoticed either."""
+        body = {"format": FORMAT, **asdict(self)}
+        return {**body, "digest": _digest(body)}
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Of the checkpoint in `directory`. Raises CheckpointCorruptError: unreadable, changed since it was written, or
+        of a format that is not known here."""
+        path = directory / MANIFEST / MANIFEST_FILE
+        try:
+            body = json.loads(path.read_bytes())
+            digest, found = body.pop("digest"), _digest(body)
+            known = body.pop("format")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointCorruptError(f"{path} cannot be read: {one_line(error)}") from error
+        if digest != found:
+            raise CheckpointCorruptError(f"{path} was changed after it was saved: its digest does not match")
+        if known != FORMAT:
+            raise CheckpointCorruptError(f"{path} has format {known}; this version reads format {FORMAT}")
+        leaves = {
+            name: LeafRecord(tuple(leaf["shape"]), leaf["dtype"], leaf["checksum"])
+            for name, leaf in body.pop("leaves").items()
+        }
+        return cls(leaves=leaves, **body)
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what an error goes back to: orbax wraps the message that helps in several that do not."""
+    while (deeper := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        error = deeper
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+
+
+def mismatch_table(stored: Mapping[str, LeafRecord], wanted: Mapping[str, LeafRecord], limit: int = 40) -> str | None:
+    """A table of the leaves that differ between a checkpoint and a state; None if there are none."""
+    rows = []
+    for name in sorted({*stored, *wanted}):
+        old, new = stored.get(name), wanted.get(name)
+        if old is None or new is None:
+            rows.append((name, "missing" if old is None else "extra", str(old or "-"), str(new or "-")))
+        elif str(old) != str(new):
+            rows.append((name, "reshaped" if old.shape != new.shape else "other dtype", str(old), str(new)))
+    if not rows:
+        return None
+    counts = Counter(kind for _, kind, *_ in rows)
+    order = [kind for kind in ("missing", "extra", "reshaped", "other dtype") if kind in counts]
+    shown = [("leaf", "difference", "checkpoint", "model"), *rows[:limit]]
+    a, b, c = (max(len(row[column]) for row in shown) for column in range(3))
+    lines = [f"{', '.join(f'{counts[kind]} {kind}' for kind in order)} of {len(wanted)} leaves"]
+    lines += [f"{name:{a}}  {kind:{b}}  {old:{c}}  {new}" for name, kind, old, new in shown]
+    return "\n".join([*lines, *([f"... and {len(rows) - limit} more"] if len(rows) > limit else [])])
+
+
+# --- the directory ---------------------------------------------------------------------------------------------------
+
+
 def step_directory(root: Path, step: int) -> Path:
     """Where the checkpoint of a step is, or would be."""
     return root / f"{step:08d}"
 
 
-def scan(root: Path) -> tuple[list[int], dict[int, str]]:
+def scan(root: Path) -> tuple[list[int], list[str]]:
     """The committed steps, ascending, and what is wrong with the other directories that look like steps."""
     committed: list[int] = []
-    problems: dict[int, str] = {}
+    problems: list[str] = []
     for entry in sorted(os.listdir(root)) if root.is_dir() else []:
         if not _STEP.fullmatch(entry):
             continue
-        step, path = int(entry), root / entry
-        if path != step_directory(root, step):
-            if not step_directory(root, step).exists():
-                problems[step] = f"{path}: not a name that this program gives; it would be {step:08d}"
+        path, right = root / entry, step_directory(root, int(entry))
+        if path != right:
+            if not right.exists():
+                problems.append(f"{path}: not a name that this program gives; it would be {right.name}")
         elif (problem := incomplete(path)) is not None:
-            problems[step] = f"{path}: incomplete: {problem}"
+            problems.append(f"{path}: incomplete: {problem}")
         else:
-            committed.append(step)
+            committed.append(int(entry))
     return sorted(committed), problems
 
 
@@ -59,33 +174,29 @@ def incomplete(path: Path) -> str | None:
     if path.is_symlink():
         return "it is a symbolic link"
     if not path.is_dir():
-        return "it is not a directory"
+        return "it is not a directory" if path.exists() else "there is no such directory"
     if not any(path.iterdir()):
         return "it is empty"
-    for name in (COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt"):
-        if not (path / name).is_file():
-            return f"{name} is missing"
-    if not (path / MANIFEST / MANIFEST_FILE).is_file():
-        return f"{MANIFEST}/{MANIFEST_FILE} is missing"
-    return None
+    needed = COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt"
+    missing = [name for name in (*needed, f"{MANIFEST}/{MANIFEST_FILE}") if not (path / name).is_file()]
+    return f"{missing[0]} is missing" if missing else None
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Removes what saves and deletions that were killed left in `root`; returns a message for each.
+    """Removes what failed or killed saves and deletions left in `root`; returns a message for each.
 
-    Only directories whose names this program gives: half-written ones, half-deleted ones, and ones that were put aside
+    Only directories whose names this program gives: half-written ones, half-deleted ones, and those that were put aside
     while their successor was written (put back if that never came).
     """
     messages = []
     for entry in sorted(os.listdir(root)):
-        path = root / entry
-        if path.is_symlink() or not path.is_dir():
-            continue
-        aside = _REPLACED.fullmatch(entry)
-        if aside and not (root / aside[1]).exists():
+        path, aside = root / entry, _REPLACED.fullmatch(entry)
+        if aside and not os.path.lexists(root / aside[1]):
             path.rename(root / aside[1])
             messages.append(f"put {root / aside[1]} back, which was to be replaced")
-        elif aside or _LEFTOVER.fullmatch(entry):
+        elif aside and (path.is_symlink() or path.is_file()):
+            path.unlink()
+        elif (aside or _LEFTOVER.fullmatch(entry)) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
             messages.append(f"removed {path}, left behind by a job that was stopped")
     return messages
@@ -93,64 +204,22 @@ def remove_leftovers(root: Path) -> list[str]:
 
 def delete_step(root: Path, step: int) -> None:
     """Deletes a checkpoint; killed halfway, what remains does not look like one."""
-    doomed = step_directory(root, step)
-    aside = doomed.with_name(doomed.name + ".deleting")
-    doomed.rename(aside)
-    shutil.rmtree(aside)
-
-
-def put_aside(root: Path, step: int) -> bool:
-    """Renames what is in the way of a new checkpoint of that step; False if nothing is."""
-    path = step_directory(root, step)
-    if not os.path.lexists(path):
-        return False
-    path.rename(path.with_name(path.name + ".replaced"))
-    return True
-
-
-def settle(root: Path, step: int, *, saved: bool) -> None:
-    """After a save: removes what was put aside for it, or, if it failed, its remains, and puts back what was there."""
-    path = step_directory(root, step)
-    aside = path.with_name(path.name + ".replaced")
-    if not saved:
-        for remains in root.glob(f"{path.name}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(remains)
-    if not os.path.lexists(aside):
-        return
-    if not saved:
-        aside.rename(path)
-    elif aside.is_symlink() or not aside.is_dir():
-        aside.unlink()
-    else:
-        shutil.rmtree(aside)
-
-
-def steps_to_delete(steps: Collection[int], newest: int, keep: int, keep_every: int | None) -> list[int]:
-    """What retention removes after `newest` was committed.
-
-    Steps beyond `newest`, which another course of the run left there, are neither counted nor removed.
-    """
-    past = sorted(step for step in steps if step <= newest)
-    return [step for step in past[:-keep] if not (keep_every and step % keep_every == 0)]
+    shutil.rmtree(step_directory(root, step).rename(root / f"{step:08d}.deleting"))
 
 
 def describe(root: str | os.PathLike[str], step: int | None = None) -> str:
     """A text for people: the checkpoints in `root`, and the leaves of one of them (the newest if `step` is None).
 
-    Raises:
-        CheckpointMissingError: there is none.
-        CheckpointCorruptError: its manifest is not readable.
+    Raises CheckpointMissingError: there is none; CheckpointCorruptError: its manifest is not readable.
     """
     committed, problems = scan(Path(root))
-    lines = [f"{root}: committed steps {committed or 'none'}", *problems.values()]
-    if step is None and not committed:
-        raise CheckpointMissingError("\n".join(lines))
-    step = committed[-1] if step is None else step
+    text = "\n".join([f"{root}: committed steps {committed or 'none'}", *problems])
+    step = max(committed, default=None) if step is None else step
     if step not in committed:
-        raise CheckpointMissingError(f"no checkpoint of step {step}; " + "\n".join(lines))
+        raise CheckpointMissingError(text if step is None else f"no checkpoint of step {step}; {text}")
     manifest = Manifest.read(step_directory(Path(root), step))
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    lines.append(f"step {step}, saved {manifest.saved_at} by {versions}; extra: {', '.join(manifest.extra) or 'none'}")
     width = max(map(len, manifest.leaves), default=0)
-    lines += [f"{name.ljust(width)}  {leaf.checksum}  {leaf}" for name, leaf in manifest.leaves.items()]
-    return "\n".join(lines)
+    leaves = [f"{name:{width}}  {leaf.checksum}  {leaf}" for name, leaf in manifest.leaves.items()]
+    extra = ", ".join(manifest.extra) or "none"
+    return "\n".join([text, f"step {step}, saved {manifest.saved_at} by {versions}; extra: {extra}", *leaves])

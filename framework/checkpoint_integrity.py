@@ -17,6 +17,7 @@ May import: jax and numpy.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -34,61 +35,48 @@ _WORD = 1 << 32
 _Lanes = tuple[jax.Array, jax.Array]
 
 
-class Checksums:
-    """Checksums of trees of arrays; keeps the compiled programs, one for each set of shapes and shardings."""
+def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+    """The checksum of each array, as 16 hexadecimal digits. Collective: every process asks for the same leaves.
 
-    def __init__(self) -> None:
-        self._compiled: dict[Any, Any] = {}
+    Args:
+        arrays: by name; any shape (0-d and empty included) and sharding, in any memory; booleans, integers, floats
+            and complex numbers of any width.
 
-    def __call__(self, arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-        """The checksum of each array, as 16 hexadecimal digits. Collective: every process asks for the same leaves.
-
-        Args:
-            arrays: by name; any shape (0-d and empty included) and sharding, in any memory; booleans, integers, floats
-                and complex numbers of any width.
-
-        Raises:
-            TypeError: a leaf has no bits to look at, such as a typed PRNG key.
-        """
-        result: dict[str, str] = {}
-        for group in _by_devices(arrays).values():
-            key = tuple((name, x.shape, x.dtype, x.sharding) for name, x in group.items())
-            if key not in self._compiled:
-                self._compiled[key] = lower(group).compile()
-            sums = np.asarray(self._compiled[key](group)).tolist()
-            result.update({name: f"{a:08x}{b:08x}" for name, (a, b) in zip(group, sums, strict=True)})
-        return {name: result[name] for name in arrays}
-
-
-def lower(arrays: Mapping[str, Any]) -> Any:
-    """The lowered program that sums arrays, or ShapeDtypeStructs with shardings, that all share their devices.
-
-    It maps the dict to uint32[N, 2], N its leaves in the dict's order, replicated.
+    Raises:
+        TypeError: a leaf has no bits to look at, such as a typed PRNG key.
     """
-    # Decided from the shardings given, never from tracers, which have none.
-    on_host = {name: x.sharding.memory_kind in ("pinned_host", "unpinned_host") for name, x in arrays.items()}
-    pieces = {name: _pieces(x) if on_host[name] else 1 for name, x in arrays.items()}
-
-    def program(leaves: dict[str, jax.Array]) -> jax.Array:
-        return jnp.stack([jnp.stack(_leaf_sum(leaves[name], on_host[name], pieces[name])) for name in arrays])
-
-    mesh = next((x.sharding.mesh for x in arrays.values() if isinstance(x.sharding, NamedSharding)), None)
-    out = None if mesh is None else NamedSharding(mesh, PartitionSpec())  # so that every process can read it
-    return jax.jit(program, out_shardings=out).lower(dict(arrays))
-
-
-def _by_devices(arrays: Mapping[str, jax.Array]) -> dict[frozenset[Any], dict[str, jax.Array]]:
-    """One program runs on one set of devices; a tree may hold, say, a counter that was never put on the mesh."""
+    # One program runs on one set of devices; a tree may hold, say, a counter that was never put on the mesh.
     groups: dict[frozenset[Any], dict[str, jax.Array]] = {}
     for name, x in arrays.items():
         if not (x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)):
             raise TypeError(f"{name}: expected numbers or booleans, got {x.dtype}; store jax.random.key_data of a key")
         groups.setdefault(frozenset(x.sharding.device_set), {})[name] = x
-    return groups
+    sums: dict[str, list[int]] = {}
+    for group in groups.values():
+        sums |= zip(group, np.asarray(_program(*arguments(group))).tolist(), strict=True)
+    return {name: "{:08x}{:08x}".format(*sums[name]) for name in arrays}
+
+
+def arguments(arrays: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...], NamedSharding | None]:
+    """What `_program` takes for arrays, or ShapeDtypeStructs with shardings, that all share their devices."""
+    mesh = next((x.sharding.mesh for x in arrays.values() if isinstance(x.sharding, NamedSharding)), None)
+    out = None if mesh is None else NamedSharding(mesh, PartitionSpec())  # so that every process can read it
+    # Decided from the shardings given, never from tracers, which have none.
+    return list(arrays.values()), tuple(_pieces(x) for x in arrays.values()), out
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _program(leaves: list[jax.Array], pieces: tuple[int, ...], out: NamedSharding | None) -> jax.Array:
+    """uint32[N, 2]: both lanes of N leaves, replicated."""
+    sums = jnp.stack([jnp.stack(_leaf_sum(x, n)) for x, n in zip(leaves, pieces, strict=True)])
+    return sums if out is None else lax.with_sharding_constraint(sums, out)
 
 
 def _pieces(x: Any) -> int:
-    """Into how many pieces along axis 0 a host leaf is cut. Not along a sharded axis: slicing that would gather it."""
+    """Into how many pieces along axis 0 a host leaf is cut; 0: it lives on the device. Not along a sharded axis, as
+    slicing that would gather it."""
+    if x.sharding.memory_kind not in ("pinned_host", "unpinned_host"):
+        return 0
     shard = x.sharding.shard_shape(x.shape)
     if x.ndim < 2 or shard[0] != x.shape[0] or 0 in x.shape:
         return 1
@@ -96,23 +84,19 @@ def _pieces(x: Any) -> int:
     return next(n for n in range(1, shard[0] + 1) if shard[0] % n == 0 and (n >= wanted or n == shard[0]))
 
 
-def _leaf_sum(x: jax.Array, on_host: bool, pieces: int) -> _Lanes:
+def _leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
     """Both lanes of one leaf. Arithmetic on a host array is an error inside jit: move it, whole or in pieces."""
-    zero = jnp.uint32(0)
-    long = x.size > _WORD
+    zero, long = jnp.uint32(0), x.size > _WORD
     if x.size == 0:
         return zero, zero
-    if not on_host:
-        return _sum(x, 0, 0, long)
-    if pieces == 1:
-        return _sum(jax.device_put(x, jax.memory.Space.Device), 0, 0, long)
+    if pieces < 2:
+        return _sum(jax.device_put(x, jax.memory.Space.Device) if pieces else x, 0, 0, long)
     rows = x.shape[0] // pieces
 
     def add(i: jax.Array, lanes: _Lanes) -> _Lanes:
         piece = lax.dynamic_slice_in_dim(x, i * rows, rows, axis=0)
         low, high = _multiply(i.astype(jnp.uint32), piece.size)
-        a, b = _sum(jax.device_put(piece, jax.memory.Space.Device), low, high, long)
-        return lanes[0] + a, lanes[1] + b
+        return _add(lanes, _sum(jax.device_put(piece, jax.memory.Space.Device), low, high, long))
 
     return lax.fori_loop(0, pieces, add, (zero, zero))
 
@@ -131,11 +115,10 @@ def _sum(x: jax.Array, low: Any, high: Any, long: bool) -> _Lanes:
         if long:
             high = high + step_high + (low < step_low).astype(jnp.uint32)  # with the carry
         stride *= x.shape[axis]
-    total = (jnp.uint32(0), jnp.uint32(0))
-    for k, word in enumerate(_words(x)):
-        part = lax.reduce(_mix(word, low, high, k), (np.uint32(0), np.uint32(0)), _add, tuple(range(x.ndim)))
-        total = _add(total, part)
-    return total
+    zeros, axes = (np.uint32(0), np.uint32(0)), tuple(range(x.ndim))
+    return functools.reduce(
+        _add, (lax.reduce(_mix(word, low, high, k), zeros, _add, axes) for k, word in enumerate(_words(x)))
+    )
 
 
 def _add(p: Any, q: Any) -> _Lanes:

@@ -1,15 +1,12 @@
-"""Arrays to disk and back: the only file that knows orbax, and what all processes of a job must agree on about it.
+"""Arrays to disk and back: the only file that knows orbax.
 
 Orbax is imported inside the functions that use it: that takes half a second, which a typo on the command line should
-not wait for.
-
-May import: jax, orbax.checkpoint (its v1 API) and checkpoint_directory, checkpoint_manifest.
+not wait for. May import: jax, orbax.checkpoint (its v1 API) and checkpoint_directory.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import sys
 import time
@@ -22,8 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from framework.checkpoint_directory import STATE
-from framework.checkpoint_manifest import MANIFEST, one_line
+from framework.checkpoint_directory import MANIFEST, STATE, CheckpointCorruptError, one_line
 
 # Arrays are cut into stored pieces of at most this size, so that a reader of a small shard does not read a whole leaf.
 _CHUNK_BYTES = 64 << 20
@@ -31,15 +27,10 @@ _CHUNK_BYTES = 64 << 20
 _READ_BYTES = 256 << 20
 
 
-class UnreadableError(Exception):
-    """Orbax cannot read the arrays; the message names them where that could be told."""
-
-
 def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any]) -> Callable[[], None]:
     """Starts to write a checkpoint to `path`, atomically. The arrays may be donated when this returns. Collective.
 
-    Returns:
-        A function that waits for the commit, in any thread, and raises what went wrong.
+    Returns a function that waits for the commit, in any thread, and raises what went wrong.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -52,8 +43,7 @@ def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any])
             stored = {name: _copy(x) for name, x in stored.items()}
         context.array.saving.enable_pinned_host_transfer = True
     with context:
-        response = ocp.save_checkpointables_async(str(path), {STATE: stored, MANIFEST: manifest})
-    return response.result
+        return ocp.save_checkpointables_async(str(path), {STATE: stored, MANIFEST: manifest}).result
 
 
 def _copy(x: jax.Array) -> np.ndarray:
@@ -65,26 +55,25 @@ def _copy(x: jax.Array) -> np.ndarray:
 def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     """The arrays at `path`, each in the sharding and memory of its ShapeDtypeStruct. Collective.
 
-    Raises:
-        UnreadableError: bytes or files are missing or make no sense. That they are right is for checksums to tell.
+    Raises CheckpointCorruptError: bytes or files are missing or make no sense; the arrays are named where that could be
+    told. That the bytes are right is for checksums to tell.
     """
-    problem = None
+    problem, arrays = None, {}
     with _quiet() as drain:
         try:
-            arrays = _load(path, {name: x for name, x in wanted.items() if x.size})
+            arrays = _load(path, wanted)
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise  # out of memory, say: no fault of the checkpoint
         except Exception as error:
             problem = _unreadable(path, wanted) or one_line(error)
-            arrays = {}
         if problem is not None:
             drain()
-            raise UnreadableError(problem)
     # A changed byte in orbax's own index may hide a leaf; it then hands back what it was asked with.
-    lost = [name for name, x in wanted.items() if x.size and not isinstance(arrays.get(name), jax.Array)]
-    if lost:
-        raise UnreadableError(f"not in orbax's index: {', '.join(lost[:20])}")
-    return {name: arrays[name] if x.size else _zeros(x) for name, x in wanted.items()}
+    if problem is None and (lost := [name for name in wanted if not isinstance(arrays[name], jax.Array)]):
+        problem = f"not in orbax's index: {', '.join(lost[:20])}"
+    if problem is not None:
+        raise CheckpointCorruptError(f"{path} cannot be read: {problem}")
+    return arrays
 
 
 @contextmanager
@@ -119,15 +108,21 @@ def _quiet() -> Iterator[Callable[[], None]]:
         logger.disabled, sys.unraisablehook = before, hook
 
 
-def _load(path: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+def _load(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
-    if not wanted:
-        return {}
-    context = _context()
-    context.memory.read_concurrent_bytes = read_bytes(max(x.size * x.dtype.itemsize for x in wanted.values()))
-    with context:
-        return ocp.load_checkpointables(str(path), {STATE: wanted})[STATE]
+    found: dict[str, Any] = {}
+    if stored := {name: x for name, x in wanted.items() if x.size}:
+        context = _context()
+        context.memory.read_concurrent_bytes = read_bytes(max(x.size * x.dtype.itemsize for x in stored.values()))
+        with context:
+            found = ocp.load_checkpointables(str(path), {STATE: stored})[STATE]
+    return {name: found.get(name) if x.size else _empty(x) for name, x in wanted.items()}
+
+
+def _empty(x: Any) -> jax.Array:
+    shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
+    return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
 
 
 def read_bytes(largest: int) -> int:
@@ -139,17 +134,12 @@ def read_bytes(largest: int) -> int:
     return max(_READ_BYTES, 2 * largest)
 
 
-def _zeros(x: Any) -> jax.Array:
-    shard = x.sharding.shard_shape(x.shape)
-    return jax.make_array_from_callback(x.shape, x.sharding, lambda _: np.zeros(shard, x.dtype))
-
-
 def _unreadable(path: Path, wanted: Mapping[str, Any]) -> str:
     """Which arrays cannot be read, each tried by itself. Several processes might disagree, and wait for one another."""
     found = []
     for name, x in wanted.items() if jax.process_count() == 1 else ():
         try:
-            _load(path, {name: x} if x.size else {})
+            _load(path, {name: x})
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise
         except Exception as error:
@@ -173,20 +163,3 @@ def _context() -> Any:
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)
     context.checkpointables.registry = registry
     return context
-
-
-# --- agreement -------------------------------------------------------------------------------------------------------
-
-
-def from_first_process(steps: list[int], problems: dict[int, str]) -> tuple[list[int], list[str]]:
-    """What process 0 sees in a directory, for all: a network file system may show others an older state. Collective."""
-    texts = list(problems.values())
-    if jax.process_count() == 1:
-        return steps, texts
-    from jax.experimental import multihost_utils
-
-    mine = np.frombuffer(json.dumps([steps, texts]).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.array(mine.size)))
-    padded = np.resize(np.append(mine, np.uint8(0)), size)  # others' contents do not matter, their size does
-    steps, texts = json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
-    return steps, texts

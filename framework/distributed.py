@@ -1,33 +1,28 @@
-"""Processes: how they find each other, which one speaks, and how they wait for each other.
+"""Processes: how they find each other, which one speaks, and how they wait for each other and agree.
 
 May import: JAX.
 """
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import jax
 import numpy as np
 
 
 def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Joins the processes of one run; nothing to do for a single one.
+    """Joins the processes of one run, the first of which listens at `coordinator` (host:port); nothing to do for one.
 
-    Args:
-        coordinator: host:port of process 0.
-        num_processes: how many there are.
-        process_id: which one this is.
-
-    Raises:
-        ValueError: only some of the three are given, or they contradict each other.
+    Raises ValueError: only some of the three are given, or they contradict each other.
     """
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in given.items() if value is None]
     if len(missing) == len(given):
         return
-    if missing:
+    if num_processes is None or process_id is None or missing:
         raise ValueError(f"several processes need --coordinator, --num_processes and --process_id; missing: {missing}")
-    assert num_processes is not None
-    assert process_id is not None
     if not 0 <= process_id < num_processes:
         raise ValueError(f"--process_id = {process_id} is not in 0 .. {num_processes - 1}")
     jax.distributed.initialize(coordinator, num_processes, process_id)
@@ -52,8 +47,17 @@ def barrier(name: str, *, minutes: int = 120) -> None:
 
 def everywhere(condition: bool) -> bool:
     """Whether the condition holds in every process. Collective."""
-    if jax.process_count() == 1:
-        return condition
     from jax.experimental import multihost_utils
 
     return bool(np.all(multihost_utils.process_allgather(np.array(condition))))
+
+
+def from_primary(value: Any) -> Any:
+    """A JSON value of the primary process, for all. Collective."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    padded = np.resize(mine, int(broadcast_one_to_all(np.array(mine.size))))  # others' contents do not matter
+    return json.loads(bytes(broadcast_one_to_all(padded)))

@@ -7,12 +7,13 @@ earlier step arrive, and at the end. May import: everything in framework but tra
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from framework.metrics.buffer import MetricsBuffer
 from framework.metrics.memory import memory_in_use
-from framework.metrics.throughput import Throughput
 from framework.plan.guard import Need, compare
 
 if TYPE_CHECKING:
@@ -26,11 +27,7 @@ class NonFiniteError(RuntimeError):
 
 
 class RollBack(Exception):
-    """Loss or gradients of `step` were not finite, and the config says to go back to the last checkpoint."""
-
-    def __init__(self, step: int):
-        super().__init__(step)
-        self.step = step
+    """Loss or gradients of a step, its only argument, were not finite: the config says to go back to a checkpoint."""
 
 
 class Hook:
@@ -50,20 +47,16 @@ class Hook:
 
 
 class Guard(Hook):
-    """Acts on steps that were not finite: they updated nothing, and were counted in the state."""
+    """Acts as learner.nonfinite says on steps that were not finite: they updated nothing, and the state counts them."""
 
-    def __init__(self) -> None:
-        self.in_a_row = 0
-        self.rollbacks = 0
+    in_a_row = rollbacks = 0
 
     def on_metrics(self, run: Trainer, step: int, metrics: Row) -> None:
-        """Counts, and stops or rolls back as learner.nonfinite says."""
+        self.in_a_row = self.in_a_row + 1 if metrics["skipped"] else 0
         if not metrics["skipped"]:
-            self.in_a_row = 0
             return
-        self.in_a_row += 1
         policy, limit = run.experiment.learner.nonfinite, run.experiment.learner.max_nonfinite
-        moved = _moved(run, int(metrics.get("updated_units", 0)))
+        moved = _moved(run.experiment.model.stack.num_units, int(metrics.get("updated_units", 0)))
         what = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; {moved} updated"
         run.progress.print(what)
         if policy == "stop":
@@ -77,50 +70,37 @@ class Guard(Hook):
             raise NonFiniteError(f"{what}; stopped after {self.in_a_row} such steps in a row (learner.max_nonfinite)")
 
 
-def _moved(run: Trainer, count: int) -> str:
+def _moved(units: int, count: int) -> str:
     """What an update in the backward pass had changed when it met the first gradient that is not finite."""
-    units = run.experiment.model.stack.num_units
-    if count == 0:
-        return "nothing was"
-    last = f"units {units - 1} to {max(units - count + 1, 0)} of the stack" if count > 1 else ""
-    return " and ".join(part for part in ("the head", last) if part) + " had been"
+    if count < 2:
+        return "the head had been" if count else "nothing was"
+    return f"the head and units {units - 1} to {max(units - count + 1, 0)} of the stack had been"
 
 
 class Report(Hook):
-    """Writes and shows metrics."""
-
-    def __init__(self, throughput: Throughput) -> None:
-        self.throughput = throughput
+    """Writes and shows metrics every log_every steps, and at the last one."""
 
     def after_step(self, run: Trainer, step: int) -> None:
-        """Counts the step for the rates."""
-        self.throughput.step()
+        run.throughput.step()
 
     def on_metrics(self, run: Trainer, step: int, metrics: Row) -> None:
-        """Every log_every steps, and at the last one."""
-        if step % run.options.log_every and step != run.options.max_steps:
-            return
-        row = {f"train/{name}": value for name, value in metrics.items()}
-        row |= self.throughput.metrics() | memory_in_use(run.program.mesh.local_devices).metrics()
-        run.writer.write(step, row)
-        run.progress.update(step, row)
+        if step % run.options.log_every == 0 or step == run.options.max_steps:
+            row = {f"train/{name}": value for name, value in metrics.items()}
+            row |= run.throughput.metrics() | memory_in_use(run.program.mesh.local_devices).metrics()
+            run.writer.write(step, row)
+            run.progress.update(step, row)
 
 
 class Evaluate(Hook):
-    """Evaluates every validation set: its mean loss, and bits per byte where the tokens stand for text."""
-
-    def __init__(self, throughput: Throughput) -> None:
-        self.throughput = throughput
+    """Evaluates every validation set every eval_every steps, on at most eval_batches batches, and on all at the end."""
 
     def after_step(self, run: Trainer, step: int) -> None:
-        """Every eval_every steps, on at most eval_batches batches."""
         every = run.options.eval_every
         if every and step % every == 0 and step < run.options.max_steps:
-            with self.throughput.paused():
+            with run.throughput.paused():
                 self.evaluate(run, step, run.options.eval_batches)
 
     def at_end(self, run: Trainer, step: int) -> None:
-        """On all batches, if the run has come to its end."""
         if step == run.options.max_steps:
             self.evaluate(run, step, None)
 
@@ -141,65 +121,48 @@ class Evaluate(Hook):
 
     @staticmethod
     def evaluate_set(run: Trainer, name: str, limit: int | None, averaged: bool) -> Row:
-        """One set: {"loss": nats per token, "tokens": ..., "bits_per_byte": ...}."""
-        tokenizer = run.data.tokenizer
-        totals: dict[str, float] = {"nll": 0.0, "tokens": 0.0}
-        pending: list[Any] = []
-
-        def drain(keep: int) -> None:
-            done = [pending.pop(0) for _ in range(len(pending) - keep)]
-            for sums in jax.device_get(done):
-                for key, value in sums.items():
-                    totals[key] = totals.get(key, 0.0) + float(value)
-
+        """One set: {"loss": nats per token, "tokens": ..., and where tokens stand for text "bits_per_byte": ...}."""
+        tokenizer, buffer = run.data.tokenizer, MetricsBuffer()
+        totals: Counter[str] = Counter()
         with run.data.eval_batches(name, run.program.rows, limit) as batches:
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 arrays: dict[str, Any] = dict(batch)
                 if tokenizer.has_text:
                     arrays["bytes"] = tokenizer.byte_lengths[arrays["targets"]] * arrays["weights"]
-                pending.append(run.program.evaluate(run.state, run.program.put(arrays), averaged=averaged))
-                drain(keep=1)  # one batch behind: the device always has work, and memory is bounded
-        drain(keep=0)
+                buffer.put(number, run.program.evaluate(run.state, run.program.put(arrays), averaged=averaged))
+                for _, sums in buffer.take(keep=1):  # one behind: the device always has work, and memory is bounded
+                    totals.update(sums)
+        for _, sums in buffer.take(keep=0):
+            totals.update(sums)
         row = {"loss": totals["nll"] / max(totals["tokens"], 1.0), "tokens": totals["tokens"]}
-        if totals.get("bytes"):
+        if totals["bytes"]:
             row["bits_per_byte"] = totals["nll"] / math.log(2) / totals["bytes"]
         return row
 
 
 class Save(Hook):
-    """Saves checkpoints, and goes on without one when there is no room for it."""
+    """Saves a checkpoint every save_every steps, and of the last step, finished or interrupted."""
 
-    def __init__(self, throughput: Throughput) -> None:
-        self.throughput = throughput
-        self.last: int | None = None
+    last: int | None = None
 
     def after_step(self, run: Trainer, step: int) -> None:
-        """Every save_every steps."""
         if step % run.options.save_every == 0:
-            with self.throughput.paused():
-                self.save(run, step)
+            with run.throughput.paused():
+                self.at_end(run, step)
 
     def at_end(self, run: Trainer, step: int) -> None:
-        """The last step, finished or interrupted."""
-        self.save(run, step)
-
-    def save(self, run: Trainer, step: int) -> None:
-        """Hands the state to the checkpointer, which writes it while training goes on."""
         if step != self.last:
-            run.progress.status("saving")
             run.save(step)
-            run.progress.status("")
             self.last = step
 
 
 class Prediction(Hook):
-    """Shows, after the second step, what memory was predicted and what is measured."""
+    """Shows what memory was predicted and what is measured, once buffers of compilation and initialization are gone."""
 
     def __init__(self, need: Need) -> None:
         self.need, self.steps = need, 0
 
     def on_metrics(self, run: Trainer, step: int, metrics: Row) -> None:
-        """The second step has ended when its metrics are here: buffers of compilation and initialization are gone."""
         self.steps += 1
         if self.steps == 2:
             run.progress.print(compare(self.need, memory_in_use(run.program.mesh.local_devices)))
@@ -208,29 +171,22 @@ class Prediction(Hook):
 class Profile(Hook):
     """Traces the chosen steps into WORKDIR/profile, to be opened in TensorBoard, XProf or Perfetto."""
 
-    def __init__(self) -> None:
-        self.on = False
+    on = False
 
     def before_step(self, run: Trainer, step: int) -> None:
-        """Starts before the first chosen step."""
         if run.options.profile and step == run.options.profile[0]:
             jax.block_until_ready(run.state)
             jax.profiler.start_trace(str(run.workdir.path / "profile"))
             self.on = True
 
     def after_step(self, run: Trainer, step: int) -> None:
-        """Stops after the last chosen step."""
         if self.on and step >= run.options.profile[1]:
-            self.stop(run)
+            self.at_end(run, step)
 
     def at_end(self, run: Trainer, step: int) -> None:
         """A run that ends early still leaves a whole trace."""
         if self.on:
-            self.stop(run)
-
-    def stop(self, run: Trainer) -> None:
-        """Waits for the device, so that the trace holds whole steps."""
-        jax.block_until_ready(run.state)
-        jax.profiler.stop_trace()
-        self.on = False
-        run.progress.print(f"profile of steps {run.options.profile}: {run.workdir.path / 'profile'}")
+            jax.block_until_ready(run.state)  # so that the trace holds whole steps
+            jax.profiler.stop_trace()
+            self.on = False
+            run.progress.print(f"profile of steps {run.options.profile}: {run.workdir.path / 'profile'}")

@@ -15,7 +15,7 @@ import jax
 
 from framework import distributed
 from framework.accelerators import spec_for
-from framework.checkpoint import Checkpointer, CheckpointError, CheckpointSaveError, CheckpointSpaceError
+from framework.checkpoint import Checkpointer, CheckpointSaveError
 from framework.config import Config
 from framework.data.pipeline import DataPipeline
 from framework.experiment import Experiment
@@ -69,12 +69,13 @@ class Trainer:
             directory=workdir.checkpoints, keep=self.options.keep, keep_every=self.options.keep_every
         )
         self.writer: Writer = self._writers()
-        spec = spec_for(list(program.mesh.devices.flat))
-        peak = spec.peak_flops(str(experiment.model.compute_dtype))
-        tokens = self.data.global_batch_size * self.data.seq_len
-        flops = experiment.model.flops_per_token(self.data.seq_len)
-        throughput = Throughput(tokens, flops, peak * program.mesh.size if peak else None)
-        self.hooks: list[Hook] = [Guard(), Report(throughput), Evaluate(throughput), Save(throughput), Profile()]
+        peak = spec_for(list(program.mesh.devices.flat)).peak_flops(str(experiment.model.compute_dtype))
+        self.throughput = Throughput(
+            self.data.global_batch_size * self.data.seq_len,
+            experiment.model.flops_per_token(self.data.seq_len),
+            peak * program.mesh.size if peak else None,
+        )
+        self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Save(), Profile()]
         if need is not None:
             self.hooks.append(Prediction(need))
 
@@ -82,15 +83,9 @@ class Trainer:
         if not distributed.is_primary():
             return MultiWriter([])
         writers: list[Writer] = [JsonlWriter(self.workdir.metrics), TensorBoardWriter(self.workdir.tensorboard)]
-        if self.options.wandb_project is not None:
-            writers.append(
-                WandbWriter(
-                    project=self.options.wandb_project,
-                    workdir=self.workdir.path,
-                    name=self.workdir.path.name,
-                    config=self.config.to_dict(),
-                )
-            )
+        if (project := self.options.wandb_project) is not None:
+            path = self.workdir.path
+            writers.append(WandbWriter(project, path.name, workdir=path, config=self.config.to_dict()))
         return MultiWriter(writers)
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -143,36 +138,27 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Saves the state in the background. No room on the disk is reported, and the run goes on."""
-        extra = {
-            "config": self.config.to_dict(),
-            "data": {
-                "fingerprint": self.data.fingerprint(),
-                "next": step + self.data_offset,
-                "offset": self.data_offset,
-            },
-            "seed": self.options.seed,
-        }
-        kept = {group: self.state[group] for group in self.program.layout.kept}
-        for _ in range(2):  # the first try may only report that the save before it failed in the background
-            try:
-                self.checkpointer.save(step, kept, extra)
-                return
-            except CheckpointSpaceError as error:
-                self._not_saved(step, error)
-                return
-            except CheckpointSaveError as error:
-                self._not_saved(step, error)
+        self.progress.status("saving")
+        data = {"fingerprint": self.data.fingerprint(), "next": step + self.data_offset, "offset": self.data_offset}
+        extra = {"config": self.config.to_dict(), "data": data, "seed": self.options.seed}
+        with self._failures_told(step):
+            self.checkpointer.wait()  # the save before this one may have failed in the background
+        with self._failures_told(step):
+            self.checkpointer.save(step, {group: self.state[group] for group in self.program.layout.kept}, extra)
+        self.progress.status("")
 
-    def _not_saved(self, step: int, error: CheckpointError) -> None:
-        kept = self.checkpointer.steps()
-        self.progress.print(f"NOT SAVED at step {step}: {error}. Kept: {kept or 'none'}. Training goes on.")
+    @contextmanager
+    def _failures_told(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointSaveError as error:
+            kept = self.checkpointer.steps()
+            self.progress.print(f"NOT SAVED at step {step}: {error}. Kept: {kept or 'none'}. Training goes on.")
 
     def saved(self, step: int) -> bool:
         """Waits for pending saves; whether this step is on disk."""
-        try:
+        with self._failures_told(step):
             self.checkpointer.wait()
-        except CheckpointSaveError as error:
-            self._not_saved(step, error)
         return step in self.checkpointer.steps()
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -197,20 +183,22 @@ class Trainer:
                     step = self._steps(step, stop)
                     break
                 except RollBack as request:
-                    index = request.step - 1 + self.data_offset
-                    self.saved(request.step)  # a save that is being written counts
-                    if not self.checkpointer.steps():
-                        raise ValueError(f"step {request.step} was not finite and there is no checkpoint yet") from None
-                    step = self._restore()
-                    self.data_offset = index + 1 - step
-                    self.progress.print(f"rolled back to step {step}; batch {index} is left out")
+                    step = self._roll_back(*request.args)
             for hook in self.hooks:
                 hook.at_end(self, step)
             if not self.saved(step):
-                raise LastStepNotSavedError(
-                    f"the last step was not saved; checkpoints: {self.checkpointer.steps() or 'none'}"
-                )
+                kept = self.checkpointer.steps()
+                raise LastStepNotSavedError(f"the last step was not saved; checkpoints: {kept or 'none'}")
         return stop[0] if stop else None
+
+    def _roll_back(self, bad: int) -> int:
+        index = bad - 1 + self.data_offset
+        if not (self.saved(bad) or self.checkpointer.steps()):  # a save that is being written counts
+            raise ValueError(f"step {bad} was not finite and there is no checkpoint yet")
+        step = self._restore()
+        self.data_offset = index + 1 - step
+        self.progress.print(f"rolled back to step {step}; batch {index} is left out")
+        return step
 
     def _steps(self, step: int, stop: list[int]) -> int:
         buffer = MetricsBuffer()

@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from framework.checkpoint import (
     CheckpointCorruptError,
     Checkpointer,
-    CheckpointError,
     CheckpointMissingError,
     CheckpointSaveError,
 )
+from framework.checkpoint_directory import CheckpointError
 
 MESH = jax.make_mesh((4, 2), ("a", "b"))
 
@@ -354,13 +354,7 @@ def test_failure_at_the_start_of_a_save(three, monkeypatch):
         assert is_step(checkpointer.restore(3, ABSTRACT), 3)
 
 
-def check_until_it_raises(checkpointer):
-    for _ in range(1000):
-        checkpointer.check()
-        time.sleep(0.01)
-
-
-def test_background_failure_surfaces_once_without_waiting(three, monkeypatch):
+def test_background_failure_surfaces_once(three, monkeypatch):
     def fail():
         raise OSError("no more")
 
@@ -369,10 +363,9 @@ def test_background_failure_surfaces_once_without_waiting(three, monkeypatch):
             patch.setattr("framework.checkpoint_storage.write", lambda *_: fail)
             checkpointer.save(5, make_state(5), {})
         with pytest.raises(CheckpointSaveError, match=r"step 5 was not saved: OSError: no more; .*steps \[1, 2, 3\]"):
-            check_until_it_raises(checkpointer)
-        checkpointer.check()
+            checkpointer.wait()
         checkpointer.wait()
-        assert checkpointer.last_saved is None
+        assert checkpointer.steps() == [1, 2, 3]
         with monkeypatch.context() as patch:
             patch.setattr("framework.checkpoint_storage.write", lambda *_: fail)
             checkpointer.save(6, make_state(6), {})
@@ -386,7 +379,7 @@ def test_undeletable_old_checkpoint_is_reported(three, monkeypatch, caplog):
         monkeypatch.setattr("framework.checkpoint.delete_step", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
         checkpointer.save(4, make_state(4), {"next": 4})
         checkpointer.wait()
-        assert checkpointer.last_saved == 4
+        assert checkpointer.steps()[-1] == 4
     assert "step 4 was saved, but old ones could not be deleted: no" in caplog.text
 
 

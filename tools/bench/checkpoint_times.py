@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from framework.checkpoint import Checkpointer
-from framework.checkpoint_integrity import Checksums
+from framework.checkpoint_integrity import checksums
 
 LEAF_SHAPE = (16, 1024, 1024)
 
@@ -57,10 +57,9 @@ def main() -> None:
     state = {f"leaf{i}": jax.device_put(values, sharding) for i in range(args.leaves)}
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     size = sum(x.nbytes for x in state.values())
-    sums = Checksums()
     print(f"state: {size / 1e6:.0f} MB on {devices} {jax.default_backend()} devices")
-    print(f"checksums, first (compiles): {timed(lambda: sums(state))}")
-    print(f"checksums: {timed(lambda: sums(state))}")
+    print(f"checksums, first (compiles): {timed(lambda: checksums(state))}")
+    print(f"checksums: {timed(lambda: checksums(state))}")
     with (
         tempfile.TemporaryDirectory(dir=args.directory) as directory,
         Checkpointer(directory=directory, keep=1) as checkpointer,
