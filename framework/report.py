@@ -12,10 +12,11 @@ from typing import Any
 from framework.accelerators import accelerator_name, spec_for
 from framework.data.compressors import compressor_bits_per_byte
 from framework.data.pipeline import DataPipeline
+from framework.generation import Generator
 from framework.layout import GROUPS, MemoryKind
 from framework.metrics.tables import Section, human_bytes, start_table
 from framework.program import Program
-from framework.sampling import sample
+from framework.sampling import Sampling
 
 _MAX_COMPRESSED_BYTES = 64_000_000
 
@@ -81,15 +82,11 @@ def sample_text(program: Program, state: dict[str, Any]) -> str | None:
     options, tokenizer = program.experiment.trainer, program.experiment.data.tokenizer
     if not options.sample_tokens or not tokenizer.has_text:
         return None
-    prompt = [int(token) for token in tokenizer.encode_batch([options.sample_prompt])[0]]
-    if tokenizer.eos_id is not None:
-        prompt = [tokenizer.eos_id, *prompt]
-    tokens = sample(
-        program,
-        state,
-        prompt,
-        num_tokens=options.sample_tokens,
-        temperature=options.sample_temperature,
-        seed=options.seed,
-    )
+    prompt, wanted = tokenizer.encode_prompt(options.sample_prompt), options.sample_tokens
+    limit = program.experiment.model.embed.max_positions
+    if limit is not None:  # a sample is not worth an error at the end of a run
+        prompt = prompt[-max(1, limit - wanted) :]
+        wanted = min(wanted, limit - len(prompt))
+    sampling = Sampling(wanted, options.sample_temperature, stop_ids=tuple(tokenizer.stop_ids), seed=options.seed)
+    tokens = Generator(program, state, averaged=bool(state["ema"]))([prompt], sampling)[0]
     return options.sample_prompt + tokenizer.decode(tokens)

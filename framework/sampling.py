@@ -1,82 +1,65 @@
-"""Sampling: continues a prompt with the model.
-
-One compiled function runs the whole model on a window of fixed length for every new token: nothing but the layout's
-weights and the window is on the device. May import: framework.program.
-"""
+"""How the next token is chosen: greedy, by temperature, top-k, top-p. May import: JAX."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from framework.program import Program
 
 
-def sample(
-    program: Program,
-    state: dict[str, Any],
-    prompt: list[int],
-    *,
-    num_tokens: int,
-    temperature: float,
-    seed: int = 0,
-) -> list[int]:
-    """`num_tokens` tokens that follow the prompt.
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and how many.
 
     Args:
-        program: the compiled experiment; its seq_len is the window.
-        state: the training state; averaged weights are used where there are some.
-        prompt: token ids, at least one; what does not fit the window is cut off at its start.
-        num_tokens: how many to draw.
+        max_new_tokens: at most this many per row.
         temperature: divides the logits; 0 takes the most likely token.
-        seed: of the draws.
-
-    Raises:
-        ValueError: the prompt is empty.
+        top_k: only the k most likely tokens; None for all.
+        top_p: of these only the fewest most likely whose probabilities add up to p (arXiv 1904.09751).
+        stop_ids: tokens that end a row; they are not given out.
+        seed: of the draws. Row i draws by (seed, i), whatever else is in the batch.
     """
-    if not prompt:
-        raise ValueError("sampling needs a prompt of at least one token")
-    length = program.experiment.data.seq_len
-    window = np.zeros((1, length), np.int32)
-    kept = prompt[-length:]
-    window[0, : len(kept)] = kept
-    params = program.weights(state, averaged=bool(state["ema"]))
-    draw = jax.jit(_draw, static_argnums=(0, 1, 2))
-    tokens, filled = jnp.asarray(window), jnp.int32(len(kept))
-    out = []
-    for index in range(num_tokens):
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        tokens, filled, token = draw(program, temperature, length, params, state["buffer"], tokens, filled, key)
-        out.append(token)
-    return [int(token) for token in jax.device_get(out)]
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, good, expected in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature < math.inf, "0 or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "over 0, and at most 1"),
+            ("seed", 0 <= self.seed < 1 << 32, "0 to 2^32 - 1"),
+        ):
+            if not good:
+                raise ValueError(f"{name}: expected {expected}, given {getattr(self, name)}")
 
 
-def _draw(
-    program: Program,
-    temperature: float,
-    length: int,
-    params: Any,
-    buffers: Any,
-    tokens: jax.Array,
-    filled: jax.Array,
-    key: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One more token: (window, how many of its positions are filled, the token)."""
-    ctx = program.evaluation_context({"tokens": tokens})
-    model = program.experiment.model
-    x_BSD, _ = model.hidden(params, ctx, buffers)
-    last = jax.lax.dynamic_slice_in_dim(x_BSD, filled - 1, 1, axis=1)
-    weights = model.head.prepare(model.stage_params(params, "head"), ctx)
-    logits = model.head.logits(weights, last, ctx)[0, 0]
-    if temperature == 0.0:
-        token = jnp.argmax(logits)
-    else:
-        token = jax.random.categorical(key, logits / temperature)
-    full = filled == length
-    tokens = jnp.where(full, jnp.roll(tokens, -1, axis=1), tokens)
-    position = jnp.where(full, length - 1, filled)
-    tokens = jax.lax.dynamic_update_slice(tokens, token.astype(tokens.dtype)[None, None], (0, position))
-    return tokens, position + 1, token
+def row_keys(seed: int, rows: int) -> jax.Array:
+    """uint32[rows, 2]: the key data of each row."""
+    fold = functools.partial(jax.random.fold_in, jax.random.key(seed))
+    return jax.random.key_data(jax.vmap(fold)(jnp.arange(rows)))
+
+
+def choose(kind: str, logits_BV: jax.Array, chosen: dict[str, jax.Array], index: jax.Array) -> jax.Array:
+    """int32[B]: a token of each row, drawn by its key and the index of the step; see `Sampling` for top_k and top_p."""
+    if kind == "greedy":
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    keys = jax.vmap(lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), index))(chosen["keys"])
+    logits_BV = logits_BV / chosen["temperature"]
+    if kind == "all":
+        return jax.vmap(jax.random.categorical)(keys, logits_BV).astype(jnp.int32)
+    order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
+    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
+    sorted_BV = jnp.where(jnp.arange(sorted_BV.shape[-1]) < chosen["top_k"], sorted_BV, -jnp.inf)
+    p_BV = jax.nn.softmax(sorted_BV, axis=-1)
+    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV  # 0 for the first: one token always stays
+    drawn_B = jax.vmap(jax.random.categorical)(keys, jnp.where(before_BV < chosen["top_p"], sorted_BV, -jnp.inf))
+    return jnp.take_along_axis(order_BV, drawn_B[:, None], axis=-1)[:, 0].astype(jnp.int32)

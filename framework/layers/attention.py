@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 from framework.config import Config, PositiveFloat, PositiveInt, config_for
+from framework.layers.attention_cache import cached_attention
 from framework.layers.attention_kernels import Implementation, dot_product_attention
 from framework.layers.base import BATCH_AXES, Context, Layer, Out
 from framework.layers.linear import Linear
@@ -98,7 +99,11 @@ class Attention(Layer):
             )
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
-        """x_BSD -> [B, S, D]."""
+        """x_BSD -> [B, S, D].
+
+        With ctx.cache, the keys and values leave as layer_state, [B, S, K, H] each; a layer_state that comes in is the
+        cache of the tokens before x_B1D, see attention_cache.
+        """
         x_BSD = carry
         batch, length, _ = x_BSD.shape
 
@@ -118,19 +123,32 @@ class Attention(Layer):
             q_BSNH, k_BSKH = self.rotary(positions_BS, q_BSNH, k_BSKH)
         q_BSNH = checkpoint_name(q_BSNH, "query")
         k_BSKH, v_BSKH = checkpoint_name(k_BSKH, "key"), checkpoint_name(v_BSKH, "value")
-        y_BSNH = dot_product_attention(  # named "attention" for remat policies
-            q_BSNH,
-            k_BSKH,
-            v_BSKH,
-            segments_BS=ctx.batch.get("segments"),
-            window=self.window,
-            softcap=self.softcap,
-            implementation=self.implementation,
-            mesh=ctx.mesh,
-        )
+        if layer_state:
+            y_BSNH = cached_attention(
+                q_BSNH,
+                k_BSKH,
+                v_BSKH,
+                layer_state,
+                first_B=ctx.batch["first"],
+                slot=ctx.batch["slot"],
+                scale=self.head_dim**-0.5,
+                window=self.window,
+                softcap=self.softcap,
+            )
+        else:
+            y_BSNH = dot_product_attention(  # named "attention" for remat policies
+                q_BSNH,
+                k_BSKH,
+                v_BSKH,
+                segments_BS=ctx.batch.get("segments"),
+                window=self.window,
+                softcap=self.softcap,
+                implementation=self.implementation,
+                mesh=ctx.mesh,
+            )
         with jax.named_scope("output"):
             y_BSD = self.output(weights["output"], y_BSNH.reshape(batch, length, -1), ctx)
-        return ctx.constrain_hidden(y_BSD), Out()
+        return ctx.constrain_hidden(y_BSD), Out(layer_state={"key": k_BSKH, "value": v_BSKH} if ctx.cache else {})
 
     def flops_per_token(self, seq_len: int) -> float:
         """The projections, and QK and AV over the whole context: 4 N H S (as PaLM counts: the mask saves nothing)."""

@@ -28,12 +28,14 @@ class Context:
     """What a layer may know besides its weights and its input.
 
     Args:
-        batch: the inputs: tokens, targets, weights, and positions and segments where documents are masked.
+        batch: the inputs: tokens, targets, weights, and positions and segments where documents are masked; in
+            generation first and slot, see framework.layers.attention_cache.
         rng: a typed key, folded in by name and by layer index on the way down; None when nothing is random.
         rows: int32[B], each sequence's index in the global batch. Random draws are keyed by it, so that a mask depends
             on neither sharding nor microbatching.
         num_targets: f32 scalar, number of counted targets in the global batch: what losses are divided by.
         training: whether dropout is on.
+        cache: whether keys and values leave as layer_state, for generation.
         mesh: where constraints are placed; None means one device and no constraints.
         compute_dtype: the dtype of weights and activations inside layers.
         remat: what the backward pass recomputes, see framework.layers.remat.
@@ -44,6 +46,7 @@ class Context:
     rows: jax.Array | None = None
     num_targets: jax.Array | None = None
     training: bool = field(default=False, metadata={"static": True})
+    cache: bool = field(default=False, metadata={"static": True})
     mesh: Mesh | None = field(default=None, metadata={"static": True})
     compute_dtype: Any = field(default=jnp.float32, metadata={"static": True})
     remat: str = field(default="none", metadata={"static": True})
@@ -85,7 +88,8 @@ class Out:
     Args:
         loss: f32 scalar to be added to the objective, already divided by `ctx.num_targets`; None means none.
         metrics: f32 scalars by name, additive over microbatches.
-        layer_state: new values of the layer's buffers, in the structure of its `buffer_specs()`.
+        layer_state: new values of the layer's buffers, in the structure of its `buffer_specs()`; with ctx.cache also
+            what later tokens need of these.
     """
 
     loss: jax.Array | None = None

@@ -6,6 +6,7 @@ between stages, so nothing here differentiates. May import: framework.config, fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -112,14 +113,20 @@ class CausalLM:
                 own = {**own, reader.split("/", 1)[1]: flatten(params)[home]}
         return own
 
-    def hidden(self, params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, dict[str, Out]]:
-        """Everything before the head: x_BSD, and the Out of each stage."""
+    def hidden(
+        self,
+        params: Nested,
+        ctx: Context,
+        buffers: Nested,
+        fetch: Callable[[Nested], Nested] = lambda unit_params: unit_params,
+    ) -> tuple[jax.Array, dict[str, Out]]:
+        """Everything before the head: x_BSD, and the Out of each stage. `fetch` is the stack's."""
         with jax.named_scope("embed"):  # scopes give the compiler's buffers the names of layers
             weights = self.embed.prepare(self.stage_params(params, "embed"), ctx)
             x_BSD, embed = self.embed.apply(weights, None, ctx.fold("embed"), buffers.get("embed", {}))
         with jax.named_scope("stack"):
             own, shared, state = self.stage_params(params, "stack"), params.get("shared"), buffers.get("stack", {})
-            x_BSD, stack = self.stack.forward(own, x_BSD, ctx.fold("stack"), state, shared=shared)
+            x_BSD, stack = self.stack.forward(own, x_BSD, ctx.fold("stack"), state, fetch, shared)
         return x_BSD, {"embed": embed, "stack": stack}
 
     def loss(self, params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:

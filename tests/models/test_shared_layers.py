@@ -6,12 +6,13 @@ import numpy as np
 import optax
 import pytest
 
-from framework import sampling
 from framework.checkpoint import Checkpointer
 from framework.config import config_for
+from framework.generation import Generator
 from framework.learner import Rule
 from framework.plan.suggest import closed_form
 from framework.plan.targets import resolve
+from framework.sampling import Sampling
 from tests.support import small
 
 UNITS = 4
@@ -88,7 +89,7 @@ def test_evaluation_sampling_rules_and_checkpoints_know_them(tmp_path):
     assert not any(path.startswith("frozen/") for path in moved)
     sums = program.evaluate(state, program.put(small.host_batch(program)), averaged=True)
     assert float(sums["nll"]) > 0
-    assert len(sampling.sample(program, state, [1, 2], num_tokens=3, temperature=0.0)) == 3
+    assert len(Generator(program, state, averaged=True)([[1, 2]], Sampling(3))[0]) == 3
     with Checkpointer(directory=tmp_path) as checkpointer:
         checkpointer.save(1, state, {})
         checkpointer.wait()

@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from configs import load
-from framework import hooks, report, sampling
+from framework import hooks
+from framework.generation import Generator
 from framework.layout import flatten
 from framework.metrics.memory import live_array_bytes
 from framework.program import Program
@@ -42,7 +43,7 @@ class Probe:
             (Program, "step", "train"),
             (Program, "evaluate", "eval"),
             (Trainer, "save", "save"),
-            (sampling, "_draw", "sampling"),
+            (Generator, "__call__", "sampling"),
         ]:
             self._wrap(monkeypatch, owner, name, phase)
 
@@ -53,13 +54,11 @@ class Probe:
             which = "ema-eval" if kwargs.get("averaged") else phase
             if isinstance(args[0], Trainer):
                 self.program = args[0].program
-            tracing = owner is sampling
-            if phase not in ("init or restore",) and not tracing:
+            if phase != "init or restore":
                 self.look(f"before {which}")
             result = original(*args, **kwargs)
-            if not tracing:
-                jax.block_until_ready(result)
-                self.look(f"after {which}")
+            jax.block_until_ready(result)
+            self.look(f"after {which}")
             return result
 
         monkeypatch.setattr(owner, name, wrapped)
@@ -88,7 +87,14 @@ def test_one_copy_in_every_phase(
     flag = f"--config.memory.optimizer_state={memory_kind}"
     assert train(tmp_path / "run", flag, config="wide") == 0
     assert train(tmp_path / "run", flag, "--config.trainer.max_steps=6", config="wide") == 0
-    assert {"after init or restore", "after train", "after eval", "after ema-eval", "after save"} <= probe.seen.keys()
+    assert {
+        "after init or restore",
+        "after train",
+        "after eval",
+        "after ema-eval",
+        "after save",
+        "after sampling",
+    } <= probe.seen.keys()
     assert probe.program is not None
     state = probe.program.layout
     limit = SLACK + 2 * batch_bytes(probe.program)
@@ -115,28 +121,19 @@ def test_one_copy_on_one_device(text: Path, tmp_path: Path) -> None:
 def test_sampling_holds_no_second_model(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, int]
 ) -> None:
-    most = 0
-    original = report.sample
+    seen: list[int] = []
+    original = Generator.stream
 
-    def watched(program: Program, state: Any, prompt: list[int], **options: Any) -> list[int]:
-        nonlocal most
-        get = jax.device_get
+    def watched(self: Generator, *args: Any) -> Any:
+        layout = self._program.mesh.size * self._program.layout.bytes_per_device(memory_kind="device")
+        for tokens in original(self, *args):
+            seen.append(live("device") - before["device"] - layout)
+            yield tokens
 
-        def look(tree: Any) -> Any:
-            nonlocal most
-            layout = program.mesh.size * program.layout.bytes_per_device(memory_kind="device")
-            most = max(most, live("device") - before["device"] - layout)
-            return get(tree)
-
-        monkeypatch.setattr(jax, "device_get", look)
-        try:
-            return original(program, state, prompt, **options)
-        finally:
-            monkeypatch.setattr(jax, "device_get", get)
-
-    monkeypatch.setattr(report, "sample", watched)
+    monkeypatch.setattr(Generator, "stream", watched)
     assert train(tmp_path / "run", "--config.trainer.max_steps=1", config="wide") == 0
-    assert 0 < most <= SLACK
+    assert len(seen) == 3
+    assert 0 < max(seen) <= SLACK
 
 
 def test_a_lost_donation_is_noticed(

@@ -1,0 +1,176 @@
+"""Generation against the model itself: no cache, no padding, one device, weights on the device."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from framework.config import Config, config_for
+from framework.generation import Generator, bucket
+from framework.layers.lora import LoRA
+from framework.layers.norm import RMSNorm
+from framework.layout import copy_partition
+from framework.program import Program
+from framework.sampling import Sampling
+from tests.support import small
+
+PROMPTS = [[1, 2, 3], [5, 9, 33, 2, 60, 7, 7, 12, 1], [7]]
+NEW = 12
+
+
+def alternating() -> Config:
+    """A local and a global layer in turn, with caps, as Gemma 2 has them."""
+    model = small.llama(stack__num_layers=4)
+    local, everywhere = small.block(model).copy(), small.block(model).copy()
+    local.attention.window = 4
+    local.attention.softcap = everywhere.attention.softcap = 20.0
+    model.stack.pattern = [local, everywhere]
+    model.head.softcap = 15.0
+    return model
+
+
+def shared() -> Config:
+    model = alternating()
+    model.stack.shared = [1]
+    return model
+
+
+MODELS = {
+    "gpt2": small.gpt2,
+    "llama-gqa": small.llama,
+    "window": lambda: small.llama(stack__pattern__0__attention__window=5),
+    "alternating": alternating,
+    "shared": shared,
+    "qk-norm": lambda: small.llama(stack__pattern__0__attention__qk_norm=config_for(RMSNorm)),
+    "lora-nf4": lambda: small.llama(dim=64, stack__pattern__0__mlp__hidden=64, lora=config_for(LoRA, base="nf4")),
+}
+
+
+def program(config: Config, mesh: dict[str, int] | None = None) -> Program:
+    return small.program(small.experiment(config, mesh=mesh))
+
+
+def without_cache(program: Program, state: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy, whole sequences through the model for each token."""
+    rows, model = [list(prompt) for prompt in prompts], program.experiment.model
+    logits = jax.jit(lambda params, x: model.logits(params, program.evaluation_context({"tokens": x}), {}))
+    for _ in range(count):
+        window = np.zeros((len(rows), 32), np.int32)
+        for filled, row in zip(window, rows, strict=True):
+            filled[: len(row)] = row
+        values = np.asarray(logits(program.weights(state), window))
+        for one, row in zip(values, rows, strict=True):
+            row.append(int(np.argmax(one[len(row) - 1])))
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_padded_batch_equals_each_alone_without_a_cache(name: str) -> None:
+    one = program(MODELS[name]())
+    state = one.init()
+    got = Generator(one, state)(PROMPTS, Sampling(NEW))
+    assert got == without_cache(one, state, PROMPTS, NEW)
+    assert len({*got[0], *got[1], *got[2]}) > 3, "nearly constant output shows little"
+
+
+def test_bfloat16_cache() -> None:
+    one = program(small.llama(compute_dtype="bfloat16"))
+    generator = Generator(one, one.init())
+    assert generator(PROMPTS, Sampling(4))[0] == generator(PROMPTS[:1], Sampling(4))[0]
+    seen = []
+    decode = generator._decode
+    generator._decode = lambda *args: seen.append(args[2]) or decode(*args)
+    generator(PROMPTS, Sampling(2))
+    shapes = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(seen[0])}
+    assert shapes == {((2, 3, bucket(18), 2, 8), "bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "temperature"), [({"data": 2, "fsdp": 2, "model": 2}, 1.0), ({"fsdp": 4, "seq": 2}, 0.0)]
+)
+def test_a_mesh_equals_one_device(mesh: dict[str, int], temperature: float) -> None:
+    sampling = Sampling(NEW, temperature, seed=4)
+    one, many = program(alternating()), program(alternating(), mesh)
+    state = one.init()
+    spread = jax.device_put(state, many.layout.shardings())
+    assert Generator(many, spread)(PROMPTS, sampling) == Generator(one, state)(PROMPTS, sampling)
+
+
+@pytest.mark.parametrize("mesh", [None, {"data": 2, "fsdp": 2, "model": 2}])
+def test_hosted_weights_equal_device_weights(mesh: dict[str, int] | None) -> None:
+    here = program(shared(), mesh)
+    state = here.init()
+    hosted = copy_partition(here.layout.specs["parameter"], pattern=".", memory_kind="pinned_host")
+    there = {**state, "parameter": jax.device_put(state["parameter"], here.layout.shardings(hosted))}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(there["parameter"])} == {"pinned_host"}
+    assert Generator(here, there)(PROMPTS, Sampling(NEW)) == Generator(here, state)(PROMPTS, Sampling(NEW))
+
+
+def test_draws_depend_on_seed_and_row_alone() -> None:
+    one = program(small.llama())
+    generator = Generator(one, one.init())
+    draw = lambda prompts, seed: generator(prompts, Sampling(NEW, 1.0, seed=seed))  # noqa: E731
+    batch = draw([PROMPTS[0]] * 3, 7)
+    assert batch == draw([PROMPTS[0]] * 3, 7)
+    assert len({tuple(row) for row in [*batch, *draw(PROMPTS[:1], 8)]}) == 4
+    assert draw(PROMPTS[:1], 7)[0] == batch[0] == draw([PROMPTS[0], PROMPTS[1]], 7)[0]
+
+
+def test_stop_tokens_end_their_rows_alone() -> None:
+    one = program(small.llama())
+    generator = Generator(one, one.init())
+    rows = generator(PROMPTS, Sampling(NEW))
+    stops = (rows[0][3], rows[1][5])
+    got = generator(PROMPTS, Sampling(NEW, stop_ids=stops))
+    cuts = [next((i for i, token in enumerate(row) if token in stops), NEW) for row in rows]
+    assert got == [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
+    assert 0 < min(cuts) < NEW
+    steps = list(generator.stream(PROMPTS[:1], Sampling(NEW, stop_ids=stops)))
+    assert steps == [[token] for token in got[0]]
+
+
+def test_compiles_once_per_shape() -> None:
+    one = program(small.llama())
+    generator = Generator(one, one.init())
+    for sampling in (
+        Sampling(3),
+        Sampling(5),
+        Sampling(4, 0.5),
+        Sampling(4, 1.5),
+        Sampling(4, 1.5, 3),
+        Sampling(4, 2.0, top_p=0.4),
+    ):
+        generator(PROMPTS, sampling)
+    assert generator._prefill._cache_size() == generator._decode._cache_size() == 3
+
+
+def test_lengths_fall_into_few_buckets() -> None:
+    lengths = [bucket(n) for n in range(1, 4097)]
+    assert all(n <= b <= max(16, n + 15, 1.125 * n + 1) for n, b in enumerate(lengths, 1))
+    assert len({*lengths}) < 60
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields", "message"),
+    [
+        ([[1], []], {}, "at least one token each"),
+        ([[1, 64]], {}, "has the token 64; model.vocab_size = 64"),
+        ([[1] * 30], {"max_new_tokens": 3}, "30 tokens and max_new_tokens = 3 are over the model's 32 positions"),
+        ([[1]], {"top_p": 0.0}, "top_p: expected over 0, and at most 1, given 0.0"),
+        ([[1]], {"top_k": 0}, "top_k: expected at least 1, given 0"),
+        ([[1]], {"temperature": float("nan")}, "temperature: expected 0 or more, given nan"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, given 0"),
+    ],
+)
+def test_bad_requests(prompts: list[list[int]], fields: dict[str, Any], message: str) -> None:
+    one = program(small.gpt2())
+    with pytest.raises(ValueError, match=message):
+        Generator(one, one.init()).stream(prompts, Sampling(**{"max_new_tokens": 1, **fields}))
+
+
+def test_positions_to_the_last_one() -> None:
+    one = program(small.gpt2())
+    state = one.init()
+    assert Generator(one, state)([[3] * 20], Sampling(12)) == without_cache(one, state, [[3] * 20], 12)
+    assert Generator(one, state)([], Sampling(12)) == []

@@ -1,0 +1,77 @@
+"""Draws against numpy's probabilities; text against whole decoding."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.data.tokenizers import ByteTokenizer
+from framework.generation import TextStream
+from framework.sampling import choose, row_keys
+
+LOGITS = np.float32([1.0, 3.0, 2.5, -1.0, 0.5, 2.0])
+DRAWS = 20_000
+
+
+def expected(temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Temperature, then top-k, then top-p, as published sampling code has it."""
+    p = np.exp(LOGITS / temperature)
+    order = np.argsort(-p)
+    p[order[top_k:]] = 0
+    p /= p.sum()
+    keep, total = [], 0.0
+    for token in order:
+        if total >= top_p:
+            break
+        keep.append(token)
+        total += p[token]
+    kept = np.zeros_like(p)
+    kept[keep] = p[keep]
+    return kept / kept.sum()
+
+
+def drawn(kind: str, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    chosen = {"keys": row_keys(3, DRAWS), "temperature": np.float32(temperature)}
+    chosen |= {"top_k": np.int32(top_k), "top_p": np.float32(top_p)}
+    tokens = choose(kind, jnp.tile(LOGITS, (DRAWS, 1)), chosen, jnp.int32(5))
+    return np.bincount(np.asarray(tokens), minlength=len(LOGITS)) / DRAWS
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature", "top_k", "top_p"),
+    [("all", 1.0, 6, 1.0), ("all", 0.5, 6, 1.0), ("filtered", 1.0, 3, 1.0), ("filtered", 1.5, 6, 0.7)]
+    + [("filtered", 0.7, 4, 0.8), ("filtered", 1.0, 6, 1e-6), ("filtered", 1.0, 1, 1.0)],
+)
+def test_draws_have_the_probabilities(kind: str, temperature: float, top_k: int, top_p: float) -> None:
+    want, got = expected(temperature, top_k, top_p), drawn(kind, temperature, top_k, top_p)
+    np.testing.assert_array_equal(got == 0, want == 0)
+    np.testing.assert_allclose(got, want, atol=4 * 0.5 / DRAWS**0.5)
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    assert choose("greedy", jnp.float32([[1, 7, 7], [2, 0, 1]]), {}, jnp.int32(0)).tolist() == [1, 0]
+
+
+def pieces(text: str, *stops: str) -> list[str]:
+    stream = TextStream(ByteTokenizer(), stops)
+    return [stream.push(token) for token in [*text.encode(), None]]
+
+
+def test_characters_come_whole() -> None:
+    text = "aé漢🙂z"
+    got = pieces(text)
+    assert "".join(got) == text
+    assert [piece for piece in got if piece] == list(text)
+    broken = TextStream(ByteTokenizer())
+    assert [broken.push(token) for token in [*"漢".encode()[:2], None]] == ["", "", "\ufffd"]
+
+
+def test_stop_texts() -> None:
+    assert "".join(pieces("one END two", "END")) == "one "
+    assert pieces("abcd", "bce")[:4] == ["a", "", "", "bcd"]
+    assert "".join(pieces("abc", "bcd")) == "abc"
+    assert "".join(pieces("x--y==z", "==", "--")) == "x"
+    stream = TextStream(ByteTokenizer(), ["\n"])
+    assert stream.push(ord("a")) == "a"
+    assert not stream.ended
+    assert [stream.push(ord("\n")), stream.push(ord("b"))] == ["", ""]
+    assert stream.ended
