@@ -1,63 +1,156 @@
-"""The working directory of a run: its layout, safe names, atomic JSON files, and what changed in a config.
+"""The working directory of a run: its layout, its lock, safe names, atomic JSON files, and what changed in a config.
 
-A workdir belongs to one job at a time: framework/workdir_lock.py.
-
-May import: the standard library and workdir_lock. Nothing here starts JAX.
+May import: the standard library. Nothing here starts JAX.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import fcntl
 import json
 import os
 import re
+import shlex
+import socket
+import sys
 import tempfile
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from typing import Any
 
-from framework.workdir_lock import Lock, WorkdirBusyError
-
-__all__ = ["ConfigChange", "Workdir", "WorkdirBusyError", "check_name", "config_changes", "safe_child", "write_json"]
-
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]*")
-_MAX_NAME = 128
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{,127}")
 _MISSING = "(absent)"
+_OWNER = "process {pid} on host {host}, since {since} ({command})"
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
+class WorkdirBusyError(ValueError):
+    """Another job holds the directory."""
+
+
+class Workdir:
+    """A run's directory, made if it is not there. It belongs to one job at a time: `claim`, or `with`.
+
+    Args:
+        path: the directory; a relative one is taken from the current directory.
+
+    Raises:
+        NotADirectoryError: something else is at `path`.
+        PermissionError: it cannot be made or written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(os.path.abspath(os.path.expanduser(path)))
+        self.config = self.path / "config.json"  # the resolved config of the last start
+        self.metrics = self.path / "metrics.jsonl"  # one object per line
+        self.checkpoints = self.path / "checkpoints"  # see framework/checkpoint.py
+        self.tensorboard = self.path / "tensorboard"  # event files
+        self.log = self.path / "log.txt"  # what was printed
+        self._lock = self.path / "lock.json"  # who holds the directory
+        self._held: tuple[int, int, str] | None = None  # an open descriptor of it, the process, what is in the lock
+        if self.path.exists() and not self.path.is_dir():
+            raise NotADirectoryError(f"--workdir: expected a directory, got the file {self.path}")
+        for directory in (self.path, self.checkpoints, self.tensorboard):
+            directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise PermissionError(f"--workdir: no permission to write in {self.path}")
+
+    def claim(self) -> str | None:
+        """Makes this process the directory's owner until it ends or calls `release`.
+
+        The kernel's lock (flock) of the directory goes with its process, however that ends. The file lock.json names
+        the owner to people, and to other hosts of a network file system, whose flock may not reach here: what another
+        host has left is never taken over. In a job of several processes, one claims; claiming again does nothing.
+
+        Returns:
+            None, or a message for the person: whose lock was left behind and taken over.
+
+        Raises:
+            WorkdirBusyError: another job holds it; names host, process and what to do.
+        """
+        if self._held is not None:
+            return None
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        text = json.dumps({**owner, "command": " ".join(sys.argv)[:500]}, indent=2) + "\n"
+        with contextlib.ExitStack() as on_error:
+            directory = os.open(self.path, os.O_RDONLY)
+            on_error.callback(os.close, directory)
+            message = self._take(directory)
+            try:
+                with open(self._lock, "x", encoding="utf-8") as file:  # decides between two hosts
+                    file.write(text)
+            except FileExistsError:
+                raise WorkdirBusyError(f"--workdir: another job has just claimed {self.path}") from None
+            on_error.pop_all()
+        self._held = directory, os.getpid(), text
+        atexit.register(self.release)
+        return message
+
+    def _take(self, directory: int) -> str | None:
+        """Locks the directory, and removes the lock of a process that has ended: the message says whose."""
+        locked, text, who, owner = True, None, None, {}
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            locked = False
+        with contextlib.suppress(FileNotFoundError):
+            text = self._lock.read_text(errors="replace")
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            owner = json.loads(text or "")
+            who = _OWNER.format_map(owner)
+        if not locked:
+            stop = f"stop that job first (kill {owner['pid']})" if who else "stop that job first"
+            busy = f"--workdir: {self.path} is in use by {who or 'another process'}"
+            raise WorkdirBusyError(f"{busy}; {stop}, or choose another --workdir")
+        if text is None:
+            return None
+        remove = f"if no job works there any more, remove the lock: rm {shlex.quote(str(self._lock))}"
+        if who is None:
+            raise WorkdirBusyError(
+                f"--workdir: {self._lock} makes no sense, so who works in {self.path} is unknown; {remove}"
+            )
+        if owner["host"] != socket.gethostname():
+            unknown = f"Whether that job still runs cannot be told from host {socket.gethostname()}"
+            raise WorkdirBusyError(f"--workdir: {self.path} is in use by {who}. {unknown}; {remove}")
+        self._lock.unlink()
+        return f"took over {self.path}: its lock was left behind by {who}, which has ended"
+
+    def release(self) -> None:
+        """Gives the directory back. Only the process that claimed it does, and only if the lock is still its own."""
+        held, self._held = self._held, None
+        if held is None or held[1] != os.getpid():
+            return  # never claimed, or a forked child that inherited this object
+        atexit.unregister(self.release)
+        with contextlib.suppress(FileNotFoundError):  # removed while the job ran
+            if self._lock.read_text(errors="replace") == held[2]:
+                self._lock.unlink()
+        os.close(held[0])
+
+    def __enter__(self) -> Workdir:
+        self.claim()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def check_name(name: str, what: str = "name") -> str:
-    """Returns `name` if it is safe as one component of a path.
+    """Returns `name`, a run or step name that a person typed, if it is safe as one component of a path.
 
     Letters, digits and `. _ = + -`, at most 128 characters, the first a letter, a digit or `_`: so neither `..`, nor a
-    separator, nor an absolute path, nor a hidden file, nor something that a shell takes for a flag.
-
-    Args:
-        name: a run or step name that a person typed.
-        what: how the message calls it, such as "--run_name".
-
-    Raises:
-        ValueError: it is not safe.
+    separator, nor an absolute path, nor a hidden file, nor something that a shell takes for a flag. Raises ValueError
+    otherwise, which calls it `what`, such as "--run_name".
     """
-    if not isinstance(name, str):
-        raise ValueError(f"{what}: expected a string, got {name!r}")
-    if len(name) > _MAX_NAME or not _NAME.fullmatch(name):
-        suggestion = re.sub(r"[^A-Za-z0-9._=+-]+", "-", name).strip(".-=+")[:_MAX_NAME]
-        hint = f"; try {suggestion!r}" if _NAME.fullmatch(suggestion) else ""
-        raise ValueError(
-            f"{what}: expected 1 to {_MAX_NAME} letters, digits and '._=+-', starting with a letter, digit or '_'; "
-            f"got {name!r}{hint}"
-        )
-    return name
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return name
+    suggestion = re.sub(r"[^A-Za-z0-9._=+-]+", "-", str(name)).strip(".-=+")[:128]
+    hint = f"; try {suggestion!r}" if _NAME.fullmatch(suggestion) else ""
+    allowed = "1 to 128 letters, digits and '._=+-', starting with a letter, digit or '_'"
+    raise ValueError(f"{what}: expected {allowed}; got {name!r}{hint}")
 
 
 def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> Path:
-    """The path `root/name`, with `name` checked and no symbolic link that leads out of `root`.
-
-    Raises:
-        ValueError: the name is not safe, or the path is a symbolic link to somewhere outside of `root`.
-    """
+    """The path `root/name`. Raises ValueError: the name is not safe, or a symbolic link that leads out of `root`."""
     path = Path(root) / check_name(name, what)
     real_root, real = os.path.realpath(root), os.path.realpath(path)
     if os.path.commonpath([real_root, real]) != real_root:
@@ -65,14 +158,10 @@ def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> P
     return path
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Writes JSON so that a reader, or a crash at any moment, sees the old file or the new one, never a part.
 
-    Raises:
-        TypeError, ValueError: the value is not JSON (NaN and infinity included); the old file is untouched.
+    Raises TypeError or ValueError: the value is not JSON (NaN and infinity included); the old file is untouched.
     """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     target = Path(path)
@@ -94,117 +183,22 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
         os.close(directory)
 
 
-# --- configs ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ConfigChange:
-    """One field that differs: its dotted path, and both values ("(absent)" where there was none)."""
-
-    path: str
-    old: Any
-    new: Any
-
-    def __str__(self) -> str:
-        return f"{self.path}: {_short(self.old)} -> {_short(self.new)}"
-
-
-def config_changes(old: Any, new: Any, *, path: str = "config") -> list[ConfigChange]:
-    """What changed between two configs given as JSON values, leaf by leaf, in the order of the old one.
+def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:
+    """What changed between two configs given as JSON values: a line for each leaf, in the order of the old one.
 
     Tuples equal lists and 1 equals 1.0, as JSON does not tell them apart; True does not equal 1.
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        keys = list(old) + [key for key in new if key not in old]
-        return [
-            change
-            for key in keys
-            for change in config_changes(old.get(key, _MISSING), new.get(key, _MISSING), path=f"{path}.{key}")
-        ]
-    if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
-        pairs = enumerate(zip(old, new, strict=True))
-        return [change for i, (a, b) in pairs for change in config_changes(a, b, path=f"{path}[{i}]")]
-    if old == new and isinstance(old, bool) == isinstance(new, bool):
+        pairs = [(f".{key}", old.get(key, _MISSING), new.get(key, _MISSING)) for key in {**old, **new}]
+    elif isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
+        pairs = [(f"[{i}]", a, b) for i, (a, b) in enumerate(zip(old, new, strict=True))]
+    elif old == new and isinstance(old, bool) == isinstance(new, bool):
         return []
-    return [ConfigChange(path, old, new)]
+    else:
+        return [f"{path}: {_short(old)} -> {_short(new)}"]
+    return [line for key, a, b in pairs for line in config_changes(a, b, path=f"{path}{key}")]
 
 
 def _short(value: Any) -> str:
-    if value == _MISSING:
-        return _MISSING
-    text = json.dumps(value, default=repr)
+    text = _MISSING if value == _MISSING else json.dumps(value, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-# --- the directory ---------------------------------------------------------------------------------------------------
-
-
-class Workdir:
-    """A run's directory, made if it is not there.
-
-    Args:
-        path: the directory; a relative one is taken from the current directory.
-
-    Raises:
-        NotADirectoryError: something else is at `path`.
-        PermissionError: it cannot be made or written.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(os.path.abspath(os.path.expanduser(path)))
-        if self.path.exists() and not self.path.is_dir():
-            raise NotADirectoryError(f"--workdir: expected a directory, got the file {self.path}")
-        for directory in (self.path, self.checkpoints, self.tensorboard):
-            directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(self.path, os.W_OK | os.X_OK):
-            raise PermissionError(f"--workdir: no permission to write in {self.path}")
-        self._lock = Lock(self.path / "lock.json")
-
-    @property
-    def config(self) -> Path:
-        """config.json: the resolved config of the last start."""
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """metrics.jsonl: one object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """checkpoints/: see framework/checkpoint.py."""
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        """tensorboard/: event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def log(self) -> Path:
-        """log.txt: what was printed."""
-        return self.path / "log.txt"
-
-    def claim(self) -> str | None:
-        """Makes this process the directory's owner until it ends or calls `release`.
-
-        In a job of several processes, one of them claims. Claiming what this process already holds does nothing.
-
-        Returns:
-            None, or a message for the person: whose stale lock was taken over.
-
-        Raises:
-            WorkdirBusyError (a ValueError): another job holds it; names host, process and what to do.
-        """
-        return self._lock.claim()
-
-    def release(self) -> None:
-        """Gives the directory back; does nothing if this process does not hold it."""
-        self._lock.release()
-
-    def __enter__(self) -> Workdir:
-        self.claim()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
