@@ -101,12 +101,12 @@ def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any
         about["target"] = args.target
     if args.estimate:
         return plan.quick(command.spec, config, target, limit) | about
-    key = cache.key(config, name=command.spec, target=args.target, limit=limit, phases=not args.step_only)
-    found = None if args.fresh or args.target == "local" else cache.load(key)
+    path = cache.path_of(config, name=command.spec, target=args.target, limit=limit, phases=not args.step_only)
+    found = None if args.fresh or args.target == "local" else cache.load(path)
     if found is None:
         found = plan.plan(command.spec, config, target, limit, phases=not args.step_only, tell=_tell)
         _tell("")
-        cache.store(key, found)
+        cache.store(path, found)
     return found | about
 
 

@@ -107,8 +107,8 @@ MUTATIONS = (
     Mutation(
         "count a loop's collectives once",
         "framework/plan/hlo.py",
-        "(i.computation, self.trip_count(i))",
-        "(i.computation, 1)",
+        'self.trip_count(i) if role == "body" else 1',
+        "1",
         ("tests/plan/test_hlo.py",),
     ),
     Mutation(
@@ -121,8 +121,8 @@ MUTATIONS = (
     Mutation(
         "forget what the forward pass keeps",
         "framework/plan/buffers.py",
-        "value.start <= instant <= value.end",
-        "value.start <= instant <= min(value.end, value.start + 20)",
+        "v.start <= instant <= v.end",
+        "v.start <= instant <= min(v.end, v.start + 20)",
         ("tests/plan/test_buffers.py", "tests/plan/test_plan.py"),
     ),
 )

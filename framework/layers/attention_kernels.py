@@ -1,8 +1,6 @@
 """Causal softmax(QK)V behind one function: plain XLA everywhere, splash on TPU, cuDNN on GPU. No parameters.
 
 May import: JAX, kernels_call, kernels_xla, kernels_splash, kernels_cudnn (one file per implementation).
-
-The rule of "auto": splash on TPU, cuDNN on GPU, each if it can serve the call; else xla.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ def dot_product_attention(
             alone, and nothing attends to it.
         window: position i attends to j in (i - window, i]; None means no limit.
         softcap: logits become softcap * tanh(logits / softcap), before masking; None means they stay.
-        implementation: "xla", "splash", "cudnn", or "auto" (see above).
+        implementation: "xla", "splash", "cudnn", or "auto": splash on TPU, cuDNN on GPU, each if it can serve the
+            call; else xla.
         mesh: the devices that the arrays are spread over, by axes data, fsdp, expert, seq, model: batch over data and
             fsdp, positions over seq, heads over model. "auto" goes by its platform. None means JAX's default device.
 

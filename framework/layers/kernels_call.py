@@ -23,8 +23,8 @@ from framework.layers.base import BATCH_AXES
 HEADS_AXIS = "model"
 LENGTH_AXIS = "seq"
 
-# What attention gives is what a backward pass most wants to keep: remat policies find it under this name. Splash also
-# names its row sums so, without which the backward would run the forward kernel again.
+# Under this name remat policies find what attention gives. Splash also names its row sums so, without which the
+# backward would run the forward kernel again.
 SAVED_NAME = "attention"
 
 
@@ -55,11 +55,8 @@ class AttentionCall:
 
     def why_not_placed(self) -> str | None:
         """Why the arrays cannot be cut into equal parts along the mesh axes, or None if they can."""
-        for what, size, axes in (
-            ("sequences in a batch", self.batch, BATCH_AXES),
-            ("positions", self.length, (LENGTH_AXIS,)),
-            ("key/value heads", self.kv_heads, (HEADS_AXIS,)),
-        ):
+        cuts = [("sequences in a batch", self.batch, BATCH_AXES), ("positions", self.length, (LENGTH_AXIS,))]
+        for what, size, axes in [*cuts, ("key/value heads", self.kv_heads, (HEADS_AXIS,))]:
             if size % self.shards(*axes):
                 return f"mesh {' x '.join(axes)} = {self.shards(*axes)} does not divide the {size} {what}"
         return None
@@ -83,27 +80,14 @@ def describe_call(
     if segments is not None and (segments.shape != q.shape[:2] or not jnp.issubdtype(segments.dtype, jnp.integer)):
         raise ValueError(f"segments: expected integers {q.shape[:2]}, given {segments.dtype} {segments.shape}")
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    batch, length, heads, head_dim = q.shape
-    return AttentionCall(
-        batch=batch,
-        length=length,
-        heads=heads,
-        head_dim=head_dim,
-        kv_heads=k.shape[2],
-        dtype=dtypes.pop(),
-        has_segments=segments is not None,
-        window=window,
-        softcap=softcap,
-        mesh=mesh,
-        platform="gpu" if platform in ("cuda", "rocm") else platform,
-    )
+    platform = "gpu" if platform in ("cuda", "rocm") else platform
+    sizes, has_segments = (*q.shape, k.shape[2]), segments is not None
+    return AttentionCall(*sizes, dtypes.pop(), has_segments, window, softcap, mesh, platform)  # pyright: ignore
 
 
 def separate_padding(segments_BS: Array | None) -> Array | None:
-    """Gives every padding position (segment 0) a segment of its own, so that it attends to itself alone.
-
-    No row of the mask is then empty, so no softmax divides by zero, and what padding computes depends on nothing else.
-    """
+    """Gives every padding position (segment 0) a segment of its own, so that it attends to itself alone: no row of the
+    mask is empty, so no softmax divides by zero."""
     if segments_BS is None:
         return None
     return jnp.where(segments_BS == 0, -1 - jnp.arange(segments_BS.shape[1], dtype=segments_BS.dtype), segments_BS)
@@ -137,20 +121,13 @@ def on_each_device(
     extra: Any = None,
     extra_spec: Any = None,
 ) -> Array:
-    """Runs a kernel that the compiler cannot partition on each device's sequences, heads and queries, and all keys.
-
-    `local(q, k, v, row_ids, column_ids, extra)`; ids are `separate_padding(segments)`, or None.
-    """
+    """Runs a kernel that the compiler cannot partition on each device's sequences, heads and queries, and all keys, as
+    `local(q, k, v, row_ids, column_ids, extra)`; ids are `separate_padding(segments)`, or None."""
     ids_BS = separate_padding(segments_BS)
     arrays = (q_BSNH, k_BSKH, v_BSKH, ids_BS, ids_BS, extra)
     if call.mesh is None or call.mesh.size == 1:
         return local(*arrays)
     queries, keys = (PartitionSpec(BATCH_AXES, length, HEADS_AXIS, None) for length in (LENGTH_AXIS, None))
-    row_ids, column_ids = PartitionSpec(*queries[:2]), PartitionSpec(*keys[:2])
-    return jax.shard_map(
-        local,
-        mesh=call.mesh,
-        in_specs=(queries, keys, keys, row_ids, column_ids, extra_spec),
-        out_specs=queries,
-        check_vma=False,  # kernels do not say over which mesh axes their outputs vary
-    )(*arrays)
+    specs = (queries, keys, keys, PartitionSpec(*queries[:2]), PartitionSpec(*keys[:2]), extra_spec)
+    # Kernels do not say over which mesh axes their outputs vary.
+    return jax.shard_map(local, mesh=call.mesh, in_specs=specs, out_specs=queries, check_vma=False)(*arrays)

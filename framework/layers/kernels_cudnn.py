@@ -10,6 +10,7 @@ for its gradient; against XLA's logits, that saves a factor of N.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +24,27 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 def why_not(call: AttentionCall) -> str | None:
     """Why cuDNN cannot serve this call and what would help, or None if it can."""
-    if call.platform != "gpu":
-        return f"it runs on NVIDIA GPUs, not on {call.platform}; use xla"
-    if not any(importlib.util.find_spec(name) for name in _PLUGINS):
-        return f"JAX is installed without CUDA (none of {', '.join(_PLUGINS)}); install jax[cuda13] or use xla"
-    if call.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 or float16, not {call.dtype}; cast the inputs"
-    if call.softcap is not None:
-        return "it has no cap on logits; use xla or softcap=None"
-    largest = _largest_head_dim()
-    if call.head_dim % 8 or call.head_dim > largest:
-        return f"it takes a multiple of 8 up to {largest} channels a head, not {call.head_dim}; use xla"
-    if _mask_is_bias(call) and call.length % 2:
-        return f"with segments it takes an even number of positions, not {call.length}; pad by one"
+    # 256 channels from Hopper on. JAX looks at the GPU of this process, not at the mesh: a compile for GPUs that are
+    # not here is held to 128.
+    here = jax.local_devices()[0] if jax.default_backend() == "gpu" else None
+    largest = 256 if float(getattr(here, "compute_capability", 0.0)) >= 9.0 else 128
     misplaced = call.why_not_placed()
-    return None if misplaced is None else f"{misplaced}; change the mesh"
+    width = f"it takes a multiple of 8 up to {largest} channels a head, not {call.head_dim}; use xla"
+    cuda = f"JAX is installed without CUDA (none of {', '.join(_PLUGINS)}); install jax[cuda13] or use xla"
+    even = f"with segments it takes an even number of positions, not {call.length}; pad by one"
+    reasons = [
+        (call.platform != "gpu", f"it runs on NVIDIA GPUs, not on {call.platform}; use xla"),
+        (not any(map(importlib.util.find_spec, _PLUGINS)), cuda),
+        (
+            call.dtype not in (jnp.bfloat16, jnp.float16),
+            f"it takes bfloat16 or float16, not {call.dtype}; cast the inputs",
+        ),
+        (call.softcap is not None, "it has no cap on logits; use xla or softcap=None"),
+        (call.head_dim % 8 or call.head_dim > largest, width),
+        (_mask_is_bias(call) and call.length % 2, even),
+        (misplaced, f"{misplaced}; change the mesh"),
+    ]
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 def attend(call: AttentionCall, q_BSNH: Array, k_BSKH: Array, v_BSKH: Array, segments_BS: Array | None) -> Array:
@@ -52,32 +59,14 @@ def attend(call: AttentionCall, q_BSNH: Array, k_BSKH: Array, v_BSKH: Array, seg
             mask = allowed_BST(call.window, rows, columns, row_ids, column_ids)[:, None]
         elif call.window is not None:
             window = (call.window - 1, 0)
-        return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            scale=call.scale,
-            is_causal=parts == 1,  # cuDNN counts rows from the first it is given: wrong where they start later
-            local_window_size=window,
-            implementation="cudnn",
-        )
+        options: dict[str, Any] = {"mask": mask, "scale": call.scale, "local_window_size": window}
+        options["is_causal"] = parts == 1  # cuDNN counts rows from the first it is given: wrong where they start later
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
 
     # JAX partitions cuDNN's calls itself, but only when it finds query, key and value spread alike.
-    out_BSNH = on_each_device(call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS)
-    return checkpoint_name(out_BSNH, SAVED_NAME)
+    return checkpoint_name(on_each_device(call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS), SAVED_NAME)
 
 
 def _mask_is_bias(call: AttentionCall) -> bool:
     """Whether the mask is more than the causal one or the window that cuDNN applies by itself."""
     return call.has_segments or call.shards(LENGTH_AXIS) > 1
-
-
-def _largest_head_dim() -> int:
-    """256 channels from Hopper (compute capability 9.0) on, else 128.
-
-    JAX looks at the GPU of this process, not at the mesh: a compile for GPUs that are not here is held to 128.
-    """
-    if jax.default_backend() != "gpu":
-        return 128
-    return 256 if float(getattr(jax.local_devices()[0], "compute_capability", 0.0)) >= 9.0 else 128

@@ -23,22 +23,23 @@ _LANES = 128  # of a TPU vector register; blocks of queries and keys are multipl
 
 def why_not(call: AttentionCall) -> str | None:
     """Why splash cannot serve this call and what would help, or None if it can."""
-    if call.platform != "tpu":
-        return f"it runs on TPU, not on {call.platform}; use xla"
-    if call.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 or float32, not {call.dtype}; cast the inputs"
-    misplaced = call.why_not_placed()
-    if misplaced is not None:
-        return f"{misplaced}; change the mesh"
-    parts = call.shards(LENGTH_AXIS)
-    if call.length % (_LANES * parts) or call.length % parts**2:
-        return (
-            f"it takes a multiple of {_LANES} positions on each device, not {call.length} / {parts}; "
-            f"a length of {-(-call.length // (_LANES * parts)) * _LANES * parts} would do"
-        )
-    if call.head_dim % 8:
-        return f"it takes a multiple of 8 channels a head, not {call.head_dim}; use xla"
-    return None
+    misplaced, parts, length = call.why_not_placed(), call.shards(LENGTH_AXIS), call.length
+    multiple = _LANES * parts
+    reasons = [
+        (call.platform != "tpu", f"it runs on TPU, not on {call.platform}; use xla"),
+        (
+            call.dtype not in (jnp.bfloat16, jnp.float32),
+            f"it takes bfloat16 or float32, not {call.dtype}; cast the inputs",
+        ),
+        (misplaced, f"{misplaced}; change the mesh"),
+        (
+            length % multiple or length % parts**2,
+            f"it takes a multiple of {_LANES} positions on each device, not {length} / {parts}; "
+            f"a length of {-(-length // multiple) * multiple} would do",
+        ),
+        (call.head_dim % 8, f"it takes a multiple of 8 channels a head, not {call.head_dim}; use xla"),
+    ]
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 def attend(
@@ -80,19 +81,11 @@ def _kernel(call: AttentionCall, interpret: bool) -> Any:
     )
     # Separate kernels for dq and for dk, dv: the fused one keeps a copy of dq per block of keys (256 MiB more at
     # S = 8192, N = 8, H = 128, on v5e).
-    sizes = splash.BlockSizes(
-        block_q=block_q,
-        block_kv=block_kv,
-        block_kv_compute=block_kv,
-        block_q_dkv=block_q,
-        block_kv_dkv=block_kv,
-        block_kv_dkv_compute=block_kv,
-        block_q_dq=block_q,
-        block_kv_dq=block_kv,
-    )
+    sizes: dict[str, Any] = {f"block_q{kernel}": block_q for kernel in ("", "_dkv", "_dq")}
+    sizes |= {f"block_kv{kernel}": block_kv for kernel in ("", "_compute", "_dkv", "_dkv_compute", "_dq")}
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * (call.heads // call.shards(HEADS_AXIS))),
-        block_sizes=sizes,
+        block_sizes=splash.BlockSizes(**sizes),
         head_shards=1,  # all heads share the mask, so each device has the whole of it
         q_seq_shards=parts,
         attn_logits_soft_cap=call.softcap,

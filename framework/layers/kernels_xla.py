@@ -46,13 +46,9 @@ def attend(call: AttentionCall, q_BSNH: Array, k_BSKH: Array, v_BSKH: Array, seg
         logits = jnp.einsum("bkrh,bkth->bkrt", q_BKRH, k_BKTH, preferred_element_type=wide) * call.scale
         if call.softcap is not None:
             logits = call.softcap * jnp.tanh(logits / call.softcap)
-        mask_BRT = allowed_BST(
-            call.window,
-            jnp.tile(jnp.arange(first, last), G),
-            jnp.arange(start, last),
-            None if ids_BS is None else jnp.tile(ids_BS[:, first:last], G),
-            None if ids_BS is None else ids_BS[:, start:last],
-        )
+        rows_R, columns_T = jnp.tile(jnp.arange(first, last), G), jnp.arange(start, last)
+        ids = (None, None) if ids_BS is None else (jnp.tile(ids_BS[:, first:last], G), ids_BS[:, start:last])
+        mask_BRT = allowed_BST(call.window, rows_R, columns_T, *ids)
         weights = jax.nn.softmax(jnp.where(mask_BRT[:, None], logits, never), axis=-1).astype(v_BKTH.dtype)
         blocks.append(jnp.einsum("bkrt,bkth->bkrh", weights, v_BKTH).reshape(B, N, last - first, H))
     out_BNSH = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=2)

@@ -9,20 +9,20 @@ steps of the schedule. The peak is the largest sum of what is alive at once; whe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from framework.plan.hlo import Module
 
 DUMP_OPTION = "xla_dump_to"
-_DEVICE = 0  # the memory space ("color") of device memory; fast on-chip memory and host memory have others
-_ALLOCATION = re.compile(r"allocation \d+: size (\d+)(?:, color (\d+))?, (.*?):?$")
-_VALUE = re.compile(r" value: <\d+ (.*?) @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+# Size, memory space ("color": 0 is device memory, fast on-chip memory and host memory have others), what it holds.
+_ALLOCATION = re.compile(r"\d+: size (\d+)(?:, color (\d+))?, (.*?):?$", re.MULTILINE)
+_VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)", re.M)
+_RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """One value of the program: its instruction and index, its place in an allocation, and how long it lives."""
 
     name: str
@@ -34,15 +34,14 @@ class Value:
     end: int
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Bytes that are alive at the peak, and all values that share them over time, the one alive first."""
 
     size: int
-    values: tuple[Value, ...]
+    values: list[Value]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Buffers:
     """What a program keeps in device memory.
 
@@ -56,21 +55,17 @@ class Buffers:
     """
 
     module: Module
-    parameters: dict[str, int]
-    outputs: list[tuple[str, int]]
-    blocks: list[Block]
-    fixed_bytes: int
-    heap_bytes: int
+    parameters: dict[str, int] = field(default_factory=dict)
+    outputs: list[tuple[str, int]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    fixed_bytes: int = 0
+    heap_bytes: int = 0
 
     @property
     def live_bytes(self) -> int:
         """Alive at the peak."""
-        return (
-            sum(self.parameters.values())
-            + sum(size for _, size in self.outputs)
-            + sum(block.size for block in self.blocks)
-            + self.fixed_bytes
-        )
+        outputs = sum(size for _, size in self.outputs)
+        return sum(self.parameters.values()) + outputs + self.fixed_bytes + self.heap_bytes - self.gap_bytes
 
     @property
     def gap_bytes(self) -> int:
@@ -84,74 +79,48 @@ def read(directory: Path) -> Buffers:
     Raises:
         FileNotFoundError: the compiler left none (it stops before this point when a program is too big for a TPU).
     """
-    module = Module(_text(directory, "after_optimizations.txt"))
-    ranges = dict(_ranges(_text(directory, "after_optimizations-live-range.txt")))
-    parameters: dict[str, int] = {}
-    outputs: list[tuple[str, int]] = []
-    blocks: list[Block] = []
-    fixed = heap = 0
-    for size, color, what, values in _allocations(
-        _text(directory, "after_optimizations-buffer-assignment.txt"), ranges
-    ):
-        if color != _DEVICE or what.startswith("thread-local"):
+    buffers = Buffers(Module(_text(directory, "")))
+    alive = {(name, index): (int(a), int(b)) for name, index, a, b in _RANGE.findall(_text(directory, "-live-range"))}
+    for text in re.split("^allocation ", _text(directory, "-buffer-assignment"), flags=re.MULTILINE)[1:]:
+        header = _ALLOCATION.match(text)
+        if header is None or int(header[2] or 0) != 0 or header[3].startswith("thread-local"):
             continue
+        size, what = int(header[1]), header[3]
+        values = [
+            Value(name, _index(index), int(own), int(offset), shape, *alive.get((name, index), (0, -1)))
+            for name, index, own, offset, shape in _VALUE.findall(text)
+        ]
         if what.startswith("parameter"):
-            own = [value.name for value in values if value.name in module.parameters]
-            parameters[own[0] if own else values[0].name] = size
+            names = [value.name for value in values]
+            buffers.parameters[next((name for name in names if name in buffers.module.parameters), names[0])] = size
         elif "maybe-live-out" in what:
-            outputs.append((values[0].name if values else "", size))
+            buffers.outputs.append((values[0].name if values else "", size))
         elif "temp" in what:
-            heap += size
-            blocks += _peak(values)
+            buffers.heap_bytes += size
+            buffers.blocks += _peak(values)
         else:
-            fixed += size
-    return Buffers(module, parameters, outputs, blocks, fixed, heap)
+            buffers.fixed_bytes += size
+    return buffers
 
 
-def _text(directory: Path, end: str) -> str:
-    found = sorted(directory.glob(f"*{end}"))
+def _text(directory: Path, kind: str) -> str:
+    found = sorted(directory.glob(f"*after_optimizations{kind}.txt"))
     if not found:
-        raise FileNotFoundError(f"the compiler left no {end} in {directory}")
+        raise FileNotFoundError(f"the compiler left no after_optimizations{kind}.txt in {directory}")
     return found[-1].read_text()
 
 
-def _ranges(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    section = text.partition("BufferLiveRange:\n")[2].partition("  Live ranges at")[0]
-    for line in section.splitlines():
-        name, _, span = line.strip().rpartition(":")
-        start, _, end = span.partition("-")
-        yield name, (int(start), int(end))
-
-
-def _allocations(text: str, ranges: dict[str, tuple[int, int]]) -> Iterator[tuple[int, int, str, list[Value]]]:
-    """(size, memory space, what it is, its values), for each allocation."""
-    header, values = None, []
-    for line in text.splitlines():
-        if match := _VALUE.match(line):
-            name, _, index = match[1].removesuffix(" (phi)").partition("{")
-            start, end = ranges.get(f"{name}{{{index or '}'}", (0, -1))
-            path = tuple(int(part) for part in index.rstrip("}").split(",") if part)
-            values.append(Value(name, path, int(match[2]), int(match[3]), match[4], start, end))
-        elif line.startswith("allocation ") or not line.startswith(" "):
-            if header:
-                yield int(header[1]), int(header[2] or 0), header[3], values
-            header, values = _ALLOCATION.match(line), []
-    if header:
-        yield int(header[1]), int(header[2] or 0), header[3], values
+def _index(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part)
 
 
 def _peak(values: list[Value]) -> list[Block]:
     """The blocks alive when most bytes of an allocation are."""
     values = [value for value in values if value.size]
-    best: list[tuple[Value, int]] = []
-    for instant in {value.start for value in values}:
-        alive = _without_overlap([value for value in values if value.start <= instant <= value.end])
-        if sum(size for _, size in alive) > sum(size for _, size in best):
-            best = alive
-    places: dict[tuple[int, int], list[Value]] = {}
-    for value in values:
-        places.setdefault((value.offset, value.size), []).append(value)
-    return [Block(size, _history(value, places[value.offset, value.size])) for value, size in best]
+    instants = {value.start for value in values}
+    moments = (_without_overlap([v for v in values if v.start <= instant <= v.end]) for instant in instants)
+    best = max(moments, key=lambda alive: sum(size for _, size in alive), default=[])
+    return [Block(size, _history(value, values)) for value, size in best]
 
 
 def _without_overlap(alive: list[Value]) -> list[tuple[Value, int]]:
@@ -165,15 +134,11 @@ def _without_overlap(alive: list[Value]) -> list[tuple[Value, int]]:
     return kept
 
 
-def _history(value: Value, place: list[Value]) -> tuple[Value, ...]:
+def _history(value: Value, values: list[Value]) -> list[Value]:
     """A value and those that hand over to it, or take over from it, at the same place: one buffer, several names."""
-    chain, start, end = [value], value.start, value.end
-    rest = [other for other in place if other is not value]
-    grown = True
-    while grown:
-        joined = [other for other in rest if other.start <= end and other.end >= start]
-        rest = [other for other in rest if other not in joined]
+    chain, here = [value], (value.offset, value.size)
+    place = [v for v in values if (v.offset, v.size) == here and v is not value]
+    while joined := [v for v in place if any(v.start <= other.end and v.end >= other.start for other in chain)]:
         chain += joined
-        grown = bool(joined)
-        start, end = min(v.start for v in chain), max(v.end for v in chain)
-    return tuple(chain)
+        place = [v for v in place if v not in joined]
+    return chain

@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import sys
-from importlib.metadata import distributions
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +19,44 @@ import framework
 from framework.config import Config, target_of
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
-_PACKAGES = {"jax", "jaxlib", "libtpu", "optax", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "nvidia-cudnn-cu12"}
+_PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "nvidia-cudnn-cu12")
 
 
-def directory() -> Path:
-    """$XDG_CACHE_HOME/plimsoll/plans, or ~/.cache/plimsoll/plans."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plimsoll" / "plans"
+def versions(*packages: str) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
-def key(config: Config, **about: Any) -> str:
-    """The name of a report: of a resolved config, and of anything else that JSON can hold."""
-    parts = {
-        "config": config.to_dict(),
-        "about": about,
-        "code": _code(config),
-        "versions": sorted(f"{d.name} {d.version}" for d in distributions() if d.name in _PACKAGES),
-        "python": sys.version,
-        "flags": {flag: os.environ.get(flag) for flag in _FLAGS},
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+def path_of(config: Config, **about: Any) -> Path:
+    """The file of a report, of a resolved config and of anything else that JSON can hold: under $XDG_CACHE_HOME."""
+    files = set(Path(framework.__file__ or framework.__path__[0]).parent.rglob("*.py"))
+    for _, node in config.walk():
+        module = sys.modules.get(getattr(target_of(node), "__module__", "")) if isinstance(node, Config) else None
+        if module is not None and module.__file__:
+            files.add(Path(module.__file__))
+    flags = {flag: os.environ.get(flag) for flag in _FLAGS}
+    parts = [config.to_dict(), about, versions(*_PACKAGES), sys.version, flags]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    for path in sorted(files):
+        digest.update(path.name.encode() + path.read_bytes())
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "plimsoll" / "plans" / f"{digest.hexdigest()[:32]}.json"
 
 
-def load(name: str) -> dict[str, Any] | None:
-    """The report of that name, None if there is none (or half of one: it is made again)."""
+def load(path: Path) -> dict[str, Any] | None:
+    """The report in that file, None if there is none (or half of one: it is made again)."""
     try:
-        return json.loads((directory() / f"{name}.json").read_text())
+        return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
 
 
-def store(name: str, report: dict[str, Any]) -> None:
+def store(path: Path, report: dict[str, Any]) -> None:
     """Keeps a report. A disk that is full or read-only costs the cache, not the plan."""
-    path = directory() / f"{name}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(f".{os.getpid()}")
@@ -57,15 +64,3 @@ def store(name: str, report: dict[str, Any]) -> None:
         new.replace(path)
     except OSError as error:
         print(f"plan not cached: {error}", file=sys.stderr)
-
-
-def _code(config: Config) -> str:
-    files = set(Path(framework.__file__ or framework.__path__[0]).parent.rglob("*.py"))
-    for _, node in config.walk():
-        module = sys.modules.get(getattr(target_of(node), "__module__", "")) if isinstance(node, Config) else None
-        if module is not None and module.__file__:
-            files.add(Path(module.__file__))
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()

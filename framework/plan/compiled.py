@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import jax
 
 from framework.plan import buffers
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
 
 
@@ -22,29 +22,27 @@ class Compiled:
     """What the compiler says of a program, bytes per device.
 
     Attributes:
-      argument, output, alias, temp: device memory, as `memory_analysis()` has it; an output in an argument's place is
-        in alias too. Zero when the program was refused.
-      host_temp: temporaries in host memory, where the compiler knows them (TPU).
+      seconds: compile time.
       peak: alive at the worst instant. TPU: what XLA's liveness says. GPU and CPU take the temporaries as one piece, so
         there the gaps in it count.
       allocated: the peak and the gaps.
-      needed: what the compiler named when it refused; else None.
-      message: its words.
+      argument, output, alias, temp: device memory, as `memory_analysis()` has it; an output in an argument's place is
+        in alias too. Zero when the program was refused.
+      host_temp: temporaries in host memory, where the compiler knows them (TPU).
       buffers: what is alive; None when refused, or when the program came from jax's compilation cache.
-      seconds: compile time.
+      message: the compiler's words, if it refused the program; `peak` is then what it named.
     """
 
-    argument: int
-    output: int
-    alias: int
-    temp: int
-    host_temp: int
+    seconds: float
     peak: int
     allocated: int
-    needed: int | None
-    message: str
-    buffers: buffers.Buffers | None
-    seconds: float
+    argument: int = 0
+    output: int = 0
+    alias: int = 0
+    temp: int = 0
+    host_temp: int = 0
+    buffers: buffers.Buffers | None = None
+    message: str = ""
 
 
 def compile_for(lowered: Any, platform: str, hosted_bytes: int = 0, memory_mib: int | None = None) -> Compiled:
@@ -60,35 +58,22 @@ def compile_for(lowered: Any, platform: str, hosted_bytes: int = 0, memory_mib: 
         options: dict[str, Any] = {buffers.DUMP_OPTION: folder}
         if memory_mib is not None and platform == "tpu":
             options["xla_tpu_max_hbm_size_mib"] = memory_mib
-        start = time.perf_counter()
+        start, found = time.perf_counter(), None
         try:
             stats = lowered.compile(compiler_options=options).memory_analysis()
         except jax.errors.JaxRuntimeError as error:
-            needed = needed_bytes(str(error))
-            if needed is None:
-                raise
-            words = str(error).splitlines()[0]
-            return Compiled(0, 0, 0, 0, 0, needed, needed, needed, words, None, time.perf_counter() - start)
+            needed, words = refused(error)
+            return Compiled(time.perf_counter() - start, needed, needed, message=words)
         seconds = time.perf_counter() - start
-        try:
+        with suppress(FileNotFoundError):  # taken from jax's compilation cache
             found = buffers.read(Path(folder))
-        except FileNotFoundError:  # taken from jax's compilation cache
-            found = None
-    on_tpu, among = platform == "tpu", _hosted_among(stats, platform, hosted_bytes)
-    peak = found.live_bytes if on_tpu and found else peak_bytes(stats, platform, hosted_bytes)
-    return Compiled(
-        argument=max(0, stats.argument_size_in_bytes - among),
-        output=stats.output_size_in_bytes - among,
-        alias=max(0, stats.alias_size_in_bytes - among),
-        temp=stats.temp_size_in_bytes,
-        host_temp=stats.host_temp_size_in_bytes,
-        peak=peak,
-        allocated=peak + (found.gap_bytes if on_tpu and found else 0),
-        needed=None,
-        message="",
-        buffers=found,
-        seconds=seconds,
-    )
+    peak, gaps = peak_bytes(stats, platform, hosted_bytes), 0
+    if platform == "tpu" and found:
+        peak, gaps = found.live_bytes, found.gap_bytes
+    among = _hosted_among(stats, platform, hosted_bytes)
+    argument, output = max(0, stats.argument_size_in_bytes - among), stats.output_size_in_bytes - among
+    alias, temp = max(0, stats.alias_size_in_bytes - among), stats.temp_size_in_bytes
+    return Compiled(seconds, peak, peak + gaps, argument, output, alias, temp, stats.host_temp_size_in_bytes, found)
 
 
 def peak_bytes(stats: Any, platform: str, hosted_bytes: int) -> int:
@@ -109,12 +94,10 @@ def _hosted_among(stats: Any, platform: str, hosted_bytes: int) -> int:
     return 0 if platform == "tpu" else hosted_bytes - stats.host_argument_size_in_bytes
 
 
-def needed_bytes(message: str) -> int | None:
-    """Bytes that a refused program needs, from the compiler's message; None if it is about something else."""
-    if "RESOURCE_EXHAUSTED" not in message:
-        return None
-    match = re.search(rf"(?:memory required[^(]*\({_SIZE}\)|Used {_SIZE}B? of)", message)
-    if match is None:
-        return None
-    number, unit = next((match[i], match[i + 1]) for i in (1, 3) if match[i])
-    return int(float(number) * _UNITS[unit])
+def refused(error: Exception) -> tuple[int, str]:
+    """(bytes that a refused program needs, the compiler's words); any other error is raised again."""
+    text = str(error)
+    match = re.search(rf"(?:memory required[^(]*\(|Used ){_SIZE}(?:\)|B? of)", text)
+    if "RESOURCE_EXHAUSTED" not in text or match is None:
+        raise error
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")), text.splitlines()[0]

@@ -7,30 +7,28 @@ otherwise. May import: everything in framework but trainer and hooks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 
-from framework.accelerators import AcceleratorSpec
 from framework.checkpoint_storage import read_bytes
 from framework.config import Config
 from framework.experiment import Experiment
-from framework.layout import Group, Leaf, StateLayout, TensorSpec, flatten
+from framework.layout import StateLayout, TensorSpec, flatten
 from framework.metrics.tables import human_bytes
 from framework.plan import jaxprs
+from framework.plan.cache import versions
 from framework.plan.compiled import Compiled, compile_for
 from framework.plan.naming import OF_LAYOUT, Named, name_buffers
 from framework.plan.report import KEYS
-from framework.plan.suggest import closed_form, limit_mib, state_bytes, suggestions
+from framework.plan.suggest import closed_form, compile_step, state_bytes, suggestions
 from framework.plan.targets import Target
 from framework.program import Program
 from framework.schedules.after_backward import accumulated_gradients
 from framework.schedules.step import training_context
 
 Report = dict[str, Any]
-Tell = Callable[[str], None]
-PHASES = ("init", "restore", "train", "evaluation", "save")
+_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), "cpu": ()}
 _LARGEST = 30
 
 
@@ -43,31 +41,34 @@ def quick(name: str, config: Config, target: Target, limit: int | None) -> Repor
     """
     experiment: Experiment = config.instantiate()
     found = closed_form(experiment, target)
-    state = state_bytes(found)
-    report: Report = _head(name, experiment, target, limit) | {
+    state, peak = state_bytes(found), found.peak_bytes
+    report = _head(name, experiment, target, limit) | {
         "estimated": True,
-        "device_peak_bytes": found.peak_bytes,
-        "device_allocated_bytes": found.peak_bytes,
+        "fits": limit is None or peak <= limit,
+        "device_peak_bytes": peak,
+        "device_allocated_bytes": peak,
         "device_argument_bytes": state + found.breakdown["batch"],
         "device_output_bytes": state,
         "device_alias_bytes": state,
-        "device_temp_bytes": found.peak_bytes - state - found.breakdown["batch"],
-        "host_argument_bytes": found.host_bytes,
-        "host_peak_bytes": found.host_bytes,
+        "device_temp_bytes": peak - state - found.breakdown["batch"],
         "breakdown": found.breakdown,
         "host_breakdown": found.host_breakdown,
-        "estimate": {"device_peak_bytes": found.peak_bytes, "breakdown": found.breakdown, "error": None},
+        "estimate": {"device_peak_bytes": peak, "breakdown": found.breakdown, "error": None},
     }
-    report["host_process_bytes"] = found.host_bytes * target.num_devices // target.num_processes
-    report["fits"] = limit is None or found.peak_bytes <= limit
-    report["notes"] += _host_note(report)
+    _add_host(report, found.host_bytes, 0, target)
     if not report["fits"]:
-        report["suggestions"] = suggestions(config, target, limit or 0, found.peak_bytes, seconds=0.0)
+        report["suggestions"] = suggestions(config, target, limit or 0, peak, seconds=0.0)
     return report
 
 
 def plan(
-    name: str, config: Config, target: Target, limit: int | None, *, phases: bool = True, tell: Tell = lambda text: None
+    name: str,
+    config: Config,
+    target: Target,
+    limit: int | None,
+    *,
+    phases: bool = True,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """The report of the compiled programs.
 
@@ -81,37 +82,41 @@ def plan(
     """
     program = Program(config.instantiate(), target.devices())
     layout = program.layout
-    hosted = layout.bytes_per_device(memory_kind="pinned_host")
-    report: Report = _head(name, program.experiment, target, limit) | {"estimated": False}
-
+    state, hosted = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
+    report = _head(name, program.experiment, target, limit) | {"estimated": False}
     tell("tracing the training step")
     report |= _traced(program)
     tell(f"compiling the training step for {target.name}")
-    step = compile_for(program.traced_step.lower(), target.platform, hosted, limit_mib(target, limit))
-    report |= _step(program, step, hosted, target)
+    step = compile_step(program, target, limit)
+    report |= _step(program, step)
+    _add_host(report, hosted, step.host_temp, target)
     found = closed_form(program.experiment, target)
-    error = None if step.needed else found.peak_bytes / step.peak - 1.0
+    error = None if step.message else found.peak_bytes / step.peak - 1.0
     report["estimate"] = {"device_peak_bytes": found.peak_bytes, "breakdown": found.breakdown, "error": error}
 
-    report["phases"] = {"train": _phase(step.allocated, report["host_peak_bytes"])}
-    report["phases"] |= _save_and_restore(layout, target)
+    peaks = {"train": (step.allocated, report["host_peak_bytes"])} | _save_and_restore(layout, target)
     if phases:
         tell("compiling initialization")
         # The GPU's compiler puts results for the host on the device first; on a CPU they are in the same memory anyway.
         init = compile_for(program.init_jit().lower(), target.platform, hosted if target.platform == "cpu" else 0)
-        report["phases"]["init"] = _phase(init.allocated, hosted)
         tell("compiling evaluation")
-        evaluation = compile_for(_lowered_evaluation(program), target.platform)
-        taken = _device_bytes(layout, "parameter", "frozen", "buffer")  # its arguments; the rest of the state stays too
-        alive = evaluation.allocated - taken + layout.bytes_per_device(memory_kind="device")
-        report["phases"]["evaluation"] = _phase(alive, hosted)
+        groups = [layout.specs[group] for group in ("parameter", "frozen", "buffer")]
+        batch: dict[str, TensorSpec] = dict(program.batch_specs)
+        if program.experiment.data.tokenizer.has_text:
+            batch["bytes"] = batch["weights"]
+        evaluation = compile_for(program.evaluate_jit.lower(*layout.abstract((*groups, batch))), target.platform)
+        taken = sum(layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "buffer"))
+        # What is no argument of it, the rest of the state, stays too.
+        peaks |= {"init": (init.allocated, hosted), "evaluation": (evaluation.allocated - taken + state, hosted)}
         report["compile_seconds"] = round(step.seconds + init.seconds + evaluation.seconds, 1)
         report["message"] = step.message or init.message or evaluation.message
-    report["phases"] = {name: report["phases"][name] for name in PHASES if name in report["phases"]}
-    refused = step.needed is not None
-    report["notes"] += _host_note(report)
-    most = max(phase["device_peak_bytes"] for phase in report["phases"].values())
-    report["fits"] = not refused and (limit is None or most <= limit)
+    report["phases"] = {
+        phase: {"device_peak_bytes": peaks[phase][0], "host_peak_bytes": peaks[phase][1]}
+        for phase in ("init", "restore", "train", "evaluation", "save")
+        if phase in peaks
+    }
+    most = max(device for device, _ in peaks.values())
+    report["fits"] = not step.message and (limit is None or most <= limit)
     if not report["fits"]:
         tell("looking for settings that fit")
         report["suggestions"] = suggestions(config, target, limit or 0, most)
@@ -124,7 +129,9 @@ def plan(
 def _head(name: str, experiment: Experiment, target: Target, limit: int | None) -> Report:
     tokens = experiment.data.global_batch_size * experiment.data.seq_len
     per_token = experiment.model.flops_per_token(experiment.data.seq_len)
-    return {
+    empty: Report = {key: [] for key in ("largest", "zero_gradients", "suggestions", "notes")}
+    empty |= {"collective_bytes": {}, "phases": {}, "host_transfer_bytes": 0, "compile_seconds": 0.0, "message": ""}
+    return empty | {
         "config": name,
         "target": target.name,
         "accelerator": target.spec.name,
@@ -137,139 +144,94 @@ def _head(name: str, experiment: Experiment, target: Target, limit: int | None) 
         "model_flops_per_token": per_token,
         "flops_per_token": per_token,
         "flops_per_step": per_token * tokens,
-        "collective_bytes": {},
-        "host_transfer_bytes": 0,
-        "largest": [],
-        "phases": {},
-        "zero_gradients": [],
-        "suggestions": [],
-        "notes": [],
-        "message": "",
-        "compile_seconds": 0.0,
-        "versions": {package: _version(package) for package in _packages(target.spec)},
+        "versions": versions("jax", "jaxlib", *_COMPILERS[target.platform]),
     }
 
 
-def _host_note(report: Report) -> list[str]:
-    """The verdict is about devices: which machine they are attached to is for people to choose."""
-    need, limit = report["host_process_bytes"], report["host_limit_bytes"]
-    if limit is None or need <= limit:
-        return []
-    return [f"a host of this kind has {human_bytes(limit)}, less than the {human_bytes(need)} that live there"]
-
-
-def _packages(spec: AcceleratorSpec) -> list[str]:
-    compiler = {"tpu": ["libtpu"], "gpu": ["jax-cuda12-pjrt", "jax-cuda13-pjrt"]}.get(spec.platform, [])
-    return [package for package in ("jax", "jaxlib", *compiler) if _version(package)]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+def _add_host(report: Report, state: int, temporary: int, target: Target) -> None:
+    """Bytes in host memory: no part of the verdict, as which machine has the devices is for people to choose."""
+    need, limit = (state + temporary) * target.num_devices // target.num_processes, target.host_limit_bytes
+    report |= {"host_argument_bytes": state, "host_peak_bytes": state + temporary, "host_process_bytes": need}
+    if limit is not None and need > limit:
+        less = f"less than the {human_bytes(need)} that live there"
+        report["notes"].append(f"a host of this kind has {human_bytes(limit)}, {less}")
 
 
 def _traced(program: Program) -> Report:
     """FLOPs, and parameters that the loss does not reach."""
     count = jaxprs.flops(program.traced_step.jaxpr)
-    tokens = program.batch_specs["tokens"].size
     model, learner, remat = program.experiment.model, program.experiment.learner, program.experiment.memory.remat
 
     def gradients(state: Any, batch: Any) -> Any:
         ctx = training_context(batch, state["counter"], model, program.layout, remat)
         return accumulated_gradients(model, learner, state, ctx)[1]
 
-    specs = jax.eval_shape(gradients, program.layout.abstract(), program.layout.abstract(program.batch_specs))
-    jaxpr = jax.make_jaxpr(gradients)(program.layout.abstract(), program.layout.abstract(program.batch_specs))
-    sizes = {leaf.path: leaf.bytes_per_device for leaf in program.layout if leaf.group == "parameter"}
+    arguments = program.layout.abstract(), program.layout.abstract(program.batch_specs)
+    jaxpr, specs = jax.make_jaxpr(gradients, return_shape=True)(*arguments)
+    sizes = {leaf.path: leaf.bytes_per_device for leaf in program.layout}
     zero = [path for path, is_zero in zip(flatten(specs), jaxprs.zero_outputs(jaxpr), strict=True) if is_zero]
-    notes = []
-    if count.uncounted_loops:
-        notes.append(f"{count.uncounted_loops} loops run as often as the data says; their FLOPs are counted once")
+    loops = f"{count.uncounted_loops} loops run as often as the data says; their FLOPs are counted once"
     return {
         "flops_per_step": count.flops,
-        "flops_per_token": count.flops / tokens,
+        "flops_per_token": count.flops / program.batch_specs["tokens"].size,
         "zero_gradients": [{"path": path, "bytes": sizes[f"parameter/{path}"]} for path in zero],
-        "notes": notes,
+        "notes": [loops] if count.uncounted_loops else [],
     }
 
 
-def _step(program: Program, step: Compiled, hosted: int, target: Target) -> Report:
+def _step(program: Program, step: Compiled) -> Report:
     """What the training step's buffers say."""
-    layout = program.layout
-    host = dict.fromkeys(KEYS, 0)
+    layout, breakdown, host = program.layout, dict.fromkeys(KEYS, 0), dict.fromkeys(KEYS, 0)
+    state, hosted = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
     for leaf in layout:
         if leaf.spec.memory_kind != "device":
             host[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
     host["activations"] += step.host_temp
-    report: Report = {
+    moved, rest = {}, "other"
+    if step.buffers is not None:
+        named = name_buffers(step.buffers, layout)
+        module = step.buffers.module
+        # Each host leaf is taken in and out, also where the program's text does not name its memory space (CPU, GPU).
+        transfers = max(module.host_bytes(), 2 * hosted)
+        moved = {"collective_bytes": module.collective_bytes(), "host_transfer_bytes": transfers}
+    else:  # the compiler refused: the state is known, and what it adds up to
+        rest = "activations"
+        named = [
+            Named(leaf.path, OF_LAYOUT[leaf.group], leaf.bytes_per_device, f"{leaf.spec.dtype}[{dims}], all shards")
+            for leaf in layout
+            if leaf.spec.memory_kind == "device"
+            for dims in [",".join(map(str, leaf.spec.shape))]
+        ]
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for one in named:
+        breakdown[one.group] += one.bytes
+        alike.setdefault((one.name, one.group, one.shape), []).append(one.bytes)
+    breakdown[rest] += step.peak - sum(breakdown.values())
+    largest = sorted(alike.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
+    return moved | {
         "device_peak_bytes": step.peak,
         "device_allocated_bytes": step.allocated,
-        "device_argument_bytes": step.argument,
+        "device_argument_bytes": step.argument if step.buffers is not None else state,
         "device_output_bytes": step.output,
         "device_alias_bytes": step.alias,
         "device_temp_bytes": step.temp,
-        "host_argument_bytes": hosted,
-        "host_peak_bytes": hosted + step.host_temp,
-        "host_process_bytes": (hosted + step.host_temp) * target.num_devices // target.num_processes,
+        "breakdown": breakdown,
         "host_breakdown": host,
+        "largest": [
+            {"name": name, "group": group, "shape": shape, "count": len(sizes), "bytes": sum(sizes)}
+            for (name, group, shape), sizes in largest
+        ],
         "compile_seconds": round(step.seconds, 1),
         "message": step.message,
     }
-    if step.buffers is None:  # the compiler refused: the state is known, and what it adds up to
-        named = [_named(leaf) for leaf in layout if leaf.spec.memory_kind == "device"]
-        report["device_argument_bytes"] = layout.bytes_per_device(memory_kind="device")
-    else:
-        named = name_buffers(step.buffers, layout)
-        module = step.buffers.module
-        report["collective_bytes"] = module.collective_bytes()
-        # Each host leaf is taken in and out, also where the program's text does not name its memory space (CPU, GPU).
-        report["host_transfer_bytes"] = max(module.host_bytes(), 2 * hosted)
-    breakdown = dict.fromkeys(KEYS, 0)
-    for one in named:
-        breakdown[one.group] += one.bytes
-    rest = "other" if step.buffers is not None else "activations"
-    breakdown[rest] += step.peak - sum(breakdown.values())
-    report["breakdown"] = breakdown
-    alike: dict[tuple[str, str, str], list[int]] = {}
-    for one in named:
-        alike.setdefault((one.name, one.group, one.shape), []).append(one.bytes)
-    report["largest"] = [
-        {"name": name, "group": group, "shape": shape, "count": len(sizes), "bytes": sum(sizes)}
-        for (name, group, shape), sizes in sorted(alike.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
-    ]
-    return report
 
 
-def _named(leaf: Leaf) -> Named:
-    shape = f"{leaf.spec.dtype}[{','.join(map(str, leaf.spec.shape))}], all shards"
-    return Named(leaf.path, OF_LAYOUT[leaf.group], leaf.bytes_per_device, shape)
-
-
-def _phase(device: int, host: int) -> dict[str, int]:
-    return {"device_peak_bytes": device, "host_peak_bytes": host}
-
-
-def _save_and_restore(layout: StateLayout, target: Target) -> dict[str, dict[str, int]]:
-    """By the layout. Saving copies to host memory what this process writes, each array once; restoring fills the
-    layout's leaves, with a bounded number of bytes on their way through host memory."""
+def _save_and_restore(layout: StateLayout, target: Target) -> dict[str, tuple[int, int]]:
+    """(device, host) bytes, by the layout. Saving copies to host memory what this process writes, each array once;
+    restoring fills the layout's leaves, with a bounded number of bytes on their way through host memory."""
     device, host = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
     local = target.num_devices // target.num_processes
     copied = sum(min(leaf.spec.num_bytes, leaf.bytes_per_device * local) for leaf in layout)
     passing = read_bytes(max(leaf.spec.num_bytes for leaf in layout))
     passing = min(passing, local * (device + host))  # a process reads the shards of its own devices
-    return {"save": _phase(device, host + copied // local), "restore": _phase(device, host + passing // local)}
-
-
-def _device_bytes(layout: StateLayout, *groups: Group) -> int:
-    return sum(layout.bytes_per_device(group, "device") for group in groups)
-
-
-def _lowered_evaluation(program: Program) -> Any:
-    specs = program.layout.specs
-    batch: dict[str, TensorSpec] = dict(program.batch_specs)
-    if program.experiment.data.tokenizer.has_text:
-        batch["bytes"] = batch["weights"]
-    arguments = program.layout.abstract((specs["parameter"], specs["frozen"], specs["buffer"], batch))
-    return program.evaluate_jit.lower(*arguments)
+    return {"save": (device, host + copied // local), "restore": (device, host + passing // local)}

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from framework.config import Config
 from framework.experiment import Experiment
 from framework.layers.remat import check_platform
-from framework.plan.compiled import compile_for
+from framework.plan.compiled import Compiled, compile_for
 from framework.plan.estimate import Estimate, estimate
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.targets import Target
@@ -31,6 +31,18 @@ def closed_form(experiment: Experiment, target: Target) -> Estimate:
     return estimate(experiment, check(experiment, target), target.spec)
 
 
+def compile_step(program: Program, target: Target, limit: int | None) -> Compiled:
+    """The training step. Of a limit (bytes) the compiler is told when it is less than what the target has."""
+    mib = None if limit is None or limit >= (target.limit_bytes or 0) else limit >> 20
+    hosted = program.layout.bytes_per_device(memory_kind="pinned_host")
+    return compile_for(program.traced_step.lower(), target.platform, hosted, mib)
+
+
+def state_bytes(need: Estimate) -> int:
+    """Of the estimate, what lives on the device between steps."""
+    return sum(size for key, size in need.breakdown.items() if key in OF_LAYOUT.values())
+
+
 def suggestions(
     config: Config, target: Target, limit: int, peak: int, *, seconds: float = 300.0
 ) -> list[dict[str, Any]]:
@@ -40,8 +52,7 @@ def suggestions(
     that are left are told as the closed form has them, with `compiled` False.
 
     Args:
-        config: what does not fit.
-        target: where.
+        config, target: what does not fit, and where.
         limit: device memory in bytes.
         peak: what it needs. What this is beyond the closed form is taken to grow and shrink with the activations.
         seconds: for compiling.
@@ -59,7 +70,7 @@ def suggestions(
             about = int(state_bytes(need) + scale * (need.peak_bytes - state_bytes(need)))
             compiled = about <= limit and time.monotonic() - start < seconds
             if compiled:
-                about = _peak(trial, target, limit)
+                about = compile_step(Program(trial.instantiate(), target.devices()), target, limit).allocated
         except ValueError:
             continue  # the microbatches do not divide, or the schedule is not for this target
         if about <= limit:
@@ -72,35 +83,20 @@ def suggestions(
 
 def _choices(config: Config) -> Iterator[list[tuple[str, Any]]]:
     """What to change, the mildest first: recompute, smaller microbatches, hosted state, sharded instead of copied."""
-    remat, batch = config.memory.remat, config.data.global_batch_size
-    milder = [("memory.remat", name) for name in ("dots", "full") if remat in ("none", "dots") and name != remat]
-    micro = [("learner.accumulate", config.learner.accumulate * 2**i) for i in range(1, 7)]
-    micro = [one for one in micro if one[1] <= batch]
-    hosted = [("memory.optimizer_state", "pinned_host")] if config.memory.optimizer_state == "device" else []
-    streamed = [*hosted, ("memory.update", "streamed")] if config.memory.update == "after_backward" else []
+    memory, count = config.memory, config.learner.accumulate
+    milder = [
+        ("memory.remat", name) for name in ("dots", "full") if memory.remat in ("none", "dots") and name != memory.remat
+    ]
+    micro = [("learner.accumulate", count * 2**i) for i in range(1, 7) if count * 2**i <= config.data.global_batch_size]
+    hosted = [("memory.optimizer_state", "pinned_host")] if memory.optimizer_state == "device" else []
+    streamed = [*hosted, ("memory.update", "streamed")] if memory.update == "after_backward" else []
+    away = [("memory.gradients", "pinned_host")] if streamed and memory.gradients == "device" else []
     sharded = [("mesh.data", 1), ("mesh.fsdp", -1)] if config.mesh.data != 1 else []
     long = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
     most = [*milder[-1:], *(streamed or hosted)]
     yield from ([one] for one in [*milder, *micro[:3]])
-    away = [("memory.gradients", "pinned_host")] if streamed and config.memory.gradients == "device" else []
     yield from filter(None, [hosted, streamed, sharded, [*milder[-1:], *hosted], most, away and [*most, *away]])
     yield from ([*most, one] for one in micro)
     if sharded:
         yield from ([*most, *sharded, *rest] for rest in [[], *([one] for one in micro)])
     yield from ([*most, *long, one] for one in micro[:2])  # a sequence is split when there is but one for each device
-
-
-def _peak(config: Config, target: Target, limit: int) -> int:
-    program = Program(config.instantiate(), target.devices())
-    hosted = program.layout.bytes_per_device(memory_kind="pinned_host")
-    return compile_for(program.traced_step.lower(), target.platform, hosted, limit_mib(target, limit)).allocated
-
-
-def limit_mib(target: Target, limit: int | None) -> int | None:
-    """The limit as the compiler is told of it, when it is less than what the target has."""
-    return None if limit is None or limit >= (target.limit_bytes or 0) else limit >> 20
-
-
-def state_bytes(need: Estimate) -> int:
-    """Of the estimate, what lives on the device between steps."""
-    return sum(size for key, size in need.breakdown.items() if key in OF_LAYOUT.values())

@@ -9,28 +9,23 @@ https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs. M
 only inside functions, because `environment` has to come before it and an estimate does without its devices.
 """
 
-import contextlib
 import difflib
-import importlib.util
 import math
 import os
 import re
 import sys
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from framework.accelerators import AcceleratorSpec, accelerator_name, spec_for
 
+# Of one slice, in chips.
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
-_TOPOLOGIES = {  # of one slice, in chips
-    "v4": _CUBES,
-    "v5e": _FLAT,
-    "v5p": (*_CUBES, "16x16x16", "16x16x24"),
-    "v6e": _FLAT,
-    "tpu7x": _CUBES,
-}
+_TOPOLOGIES = {"v4": _CUBES, "v5e": _FLAT, "v5p": (*_CUBES, "16x16x16", "16x16x24"), "v6e": _FLAT, "tpu7x": _CUBES}
+_CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _GPU_TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -93,19 +88,35 @@ class Target:
         Raises:
             ValueError: the compiler is not installed or refuses the topology, or JAX runs with fewer CPU devices.
         """
-        if self.at_hand or self.platform == "cpu":
-            return list(self.at_hand) or _cpu_devices(self.num_devices)
-        if self.platform == "gpu":
-            _require(self.name, "the CUDA plugin of JAX", "plan-gpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
+        import jax
+        from jax.experimental import topologies
+
+        if self.at_hand:
+            return list(self.at_hand)
+        if self.platform == "cpu":
+            with suppress(RuntimeError):  # JAX has started: it may have enough
+                jax.config.update("jax_num_cpu_devices", self.num_devices)
+            if len(jax.devices("cpu")) < self.num_devices:
+                raise ValueError(f"target {self.name}: JAX has started with {len(jax.devices('cpu'))} CPU devices")
+            return jax.devices("cpu")[: self.num_devices]
+        on_gpu, options = self.platform == "gpu", dict[str, Any]()
+        what, modules = ("the CUDA plugin of JAX", _CUDA) if on_gpu else ("libtpu", ("libtpu",))
+        if not any(map(find_spec, modules)):
+            raise ValueError(f"planning for {self.name} needs {what}: pip install -e '.[plan-{self.platform}]'")
+        if on_gpu:
             shape = f"1x{self.num_processes}x{self.num_devices // self.num_processes}"  # slices, hosts, GPUs of a host
-            return _topology("", "cuda", target_config=gpu_description(self.spec.name), topology=shape)
-        _require(self.name, "libtpu", "plan-tpu", "libtpu")
-        options: dict[str, Any] = {"num_slices": self.num_slices}
-        if self.num_processes == self.num_slices:  # otherwise libtpu puts 2x2 chips on a host
-            options["chips_per_host_bounds"] = (*map(int, self.topology.split("x")), 1)[:3]
-        if self.spec.name == "v4":
-            options["chip_config_name"] = "megacore"  # one device a chip, as on a TPU VM
-        return _topology(f"{self.spec.name}:{self.topology}", "tpu", **options)
+            topology, options = "", {"target_config": gpu_description(self.spec.name), "topology": shape}
+        else:
+            topology = f"{self.spec.name}:{self.topology}"
+            options["num_slices"] = self.num_slices
+            if self.num_processes == self.num_slices:  # otherwise libtpu puts 2x2 chips on a host
+                options["chips_per_host_bounds"] = (*map(int, self.topology.split("x")), 1)[:3]
+            if self.spec.name == "v4":
+                options["chip_config_name"] = "megacore"  # one device a chip, as on a TPU VM
+        try:
+            return list(topologies.get_topology_desc(topology, "cuda" if on_gpu else "tpu", **options).devices)
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(f"no compiler for the topology {topology or options['topology']}: {error}") from None
 
 
 def environment(name: str) -> None:
@@ -150,7 +161,7 @@ def resolve(name: str) -> Target:
         return _slices(match[2], match[3], int(match[1] or 1))
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?({families})-(\d+)", name):
         sizes = _sizes(match[2])
-        _check_size(name, int(match[3]), sizes, name.removesuffix(match[3]))
+        _check_size(name, int(match[3]), set(sizes), name.removesuffix(match[3]))
         return _slices(match[2], sizes[int(match[3])], int(match[1] or 1))
     names = ["local", "cpu:8", *_GPUS, *(f"{gpu}x8" for gpu in _GPUS), *(f"tpu:{family}:2x2" for family in _TOPOLOGIES)]
     names += [f"{family}-{size}" for family in _TOPOLOGIES for size in _sizes(family)]
@@ -163,33 +174,32 @@ def gpu_description(name: str) -> str:
     return _GPU_TEXT.format(*_GPUS[name], spec_for(name).device_kinds[0])
 
 
+def _chips(topology: str) -> int:
+    return math.prod(map(int, topology.split("x")))
+
+
 def _sizes(family: str) -> dict[int, str]:
     """{the number in the name: topology} of Cloud's slices."""
     return {_chips(topology) * spec_for(family).cores_per_chip: topology for topology in _TOPOLOGIES[family]}
-
-
-def _chips(topology: str) -> int:
-    return math.prod(int(size) for size in topology.split("x"))
 
 
 def _slices(family: str, topology: str, count: int) -> Target:
     spec, chips = spec_for(family), _chips(topology)
     # On Cloud up to eight chips of v5e and v6e are one VM; what is larger is made of VMs with four chips.
     hosts = 1 if chips <= (8 if family in ("v5e", "v6e") else 4) else chips // 4
-    name = (f"{count}x" if count > 1 else "") + f"{family}-{chips * spec.cores_per_chip}"
+    name = f"{count}x" * (count > 1) + f"{family}-{chips * spec.cores_per_chip}"
     return Target(name, spec, count * chips * spec.devices_per_chip, count * hosts, spec.limit_bytes, topology, count)
 
 
 def _local() -> Target:
     import jax
 
-    devices = jax.devices()
+    devices, own = jax.devices(), jax.local_devices()
     spec = spec_for(devices)
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", spec.limit_bytes)
+    limit = (own[0].memory_stats() or {}).get("bytes_limit", spec.limit_bytes)
     if spec.platform == "cpu":
-        limit = _share_of_memory(len(jax.local_devices()))
-    name = accelerator_name(devices)
-    return Target(name, spec, len(devices), jax.process_count(), limit, at_hand=tuple(devices))
+        limit = _share_of_memory(len(own))
+    return Target(accelerator_name(devices), spec, len(devices), jax.process_count(), limit, at_hand=tuple(devices))
 
 
 def _share_of_memory(count: int) -> int:
@@ -197,34 +207,9 @@ def _share_of_memory(count: int) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
 
 
-def _check_size(name: str, size: int, sizes: Iterable[int], prefix: str) -> None:
-    ordered = sorted(sizes)
-    if size not in ordered:
-        near = [other for other in ordered if other < size][-1:] + [other for other in ordered if other > size][:1]
-        raise ValueError(f"target {name!r}: not a size; nearest: {', '.join(f'{prefix}{other}' for other in near)}")
-
-
-def _require(name: str, what: str, extra: str, *modules: str) -> None:
-    if not any(importlib.util.find_spec(module) for module in modules):
-        raise ValueError(f"planning for {name} needs {what}: pip install -e '.[{extra}]'")
-
-
-def _topology(name: str, platform: str, **options: Any) -> list[Any]:
-    import jax
-    from jax.experimental import topologies
-
-    try:
-        return list(topologies.get_topology_desc(name, platform, **options).devices)
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"no compiler for the topology {name or options['topology']}: {error}") from None
-
-
-def _cpu_devices(count: int) -> list[Any]:
-    import jax
-
-    with contextlib.suppress(RuntimeError):  # JAX has started: it may have enough
-        jax.config.update("jax_num_cpu_devices", count)
-    devices = jax.devices("cpu")
-    if len(devices) < count:
-        raise ValueError(f"target cpu-{count}: JAX has started with {len(devices)} CPU devices")
-    return devices[:count]
+def _check_size(name: str, size: int, sizes: set[int], prefix: str) -> None:
+    if size not in sizes:
+        below, above = sorted(n for n in sizes if n < size), sorted(n for n in sizes if n > size)
+        raise ValueError(
+            f"target {name!r}: not a size; nearest: {', '.join(f'{prefix}{other}' for other in below[-1:] + above[:1])}"
+        )

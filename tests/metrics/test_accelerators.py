@@ -115,9 +115,7 @@ def test_rows_are_plausible(spec):
         return
     assert 8 * GIB < spec.limit_bytes <= spec.memory_bytes < 200 * GIB
     assert 1e14 < spec.peak_bf16_flops < 2e15
-    assert spec.peak_f32_flops is None or spec.peak_f32_flops < spec.peak_tf32_flops < spec.peak_bf16_flops
-    assert 1e12 * 0.5 < spec.hbm_bandwidth < 1e13
-    assert spec.host_link_bandwidth is None or spec.host_link_bandwidth < spec.hbm_bandwidth / 10
+    assert spec.peak_tf32_flops is None or 1e13 < spec.peak_tf32_flops < spec.peak_bf16_flops
 
 
 def test_mistakes_are_named():

@@ -107,7 +107,7 @@ def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureF
 def test_mistakes_are_told_before_anything_is_compiled(
     flags: list[str], words: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("framework.plan.plan.compile_for", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("framework.plan.plan.compile_step", lambda *_: pytest.fail("compiled"))
     assert plan.main([TINY, *flags]) == 2
     error = capsys.readouterr().err
     assert words in error

@@ -55,7 +55,7 @@ def test_types():
 
 def test_loops_count_by_their_trips():
     module = Module(TEXT)
-    assert module.runs["gather"] == 12
+    assert module.runs("gather") == 12
     assert module.collective_bytes() == {"all-gather": 12 * 32 * 4}
     assert module.host_bytes() == 12 * 8 * 4
 
