@@ -53,6 +53,8 @@ def _source(row: Any) -> str:
         text += f", {row.documents:,} documents"
     if row.bytes is not None:
         text += f", {human_bytes(row.bytes)} of text"
+    if row.note:
+        text += f", {row.note}"
     return f"{text}, sha256 {row.sha256[:12]}"
 
 

@@ -5,7 +5,7 @@ May import: framework.config.
 
 from __future__ import annotations
 
-from framework.config import NonNegativeFloat, NonNegativeInt, PositiveInt
+from framework.config import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, diff
 
 
 class TrainerOptions:
@@ -13,6 +13,8 @@ class TrainerOptions:
 
     Args:
         max_steps: where the run ends.
+        max_epochs: it ends when the training data was read that many times instead; then `max_steps` is only the length
+            that the learner's schedules are written for: all their steps are scaled to what the data gives.
         seed: of initialization and dropout; the data has its own.
         log_every: metrics are written and shown this often.
         eval_every: validation sets are evaluated this often, and at the end; None means only at the end.
@@ -32,6 +34,7 @@ class TrainerOptions:
         self,
         *,
         max_steps: PositiveInt,
+        max_epochs: PositiveFloat | None = None,
         seed: NonNegativeInt = 0,
         log_every: PositiveInt = 10,
         eval_every: PositiveInt | None = 1000,
@@ -48,10 +51,23 @@ class TrainerOptions:
     ):
         if profile and (len(profile) != 2 or not 1 <= profile[0] <= profile[1]):
             raise ValueError(f"profile: expected [] or [first, last] with 1 <= first <= last, given {profile}")
-        self.max_steps, self.seed = max_steps, seed
+        self.max_steps, self.max_epochs, self.seed = max_steps, max_epochs, seed
         self.log_every, self.eval_every, self.eval_batches = log_every, eval_every, eval_batches
         self.save_every, self.keep, self.keep_every = save_every, keep, keep_every
         self.profile = list(profile)
         self.sample_tokens, self.sample_prompt = sample_tokens, sample_prompt
         self.sample_temperature = sample_temperature
         self.compilation_cache, self.wandb_project = compilation_cache, wandb_project
+
+
+def scale_steps(config: Config, steps: int) -> list[str]:
+    """Makes an experiment's config one of so many steps, in place: `trainer.max_steps`, and in proportion to it the
+    learner's `*_steps` and `transition_begin`. Returns a line for each change."""
+    before, written = config.copy(), config.trainer.max_steps
+    for path, value in list(config.learner.leaves()):
+        name = path.rpartition(".")[2]
+        if isinstance(value, int) and (name.endswith("_steps") or name == "transition_begin"):
+            least = 0 if name in ("warmup_steps", "transition_begin") else 1
+            config.learner.set_path(path, max(least, value * steps // written))
+    config.trainer.max_steps = steps
+    return [f"trainer.max_epochs = {config.trainer.max_epochs:g}: {p} {a} -> {b}" for p, a, b in diff(before, config)]

@@ -75,6 +75,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
     from framework.program import Program
     from framework.report import compression_lines, sample_text, start_report
     from framework.trainer import LastStepNotSavedError, Trainer
+    from framework.trainer_options import scale_steps
     from framework.workdir import write_json
 
     args = command.args
@@ -93,6 +94,12 @@ def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
         progress.status("preparing data")
         experiment.data.setup(workdir.path, is_primary=primary, barrier=lambda: distributed.barrier("data"))
         progress.status("")
+        if options.max_epochs is not None:
+            for line in scale_steps(config, experiment.data.epoch_steps(options.max_epochs)):
+                progress.print(line)
+            data, experiment = experiment.data, config.instantiate()
+            experiment.data, options, program = data, experiment.trainer, Program(experiment)
+            progress.set_total(options.max_steps)
         progress.print(render(start_report(command.spec, program)))
         progress.status("compiling")
         need = guard.need(program)

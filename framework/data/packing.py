@@ -1,12 +1,14 @@
-"""Windows of a token stream -> rows of a batch: the only place where targets are shifted and documents are masked.
+"""Token streams -> rows of a batch: the only place where targets are shifted and documents are masked.
 
-Window i covers tokens [i*S, i*S + S], S + 1 of them: S inputs, and S targets that are the inputs' successors. So the
-windows of a stream tile its targets: each token but the very first is predicted once.
+Text is cut into windows. Window i covers tokens [i*S, i*S + S], S + 1 of them: S inputs, and S targets that are the
+inputs' successors. So the windows of a stream tile its targets: each token but the very first is predicted once.
+Conversations stay whole.
 May import: framework.data.token_files, numpy.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from framework.data.token_files import TokenStream
 
 Batch = dict[str, np.ndarray]
+_TOGETHER = 8192  # conversations that are packed with each other
 
 
 def num_whole_windows(num_tokens: int, seq_len: int) -> int:
@@ -67,3 +70,82 @@ def _documents(tokens: np.ndarray, weights: np.ndarray, separators: np.ndarray) 
     segments = np.cumsum(opens, axis=1, dtype=np.int32)
     used = weights > 0
     return np.where(used, positions, 0).astype(np.int32), np.where(used, segments, 0).astype(np.int32)
+
+
+class Windows:
+    """The rows of a text's stream: `num_whole` without padding, of `num_rows`."""
+
+    note = ""  # for the start table
+
+    def __init__(self, stream: TokenStream, seq_len: int, *, masked: bool):
+        self._stream, self._seq_len, self._masked = stream, seq_len, masked
+        self.num_whole = num_whole_windows(stream.num_tokens, seq_len)
+        self.num_rows = num_windows(stream.num_tokens, seq_len)
+
+    def row(self, index: int) -> Batch:
+        """Arrays [S], as `pack` makes them; nothing but padding from num_rows on."""
+        separators: list[int] | None = [self._stream.eos_id or 0] if self._masked else None
+        batch = pack([read_window(self._stream, index, self._seq_len)], self._seq_len, separators=separators)
+        return {name: array[0] for name, array in batch.items()}
+
+
+class Conversations:
+    """Rows of whole conversations, masked from each other; each is cut after S + 1 tokens, and needs a target.
+
+    They are packed once, best fit decreasing among 8192 at a time, in an order drawn from `seed` (None: as they come).
+
+    Args:
+        stream: conversations behind separators, 2 * id + 1 where a token is a target and 2 * id elsewhere.
+    """
+
+    def __init__(self, stream: TokenStream, seq_len: int, seed: int | None):
+        self._stream, self._seq_len = stream, seq_len
+        values = stream.read(0, stream.num_tokens)
+        starts = np.flatnonzero(values == stream.eos_id) + 1
+        ends = np.append(starts[1:] - 1, len(values))
+        stops = np.minimum(ends, starts + seq_len + 1)
+        targets = np.append(0, np.cumsum(values & 1))
+        kept = targets[stops] > targets[np.minimum(starts + 1, stops)]  # nothing predicts the first token
+        self._starts, self._stops = starts[kept], stops[kept]
+        lengths = self._stops - self._starts - 1
+        count = len(lengths)
+        order = np.arange(count) if seed is None else np.argsort(np.random.Philox(key=seed).random_raw(count))
+        parts = (order[at : at + _TOGETHER] for at in range(0, count, _TOGETHER))
+        self._rows = [part[row] for part in parts for row in _best_fit(lengths[part], seq_len)]
+        self.num_whole = self.num_rows = len(self._rows)
+        padding = 1 - lengths.sum() / max(1, self.num_rows * seq_len)
+        self.note = (
+            f"{padding:.1%} padding, {np.sum((ends > stops) & kept):,} conversations cut at {seq_len + 1:,} tokens, "
+        )
+        self.note += f"{np.sum(~kept):,} without an answer left out"
+
+    def row(self, index: int) -> Batch:
+        """Arrays [S]; nothing but padding from num_rows on."""
+        names = ("tokens", "targets", "weights", "positions", "segments")
+        row = {name: np.zeros(self._seq_len, np.float32 if name == "weights" else np.int32) for name in names}
+        at = 0
+        for number, which in enumerate(self._rows[index] if index < self.num_rows else [], start=1):
+            values = self._stream.read(int(self._starts[which]), int(self._stops[which]))
+            here = slice(at, at := at + len(values) - 1)
+            row["tokens"][here], row["targets"][here], row["weights"][here] = (
+                values[:-1] >> 1,
+                values[1:] >> 1,
+                values[1:] & 1,
+            )
+            row["positions"][here], row["segments"][here] = np.arange(len(values) - 1), number
+        return row
+
+
+def _best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
+    """Indices of `lengths` in groups of sums up to `size`: the longest first, each into the fullest that has room."""
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (what is free in a row, the row), sorted
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        at = bisect.bisect_left(rooms, (length, 0))
+        if at == len(rooms):
+            rows.append([])
+        free, row = (size, len(rows) - 1) if at == len(rooms) else rooms.pop(at)
+        rows[row].append(index)
+        bisect.insort(rooms, (free - length, row))
+    return rows

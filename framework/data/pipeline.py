@@ -8,6 +8,7 @@ May import: framework.config, framework.data, framework.workdir, numpy.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import shutil
@@ -15,15 +16,16 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from framework.config import Config, NonNegativeInt, PositiveInt
+from framework.data.chats import ChatSource
 from framework.data.files import FileHashes, digest_of
 from framework.data.order import GlobalOrder
-from framework.data.packing import Batch, num_whole_windows, num_windows, pack, read_window
+from framework.data.packing import Batch, Conversations, Windows
 from framework.data.prefetch import Prefetcher
+from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.data.sources import Leaf, Mixture, TextSource, TokenMemmap, leaves_of, located
 from framework.data.token_files import TokenStream, write_tokens
 from framework.data.tokenizers import Tokenizer
@@ -42,8 +44,9 @@ class SourceReport:
     tokens: int
     documents: int | None  # None where token files come without a sidecar
     bytes: int | None  # of UTF-8 text
-    sequences: int  # windows of seq_len
+    sequences: int  # rows of seq_len
     sha256: str  # of the tokens
+    note: str = ""  # how conversations were packed
 
 
 class DataPipeline:
@@ -60,7 +63,8 @@ class DataPipeline:
         seq_len: S, tokens per sequence.
         global_batch_size: B, sequences per step over all processes and devices.
         seed: decides the order of training sequences, which is reshuffled each epoch.
-        document_mask: keep attention within documents; without it a sequence is one causal stream.
+        document_mask: keep attention within documents; without it a sequence is one causal stream. Always on with a
+            ChatSource.
         prefetch: batches that wait ready in the background.
         cache_dir: folder for tokenized sources; None puts them into the workdir. A shared one saves work across runs.
     """
@@ -94,6 +98,13 @@ class DataPipeline:
             if isinstance(evaluated := config.instantiate(), Mixture):
                 raise ValueError(f"{label}: a Mixture has no end; name its sources as validation sets of their own")
             self.validation_leaves[name] = next(leaves_of(evaluated, label, name))
+        for leaf in (leaf for leaf in self.leaves if isinstance(leaf.source, ChatSource)):
+            if not isinstance(self.tokenizer, PretrainedTokenizer):
+                given = type(self.tokenizer).__name__
+                raise ValueError(
+                    f"{leaf.label}: ChatSource needs the chat template of a PretrainedTokenizer, given {given}"
+                )
+            self.document_mask = True  # conversations are packed together
         self._order: GlobalOrder | None = None
 
     @property
@@ -146,14 +157,21 @@ class DataPipeline:
                     leaf.stream = cached_tokens(leaf.source, self.tokenizer, cache, hashes, write=write)
                 else:
                     leaf.stream = leaf.source.open(self.tokenizer, hashes)
-                num_tokens, least = leaf.stream.num_tokens, self.seq_len + 1 if leaf in self.train_leaves else 2
+                is_training = leaf in self.train_leaves
+                num_tokens, least = leaf.stream.num_tokens, self.seq_len + 1 if is_training else 2
+                if isinstance(leaf.source, ChatSource):
+                    leaf.rows = Conversations(leaf.stream, self.seq_len, self.seed if is_training else None)
+                    if not leaf.rows.num_rows:
+                        raise ValueError(f"no conversation has an answer within data.seq_len={self.seq_len}")
+                    continue
                 if num_tokens < least:
                     raise ValueError(f"{num_tokens} tokens are too few: data.seq_len={self.seq_len} needs {least}")
                 if self.document_mask and leaf.stream.eos_id is None:
                     raise ValueError("data.document_mask needs to know the separator: set its eos_id")
+                leaf.rows = Windows(leaf.stream, self.seq_len, masked=self.document_mask)
         if write:
             hashes.save()
-        counts = [num_whole_windows(leaf.stream.num_tokens, self.seq_len) for leaf in self.train_leaves]
+        counts = [leaf.rows.num_whole for leaf in self.train_leaves]
         if sum(counts) < self.global_batch_size:
             raise ValueError(
                 f"data.source: holds {sum(counts)} sequences of data.seq_len={self.seq_len}, too few for one batch of "
@@ -176,6 +194,11 @@ class DataPipeline:
         separators = [leaf.stream.eos_id for leaf in leaves] if self.document_mask else None
         sources = [[leaf.stream.digest, leaf.weight] for leaf in leaves]
         return digest_of([_FINGERPRINT, sources, self.seq_len, self.global_batch_size, self.seed, separators])
+
+    def epoch_steps(self, epochs: float) -> int:
+        """Steps in which all rows of the training sources are read that many times; the last batch is a whole one."""
+        self._ready()
+        return math.ceil(epochs * sum(leaf.rows.num_whole for leaf in self.train_leaves) / self.global_batch_size)
 
     def train_batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
         """The given rows (b of them, each in [0, B)) of the global batch of `step` >= 0: arrays [b,S].
@@ -203,7 +226,7 @@ class DataPipeline:
         last batch has weight 0 (a row may be padding from end to end). Prefetched as `train_iterator`.
         """
         leaf, size = self._validation(name), self.global_batch_size
-        total = -(-num_windows(leaf.stream.num_tokens, self.seq_len) // size)
+        total = -(-leaf.rows.num_rows // size)
         stop = total if limit is None else min(limit, total)
 
         def batch(turn: int) -> Batch:
@@ -214,24 +237,25 @@ class DataPipeline:
 
     def document_text(self, name: str) -> bytes:
         """The text of validation set `name`: exactly the bytes that its targets stand for, separators left out."""
-        stream = self._validation(name).stream
-        return self.tokenizer.decode_bytes(stream.read(0, stream.num_tokens))
+        rows = self._validation(name).rows
+        batches = (rows.row(index) for index in range(rows.num_rows))
+        return b"".join(self.tokenizer.decode_bytes(row["targets"][row["weights"] > 0]) for row in batches)
 
     def source_report(self) -> list[SourceReport]:
         """What training and each validation set hold: rows for the start table."""
         self._ready()
         rows = []
         for leaf in self.leaves:
-            count = num_windows if leaf.name in self.validation_leaves else num_whole_windows
             stream, kind = leaf.stream, type(leaf.source).__name__
-            size = (stream.num_tokens, stream.num_documents, stream.num_bytes, count(stream.num_tokens, self.seq_len))
-            rows.append(SourceReport(leaf.name, kind, *size, stream.digest))
+            size = None if isinstance(leaf.source, ChatSource) else stream.num_bytes
+            count = leaf.rows.num_rows if leaf.name in self.validation_leaves else leaf.rows.num_whole
+            sizes = (stream.num_tokens, stream.num_documents, size, count)
+            rows.append(SourceReport(leaf.name, kind, *sizes, stream.digest, leaf.rows.note))
         return rows
 
     def _batch(self, places: Sequence[tuple[Leaf, int]]) -> Batch:
-        windows = [read_window(leaf.stream, window, self.seq_len) for leaf, window in places]
-        separators: list[Any] | None = [leaf.stream.eos_id for leaf, _ in places] if self.document_mask else None
-        return pack(windows, self.seq_len, separators=separators)
+        rows = [leaf.rows.row(index) for leaf, index in places]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _ready(self) -> GlobalOrder:
         assert self._order is not None, "setup() first"
@@ -251,7 +275,7 @@ def cached_tokens(
 
     Only a process that may `write` tokenizes; another finds what was written (else FileNotFoundError).
     """
-    contents = source.contents(hashes)
+    contents, tokenizer = source.contents(hashes), source.codec(tokenizer)
     folder = cache / f"tokens-{digest_of([contents['sha256'], tokenizer.digest])[:16]}"
     if not folder.exists():
         if not write:

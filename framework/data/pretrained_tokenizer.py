@@ -75,6 +75,7 @@ class PretrainedTokenizer(Tokenizer):
             )
             raise ValueError(f"{self.path}: {what}; set data.tokenizer.eos_token")
         self._stop_ids = sorted({self.eos_id, *_ids(facts, "eos")})
+        self.special_tokens = [token["content"] for token in contents["added_tokens"] if token["special"]]
         self.chat_template = facts.get("chat_template")
         self.table = byte_table(self._library.get_vocab(with_added_tokens=True), contents, self.vocab_size)
         self.digest = digest_of([contents, self.bos_id, self.eos_id])
@@ -116,9 +117,9 @@ class PretrainedTokenizer(Tokenizer):
         """As transformers encodes it: with what tokenizer.json adds, and special tokens that the text spells."""
         return self._parsing.encode(text).ids
 
-    def encode_rendered(self, text: str) -> Any:
-        """The library's Encoding (ids, offsets) of what a template made: its special tokens are tokens."""
-        return self._parsing.encode(text, add_special_tokens=False)
+    def encode_rendered(self, texts: Sequence[str]) -> list[Any]:
+        """The library's Encodings (ids, offsets) of what a template made: its special tokens are tokens."""
+        return self._parsing.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """By the library: special tokens left out, and the space that sentencepiece puts before a text."""

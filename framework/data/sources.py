@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from framework.config import Config, NonNegativeInt, did_you_mean
 from framework.data.files import DataFile, FileHashes, digest_of, find, readable
+from framework.data.packing import Conversations, Windows
 from framework.data.token_files import TokenDType, TokenShard, TokenStream
 from framework.data.tokenizers import Tokenizer
 
@@ -45,6 +46,10 @@ class TextSource(abc.ABC):
     @abc.abstractmethod
     def read(self, file: DataFile) -> Iterator[str]:
         """The documents of one file, in order. One that cannot be read is a ValueError that says where it stands."""
+
+    def codec(self, tokenizer: Tokenizer) -> Tokenizer:
+        """What makes tokens of its documents, given the config's tokenizer."""
+        return tokenizer
 
     def settings(self) -> dict[str, Any]:
         """JSON data that decides the documents beside the files' contents: the constructor's arguments, but `paths`."""
@@ -147,13 +152,11 @@ class JsonLines(TextSource):
         self.field = field
 
     def read(self, file: DataFile) -> Iterator[str]:
-        for number, (offset, line) in enumerate(_pieces(file, b"\n"), start=1):
-            if not line.strip():
-                continue
+        for place, record in json_rows(file):
             try:
-                text = self._text(json.loads(line))
-            except ValueError as error:  # what json raises is one, and so are Unicode errors
-                raise ValueError(f"{file}, line {number} (byte {offset}): no JSON object with text: {error}") from error
+                text = self._text(record)
+            except ValueError as error:
+                raise ValueError(f"{file}, {place}: no JSON object with text: {error}") from error
             yield text
 
     def _text(self, record: Any) -> str:
@@ -166,6 +169,18 @@ class JsonLines(TextSource):
             raise ValueError(f"field {self.field!r} is {type(text).__name__}, expected text")
         text.encode("utf-8")  # JSON can spell half of a surrogate pair, which no tokenizer takes
         return text
+
+
+def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
+    """(place, value) of each line of JSON that is not blank."""
+    for number, (offset, line) in enumerate(_pieces(file, b"\n"), start=1):
+        place = f"line {number} (byte {offset})"
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except ValueError as error:  # Unicode errors too
+                raise ValueError(f"{file}, {place}: not JSON: {error}") from error
+            yield place, value
 
 
 def _pieces(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, bytearray]]:
@@ -194,28 +209,33 @@ class Parquet(TextSource):
         self.column = column
 
     def read(self, file: DataFile) -> Iterator[str]:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
+        for place, row in parquet_rows(file, self.column):
+            if not isinstance(text := row[self.column], str):
+                raise ValueError(f"{file}, {place}: expected text, given {type(text).__name__}")
+            yield text
 
-        row, size = 0, file.size()
-        try:
-            # Checksums of pages are verified where the writer stored them.
-            options = {"filesystem": file.fs, "page_checksum_verification": True}
-            with readable(file.name), ParquetFile(file.path, **options) as reader:
-                if self.column not in reader.schema_arrow.names:
-                    hint = did_you_mean(self.column, reader.schema_arrow.names)
-                    raise ValueError(f"{file}: no column {self.column!r}{hint}")
-                for batch in reader.iter_batches(256, columns=[self.column]):
-                    for text in batch.column(0).to_pylist():
-                        if not isinstance(text, str):
-                            raise ValueError(f"{file}, row {row}: expected text, given {type(text).__name__}")
-                        yield text
-                        row += 1
-                    file.position = size * row // reader.metadata.num_rows
-        except (FileNotFoundError, PermissionError):
-            raise
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{file}: damaged, truncated or not Parquet, after row {row}: {error}") from error
+
+def parquet_rows(file: DataFile, column: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of a Parquet file: of one column, or of all."""
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    row, size = 0, file.size()
+    try:
+        # Checksums of pages are verified where the writer stored them.
+        options = {"filesystem": file.fs, "page_checksum_verification": True}
+        with readable(file.name), ParquetFile(file.path, **options) as reader:
+            if column is not None and column not in reader.schema_arrow.names:
+                raise ValueError(f"{file}: no column {column!r}{did_you_mean(column, reader.schema_arrow.names)}")
+            for batch in reader.iter_batches(256, columns=None if column is None else [column]):
+                for values in batch.to_pylist():
+                    yield f"row {row}", values
+                    row += 1
+                file.position = size * row // reader.metadata.num_rows
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file}: damaged, truncated or not Parquet, after row {row}: {error}") from error
 
 
 class TokenMemmap:
@@ -274,7 +294,8 @@ class Leaf:
     name: str  # "train", "train.1", or a validation set's name
     weight: float  # its share of the training sequences; 1.0 for a validation set
     source: TextSource | TokenMemmap
-    stream: TokenStream = field(init=False)  # set by DataPipeline.setup
+    stream: TokenStream = field(init=False)  # set by DataPipeline.setup, as is
+    rows: Windows | Conversations = field(init=False)  # what batches are made of
 
 
 def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Iterator[Leaf]:

@@ -53,6 +53,12 @@ class Progress:
         if self._log is not None:
             self._log.close()
 
+    def set_total(self, total_steps: int) -> None:
+        """The run ends at another step than was thought."""
+        self._total = total_steps
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], total=total_steps)
+
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Shows `metrics` of `step`: train/loss, train/tokens_per_second, train/mfu, memory/device_bytes."""
         fields = self._fields(step, metrics)

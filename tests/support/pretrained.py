@@ -120,3 +120,20 @@ def write(folder: Path, family: str, **config: Any) -> Path:
         facts.setdefault("unk_token", "<unk>")
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
     return folder
+
+
+CHATS = [
+    [{"role": "user", "content": "who are you?"}, {"role": "assistant", "content": "I am a model"}],
+    [
+        {"role": "user", "content": "  def f(x)  "},
+        {"role": "assistant", "content": "return x + 1\n\n\treturn é 🚢 "},
+        {"role": "user", "content": "你好\n"},
+        {"role": "assistant", "content": " the lazy dog jumps"},
+    ],
+    [
+        {"role": "user", "content": "<b>&amp;"},
+        {"role": "assistant", "content": "|>"},
+        {"role": "user", "content": "and?"},
+    ],
+    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y " * 40}],
+]

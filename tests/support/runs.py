@@ -30,12 +30,12 @@ def train(workdir: Path, *flags: str, config: str = "tiny") -> int:
     return main([f"--config={CONFIG}:{config}", f"--workdir={workdir}", *flags])
 
 
-def command(workdir: Path, *flags: str, config: str = "tiny") -> list[str]:
+def command(workdir: Path, *flags: str, config: str = "tiny", file: str = CONFIG) -> list[str]:
     """The command line of a run in a process of its own."""
-    return [sys.executable, "-m", "launch.train", f"--config={CONFIG}:{config}", f"--workdir={workdir}", *flags]
+    return [sys.executable, "-m", "launch.train", f"--config={file}:{config}", f"--workdir={workdir}", *flags]
 
 
-def start(workdir: Path, *flags: str, config: str = "tiny", devices: int = 1) -> subprocess.Popen:
+def start(workdir: Path, *flags: str, config: str = "tiny", devices: int = 1, file: str = CONFIG) -> subprocess.Popen:
     """A run in a process of its own, on so many CPU devices; output goes to WORKDIR.out."""
     environment = {
         **os.environ,
@@ -44,7 +44,11 @@ def start(workdir: Path, *flags: str, config: str = "tiny", devices: int = 1) ->
     }
     with open(f"{workdir}.out", "a") as out:
         return subprocess.Popen(
-            command(workdir, *flags, config=config), cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
+            command(workdir, *flags, config=config, file=file),
+            cwd=ROOT,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
 
 

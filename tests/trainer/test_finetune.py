@@ -1,0 +1,137 @@
+"""Fine-tuning on a chat file by launch.train: under two schedules, with adapters, through a kill, by epochs."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.parts import adamw
+from framework.config import Config, config_for
+from framework.trainer_options import TrainerOptions, scale_steps
+from launch.train import main
+from tests.support import pretrained, runs
+
+CONFIG = """
+from configs.parts import adamw, llama_model
+from framework.config import config_for
+from framework.data.chats import ChatSource
+from framework.data.pipeline import DataPipeline
+from framework.data.pretrained_tokenizer import PretrainedTokenizer
+from framework.experiment import Experiment
+from framework.layers.lora import LoRA
+from framework.learner import Learner
+from framework.memory import Memory
+from framework.trainer_options import TrainerOptions
+
+
+def chat():
+    paths = ["FOLDER/chats.jsonl"]
+    return config_for(
+        Experiment,
+        model=llama_model(layers=2, heads=2, dim=32, hidden=64, vocab_size=512),
+        data=config_for(
+            DataPipeline,
+            source=config_for(ChatSource, paths=paths, split="train", validation_fraction=0.1),
+            validation={"held": config_for(ChatSource, paths=paths, split="validation", validation_fraction=0.1)},
+            tokenizer=config_for(PretrainedTokenizer, path="FOLDER/model", vocab_size=512),
+            seq_len=64,
+            global_batch_size=8,
+        ),
+        learner=config_for(Learner, optimizer=adamw(peak=1e-2, steps=20, warmup=2), clip=None),
+        trainer=config_for(
+            TrainerOptions, max_steps=20, log_every=1, save_every=5, eval_every=None, compilation_cache="CACHE"
+        ),
+    )
+
+
+def lora():
+    config = chat()
+    config.model.lora = config_for(LoRA, rank=4)
+    return config
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's directory, a chat file, and a config file."""
+    pretrained.write(tmp_path / "model", "chatml")
+    words = pretrained.TEXTS[0].split()
+    with open(tmp_path / "chats.jsonl", "w") as file:
+        for i in range(180):
+            turns = [{"role": "user", "content": f"{words[i % 9]} {i}"}, {"role": "assistant", "content": words[i % 7]}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    cache = str(runs.ROOT / ".cache" / "xla")
+    (tmp_path / "my.py").write_text(CONFIG.replace("FOLDER", str(tmp_path)).replace("CACHE", cache))
+    return tmp_path
+
+
+def train(folder: Path, workdir: str, *flags: str, config: str = "chat") -> int:
+    return main([f"--config={folder}/my.py:{config}", f"--workdir={folder / workdir}", *flags])
+
+
+def test_schedules_agree_and_the_loss_falls(folder: Path, capsys: pytest.CaptureFixture):
+    curves = {}
+    for name in ("after_backward", "in_backward"):
+        assert train(folder, name, f"--config.memory.update={name}") == 0
+        curves[name] = list(runs.losses(folder / name).values())
+        assert len(curves[name]) == 20
+        assert curves[name][-1] < 0.75 * curves[name][0]
+    np.testing.assert_allclose(curves["in_backward"], curves["after_backward"], rtol=1e-4)
+    out = capsys.readouterr().out
+    assert "ChatSource: " in out
+    assert "% padding, 0 conversations cut at 65 tokens, 0 without an answer left out" in out
+    assert any("eval/held/loss" in row for row in runs.rows(folder / "after_backward"))
+
+
+def test_adapters_learn_too(folder: Path):
+    assert train(folder, "lora", "--config.memory.update=in_backward", config="lora") == 0
+    losses = list(runs.losses(folder / "lora").values())
+    assert losses[-1] < losses[0]
+
+
+def test_a_killed_run_goes_on_with_the_same_batches(folder: Path):
+    assert train(folder, "whole") == 0
+    config, killed = f"{folder}/my.py:chat", folder / "killed"
+    flags = ["--config.trainer.max_steps=20"]
+    process = runs.start(killed, *flags, config="chat", file=f"{folder}/my.py", devices=8)
+    deadline = time.time() + 120
+    while len(runs.rows(killed)) < 7 and process.poll() is None and time.time() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert main([f"--config={config}", f"--workdir={killed}", "--resume=auto"]) == 0
+    assert runs.losses(killed) == runs.losses(folder / "whole")
+
+
+def test_epochs_set_the_steps_and_scale_the_schedule(folder: Path, capsys: pytest.CaptureFixture):
+    assert train(folder, "epochs", "--config.trainer.max_epochs=2") == 0
+    out, rows = capsys.readouterr().out, runs.losses(folder / "epochs")
+    steps = max(rows)
+    assert steps != 20
+    assert f"trainer.max_epochs = 2: trainer.max_steps 20 -> {steps}" in out
+    assert f"learning_rate.decay_steps 20 -> {steps}" in out
+    stored = json.loads((folder / "epochs/config.json").read_text())
+    assert stored["trainer"]["max_steps"] == steps
+    assert stored["learner"]["optimizer"]["learning_rate"]["warmup_steps"] == 2 * steps // 20
+    assert train(folder, "epochs", "--config.trainer.max_epochs=2", "--resume=must") == 0  # nothing is left to do
+
+
+def test_steps_are_scaled_in_proportion():
+    trainer = config_for(TrainerOptions, max_steps=300, max_epochs=1.5)
+    config = config_for(Run, learner=adamw(peak=1.0, steps=300, warmup=30), trainer=trainer)
+    lines = scale_steps(config, 45)
+    assert lines[0] == "trainer.max_epochs = 1.5: learner.learning_rate.warmup_steps 30 -> 4"
+    assert config.learner.learning_rate.decay_steps == 45
+    scale_steps(config, 1)
+    assert (config.learner.learning_rate.warmup_steps, config.learner.learning_rate.decay_steps) == (0, 1)
+
+
+class Run:
+    """What scale_steps looks at."""
+
+    def __init__(self, *, learner: Config, trainer: Config):
+        self.parts = learner, trainer
