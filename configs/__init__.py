@@ -2,11 +2,13 @@
 
 A module of this package defines `CONFIGS: dict[str, Callable[[], Config]]`; each function returns a new config, and its
 docstring documents it. A user's own file is loaded the same way, `path/to/file.py:NAME`, with NAME a key of its CONFIGS
-or one of its functions. Nothing registers itself: the package is searched when a name is asked for.
+or one of its functions; a directory of published weights as hf:DIR, lora:DIR or qlora:DIR. Nothing registers itself: the
+package is searched when a name is asked for.
 
 Imports `framework.config`; the modules of named configs import the components that they name.
 """
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -39,13 +41,14 @@ def names() -> list[str]:
 
 
 def load(spec: str) -> Config:
-    """A new config by NAME, or by path/to/file.py:NAME. Raises ConfigError when there is no such name or function, or
-    the function's own, with the line that raised it; FileNotFoundError when there is no such file."""
+    """A new config by NAME, by path/to/file.py:NAME, or by hf:DIR. Raises ConfigError when there is no such name or
+    function, or the function's own, with the line that raised it; FileNotFoundError when there is no such file."""
     function = find(spec)
     try:
         config = function()
     except ConfigError as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == inspect.getfile(function)]
+        file = inspect.getfile(inspect.unwrap(getattr(function, "func", function)))
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
         where = "".join(f"  [{frame.filename}:{frame.lineno}]" for frame in frames[-1:])
         raise ConfigError(f"{error}{where}") from error
     if not isinstance(config, Config):
@@ -55,6 +58,9 @@ def load(spec: str) -> Config:
 
 def find(spec: str) -> ConfigFunction:
     """The function that makes the config of a spec; see `load`."""
+    kind, _, directory = spec.partition(":")
+    if directory and kind in (kinds := importlib.import_module("configs.finetune").KINDS):
+        return functools.partial(kinds[kind], directory)
     path, _, name = spec.rpartition(":") if not spec.endswith(".py") else (spec, "", "")
     if path.endswith(".py"):
         return _from_file(Path(path).expanduser().resolve(), name)

@@ -1,14 +1,16 @@
-"""Fine-tuning with adapters: LoRA (arXiv 2106.09685), and QLoRA (arXiv 2305.14314) by model.lora.base=nf4.
+"""Fine-tuning: of a directory of published weights (hf:DIR, lora:DIR, qlora:DIR; docs/finetune.md), and a toy.
 
-Every other named config takes adapters on the command line, see docs/configs.md.
+LoRA is arXiv 2106.09685, QLoRA arXiv 2305.14314. Every named config takes adapters on the command line.
 """
 
 from __future__ import annotations
 
-from configs.parts import adamw
+from configs import families
+from configs.parts import adamw, large
 from configs.tiny import stdlib_tiny
 from framework.config import Config, config_for
 from framework.layers.lora import LoRA
+from framework.pretrained import Pretrained
 
 
 def lora_tiny() -> Config:
@@ -31,4 +33,36 @@ def lora_tiny() -> Config:
     return config
 
 
+def full(path: str) -> Config:
+    """All weights of a Hugging Face directory train: bf16 with f32 master weights (float32 files: all in float32)."""
+    facts, _ = families.read(path)
+    model, family = families.model_of(path)
+    length = facts.get("max_position_embeddings") or facts["n_positions"]
+    dtype = model.param_dtype
+    config = large(model, seq_len=min(2048, length), batch=16, peak=1e-5, steps=1000, warmup=50)
+    if dtype == "float32":
+        config.model.param_dtype = config.model.compute_dtype = dtype
+        config.learner.master_dtype = config.learner.moment_dtype = None
+    config.pretrained = config_for(Pretrained, path=path, family=family, facts=facts)
+    config.memory.remat = "full"
+    config.trainer.save_every = config.trainer.eval_every = 200
+    return config
+
+
+def lora(path: str, base: str | None = None) -> Config:
+    """Adapters of rank 16 on all linear layers of a Hugging Face directory, whose own weights stay as they are."""
+    config = full(path)
+    config.model.lora = config_for(LoRA, rank=16, alpha=32.0, dropout=0.05, base=base)
+    config.learner.optimizer = adamw(peak=2e-4, steps=config.trainer.max_steps, warmup=50, weight_decay=0.0)
+    config.learner.rules = []
+    config.learner.master_dtype = config.learner.moment_dtype = None
+    return config
+
+
+def qlora(path: str) -> Config:
+    """The same with the linear layers' own weights in 4 bits."""
+    return lora(path, base="nf4")
+
+
 CONFIGS = {"lora-tiny": lora_tiny}
+KINDS = {"hf": full, "lora": lora, "qlora": qlora}

@@ -43,6 +43,7 @@ class Experiment:
         learner: optimizer, rules, clipping, averaging.
         memory: where state lives and what is recomputed.
         trainer: how long, how often, what is kept.
+        pretrained: a directory that the first weights come from; they are drawn without one.
         accelerator_rules: what differs by accelerator.
     """
 
@@ -55,6 +56,7 @@ class Experiment:
         trainer: Config,
         mesh: Config = config_for(MeshShape),
         memory: Config = config_for(Memory),
+        pretrained: Config | None = None,
         accelerator_rules: list[Config] = [],  # noqa: B006
     ):
         for rule in accelerator_rules:
@@ -65,6 +67,7 @@ class Experiment:
         self.learner: Learner = learner.instantiate(specs=self.model.parameter_specs())
         self.memory: Memory = memory.instantiate()
         self.trainer: TrainerOptions = trainer.instantiate()
+        self.pretrained = None if pretrained is None else pretrained.instantiate()
 
     def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
         """Raises ValueError, naming both numbers, when mesh, batch, model, memory and data do not fit each other.

@@ -7,7 +7,7 @@ May import: everything in framework but trainer and hooks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -91,29 +91,47 @@ class Program:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def init_function(self, seed: int) -> Callable[[], State]:
+    def made_of(self, precise: dict[str, jax.Array], *, unit: bool) -> dict[str, dict[str, jax.Array]]:
+        """Inside jit: all that the state holds of some parameters, {group: {path: array}}, cast and moved as the layout
+        says.
+
+        Args:
+            precise: by path, float32 or wider; those of one of `learner.init_parts`, or a frozen one.
+            unit: they are one layer's, without the leading axis.
+        """
+        groups = self._groups
+        if next(iter(precise)) in groups["frozen"]:
+            made = {"frozen": precise}
+        else:
+            made = self.experiment.learner.init_part(precise, unit=unit)
+        if "gradient" in groups and "parameter" in made:
+            made["gradient"] = jax.tree.map(jnp.zeros_like, made["parameter"])
+        return {
+            name: {path: store_leaf(groups[name][path], x.astype(groups[name][path].dtype)) for path, x in own.items()}
+            for name, own in made.items()
+        }
+
+    @cached_property
+    def _groups(self) -> dict[str, dict[str, TensorSpec]]:
+        return {name: flatten(tree) for name, tree in self.layout.specs.items()}
+
+    def nested(self, flat: dict[str, dict[str, jax.Array]]) -> State:
+        """{group: {path: array}} as the state's own tree."""
+        return {name: in_structure(tree, flat[name]) for name, tree in self.layout.specs.items()}
+
+    def init_function(self, seed: int, given: Collection[str] = ()) -> Callable[[], State]:
         """The function that makes the first state, straight into the layout when jitted with its shardings.
 
         A stack is made a layer at a time, and what lives on the host goes there at once: nothing is held twice.
+        Parameters that are `given` are zeros: who gives them overwrites them.
         """
-        learner, groups = self.experiment.learner, {name: flatten(tree) for name, tree in self.layout.specs.items()}
+        learner, groups = self.experiment.learner, self._groups
         specs = flatten(_uncast(self.experiment.model.parameter_specs()))
+        specs = {p: replace(s, initializer=jax.nn.initializers.zeros) if p in given else s for p, s in specs.items()}
 
         def part(key: jax.Array, paths: tuple[str, ...], layer: jax.Array | None = None) -> dict[str, Any]:
-            """All groups of some parameters, by group and path, cast and moved as the layout says."""
             precise = flatten(initialize(unflatten({path: specs[path] for path in paths}), key, layer))
-            if paths[0] in groups["frozen"]:
-                made = {"frozen": precise}
-            else:
-                made = learner.init_part(precise, unit=layer is not None)
-            if "gradient" in groups and "parameter" in made:
-                made["gradient"] = jax.tree.map(jnp.zeros_like, made["parameter"])
-            return {
-                name: {
-                    path: store_leaf(groups[name][path], x.astype(groups[name][path].dtype)) for path, x in own.items()
-                }
-                for name, own in made.items()
-            }
+            return self.made_of(precise, unit=layer is not None)
 
         def init() -> State:
             key, run_key = jax.random.split(jax.random.key(seed))
@@ -132,7 +150,7 @@ class Program:
             flat["buffer"] = {path: jnp.zeros(spec.shape, spec.dtype) for path, spec in groups["buffer"].items()}
             flat["counter"] = {"step": jnp.int32(0), "skipped": jnp.int32(0), "grad_norm": jnp.float32(0.0)}
             flat["counter"]["rng"] = jax.random.key_data(run_key)
-            return {name: in_structure(tree, flat[name]) for name, tree in self.layout.specs.items()}
+            return self.nested(flat)
 
         return init
 
@@ -143,14 +161,14 @@ class Program:
         zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
         return jax.jit(zeros, out_shardings=self.layout.shardings(specs))
 
-    def init_jit(self, seed: int | None = None) -> Any:
+    def init_jit(self, seed: int | None = None, given: Collection[str] = ()) -> Any:
         """`init_function`, jitted with the layout's shardings; the config's seed by default."""
         seed = self.experiment.trainer.seed if seed is None else seed
-        return jax.jit(self.init_function(seed), out_shardings=self.layout.shardings())
+        return jax.jit(self.init_function(seed, given), out_shardings=self.layout.shardings())
 
-    def init(self, seed: int | None = None) -> State:
+    def init(self, seed: int | None = None, given: Collection[str] = ()) -> State:
         """The state at step 0."""
-        return self.init_jit(seed)()
+        return self.init_jit(seed, given)()
 
     # --- training ----------------------------------------------------------------------------------------------------
 

@@ -108,7 +108,8 @@ class Trainer:
         if resume == "must" and not steps:
             raise FileNotFoundError(f"--resume=must, but {self.checkpointer.directory} holds no valid checkpoint")
         if not steps:
-            self.state = self.program.init()
+            pretrained = self.experiment.pretrained
+            self.state = self.program.init() if pretrained is None else pretrained.init(self.program)
             return 0
         step = self._restore()
         self._compare(force)

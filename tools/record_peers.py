@@ -31,8 +31,7 @@ def record(out: Path, seed: int) -> dict[str, Any]:
         results = theirs.compute(model, family, inputs)
         save(out / f"{name}.npz", inputs, results)
         families[name] = {
-            "model_type": family.model_type,
-            "config": family.theirs,
+            "config": family.facts,
             "loss": float(results.loss),
             "losses": [float(loss) for loss in results.losses],
             "float32_against_float64": rounding,

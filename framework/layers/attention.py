@@ -36,6 +36,7 @@ class Attention(Layer):
         qk_norm: a norm applied to each head's query and key before the rotation.
         window: attend to the last `window` positions only.
         softcap: logits become softcap * tanh(logits / softcap).
+        scale: of logits; None means H ** -0.5.
         implementation: "auto" chooses splash on TPU, cuDNN on GPU, XLA elsewhere.
     """
 
@@ -53,6 +54,7 @@ class Attention(Layer):
         qk_norm: Config | None = None,
         window: PositiveInt | None = None,
         softcap: PositiveFloat | None = None,
+        scale: PositiveFloat | None = None,
         implementation: Implementation = "auto",
     ):
         if head_dim is None and dim % num_heads:
@@ -68,6 +70,7 @@ class Attention(Layer):
                 f"nearest: {nearest_divisors(num_heads, self.num_kv_heads)}"
             )
         self.window, self.softcap = window, softcap
+        self.query_factor = None if scale is None else scale * self.head_dim**0.5  # the kernels' own scale is H ** -0.5
         self.implementation: Implementation = implementation
         inner, inner_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         into = {"inputs": dim, "mesh_axes": ("fsdp", "model"), "roles": ("in", "heads")}
@@ -121,6 +124,8 @@ class Attention(Layer):
         if self.rotary is not None:
             positions_BS = ctx.batch.get("positions", jnp.arange(length)[None])
             q_BSNH, k_BSKH = self.rotary(positions_BS, q_BSNH, k_BSKH)
+        if self.query_factor is not None:
+            q_BSNH = q_BSNH * jnp.asarray(self.query_factor, q_BSNH.dtype)
         q_BSNH = checkpoint_name(q_BSNH, "query")
         k_BSKH, v_BSKH = checkpoint_name(k_BSKH, "key"), checkpoint_name(v_BSKH, "value")
         if layer_state:

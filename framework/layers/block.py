@@ -1,9 +1,11 @@
-"""The pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+"""The pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)); Gemma 2 norms each branch twice.
 
 May import: framework.config, other layers.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 
@@ -23,6 +25,7 @@ class Block(Layer):
         attention: config of the first branch.
         mlp: config of the second branch.
         norm: config of the norm before each branch.
+        post_norm: another norm, of each branch's output; none by default.
         dropout: rate, on each branch's output, in training.
         output_init_scale: multiplies the initial weight of each branch's last projection; given by the stack.
     """
@@ -34,6 +37,7 @@ class Block(Layer):
         attention: Config = config_for(Attention),
         mlp: Config = config_for(MLP),
         norm: Config = config_for(RMSNorm),
+        post_norm: Config | None = None,
         dropout: Fraction = 0.0,
         output_init_scale: float = 1.0,
     ):
@@ -41,6 +45,9 @@ class Block(Layer):
         self.mlp = mlp.instantiate(dim=dim, output_init_scale=output_init_scale)
         self.attention_norm = norm.instantiate(dim=dim)
         self.mlp_norm = norm.instantiate(dim=dim)
+        self.post_norms: dict[str, Any] = {}
+        if post_norm is not None:
+            self.post_norms = {f"{name}_post_norm": post_norm.instantiate(dim=dim) for name in ("attention", "mlp")}
         self.dropout = dropout
 
     def children(self) -> dict[str, Layer]:
@@ -50,6 +57,7 @@ class Block(Layer):
             "attention": self.attention,
             "mlp_norm": self.mlp_norm,
             "mlp": self.mlp,
+            **self.post_norms,
         }
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
@@ -63,5 +71,8 @@ class Block(Layer):
                 h_BSD = norm(weights[f"{name}_norm"], x_BSD, ctx)
             with jax.named_scope(name):
                 h_BSD, outs[name] = branch.apply(weights[name], h_BSD, ctx.fold(name), layer_state.get(name, {}))
+            if post_norm := self.post_norms.get(f"{name}_post_norm"):
+                with jax.named_scope(f"{name}_post_norm"):
+                    h_BSD = post_norm(weights[f"{name}_post_norm"], h_BSD, ctx)
             x_BSD = x_BSD + ctx.dropout(h_BSD, self.dropout, name)
         return x_BSD, Out.merge(outs)

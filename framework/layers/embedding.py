@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from framework.config import Config, Fraction, PositiveInt, config_for
+from framework.config import Config, Fraction, PositiveFloat, PositiveInt, config_for
 from framework.layers.base import Context, Layer, Out
 from framework.layout import Nested, ParameterSpec
 
@@ -20,6 +20,7 @@ class Embedding(Layer):
         vocab_size: V, given by the model.
         dim: D, given by the model.
         max_positions: number of learned positions; None for models that have none (rotary).
+        scale: multiplies the token embeddings (Gemma: sqrt(D)); None for none.
         dropout: rate, on the sum, in training.
         init: initializer of both tables.
     """
@@ -30,10 +31,12 @@ class Embedding(Layer):
         vocab_size: PositiveInt,
         dim: PositiveInt,
         max_positions: PositiveInt | None = None,
+        scale: PositiveFloat | None = None,
         dropout: Fraction = 0.0,
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
     ):
         self.vocab_size, self.dim, self.max_positions, self.dropout = vocab_size, dim, max_positions, dropout
+        self.scale = scale
         self._init = init.instantiate()
 
     def own_specs(self) -> dict[str, ParameterSpec]:
@@ -66,6 +69,8 @@ class Embedding(Layer):
         """ctx.batch["tokens"] int32[B, S] -> x_BSD in the compute dtype."""
         tokens_BS = ctx.batch["tokens"]
         x_BSD = jnp.take(weights["token"], tokens_BS, axis=0)
+        if self.scale is not None:
+            x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
         if self.max_positions is not None:
             positions_BS = ctx.batch.get("positions")
             if positions_BS is None:

@@ -19,22 +19,22 @@ class RMSNorm(Layer):
     Args:
         dim: size of the last axis.
         eps: added under the root.
+        zero_centered: what is stored is scale - 1, as in Gemma: weight decay pulls to the identity.
     """
 
-    def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-6):
-        self.dim, self.eps = dim, eps
+    def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-6, zero_centered: bool = False):
+        self.dim, self.eps, self.offset = dim, eps, int(zero_centered)
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """scale [dim], ones at first."""
-        return {
-            "scale": ParameterSpec((self.dim,), "float32", initializer=jax.nn.initializers.ones, roles=("channel",))
-        }
+        """scale [dim]: ones at first, or zeros if zero_centered."""
+        initializer = jax.nn.initializers.constant(1 - self.offset)
+        return {"scale": ParameterSpec((self.dim,), "float32", initializer=initializer, roles=("channel",))}
 
     def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """x [..., dim] -> the same shape and dtype."""
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (y * weights["scale"].astype(y.dtype)).astype(x.dtype)
+        return (y * (self.offset + weights["scale"].astype(y.dtype))).astype(x.dtype)
 
 
 class LayerNorm(Layer):

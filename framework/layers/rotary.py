@@ -39,6 +39,17 @@ class Llama3Scaling:
         return (1 - smooth) * frequencies / self.factor + smooth * frequencies
 
 
+class LinearScaling:
+    """All positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    def __init__(self, *, factor: PositiveFloat):
+        self.factor = factor
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        """Angular frequencies [H/2], radians per position -> the scaled ones."""
+        return frequencies / self.factor
+
+
 class Rotary:
     """Turns pairs of elements of queries and keys by angles proportional to the position.
 

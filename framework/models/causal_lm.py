@@ -55,23 +55,25 @@ class CausalLM:
         self.stack: Stack = stack.instantiate(dim=dim)
         self.head: LMHead = head.instantiate(dim=dim, vocab_size=vocab_size)
         self.stages: dict[str, Layer] = {"embed": self.embed, "stack": self.stack, "head": self.head}
+        self.base_specs: dict[str, ParameterSpec] = flatten(self._specs())  # by path; without adapters, as published
         self.lora: LoRA | None = None if lora is None else lora.instantiate()
         if self.lora is not None:
             self.lora.wrap({**self.stages, "stack": self.stack.unit})
         # {path where a stage reads: path where the parameter lives}. The gradient of a tie is the sum of its uses'.
         self.ties: dict[str, str] = {"head/table": "embed/token"} if self.head.tied else {}
 
+    def _specs(self) -> Nested:
+        specs = {name: stage.parameter_specs() for name, stage in self.stages.items()}
+        return {**specs, "shared": self.stack.shared_specs()} if self.stack.shared_specs() else specs
+
     def parameter_specs(self) -> Nested:
         """{stage: nested dict of ParameterSpec} in `param_dtype`; what the stack's units share is "shared"."""
-        specs = {name: stage.parameter_specs() for name, stage in self.stages.items()}
-        if self.stack.shared_specs():
-            specs["shared"] = self.stack.shared_specs()
 
         def in_model(spec: ParameterSpec) -> ParameterSpec:
             spec = spec if spec.own_dtype else replace(spec, dtype=self.param_dtype)
             return spec if self.lora is None else replace(spec, trainable="rank" in spec.roles)  # adapters alone
 
-        return jax.tree.map(in_model, specs)
+        return jax.tree.map(in_model, self._specs())
 
     def buffer_specs(self) -> Nested:
         """{stage: nested dict of TensorSpec}, stages without buffers left out."""

@@ -1,20 +1,18 @@
-"""The shapes that are compared with `transformers`: each as a transformers config and as ours, made by `configs.parts`.
+"""The shapes that are compared with `transformers`: each a config.json, read by both.
 
 Tiny, but nothing is degenerate: head counts differ, no two widths are alike where a mistake could hide, and both sides
-of every threshold of the rotary scaling are in reach. May import: framework, configs, names; neither torch nor
-transformers.
+of every threshold of the rotary scaling are in reach. May import: framework, configs; neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from configs.parts import gpt2_model, llama_model
-from framework.config import Config, config_for
-from framework.layers.rotary import Llama3Scaling
-from tools.peers.names import Source, gpt2_sources, llama_sources
+from configs.families import family_of
+from framework import pretrained
+from framework.config import Config
 
 LAYERS, VOCAB, SEQ_LEN, BATCH = 2, 96, 20, 2
 GPT2_POSITIONS = 32
@@ -25,109 +23,67 @@ class Family:
     """One shape.
 
     Args:
-        name: of the family and of its recorded file.
-        model_type: transformers' name of the architecture.
-        theirs: fields of the transformers config; JSON data.
-        ours: makes our model config, float32.
-        sources: where each of our parameters comes from.
+        name: of the recorded file.
+        facts: config.json; transformers builds its model from it, and so do we.
         no_gradient: our parameters whose gradient is zero in exact arithmetic, so that only its size can be compared.
     """
 
     name: str
-    model_type: str
-    theirs: dict[str, Any]
-    ours: Callable[[], Config]
-    sources: dict[str, Source]
+    facts: dict[str, Any]
     no_gradient: tuple[str, ...] = ()
+
+    @property
+    def mapping(self) -> pretrained.Family:
+        """Names of tensors."""
+        return family_of(self.facts)()
+
+    def ours(self) -> Config:
+        """Our model, in float32."""
+        return self.mapping.model(self.facts)
+
+    @cached_property
+    def places(self) -> dict[str, list[pretrained.Source]]:
+        """Where each of our parameters comes from."""
+        return self.mapping.places(self.ours().instantiate())
 
 
 def _gpt2() -> Family:
-    dim, heads = 32, 4
-    return Family(
-        name="gpt2",
-        model_type="gpt2",
-        theirs={
-            "vocab_size": VOCAB,
-            "n_positions": GPT2_POSITIONS,
-            "n_embd": dim,
-            "n_layer": LAYERS,
-            "n_head": heads,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
-        ours=lambda: gpt2_model(layers=LAYERS, heads=heads, dim=dim, vocab_size=VOCAB, positions=GPT2_POSITIONS),
-        sources=gpt2_sources(),
-        # It adds the same to all logits of a query, which softmax does not see. (Rotation makes it matter elsewhere.)
-        no_gradient=("stack/block0/attention/key/bias",),
-    )
-
-
-def _llama(
-    name: str,
-    model_type: str,
-    *,
-    dim: int = 32,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int | None = None,
-    hidden: int = 80,
-    theta: float = 10_000.0,
-    eps: float,
-    tied: bool = False,
-    scaling: dict[str, Any] | None = None,
-) -> Family:
-    theirs = {
+    facts = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
         "vocab_size": VOCAB,
-        "hidden_size": dim,
-        "intermediate_size": hidden,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": eps,
-        "rope_theta": theta,
-        "tie_word_embeddings": tied,
+        "n_positions": GPT2_POSITIONS,
+        "n_embd": 32,
+        "n_layer": LAYERS,
+        "n_head": 4,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    if head_dim is not None:
-        theirs["head_dim"] = head_dim
-    if scaling is not None:
-        theirs["rope_scaling"] = scaling
-    qkv_bias = model_type == "qwen2"
-
-    def ours() -> Config:
-        model = llama_model(
-            layers=LAYERS,
-            heads=heads,
-            kv_heads=kv_heads,
-            dim=dim,
-            hidden=hidden,
-            vocab_size=VOCAB,
-            theta=theta,
-            eps=eps,
-            qkv_bias=qkv_bias,
-            tied=tied,
-            rope_scaling=None if scaling is None else llama3_scaling(scaling),
-        )
-        model.stack.pattern[0].attention.head_dim = head_dim
-        return model
-
-    return Family(name, model_type, theirs, ours, llama_sources(tied=tied, qkv_bias=qkv_bias))
+    # It adds the same to all logits of a query, which softmax does not see. (Rotation makes it matter elsewhere.)
+    return Family("gpt2", facts, no_gradient=("stack/block0/attention/key/bias",))
 
 
-def llama3_scaling(theirs: dict[str, Any]) -> Config:
-    """Our config of transformers' `rope_scaling` of type "llama3"."""
-    return config_for(
-        Llama3Scaling,
-        factor=theirs["factor"],
-        low_freq_factor=theirs["low_freq_factor"],
-        high_freq_factor=theirs["high_freq_factor"],
-        original_length=theirs["original_max_position_embeddings"],
-    )
+def _llama(name: str, architecture: str = "LlamaForCausalLM", **fields: Any) -> Family:
+    facts = {
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 80,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return Family(name, facts | fields)
 
 
 # Wavelengths of the eight frequencies: 6.3 (kept), 20 and 63 (between the thresholds 16 and 64), 199 and up (slowed).
@@ -139,14 +95,30 @@ _SCALING = {
     "original_max_position_embeddings": 64,
 }
 
+_QWEN: dict[str, Any] = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6}
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         _gpt2(),
-        _llama("llama", "llama", eps=1e-5),
-        _llama("llama3-scaled", "llama", head_dim=16, hidden=48, kv_heads=1, eps=1e-5, scaling=_SCALING),
-        _llama("qwen2-tied", "qwen2", theta=1_000_000.0, eps=1e-6, tied=True),
-        _llama("qwen2-untied", "qwen2", heads=8, kv_heads=4, theta=1_000_000.0, eps=1e-6),
+        _llama("llama"),
+        _llama("llama3-scaled", head_dim=16, intermediate_size=48, num_key_value_heads=1, rope_scaling=_SCALING),
+        _llama("mistral", "MistralForCausalLM", sliding_window=7),
+        _llama("qwen2-tied", "Qwen2ForCausalLM", tie_word_embeddings=True, **_QWEN),
+        _llama("qwen2-untied", "Qwen2ForCausalLM", num_attention_heads=8, num_key_value_heads=4, **_QWEN),
+        _llama("qwen3", "Qwen3ForCausalLM", head_dim=16, tie_word_embeddings=True, **_QWEN),
+        _llama(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            num_hidden_layers=4,
+            intermediate_size=40,
+            head_dim=8,
+            sliding_window=7,
+            query_pre_attn_scalar=10,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+            hidden_activation="gelu_pytorch_tanh",
+            tie_word_embeddings=True,
+        ),
     )
 }
 

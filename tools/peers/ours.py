@@ -1,6 +1,6 @@
 """What we compute: the same weights and inputs through the parts that training uses.
 
-May import: framework, families, names, recording.
+May import: framework, configs, families, recording.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from configs.families.llama import rope
 from framework.config import Config, config_for
 from framework.data.packing import Batch
 from framework.data.pipeline import DataPipeline
@@ -20,16 +21,35 @@ from framework.data.tokenizers import NoTokenizer
 from framework.experiment import Experiment
 from framework.layers.base import Context
 from framework.layers.rotary import Rotary
-from framework.layout import Nested, flatten
+from framework.layout import Nested, flatten, unflatten
 from framework.learner import Learner
 from framework.models.causal_lm import CausalLM
 from framework.program import Program
 from framework.schedules.after_backward import accumulated_gradients
 from framework.schedules.step import training_context
 from framework.trainer_options import TrainerOptions
-from tools.peers.families import BATCH, LAYERS, SEQ_LEN, VOCAB, Family, llama3_scaling
-from tools.peers.names import to_ours
+from tools.peers.families import BATCH, SEQ_LEN, VOCAB, Family
 from tools.peers.recording import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Inputs, Results, Tensors
+
+
+def to_ours(family: Family, tensors: Tensors) -> Nested:
+    """transformers' tensors (weights, gradients, whatever has one value per element) as our nested arrays.
+
+    Raises:
+        ValueError: a tensor is left over, so the map is not complete.
+    """
+    pieces, flat, specs = dict.fromkeys(tensors, 0.0), {}, family.ours().instantiate().base_specs
+    for path, sources in family.places.items():
+        shape = specs[path].shape if specs[path].num_layers is None else specs[path].shape[1:]
+        whole = tuple(slice(None) for _ in shape)
+        parts = [source.take(tensors[source.name], shape, whole) for source in sources]
+        flat[path] = parts[0] if specs[path].num_layers is None else np.stack(parts)
+        for source in sources:
+            pieces[source.name] += 1 / source.piece[1]
+    wrong = [name for name, share in pieces.items() if not np.isclose(share, 1.0)]
+    if wrong:
+        raise ValueError(f"these tensors of transformers do not end up once each in our parameters: {wrong}")
+    return unflatten(flat)
 
 
 def parameters(family: Family, model: CausalLM, tensors: Tensors) -> Nested:
@@ -38,7 +58,7 @@ def parameters(family: Family, model: CausalLM, tensors: Tensors) -> Nested:
     Raises:
         ValueError: a tensor has no place, or a parameter of the model is not filled, or not by its shape.
     """
-    params = to_ours(family.sources, tensors, LAYERS)
+    params = to_ours(family, tensors)
     expected = {path: spec.shape for path, spec in flatten(model.parameter_specs()).items()}
     actual = {path: array.shape for path, array in flatten(params).items()}
     if expected != actual:
@@ -118,7 +138,7 @@ def train(program: Program, params: Nested, inputs: Inputs) -> tuple[np.ndarray,
 
 
 def _rotary(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> Rotary:
-    ours = None if scaling is None else llama3_scaling(scaling)
+    theta, ours = rope({"rope_theta": theta, "rope_scaling": scaling})
     return config_for(Rotary, theta=theta, scaling=ours).instantiate(head_dim=head_dim)
 
 
@@ -139,7 +159,7 @@ def rotated(
 def relative_errors(family: Family, ours: Nested, theirs: Results) -> dict[str, float]:
     """||ours - theirs|| / ||theirs|| of each gradient; a gradient that is zero in exact arithmetic is measured against
     the norm of all."""
-    expected = flatten(to_ours(family.sources, theirs.gradients, LAYERS))
+    expected = flatten(to_ours(family, theirs.gradients))
     total = float(np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in expected.values())))
     errors = {}
     for path, gradient in flatten(ours).items():

@@ -1,6 +1,6 @@
 """What torch and transformers compute, on the CPU. The only file here that imports them.
 
-May import: families, names, recording, torch, transformers.
+May import: families, ours, recording, torch, transformers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from framework.layout import flatten
-from tools.peers.families import LAYERS, ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, Family
-from tools.peers.names import to_ours
+from tools.peers.families import ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, Family
+from tools.peers.ours import to_ours
 from tools.peers.recording import (
     BETAS,
     CLIP,
@@ -54,16 +54,21 @@ def build(family: Family, seed: int) -> Model:
             elif name.endswith("bias"):
                 value = 0.2 * noise
             else:
-                value = 1.0 + 0.25 * noise
+                value = _ones(model) + 0.25 * noise
             parameter.copy_(value.half().float())
     return model
 
 
 def _empty(family: Family) -> Model:
     # A copy: transformers completes the dict of the rotary scaling in place.
-    config = transformers.AutoConfig.for_model(family.model_type, **copy.deepcopy(family.theirs))
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(family.facts))
     # Eager: attention written out, rather than one fused operation.
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def _ones(model: Model) -> float:
+    """What a norm's scale is at first; Gemma stores the difference from one."""
+    return 0.0 if model.config.model_type == "gemma2" else 1.0
 
 
 @contextmanager
@@ -93,7 +98,7 @@ def compute(model: Model, family: Family, inputs: Inputs) -> Results:
     packed_logits = _packed_logits(model, inputs)
     losses = _train(model, inputs)
     moved = {name: p - weights[name] for name, p in _numpy(dict(model.named_parameters())).items()}
-    ours = flatten(to_ours(family.sources, moved, LAYERS))
+    ours = flatten(to_ours(family, moved))
     norms = {path: np.asarray(np.linalg.norm(array.astype(np.float64)), np.float32) for path, array in ours.items()}
     return Results(weights, logits, loss, gradients, packed_logits, losses, norms)
 
@@ -170,7 +175,7 @@ def rounding(family: Family, model: Model, inputs: Inputs) -> dict[str, float]:
     """What float32 costs torch itself: relative differences from the same computation in float64."""
     logits, loss, gradients = gradients_of(model, inputs)
     logits64, loss64, gradients64 = compute_wide(model, family, inputs)
-    skipped = {name for path in family.no_gradient for name in family.sources[path].names(LAYERS)}
+    skipped = {source.name for path in family.no_gradient for source in family.places[path]}
     return {
         "logits": _relative(logits, logits64),
         "loss": _relative(loss, loss64),

@@ -1,0 +1,69 @@
+"""Gemma 2 (arXiv 2408.00118): norms around each branch, capped logits, layers of local and global attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.families.llama import activation, common_facts, decoder_names, rope, with_windows
+from configs.parts import llama_model
+from framework.config import Config, config_for
+from framework.layers.norm import RMSNorm
+from framework.pretrained import Family
+
+
+class Gemma2(Family):
+    """Gemma2ForCausalLM."""
+
+    architectures = ("Gemma2ForCausalLM",)
+    names = decoder_names(
+        attention_norm="input_layernorm",
+        attention_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    )
+
+    def model(self, facts: dict[str, Any]) -> Config:
+        """As Family.model."""
+        heads, dim, layers = facts["num_attention_heads"], facts["hidden_size"], facts["num_hidden_layers"]
+        theta, scaling = rope(facts)
+        eps, head_dim = facts.get("rms_norm_eps", 1e-6), facts.get("head_dim", 256)
+        model = llama_model(
+            layers=layers,
+            heads=heads,
+            kv_heads=facts.get("num_key_value_heads", 4),
+            dim=dim,
+            hidden=facts["intermediate_size"],
+            vocab_size=facts["vocab_size"],
+            theta=theta,
+            eps=eps,
+            qkv_bias=facts.get("attention_bias", False),
+            tied=facts.get("tie_word_embeddings", True),
+            rope_scaling=scaling,
+        )
+        model.embed.scale = dim**0.5
+        block, norm = model.stack.pattern[0], config_for(RMSNorm, eps=eps, zero_centered=True)
+        block.norm, block.post_norm, model.head.norm = norm, norm.copy(), norm.copy()
+        block.attention.output_bias = block.attention.linear.bias
+        block.attention.head_dim = head_dim
+        block.attention.softcap = facts.get("attn_logit_softcapping", 50.0)
+        scale = facts.get("query_pre_attn_scalar", 256) ** -0.5
+        block.attention.scale = None if scale == head_dim**-0.5 else scale
+        block.mlp.activation = activation(facts.get("hidden_activation") or "gelu_pytorch_tanh")
+        model.head.softcap = facts.get("final_logit_softcapping", 30.0)
+        kinds = facts.get("layer_types") or (["sliding_attention", "full_attention"] * layers)[:layers]
+        window = facts.get("sliding_window", 4096)
+        return with_windows(model, [window if kind == "sliding_attention" else None for kind in kinds])
+
+    def facts(self, model: Config) -> dict[str, Any]:
+        """As Family.facts."""
+        facts, attention = common_facts(model), model.stack.pattern[0].attention
+        scalar = facts["head_dim"] if attention.scale is None else attention.scale**-2
+        return facts | {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "hidden_activation": facts.pop("hidden_act"),
+            "attention_bias": attention.linear.bias,
+            "attn_logit_softcapping": attention.softcap,
+            "final_logit_softcapping": model.head.softcap,
+            "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
+        }

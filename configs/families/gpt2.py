@@ -1,0 +1,71 @@
+"""GPT-2 (Radford et al. 2019). Its Conv1D keeps [in, out] as we do; query, key and value are one matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.families.llama import activation, activation_fact
+from configs.parts import gpt2_model
+from framework.config import Config
+from framework.pretrained import Family, Source
+
+_LAYER = "transformer.h.{layer}"
+
+
+def _names() -> dict[str, Source]:
+    names = {"embed/token": Source("transformer.wte.weight"), "embed/position": Source("transformer.wpe.weight")}
+    for ours, theirs in (("scale", "weight"), ("bias", "bias")):
+        names[f"head/norm/{ours}"] = Source(f"transformer.ln_f.{theirs}")
+        names[f"attention_norm/{ours}"] = Source(f"{_LAYER}.ln_1.{theirs}")
+        names[f"mlp_norm/{ours}"] = Source(f"{_LAYER}.ln_2.{theirs}")
+    for kind in ("weight", "bias"):
+        for index, name in enumerate(("query", "key", "value")):
+            names[f"attention/{name}/{kind}"] = Source(f"{_LAYER}.attn.c_attn.{kind}", piece=(index, 3))
+        names[f"attention/output/{kind}"] = Source(f"{_LAYER}.attn.c_proj.{kind}")
+        names[f"mlp/up/{kind}"] = Source(f"{_LAYER}.mlp.c_fc.{kind}")
+        names[f"mlp/down/{kind}"] = Source(f"{_LAYER}.mlp.c_proj.{kind}")
+    return names
+
+
+class GPT2(Family):
+    """GPT2LMHeadModel. Dropout, which its config.json may ask for, is left to `model.*.dropout`."""
+
+    architectures = ("GPT2LMHeadModel",)
+    names = _names()
+    ignored = r"\.attn\.(masked_)?bias$"  # the causal mask
+
+    def model(self, facts: dict[str, Any]) -> Config:
+        """As Family.model."""
+        if facts.get("scale_attn_by_inverse_layer_idx") or not facts.get("scale_attn_weights", True):
+            raise ValueError("config.json: attention logits are scaled in a way that is not supported here")
+        dim = facts["n_embd"]
+        model = gpt2_model(
+            layers=facts["n_layer"],
+            heads=facts["n_head"],
+            dim=dim,
+            vocab_size=facts["vocab_size"],
+            positions=facts["n_positions"],
+        )
+        block, eps = model.stack.pattern[0], facts.get("layer_norm_epsilon", 1e-5)
+        block.norm.eps = model.head.norm.eps = eps
+        block.mlp.hidden = facts.get("n_inner") or 4 * dim
+        block.mlp.activation = activation(facts.get("activation_function", "gelu_new"))
+        model.head.tied = facts.get("tie_word_embeddings", True)
+        return model
+
+    def facts(self, model: Config) -> dict[str, Any]:
+        """As Family.facts."""
+        block = model.stack.pattern[0]
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": model.vocab_size,
+            "n_positions": model.embed.max_positions,
+            "n_embd": model.dim,
+            "n_layer": model.stack.num_layers,
+            "n_head": block.attention.num_heads,
+            "n_inner": block.mlp.hidden,
+            "activation_function": activation_fact(block.mlp.activation),
+            "layer_norm_epsilon": block.norm.eps,
+            "tie_word_embeddings": model.head.tied,
+        }
