@@ -2,8 +2,8 @@
 
 A module of this package defines `CONFIGS: dict[str, Callable[[], Config]]`; each function returns a new config, and its
 docstring documents it. A user's own file is loaded the same way, `path/to/file.py:NAME`, with NAME a key of its CONFIGS
-or one of its functions; a directory of published weights as hf:DIR, lora:DIR or qlora:DIR. Nothing registers itself: the
-package is searched when a name is asked for.
+or one of its functions; a directory of published weights as hf:DIR, lora:DIR or qlora:DIR. Nothing registers itself:
+the package is searched when a name is asked for.
 
 Imports `framework.config`; the modules of named configs import the components that they name.
 """

@@ -117,6 +117,7 @@ FAMILIES: dict[str, Family] = {
             attn_logit_softcapping=2.0,
             final_logit_softcapping=3.0,
             hidden_activation="gelu_pytorch_tanh",
+            pad_token_id=None,  # torch gives the input embedding of a padding token no gradient
             tie_word_embeddings=True,
         ),
     )
