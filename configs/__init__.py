@@ -19,7 +19,8 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from framework.config import Config, ConfigError, did_you_mean, nearest
+from framework.config import Config, ConfigError, did_you_mean
+from framework.config_names import nearest
 
 ConfigFunction = Callable[[], Config]
 

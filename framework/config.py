@@ -9,10 +9,9 @@ of the fields. A parameter whose hint mentions `Config` receives the config itse
 once it knows what to tell it (`attention.instantiate(dim=dim)`), so that a width is written once. A config given to any
 other parameter (a schedule as optax's `learning_rate`) is built first, and the object is passed.
 
-A config owns its values: what is set into it is copied, so no two places share one child by accident.
-
-Imports the `framework.config_*` modules. Follows axlearn's configs (nested, strict, did-you-mean) over ml_collections'
-ConfigDict (attribute access, iteration).
+A config owns its values: what is set into it is copied, so no two places share one child by accident. Follows axlearn's
+configs (nested, strict, did-you-mean) over ml_collections' ConfigDict (attribute access, iteration).
+Imports the `framework.config_*` modules.
 """
 
 import functools
@@ -23,19 +22,7 @@ from typing import Annotated, Any, Literal
 import annotated_types as at
 
 from framework import config_names
-from framework.config_errors import (  # noqa: F401 (re-exported)
-    ConfigError,
-    FieldRangeError,
-    FieldTypeError,
-    MissingFieldError,
-    UnknownFieldError,
-    UntrustedNameError,
-    did_you_mean,
-    join,
-    nearest,
-    show,
-)
-from framework.config_names import name_of
+from framework.config_names import ConfigError, FieldError, FieldTypeError, did_you_mean, join, name_of, show
 from framework.config_schema import (
     ABSENT,
     REQUIRED,
@@ -44,10 +31,11 @@ from framework.config_schema import (
     accepts_config,
     convert,
     element_hint,
+    literal,
     mentions_config,
+    parse_text,
     schema,
 )
-from framework.config_text import literal, parse_text
 
 PositiveInt = Annotated[int, at.Gt(0)]
 NonNegativeInt = Annotated[int, at.Ge(0)]
@@ -59,8 +47,8 @@ DType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
-    """A config of a class or function: its defaults, and `fields` set one by one. Raises ConfigError, also when the
-    target has no name to store or no signature to read."""
+    """A config of a class or function: its defaults, and `fields` set one by one. Raises ConfigError, also for a target
+    without a name to store or a signature to read."""
     config_names.remember(target)
     config = Config(target)
     for name, value in fields.items():
@@ -69,7 +57,7 @@ def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
 
 
 def reference(name: str) -> Any:
-    """The very object of a dotted name, not the result of a call: `config_for(reference, name="jax.nn.gelu")`."""
+    """The very object of a dotted name, not what it returns: `config_for(reference, name="jax.nn.gelu")`."""
     return config_names.resolve(name)
 
 
@@ -91,7 +79,6 @@ class Config(ConfigBase):
     _path: str | None  # known once an enclosing config hands this one to its constructor
 
     def __init__(self, target: Callable[..., Any], fields: Mapping[str, Any] | None = None, path: str | None = None):
-        """`fields`: values that were checked before; the defaults when None."""
         super().__init__(type_safe=False, convert_dict=False, sort_keys=False)
         known = _schema_of(target)
         if fields is None:
@@ -102,7 +89,7 @@ class Config(ConfigBase):
 
     @property
     def update(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The field of that name, where the target has one. ConfigDict's method `update` is given up for it."""
+        """The field of that name. ConfigDict's method `update` is given up for it."""
         return self["update"]
 
     def _at(self, name: str) -> str:
@@ -112,7 +99,7 @@ class Config(ConfigBase):
     def _field(self, name: str, path: str | None = None) -> Field:
         if name not in self._schema:
             message = f"no such field in {name_of(self._target)}{did_you_mean(str(name), self._schema)}"
-            raise UnknownFieldError(message, path=path or self._at(name))
+            raise FieldError(message, path=path or self._at(name))
         return self._schema[name]
 
     def __getattr__(self, name: str) -> Any:
@@ -121,10 +108,10 @@ class Config(ConfigBase):
         return self[name]
 
     def __getitem__(self, key: str) -> Any:
-        default = self._field(key).default
-        if key not in self._fields and default is REQUIRED:
-            raise MissingFieldError("required, and not set", path=self._at(key))
-        return self._fields.get(key, default)
+        value = self._fields.get(key, self._field(key).default)
+        if value is REQUIRED:
+            raise FieldError("required, and not set", path=self._at(key))
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
         """The field, or `default` while it is unset. Unlike a dict's, it refuses names that are no field."""
@@ -135,10 +122,10 @@ class Config(ConfigBase):
         self[name] = value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._fields[key] = self._checked(key, value, self._at(key))
+        self._fields[key] = self._checked(key, value)
 
-    def _checked(self, name: str, value: Any, path: str) -> Any:
-        return convert(self._field(name, path).hint, value, path)
+    def _checked(self, name: str, value: Any, path: str | None = None) -> Any:
+        return convert(self._field(name, path).hint, value, path or self._at(name))
 
     def __delitem__(self, key: str) -> None:
         """Back to the default; a field without one is unset again."""
@@ -178,18 +165,17 @@ class Config(ConfigBase):
     def instantiate(self, **late: Any) -> Any:
         """Builds the object. `late` completes or overrides the fields, with any Python objects.
 
-        Raises:
-            MissingFieldError: lists all required fields of this level that are still unset.
-            ConfigError: a constructor raised ValueError; the dotted path precedes its text, and it is the cause.
+        Raises ConfigError: required fields of this level are still unset (it lists all), or a constructor raised
+        ValueError: the dotted path precedes its text, and it is the cause.
         """
         name, path, known = name_of(self._target), self._path or "", self._schema
         for key in late:
             self._field(key)
         if missing := self.missing(*late):
-            raise MissingFieldError(f"{name}: required, and not set: {', '.join(missing)}", path=path)
+            raise FieldError(f"{name}: required, and not set: {', '.join(missing)}", path=path)
         values = {
             # Checked again, since a list or dict can be changed in place.
-            key: _build(self._checked(key, value, self._at(key)), join(path, key), mentions_config(known[key].hint))
+            key: _build(self._checked(key, value), join(path, key), mentions_config(known[key].hint))
             for key, value in self._ordered_fields.items()
             if key not in late
         }
@@ -214,19 +200,19 @@ class Config(ConfigBase):
                 value = value.get(part, REQUIRED)
             elif isinstance(value, list | tuple):
                 if not part.isdecimal() or int(part) >= len(value):
-                    raise UnknownFieldError(f"no such index; {outer} has {len(value)} elements", path=done)
+                    raise FieldError(f"no such index; {outer} has {len(value)} elements", path=done)
                 keys.append(int(part))
                 value = value[int(part)]
             else:
                 state = "is not set" if value is REQUIRED else f"is {show(value)}"
-                raise UnknownFieldError(f"{outer} {state}, and has no fields", path=done)
+                raise FieldError(f"{outer} {state}, and has no fields", path=done)
         return node, name, keys, value
 
     def get_path(self, path: str) -> Any:
         """The value at `"model.stack.pattern.0.num_heads"`: names lead into configs and dicts, numbers into lists."""
         value = self._walk_to(path)[-1]
         if value is REQUIRED:
-            raise MissingFieldError("not set", path=path)
+            raise FieldError("not set", path=path)
         return value
 
     def set_path(self, path: str, value: Any) -> None:
@@ -259,7 +245,7 @@ class Config(ConfigBase):
 
     def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]:
         """Plain JSON data: {"$class": "framework.layers.linear.Linear", "out": 8, ...}, in signature order."""
-        fields = {name: self._checked(name, value, self._at(name)) for name, value in self._ordered_fields.items()}
+        fields = {name: self._checked(name, value) for name, value in self._ordered_fields.items()}
         return {"$class": name_of(self._target), **json.loads(json.dumps(fields, default=Config.to_dict))}
 
     def to_json(self, json_encoder_cls: Any = None, **options: Any) -> str:
@@ -269,7 +255,7 @@ class Config(ConfigBase):
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Config":
         """The config of what `to_dict` returned, every field checked. Nothing is called; nothing untrusted is imported:
-        a "$class" outside of what `framework.config_names` trusts raises UntrustedNameError."""
+        a "$class" outside of what `framework.config_names` trusts raises ConfigError."""
         config = _decode(data, "")
         if not isinstance(config, Config):
             raise FieldTypeError(f"expected a dict with a '$class', given {show(data)}")
@@ -283,13 +269,14 @@ class Config(ConfigBase):
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"not valid JSON: {error}") from error
 
-    def leaves(self) -> Iterator[tuple[str, Any]]:
-        """(dotted path, value), depth first in signature order. Unset is REQUIRED; a list of plain values is one."""
-        return ((path, value) for path, value in self.walk() if not isinstance(value, Config))
-
     def walk(self) -> Iterator[tuple[str, Any]]:
-        """As `leaves`, and each config, this one included, before what is in it."""
+        """(dotted path, value), depth first in signature order, and each config, this one included, before what is in
+        it. Unset is REQUIRED; a list of plain values is one value."""
         return _walk("", self)
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """As `walk`, without the configs."""
+        return ((path, value) for path, value in self.walk() if not isinstance(value, Config))
 
 
 def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:

@@ -1,18 +1,21 @@
-"""The schema of a component, read from its constructor's signature, and what its type hints allow.
+"""The schema of a component, read from its constructor's signature; what its type hints allow; values as text.
 
 Only data sits in a config (bool, int, float, str, None, list, tuple, dict with text keys, Config), so a hint is read as
 the set of data it allows. Coercion is narrow on purpose (int -> float, list <-> tuple): a "1e-3" that becomes a number
 in one place and stays text in another is how typos reach step 1. Alternatives of a hint that are no data (an array, a
-callable, a protocol) are met by a Config that builds such an object.
-
-Imports `framework.config_errors` and `framework.config_names`.
+callable, a protocol) are met by a Config that builds such an object. Text from the command line is read by the hint;
+nothing is evaluated. Imports `framework.config_names`.
 """
 
+import ast
 import collections.abc
+import contextlib
 import dataclasses
 import enum
 import inspect
+import json
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator
@@ -21,8 +24,7 @@ from typing import Annotated, Any, Literal, Union
 import annotated_types as at
 import ml_collections
 
-from framework.config_errors import ConfigError, FieldRangeError, FieldTypeError, did_you_mean, join, nearest, show
-from framework.config_names import name_of
+from framework.config_names import ConfigError, FieldTypeError, did_you_mean, join, name_of, nearest, show
 
 LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
@@ -31,6 +33,8 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", _NONE: "n
 # In which order alternatives are tried: what settles the question first; `str` and Any take whatever is left.
 _ORDER = [Literal, _NONE, bool, int, float, *LISTS, tuple, *DICTS, str, Any]
 _SIGNS = {at.Gt: ">", at.Ge: ">=", at.Lt: "<", at.Le: "<="}
+_PLAIN = re.compile(r"[\w./:*+-]+\Z")
+_LITERALS = {"none": None, "null": None, "true": True, "false": False} | {w: float(w) for w in ("inf", "-inf", "nan")}
 
 
 class Mark(enum.Enum):
@@ -70,9 +74,8 @@ def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[s
     bases = [cls for cls in target.__mro__ if "__init__" in vars(cls)] if isinstance(target, type) else []
     fields: dict[str, Field] = {}
     for function in [target, *bases]:
-        forwards = False
-        for name, parameter in _signature(owner, function).parameters.items():
-            forwards |= parameter.kind is parameter.VAR_KEYWORD
+        parameters = _signature(owner, function).parameters
+        for name, parameter in parameters.items():
             starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             private = name.startswith("_") and parameter.default is not parameter.empty
             if starred or private or name in fields:
@@ -81,7 +84,7 @@ def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[s
                 why = "it goes by position only" if name not in reserved else "Config needs that name itself; rename it"
                 raise ConfigError(f"{owner}: parameter {name!r} cannot be a field: {why}")
             fields[name] = _field(f"{owner}.{name}", parameter)
-        if not forwards:
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
     return fields
 
@@ -191,8 +194,8 @@ def _limits(hint: Any) -> Iterator[tuple[str, Any, Callable[[Any, Any], bool]]]:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """`value` as a field of this hint stores it; containers and configs are copied. Raises FieldTypeError or
-    FieldRangeError at `path` when the value does not fit, or at the path of the element that does not."""
+    """`value` as a field of this hint stores it; containers and configs are copied. Raises ConfigError at `path` when
+    the value does not fit (FieldTypeError if by its type), or at the path of the element that does not."""
     failures: list[ConfigError] = []
     for arm in arms(hint):
         try:
@@ -202,13 +205,13 @@ def convert(hint: Any, value: Any, path: str) -> Any:
             continue
         if isinstance(result, ConfigBase) or all(test(result, bound) for _, bound, test in _limits(arm)):
             return result
-        failures.append(FieldRangeError("", path=path))
+        failures.append(ConfigError("", path=path))
     inner = [failure for failure in failures if failure.path != path]
     if len(inner) == 1:
         raise inner[0]
     choices = [str(choice) for base, args in map(split, arms(hint)) if base is Literal for choice in args]
     near = did_you_mean(value, choices) if isinstance(value, str) and nearest(value, choices) else ""
-    kind = FieldRangeError if any(isinstance(failure, FieldRangeError) for failure in failures) else FieldTypeError
+    kind = FieldTypeError if all(isinstance(failure, FieldTypeError) for failure in failures) else ConfigError
     raise kind(f"expected {expected(hint)}, given {show(value)}{near}", path=path)
 
 
@@ -228,13 +231,13 @@ def _convert_arm(arm: Any, value: Any, path: str) -> Any:
             if choice == value and type(choice) is type(value):
                 return choice
         if type(value) in map(type, args):
-            raise FieldRangeError("", path=path)
+            raise ConfigError("", path=path)
     elif base in LISTS and isinstance(value, list | tuple):
         # A list, also of a tuple: where the hint does not say tuple, JSON could not bring one back.
         return [element(key, item) for key, item in enumerate(value)]
     elif base is tuple and isinstance(value, list | tuple):
         if args and args[-1] is not Ellipsis and len(args) != len(value):
-            raise FieldRangeError("", path=path)
+            raise ConfigError("", path=path)
         return tuple(element(key, item) for key, item in enumerate(value))
     elif base in DICTS and isinstance(value, dict):
         if all(isinstance(key, str) and key and not key.startswith("$") for key in value):
@@ -246,3 +249,41 @@ def _convert_arm(arm: Any, value: Any, path: str) -> Any:
     elif base in (int, str) and isinstance(value, base) and not isinstance(value, bool):
         return base(value)  # without a subclass: numpy's, an Enum's
     raise FieldTypeError("", path=path)
+
+
+def parse_text(hint: Any, text: str, path: str) -> Any:
+    """The value that `text` stands for under this hint: `12`, `3e-4`, `true`, `none`, a choice, text with or without
+    quotes, JSON, a Python literal, or `a,b,c` where a list may stand. Raises as `convert` does."""
+    kinds = [split(arm) for arm in arms(hint)]
+    chosen = any(base is Literal and text in choices for base, choices in kinds)  # "none" may be a choice
+    try:
+        return convert(hint, text if chosen else literal(text), path)
+    except ConfigError as error:
+        failure = error
+    with contextlib.suppress(ConfigError):
+        return convert(hint, text, path)
+    if text.startswith(("[", "(", "{")) or not any(base in (*LISTS, tuple) for base, _ in kinds):
+        raise failure
+    parts = enumerate(text.split(",") if text else [])
+    return convert(hint, [parse_text(element_hint(hint, i), part.strip(), join(path, i)) for i, part in parts], path)
+
+
+def literal(text: str) -> Any:
+    """JSON, else a Python literal, else none, true, false, inf or nan in any case, else the text itself."""
+    if text.lower() in _LITERALS:
+        return _LITERALS[text.lower()]
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return read(text)
+    return text
+
+
+def as_text(value: Any) -> str:
+    """A value as one writes it on the command line: a config by its name; "?" for an unset one, "-" for none at all."""
+    if isinstance(value, ConfigBase):
+        return name_of(value._target)
+    if isinstance(value, Mark):
+        return "?" if value is REQUIRED else "-"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) and literal(value) == value and _PLAIN.match(value) else repr(value)

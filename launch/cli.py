@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import configs
 from framework.config import Config, ConfigError, did_you_mean, diff
-from framework.config_text import as_text
+from framework.config_schema import as_text
 
 Overrides = Sequence[tuple[str, str]]
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)

@@ -11,19 +11,18 @@ from framework import config_names
 from framework.config import (
     Config,
     ConfigError,
+    FieldError,
     FieldTypeError,
-    UnknownFieldError,
-    UntrustedNameError,
     config_for,
     target_of,
 )
 
 BAD = [
-    ({"$class": "optax.adamw", "learning_rat": 1}, UnknownFieldError, "learning_rat: no such field in optax.adamw"),
+    ({"$class": "optax.adamw", "learning_rat": 1}, FieldError, "learning_rat: no such field in optax.adamw"),
     ({"$class": "optax.adamw", "learning_rate": "1"}, FieldTypeError, "learning_rate: expected a number or a config"),
-    ({"$class": "optax.adamw", "$doc": "x"}, UnknownFieldError, "$doc: no such field"),
+    ({"$class": "optax.adamw", "$doc": "x"}, FieldError, "$doc: no such field"),
     ({"learning_rate": 1}, FieldTypeError, "expected a dict with a '$class'"),
-    ({"$class": "optax.adamw", "learning_rate": {"$class": "optax.nope"}}, UntrustedNameError, "learning_rate: 'opt"),
+    ({"$class": "optax.adamw", "learning_rate": {"$class": "optax.nope"}}, ConfigError, "learning_rate: 'opt"),
     (
         {"$class": "optax.clip", "max_delta": [{"$class": "optax.clip", "max_delta": ""}]},
         FieldTypeError,
@@ -64,7 +63,7 @@ def test_hostile_names_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     modules = set(sys.modules)
     for data in ({"$class": name, "command": f"touch {marker}"}, {"$class": "optax.adamw", "mask": [{"$class": name}]}):
-        with pytest.raises(UntrustedNameError):
+        with pytest.raises(ConfigError, match=r"is refused|does not exist"):
             Config.from_json(json.dumps(data))
     new = {key for key in sys.modules if key not in modules}
     assert not {key for key in new if not key.startswith(("framework", "configs", "optax", "jax"))}
@@ -78,7 +77,7 @@ def test_own_code_makes_its_names_loadable():
     def local(*, x: int = 0):
         return x
 
-    with pytest.raises(UntrustedNameError, match="your own config file configures"):
+    with pytest.raises(ConfigError, match="your own config file configures"):
         Config.from_dict({"$class": config_names.name_of(local)})
     assert target_of(Config.from_json(config_for(local, x=2).to_json())) is local
 
@@ -96,7 +95,7 @@ def test_public_names_are_short_and_resolve(monkeypatch):
         assert config_names.name_of(target) == name
         assert config_names.resolve(name) is target
     # A module that is not there is told from one that is broken.
-    with pytest.raises(UntrustedNameError, match=r"no module 'framework\.confg'"):
+    with pytest.raises(ConfigError, match=r"no module 'framework\.confg'"):
         config_names.resolve("framework.confg.Config")
     monkeypatch.setattr(config_names.importlib, "import_module", lambda name: __import__("no_such_dependency"))
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
