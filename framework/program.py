@@ -20,7 +20,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from framework.experiment import Experiment
 from framework.layers.base import BATCH_AXES, Context
 from framework.layers.remat import check_platform
-from framework.layout import Nested, StateLayout, TensorSpec, flatten, initialize, merge, store_leaf, unflatten
+from framework.layout import (
+    Nested,
+    StateLayout,
+    TensorSpec,
+    flatten,
+    initialize,
+    merge,
+    move_to_host,
+    store_leaf,
+    unflatten,
+)
+from framework.mesh import MeshShape
 from framework.schedules import after_backward, hosted_gradients, in_backward, streamed
 from framework.schedules.step import Metrics, State, microbatches
 from framework.units import in_structure
@@ -39,15 +50,19 @@ class Program:
     Args:
         experiment: what to train.
         devices: where; all devices of all processes by default.
+        training: whether the step is to run; otherwise only what concerns the model is checked.
 
     Raises:
         ValueError: experiment and devices do not fit each other.
     """
 
-    def __init__(self, experiment: Experiment, devices: Sequence[Any] | None = None):
+    def __init__(self, experiment: Experiment, devices: Sequence[Any] | None = None, *, training: bool = True):
         self.experiment = experiment
         self.mesh = experiment.mesh.build(jax.devices() if devices is None else devices)
-        experiment.check(self.mesh)
+        if training:
+            experiment.check(self.mesh)
+        else:
+            experiment.model.check(self.mesh, experiment.data.seq_len)
         self.layout = StateLayout(experiment.state_specs(), self.mesh)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
 
@@ -247,3 +262,28 @@ class Program:
 def _uncast(specs: Nested) -> Nested:
     """Parameters are drawn in float32 (or wider) and cast afterwards, so that a master copy holds what was drawn."""
     return jax.tree.map(lambda s: s if s.quantized else replace(s, dtype=jnp.promote_types(s.dtype, "float32")), specs)
+
+
+def inference_program(experiment: Experiment, *, host_weights: bool, tell: Callable[[str], None]) -> Program:
+    """The experiment on all devices, to be asked and not trained. A mesh that does not fit them becomes fsdp = -1.
+
+    Args:
+        experiment: its mesh may be replaced.
+        host_weights: the stack's matrices are to live in host memory.
+        tell: gets a message about another mesh.
+
+    Raises:
+        ValueError: the model does not fit the mesh.
+    """
+    try:
+        experiment.mesh.resolve(jax.device_count())
+    except ValueError as error:
+        tell(f"{error}; using mesh.fsdp = {jax.device_count()}")
+        experiment.mesh = MeshShape(fsdp=-1)
+    program = Program(experiment, training=False)
+    if host_weights:
+        specs = {group: dict(tree) for group, tree in program.layout.specs.items()}
+        for tree in (specs[group] for group in ("parameter", "frozen", "ema") if "stack" in specs[group]):
+            tree["stack"] = move_to_host(tree["stack"], "pinned_host", stacked=True, min_bytes=0)
+        program.layout = StateLayout(specs, program.mesh)
+    return program

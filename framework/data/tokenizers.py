@@ -58,10 +58,14 @@ class Tokenizer:
         """One unsigned integer array [n] per text; separators are the caller's to add."""
         raise NotImplementedError
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """What a model is to continue: the separator where there is one, and the text."""
+    def encode_document(self, text: str) -> list[int]:
+        """A document as a token stream has it: the separator where there is one, and the text."""
         opening = [] if self.separator_id is None else [self.separator_id]
         return opening + [int(token) for token in self.encode_batch([text])[0]]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """What a model is to continue."""
+        return self.encode_document(text)
 
     @functools.cached_property
     def byte_lengths(self) -> np.ndarray:

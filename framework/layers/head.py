@@ -86,12 +86,12 @@ class LMHead(Layer):
         assert ctx.num_targets is not None
         h_BSD = self.norm(weights["norm"], carry, ctx)
         loss_of = partial(token_loss, softcap=self.softcap, z_loss=self.z_loss)
-        chunks = self._num_chunks(h_BSD.shape[0], h_BSD.shape[1], ctx)
+        chunks = self.num_chunks(h_BSD.shape[0], h_BSD.shape[1], ctx)
         inputs = (ctx.batch["targets"], ctx.batch["weights"] / ctx.num_targets)
         loss, metrics = chunked_loss(loss_of, chunks, ctx, h_BSD, weights["table"], inputs)
         return None, Out(loss=loss, metrics=metrics)
 
-    def _num_chunks(self, batch: int, length: int, ctx: Context) -> int:
+    def num_chunks(self, batch: int, length: int, ctx: Context) -> int:
         """The fewest chunks that divide a device's positions and keep its tokens per chunk under the bound."""
         shards = {} if ctx.mesh is None else ctx.mesh.shape
         local_batch = max(1, batch // (shards.get("data", 1) * shards.get("fsdp", 1)))

@@ -1,0 +1,106 @@
+"""Measure a trained model: bits per byte of files, multiple choice, tasks of lm-evaluation-harness.
+
+    python -m launch.evaluate --workdir=runs/stdlib-tiny --files README.md docs/*.md
+    python -m launch.evaluate --workdir=runs/stdlib-tiny --choices=questions.jsonl --json=scores.json
+    python -m launch.evaluate --hf=DIR --tasks=hellaswag,arc_easy
+
+A line of --choices is {"context": text, "choices": [text, ...], "answer": index of the right one}.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from launch import cli, weights
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Runs the verb; 0 when all is printed."""
+    parser = weights.parser("evaluate", __doc__)
+    parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="UTF-8 text, a document each")
+    parser.add_argument("--choices", metavar="FILE", help="questions, one JSON object a line")
+    parser.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness (pip install lm-eval)")
+    parser.add_argument("--task_path", metavar="DIR", help="more tasks: their YAML files")
+    parser.add_argument("--limit", type=int, metavar="N", help="of each task only the first N")
+    parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="rows at a time; default 8")
+    parser.add_argument("--json", metavar="OUT", help="also write the results there")
+    args, overrides = weights.parse(parser, argv)
+    if not (args.files or args.choices or args.tasks):
+        raise cli.UsageError("nothing to evaluate: give --files, --choices or --tasks")
+    if args.batch_size < 1:
+        raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
+    texts = {path: read_text(path) for path in args.files}  # mistakes show before JAX starts
+    questions = [] if args.choices is None else read_choices(args.choices)
+    if args.tasks:
+        from launch import harness
+
+        harness.check()
+    loaded = weights.load(args, overrides)
+
+    from framework.scoring import Scorer
+
+    scorer = Scorer(loaded.program, loaded.state, averaged=loaded.averaged, batch_size=args.batch_size)
+    results: dict[str, Any] = {}
+    for path, text in texts.items():
+        score = scorer.text(loaded.tokenizer.encode_document(text), len(text.encode()))
+        results.setdefault("files", {})[path] = dataclasses.asdict(score)
+        line = f"{score.tokens} tokens, loss {score.loss:.4f}, perplexity {score.perplexity:.3f}"
+        print(f"{path}: {line}, {score.bits_per_byte:.4f} bits per byte", flush=True)
+    if questions:
+        results["choices"] = score_choices(scorer, loaded.tokenizer, questions)
+        print(f"{args.choices}: " + ", ".join(f"{name} {value:.4g}" for name, value in results["choices"].items()))
+    if args.tasks:
+        results["tasks"] = harness.evaluate(loaded, scorer, args.tasks.split(","), args.task_path, args.limit)
+    if args.json:
+        Path(args.json).expanduser().write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+def read_text(path: str) -> str:
+    """A file's text, to the byte. Raises ValueError where it is empty or not UTF-8, FileNotFoundError if not there."""
+    try:
+        text = Path(path).expanduser().read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error}") from None
+    if not text:
+        raise ValueError(f"{path} is empty")
+    return text
+
+
+def read_choices(path: str) -> list[dict[str, Any]]:
+    """The questions of a file. Raises ValueError, with the line's number, for one that is not of that form."""
+    questions = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        try:
+            one = json.loads(line)
+            context, choices, answer = (one[key] for key in ("context", "choices", "answer"))
+            good = isinstance(context, str) and choices and all(isinstance(c, str) and c for c in choices)
+            if not good or type(answer) is not int or not 0 <= answer < len(choices):
+                raise ValueError("a value is of another kind, or out of range")
+        except (ValueError, KeyError, TypeError) as error:
+            form = '{"context": text, "choices": [text, ...], "answer": index}'
+            raise ValueError(f"{path}, line {number}: expected {form}: {type(error).__name__} {error}") from None
+        questions.append(one)
+    return questions
+
+
+def score_choices(scorer: Any, tokenizer: Any, questions: list[dict[str, Any]]) -> dict[str, float]:
+    """How often the likeliest choice is right: as it is, and by log-likelihood per character."""
+    from framework.scoring import encode_pair
+
+    scores = scorer.score([encode_pair(tokenizer, one["context"], c) for one in questions for c in one["choices"]])
+    right = normed = 0
+    for one in questions:
+        found = [next(scores).log_prob for _ in one["choices"]]
+        per_character = [value / len(choice) for value, choice in zip(found, one["choices"], strict=True)]
+        right += found.index(max(found)) == one["answer"]
+        normed += per_character.index(max(per_character)) == one["answer"]
+    count = len(questions)
+    return {"questions": count, "accuracy": right / count, "accuracy_per_character": normed / count}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Continue prompts with a trained model; the text appears as it is made.
+
+    python -m launch.generate --workdir=runs/stdlib-tiny --prompt='def main():'
+    python -m launch.generate --workdir=runs/stdlib-tiny --prompt='import' --prompt='class' --temperature=0
+
+Several prompts are one batch; the first is shown as it grows, the others after it. Only text goes to stdout.
+"""
+
+import sys
+from pathlib import Path
+
+from launch import cli, weights
+
+_DEFAULT_TOKENS = 128
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Runs the verb; 0 when all is printed."""
+    parser = weights.parser("generate", __doc__)
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    parser.add_argument("--prompt_file", action="append", default=[], metavar="FILE", help="a file's text as a prompt")
+    parser.add_argument("--max_new_tokens", type=int, metavar="N", help=f"per prompt; default {_DEFAULT_TOKENS}")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy; default 0.8")
+    parser.add_argument("--top_k", type=int, metavar="K", help="draw from the K most likely tokens")
+    parser.add_argument("--top_p", type=float, default=1.0, metavar="P", help="from the most likely that make up P")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws; default 0")
+    args, overrides = weights.parse(parser, argv)
+    texts = [*args.prompt, *map(read_text, args.prompt_file)]
+    if not texts:
+        raise cli.UsageError("--prompt=TEXT or --prompt_file=FILE is required")
+
+    from framework.generation import Generator, stream_text
+    from framework.sampling import Sampling
+
+    wanted = _DEFAULT_TOKENS if args.max_new_tokens is None else args.max_new_tokens
+    Sampling(wanted, args.temperature, args.top_k, args.top_p, seed=args.seed)  # mistakes show before JAX starts
+    loaded = weights.load(args, overrides)
+    tokenizer = loaded.tokenizer
+    prompts = [tokenizer.encode_prompt(text) for text in texts]
+    if not all(prompts):
+        raise ValueError("a prompt is empty, and this tokenizer has nothing that opens a text")
+    limit = loaded.experiment.model.embed.max_positions
+    if limit is not None and args.max_new_tokens is None:
+        wanted = max(1, min(wanted, limit - max(map(len, prompts))))
+    stop_ids = tuple(tokenizer.stop_ids)
+    sampling = Sampling(wanted, args.temperature, args.top_k, args.top_p, stop_ids, args.seed)
+    generator = Generator(loaded.program, loaded.state, averaged=loaded.averaged)
+    steps = stream_text(generator, tokenizer, prompts, sampling, args.stop)
+    show(texts[0])
+    made = [""] * len(texts)
+    for pieces in steps:
+        show(pieces[0])
+        made = [text + piece for text, piece in zip(made, pieces, strict=True)]
+    for text, continuation in zip(texts[1:], made[1:], strict=True):
+        show(f"\n---\n{text}{continuation}")
+    show("\n")
+    return 0
+
+
+def read_text(path: str) -> str:
+    """A file's text. Raises ValueError where it is not UTF-8, FileNotFoundError where there is none."""
+    try:
+        return Path(path).expanduser().read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error}") from None
+
+
+def show(text: str) -> None:
+    """Writes to stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

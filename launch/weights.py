@@ -1,0 +1,127 @@
+"""The weights of a run (--workdir) or of a published model (--hf), for verbs that train nothing.
+
+May import: framework, configs, launch.cli; what starts JAX late.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optax
+
+import configs
+from framework.config import Config, ConfigError, config_for
+from framework.data.pretrained_tokenizer import PretrainedTokenizer
+from framework.data.tokenizers import BPETokenizer
+from framework.learner import Learner
+from launch import cli
+
+
+@dataclass
+class Loaded:
+    """A model that is ready: `state` holds parameters (or "ema", if `averaged`), frozen ones and buffers alone."""
+
+    config: Config
+    experiment: Any  # framework.experiment.Experiment; its tokenizer is prepared
+    program: Any  # framework.program.Program
+    state: dict[str, Any]
+    averaged: bool
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer. Raises ValueError where there is none: ids alone are no text."""
+        tokenizer = self.experiment.data.tokenizer
+        if not tokenizer.has_text:
+            raise ValueError("data.tokenizer is NoTokenizer; set --config.data.tokenizer to the one the tokens are of")
+        return tokenizer
+
+
+def parser(verb: str, doc: str | None) -> cli.Parser:
+    """The verb's parser with the flags that `load` reads."""
+    made = cli.Parser(verb, doc, takes_config=False)
+    made.add_argument("--config", metavar="FILE.py:NAME", help="where a run's own classes are, if it has any")
+    place = made.add_mutually_exclusive_group(required=True)
+    place.add_argument("--workdir", metavar="DIR", help="a run of launch.train")
+    place.add_argument("--hf", metavar="DIR", help="a Hugging Face directory")
+    made.add_argument("--step", type=int, metavar="N", help="this checkpoint of the workdir, not the newest")
+    made.add_argument("--ema", action="store_true", help="the averaged weights of the workdir")
+    made.add_argument("--host_weights", action="store_true", help="the stack stays in host memory, but for one layer")
+    return made
+
+
+def parse(made: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace, cli.Overrides]:
+    """(flags, overrides in order). Imports the file that --config names, so that its classes are known."""
+    spec, overrides, rest = cli.split(argv)
+    args = made.parse_flags(rest)
+    if spec is not None:
+        configs.load(spec)
+    if args.hf is not None and (args.step is not None or args.ema):
+        raise cli.UsageError("--step and --ema are of a --workdir")
+    return args, overrides
+
+
+def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
+    """What the flags name; no optimizer state is read.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
+    """
+    if args.hf is not None:
+        return _load_hf(args, overrides)
+    workdir = Path(args.workdir).expanduser()
+    try:
+        config = Config.from_json((workdir / "config.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of launch.train") from None
+    except ConfigError as error:
+        raise ConfigError(f"{workdir / 'config.json'}: {error}") from None
+    cli.apply_overrides(config, overrides)
+    experiment: Any = config.instantiate()
+    if args.ema and not experiment.learner.ema_specs():
+        raise ValueError("--ema: the run keeps no averages (learner.ema is not set)")
+    tokenizer, kept = experiment.data.tokenizer, workdir / "tokenizer.json"
+    if isinstance(tokenizer, BPETokenizer):
+        if not kept.exists():
+            raise FileNotFoundError(f"{kept} does not exist: the tokenizer of the run")
+        tokenizer.path = str(kept)  # wherever it came from
+    tokenizer.prepare(workdir, None, write=False)
+
+    from framework.checkpoint import Checkpointer
+    from framework.program import inference_program
+    from framework.trainer import use_compilation_cache
+
+    checkpointer = Checkpointer(directory=workdir / "checkpoints", read_only=True)
+    if args.step is not None:
+        checkpointer.manifest(args.step)
+    elif not checkpointer.steps():
+        raise FileNotFoundError("; ".join([f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]))
+    use_compilation_cache(config.trainer.compilation_cache)
+    program = inference_program(experiment, host_weights=args.host_weights, tell=tell)
+    groups = ("ema" if args.ema else "parameter", "frozen", "buffer")
+    abstract = program.layout.abstract({group: program.layout.specs[group] for group in groups})
+    restore = checkpointer.restore_latest if args.step is None else partial(checkpointer.restore, args.step)
+    restored = restore(abstract, groups=groups)
+    tell("\n".join([*restored.problems, f"{workdir}, step {restored.step}{', averaged' if args.ema else ''}"]))
+    return Loaded(config, experiment, program, {"parameter": {}, "ema": {}, **restored.state}, args.ema)
+
+
+def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
+    config = configs.load(f"hf:{args.hf}")
+    config.learner = config_for(Learner, optimizer=config_for(optax.sgd, learning_rate=0.0))  # which keeps no state
+    config.data.tokenizer = config_for(PretrainedTokenizer, path=args.hf, vocab_size=config.model.vocab_size)
+    cli.apply_overrides(config, overrides)
+    experiment: Any = config.instantiate()
+    experiment.data.tokenizer.prepare(Path(args.hf), None, write=False)
+
+    from framework.program import inference_program
+
+    program = inference_program(experiment, host_weights=args.host_weights, tell=tell)
+    return Loaded(config, experiment, program, experiment.pretrained.init(program), averaged=False)
+
+
+def tell(message: str) -> None:
+    """To stderr: stdout is for results."""
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,81 @@
+"""Scores against log-softmax by hand."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from framework.data.tokenizers import ByteTokenizer, Tokenizer
+from framework.program import Program
+from framework.scoring import Scorer, encode_pair
+from tests.support import small
+
+ROWS = [([1, 5, 9, 2, 2, 7], 3), ([3, 4], 1), ([8] * 10, 1), ([*range(40)], 35), ([*range(40)], 2), ([6, 6, 6], 2)]
+
+
+def by_hand(program: Program, state: Any, tokens: list[int], start: int) -> tuple[float, int, bool]:
+    seq_len = program.experiment.data.seq_len
+    start -= max(0, len(tokens) - seq_len - 1)
+    tokens, start = tokens[-seq_len - 1 :], max(1, start)
+    logits = program.experiment.model.logits(
+        program.weights(state), program.evaluation_context({"tokens": np.int32([tokens[:-1]])}), {}
+    )
+    log_probs = log_softmax(np.float64(logits[0]), axis=-1)
+    picked = [(log_probs[i - 1, token], log_probs[i - 1].argmax() == token) for i, token in enumerate(tokens)][start:]
+    return sum(float(p) for p, _ in picked), len(picked), all(greedy for _, greedy in picked)
+
+
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "model": 2, "seq": 2}])
+def test_scores_are_sums_of_log_probabilities(mesh: dict[str, int] | None) -> None:
+    program = small.program(small.experiment(small.llama(head__chunk_tokens=5), mesh=mesh))
+    one = small.program(small.experiment(small.llama()))
+    state = one.init()
+    greedy = [1, 5, 9]
+    for _ in range(2):
+        logits = one.experiment.model.logits(
+            one.weights(state), one.evaluation_context({"tokens": np.int32([greedy])}), {}
+        )
+        greedy.append(int(logits[0, -1].argmax()))
+    rows = [*ROWS, (greedy, 3)]
+    scores = list(Scorer(program, jax.device_put(state, program.layout.shardings()), batch_size=4).score(rows))
+    for score, row in zip(scores, rows, strict=True):
+        log_prob, tokens, is_greedy = by_hand(one, state, *row)
+        assert score.log_prob == pytest.approx(log_prob, rel=1e-5)
+        assert (score.tokens, score.greedy) == (tokens, is_greedy)
+    assert [score.greedy for score in scores][-1:] == [True]
+    assert scores[0].tokens == 3
+
+
+def test_a_text_is_predicted_once_in_windows() -> None:
+    program = small.program(small.experiment(small.llama()))
+    state = program.init()
+    tokens = np.random.default_rng(0).integers(0, small.VOCAB, 16 * 3 + 6)
+    score = Scorer(program, state, batch_size=3).text(tokens, 100)
+    windows = [tokens[at : at + 17].tolist() for at in (0, 16, 32, 48)]
+    nll = -sum(by_hand(program, state, window, 1)[0] for window in windows)
+    assert score.tokens == len(tokens) - 1
+    assert score.loss == pytest.approx(nll / score.tokens, rel=1e-5)
+    assert score.perplexity == pytest.approx(np.exp(score.loss))
+    assert score.bits_per_byte == pytest.approx(nll / np.log(2) / 100, rel=1e-5)
+
+
+class Words(Tokenizer):
+    """Ids by letter, with no separator."""
+
+    eos_id = None
+
+    def encode_batch(self, texts: Any) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+def test_pairs() -> None:
+    tokens, start = encode_pair(ByteTokenizer(), "ab  ", "cd")
+    assert (tokens, start) == ([256, *b"ab  cd"], 3)
+    assert encode_pair(ByteTokenizer(), "", "x") == ([256, ord("x")], 1)
+    assert encode_pair(Words(), "a", "b") == ([97, 98], 1)
+    with pytest.raises(ValueError, match="nothing to predict 'b' from"):
+        encode_pair(Words(), "", "b")
+    with pytest.raises(ValueError, match="'' is no token"):
+        encode_pair(Words(), "a", "")

@@ -1,0 +1,187 @@
+"""launch.generate and launch.evaluate on the workdir of a run, as a person calls them."""
+
+import importlib.util
+import json
+import math
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from framework import program as programs
+from launch import evaluate, generate, weights
+from tests.support import runs
+
+PROMPT = "the quick"
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with averages, on eight devices; its text is in folder/text."""
+    folder = tmp_path_factory.mktemp("verbs")
+    runs.write_text(folder / "text")
+    flags = ("--config.trainer.max_steps=4", "--config.learner.ema=0.5", "--config.trainer.save_every=2")
+    assert runs.train(folder / "run", *flags) == 0
+    return folder / "run"
+
+
+def load(workdir: Path, *flags: str) -> weights.Loaded:
+    return weights.load(*weights.parse(weights.parser("x", ""), [f"--workdir={workdir}", *flags]))
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert generate.main([*flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_only_weights_are_loaded(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(workdir)
+    assert {group for group, tree in loaded.state.items() if tree} == {"parameter"}
+    averaged = load(workdir, "--ema")
+    assert {group for group, tree in averaged.state.items() if tree} == {"ema"}
+    old = load(workdir, "--step=2")
+    first = lambda tree: np.asarray(jax.tree.leaves(tree)[0])  # noqa: E731
+    values = [first(loaded.state["parameter"]), first(averaged.state["ema"]), first(old.state["parameter"])]
+    assert all(np.abs(a - b).max() > 0 for a, b in [(values[0], values[1]), (values[0], values[2])])
+    hosted = load(workdir, "--host_weights")
+    kinds = {path: leaf.sharding.memory_kind for path, leaf in weights_by_path(hosted).items()}
+    assert kinds["stack/block0/mlp/up/weight"] == "pinned_host"
+    assert kinds["stack/block0/mlp_norm/scale"] == kinds["embed/token"] == "device"
+
+
+def weights_by_path(loaded: weights.Loaded) -> dict[str, jax.Array]:
+    return programs.flatten(loaded.state["parameter"])
+
+
+def test_fewer_devices_than_the_mesh_wants(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load(workdir, "--config.mesh.model=2", "--config.mesh.fsdp=64")
+    assert dict(loaded.program.mesh.shape) == {"data": 1, "fsdp": 8, "expert": 1, "seq": 1, "model": 1}
+    assert "is not the number of devices, 8; nearest: [8]; using mesh.fsdp = 8" in capsys.readouterr().err
+
+
+def test_generate(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (f"--workdir={workdir}", "--max_new_tokens=8", "--temperature=0")
+    one = text_of(capsys, *flags, f"--prompt={PROMPT}")
+    assert one.startswith(PROMPT)
+    assert one.endswith("\n")
+    (tmp_path / "p.txt").write_text(PROMPT)
+    both = text_of(capsys, *flags, "--prompt=a", f"--prompt_file={tmp_path}/p.txt")
+    assert both.split("\n---\n")[1] == one
+    assert text_of(capsys, *flags, f"--prompt={PROMPT}", "--host_weights") == one
+    made = one.removeprefix(PROMPT).removesuffix("\n")
+    cut = text_of(capsys, *flags, f"--prompt={PROMPT}", f"--stop={made[2:4]}")
+    assert cut == f"{PROMPT}{made[: made.index(made[2:4])]}\n"
+    long = text_of(capsys, *flags[::2], f"--prompt={PROMPT}")  # as many tokens as there are positions
+    assert long.startswith(one.removesuffix("\n"))
+
+
+def test_evaluate_equals_the_evaluation_of_training(
+    workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = workdir.parent / "text" / "valid.txt"
+    out = tmp_path / "out.json"
+    assert evaluate.main([f"--workdir={workdir}", f"--json={out}", "--files", str(text)]) == 0
+    row = next(row for row in runs.rows(workdir) if "eval/held/loss" in row)
+    got = json.loads(out.read_text())["files"][str(text)]
+    assert got["tokens"] == row["eval/held/tokens"] == len(text.read_bytes())
+    assert got["loss"] == pytest.approx(row["eval/held/loss"], rel=1e-5)
+    assert got["bits_per_byte"] == pytest.approx(row["eval/held/bits_per_byte"], rel=1e-5)
+    line = f"{text}: {got['tokens']} tokens, loss {got['loss']:.4f}, perplexity {math.exp(got['loss']):.3f}"
+    assert capsys.readouterr().out == f"{line}, {got['bits_per_byte']:.4f} bits per byte\n"
+
+
+def test_choices(workdir: Path, tmp_path: Path) -> None:
+    questions = [("the quick ", ["brown fox", "zz"]), ("a lazy", [" dog while", " q", "!"]), ("jumps", [" over", "%"])]
+    loaded = load(workdir)
+    model = loaded.experiment.model
+
+    def log_prob(context: str, choice: str) -> float:
+        tokens = [256, *(context + choice).encode()]
+        ctx = loaded.program.evaluation_context({"tokens": np.int32([tokens[:-1]] * 8)})
+        logits = jax.jit(model.logits)(loaded.program.weights(loaded.state), ctx, {})
+        log_probs = log_softmax(np.float64(logits[0]), axis=-1)
+        return sum(log_probs[i - 1, tokens[i]] for i in range(1 + len(context), len(tokens)))
+
+    table = [[log_prob(context, choice) for choice in choices] for context, choices in questions]
+    lengths = [[len(choice) for choice in choices] for _, choices in questions]
+    raw = [int(np.argmax(row)) for row in table]
+    normed = [int(np.argmax(np.divide(row, size))) for row, size in zip(table, lengths, strict=True)]
+    assert raw != normed, "the two rules agree: nothing is shown"
+    file, out = tmp_path / "q.jsonl", tmp_path / "out.json"
+    for answers, expected in ((raw, "accuracy"), (normed, "accuracy_per_character")):
+        lines = [{"context": q, "choices": c, "answer": a} for (q, c), a in zip(questions, answers, strict=True)]
+        file.write_text("\n".join(map(json.dumps, lines)))
+        assert evaluate.main([f"--workdir={workdir}", f"--choices={file}", f"--json={out}"]) == 0
+        result = json.loads(out.read_text())["choices"]
+        same = sum(a == b for a, b in zip(raw, normed, strict=True)) / 3
+        assert result["questions"] == 3
+        assert result[expected] == 1
+        assert result["accuracy"] + result["accuracy_per_character"] == pytest.approx(1 + same)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt=a"], "one of the arguments --workdir --hf is required"),
+        (["--workdir={run}"], "--prompt=TEXT or --prompt_file=FILE is required"),
+        (["--workdir={run}/nope", "--prompt=a"], "holds no config.json, so no run of launch.train"),
+        (["--workdir={empty}", "--prompt=a"], "empty/checkpoints holds no checkpoint"),
+        (["--workdir={broken}", "--prompt=a"], "broken/config.json: not valid JSON"),
+        (["--workdir={run}", "--prompt=a", "--step=3"], "no checkpoint of step 3"),
+        (["--workdir={run}", "--prompt=a", "--top_p=0"], "top_p: expected over 0, and at most 1, given 0.0"),
+        (["--workdir={run}", "--prompt=a", "--topk=3"], "unknown flag '--topk'; did you mean '--top_k'?"),
+        (["--workdir={run}", "--prompt=" + "a" * 40], "are over the model's 32 positions"),
+        (["--workdir={run}", "--prompt=a", "--config.model.dmi=3"], "did you mean 'dim'?"),
+        (["--hf=nope", "--prompt=a", "--ema"], "--step and --ema are of a --workdir"),
+        (["--hf=nope", "--prompt=a"], "no file nope/config.json"),
+        (["--workdir={run}", "--prompt_file={run}/metrics.nope"], "No such file or directory"),
+    ],
+)
+def test_mistakes_are_one_line(
+    workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    names = {"run": workdir, "empty": tmp_path / "empty", "broken": tmp_path / "broken"}
+    for name in ("empty", "broken"):
+        names[name].mkdir()
+    shutil.copy(workdir / "config.json", names["empty"])
+    (names["broken"] / "config.json").write_text("{")
+    assert generate.main([flag.format(**names) for flag in flags]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("files", b"", "is empty"),
+        ("files", b"\xff\xfe", "not UTF-8"),
+        ("choices", b'{"context": "a", "choices": ["b"], "answer": 1}', "line 1: expected"),
+        ("choices", b'{"context": "a", "choices": ["b"]}', "KeyError 'answer'"),
+        ("choices", b'{"context": "a", "choices": [], "answer": 0}', "line 1: expected"),
+        ("choices", b"\n", "line 1: expected"),
+    ],
+)
+def test_bad_files(
+    workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / "x").write_bytes(content)
+    assert evaluate.main([f"--workdir={workdir}", f"--{name}", f"{tmp_path}/x"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_to_evaluate(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main([f"--workdir={workdir}"]) == 2
+    assert "give --files, --choices or --tasks" in capsys.readouterr().err
+    if importlib.util.find_spec("lm_eval") is None:
+        assert evaluate.main([f"--workdir={workdir}", "--tasks=x"]) == 2
+        assert "pip install 'plimsoll-train[harness]'" in capsys.readouterr().err
+
+
+def test_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    from launch.__main__ import verbs
+
+    assert {"generate", "evaluate"} <= verbs().keys()
