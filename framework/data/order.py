@@ -9,16 +9,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 
 class GlobalOrder:
     """The order of training sequences: of sources with so many windows, with shares `weights` that sum to 1."""
 
     def __init__(self, num_windows: Sequence[int], weights: Sequence[float], seed: int):
-        self._num_windows = list(num_windows)
-        self._seed = seed
-        self._mix: Any = None
+        self._num_windows, self._seed, self._mix = list(num_windows), seed, None
         if len(num_windows) > 1:
             from grain import MapDataset
 

@@ -6,13 +6,14 @@ May import: grain lazily.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 T = TypeVar("T")
 _THREADS = 4  # a batch is assembled by one thread; more only hide the latency of remote reads
 
 
-class Prefetcher(Generic[T], Iterator[T]):
+class Prefetcher(Iterator[T], AbstractContextManager):
     """Yields make(start), make(start + 1), ... up to make(stop - 1); `make` is a pure function, and runs in threads.
 
     At most `ahead` results wait in the background, beside the one that was handed out last. An error in `make` is
@@ -28,18 +29,14 @@ class Prefetcher(Generic[T], Iterator[T]):
     def __next__(self) -> T:
         try:
             return next(self._iterator)
-        except StopIteration:
-            raise
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            if not isinstance(error, StopIteration):
+                self.close()
             raise
 
     def close(self) -> None:
         """Drops what waits and stops the threads; may be called again. `next` is an error then."""
         self._iterator.close()
-
-    def __enter__(self) -> Prefetcher[T]:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

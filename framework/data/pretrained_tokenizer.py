@@ -37,12 +37,8 @@ class PretrainedTokenizer(Tokenizer):
     def __init__(
         self, *, path: str, vocab_size: PositiveInt, eos_token: str | None = None, chat_template: str | None = None
     ):
-        self.path = path.rstrip("/")
-        self.vocab_size = vocab_size
+        self.path, self.vocab_size = path.rstrip("/"), vocab_size
         self.eos_token, self.template_file = eos_token, chat_template
-        self.chat_template: str | None = None
-        self._library: Any = None  # takes special tokens in a text for text
-        self._parsing: Any = None  # takes them for what they are
 
     def prepare(self, workdir: Path, texts: TextBudget | None, *, write: bool) -> None:
         """Reads the directory, or the copy that the workdir keeps of it.
@@ -108,11 +104,6 @@ class PretrainedTokenizer(Tokenizer):
         """All that the directory's files say."""
         return self._stop_ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        assert self._library is not None, "prepare() first"
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
-
     def encode_prompt(self, text: str) -> list[int]:
         """As transformers encodes it: with what tokenizer.json adds, and special tokens that the text spells."""
         return self._parsing.encode(text).ids
@@ -138,8 +129,9 @@ class PretrainedTokenizer(Tokenizer):
                 f"{self.path} has no chat template: put a chat_template.jinja there, or set "
                 "data.tokenizer.chat_template to a file with the template that the model was (or will be) trained with"
             )
-        given = {**self.special, **variables, "add_generation_prompt": add_generation_prompt}
-        return render(self.chat_template, messages, given)
+        return render(
+            self.chat_template, messages, {**self.special, **variables, "add_generation_prompt": add_generation_prompt}
+        )
 
 
 def _text(token: Any) -> str | None:

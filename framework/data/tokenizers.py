@@ -1,9 +1,8 @@
 """Text <-> token ids: bytes, byte-level BPE, or no text at all. Each knows how many bytes of text every id stands for.
 
-One separator id, `eos_id`, opens each document; text never encodes to it. Bits per byte of any set of target tokens are
-exact: loss in bits over the sum of their `byte_lengths`, the separator counting 0 bytes. Byte-level BPE after GPT-2
-(Radford et al. 2019), trained by the `tokenizers` library.
-May import: framework.config, framework.data.files, framework.workdir, numpy; tokenizers lazily.
+One separator id opens each document; text never encodes to it. Bits per byte of any set of targets are exact: loss in
+bits over the sum of their `byte_lengths`, the separator counting 0 bytes. Byte-level BPE after GPT-2 (Radford et al.
+2019), trained by the `tokenizers` library. May import: framework.config, .files, framework.workdir; tokenizers lazily.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ class Tokenizer:
     bos_id: int | None = None  # what opens a text, for a model that was trained with one
     digest: str | None  # sha256 of all that decides the ids; None where unknown
     table: list[bytes]  # of each id; empty for the separator
+    _library: Any  # a tokenizers.Tokenizer, from `prepare` on
 
     def prepare(self, workdir: Path, texts: TextBudget | None, *, write: bool) -> None:
         """Loads or trains it.
@@ -56,12 +56,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """One unsigned integer array [n] per text; separators are the caller's to add."""
-        raise NotImplementedError
+        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_document(self, text: str) -> list[int]:
         """A document as a token stream has it: the separator where there is one, and the text."""
         opening = [] if self.separator_id is None else [self.separator_id]
-        return opening + [int(token) for token in self.encode_batch([text])[0]]
+        return opening + self.encode_batch([text])[0].tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
         """What a model is to continue."""
@@ -85,8 +86,7 @@ class ByteTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the separator; vocab_size 257. There is no padding id."""
 
     def __init__(self):
-        self.vocab_size = 257
-        self.eos_id = 256
+        self.vocab_size, self.eos_id = 257, 256
         self.table = [bytes([byte]) for byte in range(256)] + [b""]
         self.digest = hashlib.sha256(b"bytes, separator 256").hexdigest()
 
@@ -102,8 +102,7 @@ class BPETokenizer(Tokenizer):
     Args:
         vocab_size: ids the model must have room for, the separator included. A `path` may hold fewer (padded
             vocabularies).
-        path: a `tokenizer.json` of the `tokenizers` library (local or fsspec URL), byte-level: GPT-2, Llama 3, Qwen,
-            ours.
+        path: a byte-level `tokenizer.json` (local or fsspec URL): GPT-2's, Llama 3's, Qwen's, ours.
         eos_token: the special token that opens documents. A trained tokenizer gives it id 0.
         training_bytes: about so much text is trained on, in memory: the first documents, of a mixture by weight.
     """
@@ -118,20 +117,15 @@ class BPETokenizer(Tokenizer):
     ):
         if path is None and vocab_size < 257:
             raise ValueError(f"BPETokenizer.vocab_size: expected at least 257 (256 bytes and eos), given {vocab_size}")
-        self.vocab_size = vocab_size
-        self.path = path
-        self.eos_token = eos_token
-        self.training_bytes = training_bytes
-        self._library: Any = None  # the loaded tokenizers.Tokenizer
+        self.vocab_size, self.path = vocab_size, path
+        self.eos_token, self.training_bytes = eos_token, training_bytes
 
     def prepare(self, workdir: Path, texts: TextBudget | None, *, write: bool) -> None:
         """As Tokenizer.prepare. What is missing, is no byte-level BPE or does not fit the arguments is an error."""
         kept = workdir / "tokenizer.json"
-        if self.path is not None:
-            file = find(self.path)[0]
+        if self.path is not None or kept.exists():
+            file = find(self.path or str(kept))[0]
             data, name = file.read(0, file.size()), file.name
-        elif kept.exists():
-            data, name = kept.read_bytes(), str(kept)
         elif not write:
             raise FileNotFoundError(
                 f"{kept} does not exist: the first process was to write it; do all see that folder?"
@@ -143,30 +137,12 @@ class BPETokenizer(Tokenizer):
             )
         else:
             data, name = self._train(texts(self.training_bytes)), "the tokenizer trained on the training source"
-        facts = self._load(data, name)
-        if write:
-            write_json(kept, facts)
-
-    def _train(self, texts: Iterator[str]) -> bytes:
-        from tokenizers import ByteLevelBPETokenizer
-
-        # A list, because the library would run the source's generator in a thread of its own, where what belongs to one
-        # thread (a database connection) fails.
-        documents = list(texts)
-        if not documents:
-            raise ValueError("the training source is empty: no text to train a BPE tokenizer on")
-        library = ByteLevelBPETokenizer()
-        options: dict[str, Any] = {"min_frequency": 0, "show_progress": False, "special_tokens": [self.eos_token]}
-        library.train_from_iterator(documents, vocab_size=self.vocab_size, **options)
-        return library.to_str().encode()
-
-    def _load(self, data: bytes, name: str) -> dict[str, Any]:
-        library, facts = load_library(data, name, self.vocab_size)
+        self._library, facts = load_library(data, name, self.vocab_size)
         if "ByteLevel" not in _decoders(facts):
             raise ValueError(
                 f"{name}: expected a byte-level BPE (as GPT-2, Llama 3, Qwen); for others use PretrainedTokenizer"
             )
-        vocab: dict[str, int] = library.get_vocab(with_added_tokens=True)
+        vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         if self.path is None and len(vocab) < self.vocab_size:
             raise ValueError(
                 f"{name}: has {len(vocab)} ids, but data.tokenizer.vocab_size is {self.vocab_size}: set that to "
@@ -175,16 +151,22 @@ class BPETokenizer(Tokenizer):
         if self.eos_token not in vocab:
             special = sorted(token["content"] for token in facts["added_tokens"])
             raise ValueError(f"{name}: no token {self.eos_token!r} for data.tokenizer.eos_token; special are {special}")
-        self._library = library
-        self.digest = digest_of(facts)
-        self.eos_id = vocab[self.eos_token]
+        self.digest, self.eos_id = digest_of(facts), vocab[self.eos_token]
         self.table = byte_table(vocab, facts, self.vocab_size)
-        return facts
+        if write:
+            write_json(kept, facts)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        assert self._library is not None, "prepare() first"
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+    def _train(self, texts: Iterator[str]) -> bytes:
+        from tokenizers import ByteLevelBPETokenizer
+
+        # A list, because the library would run the source's generator in a thread of its own, where what belongs to one
+        # thread (a database connection) fails.
+        if not (documents := list(texts)):
+            raise ValueError("the training source is empty: no text to train a BPE tokenizer on")
+        library = ByteLevelBPETokenizer()
+        options: dict[str, Any] = {"min_frequency": 0, "show_progress": False, "special_tokens": [self.eos_token]}
+        library.train_from_iterator(documents, vocab_size=self.vocab_size, **options)
+        return library.to_str().encode()
 
 
 class NoTokenizer(Tokenizer):
@@ -200,9 +182,7 @@ class NoTokenizer(Tokenizer):
     def __init__(self, *, vocab_size: PositiveInt, eos_id: NonNegativeInt | None = None):
         if eos_id is not None and eos_id >= vocab_size:
             raise ValueError(f"NoTokenizer.eos_id: expected an id below vocab_size={vocab_size}, given {eos_id}")
-        self.vocab_size = vocab_size
-        self.eos_id = eos_id
-        self.digest = None
+        self.vocab_size, self.eos_id, self.digest = vocab_size, eos_id, None
 
     def prepare(self, workdir: Path, texts: TextBudget | None, *, write: bool) -> None:
         """Refuses a source of text."""

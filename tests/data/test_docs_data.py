@@ -45,7 +45,7 @@ def test_python_blocks_run():
     assert len(blocks) == 3
     assert space["counted"] > 1000
     assert all(space["chat_data"].tokenizer.decode([token]) in "0123456789" for token in space["answers"])
-    assert space["answers"].tolist().count(1) == space["chat_batch"]["segments"][0].max() > 3
+    assert space["answers"].tolist().count(1) == space["chat_batch"]["segments"][0].max() > 1
 
 
 def test_commands_run(saved_files: Path, capsys: pytest.CaptureFixture[str]):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from framework.data.files import FileHashes
-from framework.data.packing import num_whole_windows, num_windows, pack, read_window
+from framework.data.packing import Windows, pack
 from framework.data.sources import TokenMemmap
 from framework.data.token_files import TokenStream
 from framework.data.tokenizers import NoTokenizer
@@ -21,16 +21,17 @@ def stream(tmp_path: Path) -> TokenStream:
 
 @pytest.mark.parametrize("seq_len", [1, 3, 7, 10, 99, 100, 101, 200])
 def test_windows_tile_the_targets_exactly(stream: TokenStream, seq_len: int):
-    count = num_windows(stream.num_tokens, seq_len)
-    batch = pack([read_window(stream, i, seq_len) for i in range(count)], seq_len, separators=None)
+    windows = Windows(stream, seq_len)
+    rows = [windows.row(i) for i in range(windows.num_rows)]
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     used = batch["weights"] > 0
     assert batch["targets"][used].tolist() == list(range(1, 101))  # each token but the first, once, in order
     assert batch["tokens"][used].tolist() == list(range(100))
     assert [(name, array.dtype.name) for name, array in batch.items()] == [
         ("tokens", "int32"), ("targets", "int32"), ("weights", "float32"),
     ]  # fmt: skip
-    assert len(read_window(stream, count, seq_len)) <= 1  # nothing is left beyond the last window
-    whole = num_whole_windows(stream.num_tokens, seq_len)
+    assert not windows.row(windows.num_rows)["weights"].any()  # nothing is left beyond the last window
+    whole = windows.num_whole
     assert whole == 100 // seq_len
     assert used[:whole].all()
 
