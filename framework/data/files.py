@@ -31,8 +31,7 @@ class DataFile:
     def __init__(self, fs: Any, path: str):
         from fsspec.implementations.local import LocalFileSystem
 
-        self.fs = fs
-        self.path = path
+        self.fs, self.path = fs, path
         self.is_local = isinstance(fs, LocalFileSystem)
         self.name: str = path if self.is_local else fs.unstrip_protocol(path)
         self.position = 0  # stored bytes that were gone through: what a progress bar shows
@@ -54,20 +53,15 @@ class DataFile:
             facts = os.stat(self.path)  # of what a link points to
         return None if time.time() - facts.st_mtime < 2 else f"{facts.st_size} {facts.st_mtime_ns}"
 
-    def read(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop); fewer when the file ends before `stop`.
-
-        Opening a local file costs microseconds, and a file that was truncated meanwhile gives a short read, where a
-        memory map would kill the process with SIGBUS.
-        """
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop), or all from `start` on; fewer when the file ends before `stop` (where a memory map of a
+        file that was truncated meanwhile would kill the process with SIGBUS)."""
         with readable(self.name):
             if not self.is_local:
                 return bytes(self.fs.cat_file(self.path, start=start, end=stop))
-            handle = os.open(self.path, os.O_RDONLY)
-            try:
-                return os.pread(handle, stop - start, start)
-            finally:
-                os.close(handle)
+            with open(self.path, "rb") as stream:  # microseconds
+                stream.seek(start)
+                return stream.read(-1 if stop is None else stop - start)
 
     def chunks(self, size: int, *, decompress: bool = False) -> Iterator[bytes]:
         """The content in pieces of `size` bytes, the last one shorter.
@@ -84,8 +78,7 @@ class DataFile:
         compression = fsspec.utils.infer_compression(self.path) if decompress else None
         if decompress and compression is None and self.path.endswith((".zst", ".lz4")):
             raise ValueError(f"{self.name}: to read it, `pip install {'zstandard' if self.path[-1] == 't' else 'lz4'}`")
-        opened = OpenFile(self.fs, self.path, compression=compression)
-        count = 0
+        opened, count = OpenFile(self.fs, self.path, compression=compression), 0
         try:
             with readable(self.name), opened as stream:
                 while chunk := stream.read(size):
@@ -149,8 +142,7 @@ class FileHashes:
     """What was computed from files' contents, kept at `path` until they change: a terabyte is read only once."""
 
     def __init__(self, path: Path | None = None):
-        self._path = path
-        self._known: dict[str, Any] = {}
+        self._path, self._known = path, dict[str, Any]()
         if path is not None:
             with contextlib.suppress(FileNotFoundError, ValueError):  # without it, everything is hashed anew
                 self._known = json.loads(path.read_text())
@@ -159,12 +151,11 @@ class FileHashes:
         """`compute()` (JSON data of that kind), unless it is known for the file as it is now."""
         state, key = file.state(), f"{kind} {file}"
         known = self._known.get(key)
-        if known is not None and known[0] == state:
-            return known[1]
-        value = compute()
-        if state is not None:
-            self._known[key] = [state, value]
-        return value
+        if known is None or known[0] != state:
+            known = [state, compute()]
+            if state is not None:
+                self._known[key] = known
+        return known[1]
 
     def sha256(self, file: DataFile) -> str:
         """Of the stored bytes."""

@@ -1,8 +1,7 @@
 """The input pipeline: from configured sources to global batches, each a pure function of (seed, step).
 
 `setup` makes tokenizer and token files, cached by content, and raises every data error. The global batch is the same
-whatever the number of processes or devices: a process asks for the rows its devices hold.
-May import: framework.config, framework.data, framework.workdir, numpy.
+whatever the number of processes or devices: a process asks for the rows its devices hold. May import: framework.data.
 """
 
 from __future__ import annotations
@@ -59,12 +58,11 @@ class DataPipeline:
     Args:
         source: config of the training source, of framework.data.sources or your own.
         validation: named validation sources, each read once in order by an evaluation.
-        tokenizer: config of ByteTokenizer, BPETokenizer or NoTokenizer.
+        tokenizer: config of ByteTokenizer, BPETokenizer, PretrainedTokenizer or NoTokenizer.
         seq_len: S, tokens per sequence.
         global_batch_size: B, sequences per step over all processes and devices.
         seed: decides the order of training sequences, which is reshuffled each epoch.
-        document_mask: keep attention within documents; without it a sequence is one causal stream. Always on with a
-            ChatSource.
+        document_mask: keep attention within documents, not one causal stream per row. Always on with a ChatSource.
         prefetch: batches that wait ready in the background.
         cache_dir: folder for tokenized sources; None puts them into the workdir. A shared one saves work across runs.
     """
@@ -82,12 +80,8 @@ class DataPipeline:
         prefetch: PositiveInt = 2,
         cache_dir: str | None = None,
     ):
-        self.seq_len = seq_len
-        self.global_batch_size = global_batch_size
-        self.seed = seed
-        self.document_mask = document_mask
-        self.prefetch = prefetch
-        self.cache_dir = cache_dir
+        self.seq_len, self.global_batch_size, self.seed = seq_len, global_batch_size, seed
+        self.document_mask, self.prefetch, self.cache_dir = document_mask, prefetch, cache_dir
         self.tokenizer: Tokenizer = tokenizer.instantiate()
         self.train_leaves = list(leaves_of(source.instantiate(), "data.source", "train"))
         self.validation_leaves: dict[str, Leaf] = {}
@@ -153,22 +147,7 @@ class DataPipeline:
         self.prepare_tokenizer(folder, write=write)
         for leaf in self.leaves:
             with located(leaf.label):
-                if isinstance(leaf.source, TextSource):
-                    leaf.stream = cached_tokens(leaf.source, self.tokenizer, cache, hashes, write=write)
-                else:
-                    leaf.stream = leaf.source.open(self.tokenizer, hashes)
-                is_training = leaf in self.train_leaves
-                num_tokens, least = leaf.stream.num_tokens, self.seq_len + 1 if is_training else 2
-                if isinstance(leaf.source, ChatSource):
-                    leaf.rows = Conversations(leaf.stream, self.seq_len, self.seed if is_training else None)
-                    if not leaf.rows.num_rows:
-                        raise ValueError(f"no conversation has an answer within data.seq_len={self.seq_len}")
-                    continue
-                if num_tokens < least:
-                    raise ValueError(f"{num_tokens} tokens are too few: data.seq_len={self.seq_len} needs {least}")
-                if self.document_mask and leaf.stream.eos_id is None:
-                    raise ValueError("data.document_mask needs to know the separator: set its eos_id")
-                leaf.rows = Windows(leaf.stream, self.seq_len, masked=self.document_mask)
+                self._open_leaf(leaf, cache, hashes, write)
         if write:
             hashes.save()
         counts = [leaf.rows.num_whole for leaf in self.train_leaves]
@@ -178,6 +157,24 @@ class DataPipeline:
                 f"data.global_batch_size={self.global_batch_size}"
             )
         self._order = GlobalOrder(counts, [leaf.weight for leaf in self.train_leaves], self.seed)
+
+    def _open_leaf(self, leaf: Leaf, cache: Path, hashes: FileHashes, write: bool) -> None:
+        source, is_training = leaf.source, leaf in self.train_leaves
+        if isinstance(source, TextSource):
+            leaf.stream = cached_tokens(source, self.tokenizer, cache, hashes, write=write)
+        else:
+            leaf.stream = source.open(self.tokenizer, hashes)
+        num_tokens, least = leaf.stream.num_tokens, self.seq_len + 1 if is_training else 2
+        if isinstance(source, ChatSource):
+            leaf.rows = Conversations(leaf.stream, self.seq_len, self.seed if is_training else None)
+            if not leaf.rows.num_rows:
+                raise ValueError(f"no conversation has an answer within data.seq_len={self.seq_len}")
+            return
+        if num_tokens < least:
+            raise ValueError(f"{num_tokens} tokens are too few: data.seq_len={self.seq_len} needs {least}")
+        if self.document_mask and leaf.stream.eos_id is None:
+            raise ValueError("data.document_mask needs to know the separator: set its eos_id")
+        leaf.rows = Windows(leaf.stream, self.seq_len, masked=self.document_mask)
 
     def prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
         """Loads the tokenizer, or trains it on the training sources and keeps it in `folder` (only if `write`)."""
@@ -189,15 +186,12 @@ class DataPipeline:
     def fingerprint(self) -> str:
         """sha256 of all that decides the training batches: a run that resumes under another one would see other data.
         The number of processes is no part of it."""
-        self._ready()
-        leaves = self.train_leaves
-        separators = [leaf.stream.eos_id for leaf in leaves] if self.document_mask else None
-        sources = [[leaf.stream.digest, leaf.weight] for leaf in leaves]
+        separators = [leaf.stream.eos_id for leaf in self.train_leaves] if self.document_mask else None
+        sources = [[leaf.stream.digest, leaf.weight] for leaf in self.train_leaves]
         return digest_of([_FINGERPRINT, sources, self.seq_len, self.global_batch_size, self.seed, separators])
 
     def epoch_steps(self, epochs: float) -> int:
         """Steps in which all rows of the training sources are read that many times; the last batch is a whole one."""
-        self._ready()
         return math.ceil(epochs * sum(leaf.rows.num_whole for leaf in self.train_leaves) / self.global_batch_size)
 
     def train_batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
@@ -206,16 +200,14 @@ class DataPipeline:
         Raises:
             ValueError: a token file changed since `setup` (naming shard and offset).
         """
-        order = self._ready()
+        order = self._order
+        assert order is not None, "setup() first"
         places = [order.locate(step * self.global_batch_size + row) for row in rows]
-        return self._batch([(self.train_leaves[source], window) for source, window in places])
+        return _stacked([self.train_leaves[source].rows.row(index) for source, index in places])
 
     def train_iterator(self, start_step: int, rows: Sequence[int] | np.ndarray) -> Prefetcher[tuple[int, Batch]]:
-        """(step, train_batch(step, rows)) from `start_step` on, without end; close it when done.
-
-        At most `prefetch` batches wait in the background, beside the one handed out last.
-        """
-        self._ready()
+        """(step, train_batch(step, rows)) from `start_step` on, without end; close it when done. At most `prefetch`
+        batches wait in the background, beside the one handed out last."""
         return Prefetcher(lambda step: (step, self.train_batch(step, rows)), start_step, _ENDLESS, ahead=self.prefetch)
 
     def eval_batches(self, name: str, rows: Sequence[int] | np.ndarray, limit: int | None = None) -> Prefetcher[Batch]:
@@ -231,41 +223,35 @@ class DataPipeline:
 
         def batch(turn: int) -> Batch:
             number = turn if stop == total else turn * (total - 1) // max(1, stop - 1)
-            return self._batch([(leaf, number * size + row) for row in rows])
+            return _stacked([leaf.rows.row(number * size + row) for row in rows])
 
         return Prefetcher(batch, 0, stop, ahead=self.prefetch)
 
     def document_text(self, name: str) -> bytes:
         """The text of validation set `name`: exactly the bytes that its targets stand for, separators left out."""
         rows = self._validation(name).rows
-        batches = (rows.row(index) for index in range(rows.num_rows))
-        return b"".join(self.tokenizer.decode_bytes(row["targets"][row["weights"] > 0]) for row in batches)
+        read = (rows.row(index) for index in range(rows.num_rows))
+        return b"".join(self.tokenizer.decode_bytes(row["targets"][row["weights"] > 0]) for row in read)
 
     def source_report(self) -> list[SourceReport]:
         """What training and each validation set hold: rows for the start table."""
-        self._ready()
-        rows = []
+        report = []
         for leaf in self.leaves:
-            stream, kind = leaf.stream, type(leaf.source).__name__
+            stream, rows = leaf.stream, leaf.rows
             size = None if isinstance(leaf.source, ChatSource) else stream.num_bytes
-            count = leaf.rows.num_rows if leaf.name in self.validation_leaves else leaf.rows.num_whole
-            sizes = (stream.num_tokens, stream.num_documents, size, count)
-            rows.append(SourceReport(leaf.name, kind, *sizes, stream.digest, leaf.rows.note))
-        return rows
-
-    def _batch(self, places: Sequence[tuple[Leaf, int]]) -> Batch:
-        rows = [leaf.rows.row(index) for leaf, index in places]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-    def _ready(self) -> GlobalOrder:
-        assert self._order is not None, "setup() first"
-        return self._order
+            count = rows.num_rows if leaf.name in self.validation_leaves else rows.num_whole
+            facts = (stream.num_tokens, stream.num_documents, size, count, stream.digest, rows.note)
+            report.append(SourceReport(leaf.name, type(leaf.source).__name__, *facts))
+        return report
 
     def _validation(self, name: str) -> Leaf:
-        self._ready()
         if name not in self.validation_leaves:
             raise ValueError(f"no validation set {name!r}; data.validation has {', '.join(self.validation_leaves)}")
         return self.validation_leaves[name]
+
+
+def _stacked(rows: list[Batch]) -> Batch:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def cached_tokens(

@@ -58,7 +58,7 @@ class PretrainedTokenizer(Tokenizer):
                 raise FileNotFoundError(f"{error}; {hint}") from error
             folder, (file,) = str(workdir), find(str(workdir / "tokenizer.json"))
         facts = kept if folder != self.path else self._facts()
-        data = file.read(0, file.size())
+        data = file.read()
         self._library, contents = load_library(data, file.name, self.vocab_size)
         self._parsing, _ = load_library(data, file.name, self.vocab_size)
         self._parsing.encode_special_tokens = False
@@ -89,7 +89,7 @@ class PretrainedTokenizer(Tokenizer):
             facts["chat_template"] = {one["name"]: one["template"] for one in templates}.get("default")
         with contextlib.suppress(*[] if self.template_file else [FileNotFoundError]):
             (file,) = find(self.template_file or f"{self.path}/chat_template.jinja")
-            facts["chat_template"] = file.read(0, file.size()).decode("utf-8")
+            facts["chat_template"] = file.read().decode("utf-8")
         return {**facts, "name_or_path": self.path, **({"eos_token": self.eos_token} if self.eos_token else {})}
 
     def _id(self, name: str, facts: dict[str, Any]) -> int | None:
@@ -152,7 +152,7 @@ def _json(folder: str, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     try:
-        data = json.loads(file.read(0, file.size()))
+        data = json.loads(file.read())
     except ValueError as error:
         raise ValueError(f"{file}: not JSON: {error}") from error
     if not isinstance(data, dict):

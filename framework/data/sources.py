@@ -26,7 +26,6 @@ from framework.data.token_files import TokenDType, TokenShard, TokenStream
 from framework.data.tokenizers import Tokenizer
 
 _CHUNK_BYTES = 1 << 20
-_VALIDATION_PERCENT = 5
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 
 
@@ -87,16 +86,14 @@ class StdlibSource(TextSource):
         return {"split": self.split, "python": platform.python_version()}
 
     def files(self) -> list[DataFile]:
-        from fsspec.implementations.local import LocalFileSystem
-
         root = Path(sysconfig.get_path("stdlib"))  # in a virtual environment too, this is the base interpreter's
         names = [name for name in library_files(root) if split_of(name) == self.split]
         if not names:
             raise FileNotFoundError(f"the standard library at {root} has no sources (is it zipped or stripped?)")
-        return [DataFile(LocalFileSystem(), str(root / name)) for name in names]
+        return find(str(root / name) for name in names)
 
     def read(self, file: DataFile) -> Iterator[str]:
-        yield file.read(0, file.size()).decode("utf-8", errors="replace")
+        yield file.read().decode("utf-8", errors="replace")
 
 
 def library_files(root: Path) -> list[str]:
@@ -110,10 +107,10 @@ def library_files(root: Path) -> list[str]:
     return sorted(names)
 
 
-def split_of(name: str) -> Literal["train", "validation"]:
-    """The part to which the file of that relative path belongs."""
-    bucket = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
-    return "validation" if bucket < _VALIDATION_PERCENT else "train"
+def split_of(content: str, validation_fraction: float = 0.05) -> Literal["train", "validation"]:
+    """The part to which what is identified by that text (a file's relative path) belongs, by its sha256."""
+    bucket = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") % 100
+    return "validation" if bucket < 100 * validation_fraction else "train"
 
 
 class TextFiles(TextSource):
@@ -127,8 +124,7 @@ class TextFiles(TextSource):
     def __init__(self, *, paths: list[str], separator: str | None = None):
         if separator == "":
             raise ValueError("separator: expected text or None, given ''")
-        self.paths = paths
-        self.separator = separator
+        self.paths, self.separator = paths, separator
 
     def read(self, file: DataFile) -> Iterator[str]:
         for offset, data in _pieces(file, self.separator.encode() if self.separator else None):
@@ -148,27 +144,22 @@ class JsonLines(TextSource):
     """
 
     def __init__(self, *, paths: list[str], field: str = "text"):
-        self.paths = paths
-        self.field = field
+        self.paths, self.field = paths, field
 
     def read(self, file: DataFile) -> Iterator[str]:
         for place, record in json_rows(file):
-            try:
-                text = self._text(record)
-            except ValueError as error:
-                raise ValueError(f"{file}, {place}: no JSON object with text: {error}") from error
-            yield text
-
-    def _text(self, record: Any) -> str:
-        if not isinstance(record, dict):
-            raise ValueError(f"expected a JSON object, given {type(record).__name__}")
-        if self.field not in record:
-            raise ValueError(f"no field {self.field!r}{did_you_mean(self.field, record)}")
-        text = record[self.field]
-        if not isinstance(text, str):
-            raise ValueError(f"field {self.field!r} is {type(text).__name__}, expected text")
-        text.encode("utf-8")  # JSON can spell half of a surrogate pair, which no tokenizer takes
-        return text
+            problem = ""
+            if not isinstance(record, dict):
+                problem = f"expected a JSON object, given {type(record).__name__}"
+            elif self.field not in record:
+                problem = f"no field {self.field!r}{did_you_mean(self.field, record)}"
+            elif not isinstance(text := record[self.field], str):
+                problem = f"field {self.field!r} is {type(text).__name__}, expected text"
+            elif any("\ud800" <= letter < "\ue000" for letter in text):  # JSON can spell half of a pair
+                problem = "surrogates not allowed"
+            if problem:
+                raise ValueError(f"{file}, {place}: {problem}")
+            yield record[self.field]
 
 
 def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
@@ -205,8 +196,7 @@ class Parquet(TextSource):
     """
 
     def __init__(self, *, paths: list[str], column: str = "text"):
-        self.paths = paths
-        self.column = column
+        self.paths, self.column = paths, column
 
     def read(self, file: DataFile) -> Iterator[str]:
         for place, row in parquet_rows(file, self.column):
@@ -252,10 +242,7 @@ class TokenMemmap:
     def __init__(
         self, *, path: str, dtype: TokenDType | None = None, eos_id: NonNegativeInt | None = None, verify: bool = True
     ):
-        self.path = path
-        self.dtype = dtype
-        self.eos_id = eos_id
-        self.verify = verify
+        self.path, self.dtype, self.eos_id, self.verify = path, dtype, eos_id, verify
 
     def files(self) -> list[DataFile]:
         """The shards, in order."""

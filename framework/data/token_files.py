@@ -39,11 +39,8 @@ def sidecar_name(name: str) -> str:
 def scan(file: DataFile, dtype: str) -> list[list[Any]]:
     """[sha256, largest id] of each block of the file."""
     size = np.dtype(dtype).itemsize
-    facts: list[list[Any]] = []
-    for block in file.chunks(BLOCK_BYTES):
-        tokens = np.frombuffer(block[: len(block) // size * size], dtype)
-        facts.append([hashlib.sha256(block).hexdigest(), int(tokens.max(initial=0))])
-    return facts
+    ids = ((block, np.frombuffer(block[: len(block) // size * size], dtype)) for block in file.chunks(BLOCK_BYTES))
+    return [[hashlib.sha256(block).hexdigest(), int(tokens.max(initial=0))] for block, tokens in ids]
 
 
 @dataclass
@@ -82,26 +79,18 @@ def write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Iterat
         os.fsync(stream.fileno())
     if not progress.documents:
         raise ValueError("the source holds no text: every document is empty, or there is none")
-    (file,) = find(str(path))
-    facts = {
-        "dtype": dtype.name,
-        "num_tokens": progress.tokens,
-        "num_documents": progress.documents,
-        "num_bytes": progress.text_bytes,
-        "eos_id": tokenizer.separator_id,
-        "tokenizer": tokenizer.digest,
-        "sha256": [digest for digest, _ in scan(file, dtype.str)],
-    }
-    write_json(sidecar_name(str(path)), facts)
+    hashes = [digest for digest, _ in scan(find(str(path))[0], dtype.str)]
+    counts = (progress.tokens, progress.documents, progress.text_bytes)
+    facts = (dtype.name, *counts, tokenizer.separator_id, tokenizer.digest, hashes)
+    write_json(sidecar_name(str(path)), dict(zip(FACTS, facts, strict=True)))
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
-    for document in documents:
-        if document:
-            batch.append(document)
-            size += len(document)
+    for document in filter(None, documents):
+        batch.append(document)
+        size += len(document)
         if size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -118,8 +107,7 @@ class TokenShard:
     """
 
     def __init__(self, file: DataFile, source: TokenMemmap, tokenizer: Tokenizer, hashes: FileHashes):
-        self.file = file
-        self.vocab_size = tokenizer.vocab_size
+        self.file, self.vocab_size = file, tokenizer.vocab_size
         self._sidecar = self._read_sidecar()
         self._dtype = np.dtype(self._agreed("dtype", source.dtype) or "uint16").newbyteorder("<")
         eos_id = tokenizer.separator_id if source.eos_id is None else source.eos_id
@@ -159,7 +147,7 @@ class TokenShard:
         if file.path == self.file.path or not file.fs.exists(file.path):
             return {}
         try:
-            facts = json.loads(file.read(0, file.size()))
+            facts = json.loads(file.read())
             return {name: facts[name] for name in FACTS}
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file}: not the sidecar of a token file: {error!r}") from error
@@ -172,49 +160,41 @@ class TokenShard:
         return recorded if asked is None else asked
 
     def _count_tokens(self) -> int:
-        size, item = self.file.size(), self._dtype.itemsize
+        size, item, name = self.file.size(), self._dtype.itemsize, self._dtype.name
         expected = self._sidecar.get("num_tokens", size // item) * item
         if size != expected:
             verb = "ends early" if size < expected else "goes on" if self._sidecar else "ends within a token"
-            at = min(size, expected)
+            where = f"at byte {min(size, expected)} (token {min(size, expected) // item})"
             raise ValueError(
-                f"{self.file}: {verb} at byte {at} (token {at // item}): it holds {size} bytes, expected {expected} of "
-                f"{self._dtype.name} tokens"
+                f"{self.file}: {verb} {where}: it holds {size} bytes, expected {expected} of {name} tokens"
             )
         if size == 0:
-            raise ValueError(f"{self.file}: empty, expected {self._dtype.name} tokens")
+            raise ValueError(f"{self.file}: empty, expected {name} tokens")
         return size // item
 
     def _verify(self, hashes: FileHashes) -> list[str]:
         """The sha256 of each block."""
         blocks = hashes.of(self.file, f"tokens {self._dtype.name}", lambda: scan(self.file, self._dtype.str))
-        found = [digest for digest, _ in blocks]
-        size = BLOCK_BYTES // self._dtype.itemsize
+        found, item = [digest for digest, _ in blocks], self._dtype.itemsize
         for number, (digest, largest) in enumerate(blocks):
-            first, last = number * size, min((number + 1) * size, self.num_tokens)
+            first, last = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.num_tokens * item)
             # Damage is reported as damage, not as the odd id that it happened to make.
             if [digest] != self._sidecar.get("sha256", found)[number : number + 1]:
-                first, last = first * self._dtype.itemsize, last * self._dtype.itemsize
                 raise ValueError(f"{self.file}: garbled between byte {first} and byte {last}: not the sidecar's sha256")
             if largest >= self.vocab_size:
-                self.read(first, last)  # raises: names the id and its place
+                self.read(first // item, last // item)  # raises: names the id and its place
         return found
 
 
 class TokenStream:
-    """Shards read as one sequence of tokens.
-
-    Args:
-        shards: in reading order; all of one separator.
-    """
+    """Shards, in reading order and all of one separator, read as one sequence of tokens."""
 
     def __init__(self, shards: Sequence[TokenShard]):
         for shard in shards:
             if shard.eos_id != shards[0].eos_id:
                 a, b = f"{shards[0].file} has eos_id={shards[0].eos_id}", f"{shard.file} eos_id={shard.eos_id}"
                 raise ValueError(f"shards with different separators: {a}, {b}")
-        self.shards = list(shards)
-        self.eos_id = shards[0].eos_id
+        self.shards, self.eos_id = list(shards), shards[0].eos_id
         self._ends = np.cumsum([shard.num_tokens for shard in shards])
         self.num_tokens = int(self._ends[-1])
         documents, sizes = [s.num_documents for s in shards], [s.num_bytes for s in shards]

@@ -125,7 +125,7 @@ class BPETokenizer(Tokenizer):
         kept = workdir / "tokenizer.json"
         if self.path is not None or kept.exists():
             file = find(self.path or str(kept))[0]
-            data, name = file.read(0, file.size()), file.name
+            data, name = file.read(), file.name
         elif not write:
             raise FileNotFoundError(
                 f"{kept} does not exist: the first process was to write it; do all see that folder?"
