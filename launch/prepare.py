@@ -55,6 +55,10 @@ def prepare(data: Config, out: Path, *, force: bool) -> None:
             with located(leaf.label):
                 if isinstance(leaf.source, TokenMemmap):
                     raise ValueError(f"{leaf.source.path} holds tokens already; there is nothing to prepare")
+                if leaf.source.codec(pipeline.tokenizer) is not pipeline.tokenizer:
+                    raise ValueError(
+                        "conversations are not prepared: runs that share a data.cache_dir tokenize them once"
+                    )
                 show(name, write_tokens(leaf.source, pipeline.tokenizer, temporary / f"{name}.bin"))
                 records[name] = leaf.source.contents(FileHashes())
         files = sorted([*(path.name for path in temporary.iterdir()), MANIFEST])

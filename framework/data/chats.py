@@ -7,7 +7,6 @@ May import: framework.config, framework.data.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -16,10 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from framework.config import Fraction
-from framework.data.chat_template import Message, Span
 from framework.data.files import DataFile, digest_of
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.data.sources import TextSource, json_rows, parquet_rows
+from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
+from framework.data.sources import TextSource, json_rows, parquet_rows, split_of
 from framework.data.tokenizers import Tokenizer
 
 _MARK = "\U0010fffd"  # private use: breaks a special token that a message spells, and stands in for an answer
@@ -57,10 +55,10 @@ class ChatSource(TextSource):
         for place, row in parquet_rows(file) if file.path.endswith(".parquet") else json_rows(file):
             try:
                 content = json.dumps([conversation(row), row.get("tools")], ensure_ascii=False)
-                bucket = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") / 2**64
+                part = split_of(content, self.validation_fraction)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {place}: {error}") from error
-            if self.split in ("all", "validation" if bucket < self.validation_fraction else "train"):
+            if self.split in ("all", part):
                 yield f"[{json.dumps(f'{file}, {place}')}, {content[1:]}"
 
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:

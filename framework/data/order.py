@@ -1,21 +1,27 @@
-"""Which window of which source is sequence g of the run: a pure function of (g, seed).
+"""Which row of which source is sequence g of the run, a pure function of (g, seed); and batches made ahead of time.
 
 Sequence g of the run is row g % B of step g // B. Nothing else is counted, so the number of processes and devices may
-change, and resuming needs no saved iterator. Mixing is grain's `MapDataset.mix`. May import: grain lazily.
+change, and resuming needs no saved iterator. May import: grain lazily.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_THREADS = 4  # a batch is assembled by one thread; more only hide the latency of remote reads
 
 
 class GlobalOrder:
     """The order of training sequences: of sources with so many windows, with shares `weights` that sum to 1."""
 
     def __init__(self, num_windows: Sequence[int], weights: Sequence[float], seed: int):
-        self._num_windows, self._seed, self._mix = list(num_windows), seed, None
+        self._num_windows, self._seed = list(num_windows), seed
+        self._mix: Any = None
         if len(num_windows) > 1:
             from grain import MapDataset
 
@@ -44,3 +50,32 @@ def shuffled(index: int, count: int, seed: str) -> int:
             index = right << half | (index >> half) ^ (int.from_bytes(digest, "big") & ((1 << half) - 1))
         if index < count:
             return index
+
+
+class Prefetcher(Iterator[T], AbstractContextManager):
+    """Yields make(start), make(start + 1), ... up to make(stop - 1); `make` is a pure function, and runs in threads.
+
+    At most `ahead` results wait in the background, beside the one that was handed out last. An error in `make` is
+    raised by `next` at its own turn and closes the iterator: grain by itself would go on with the batch after it.
+    """
+
+    def __init__(self, make: Callable[[int], T], start: int, stop: int, *, ahead: int):
+        from grain import MapDataset, ReadOptions
+
+        options = ReadOptions(num_threads=min(ahead, _THREADS), prefetch_buffer_size=ahead)
+        self._iterator = iter(MapDataset.range(start, stop).map(make).to_iter_dataset(options))
+
+    def __next__(self) -> T:
+        try:
+            return next(self._iterator)
+        except BaseException as error:
+            if not isinstance(error, StopIteration):
+                self.close()
+            raise
+
+    def close(self) -> None:
+        """Drops what waits and stops the threads; may be called again. `next` is an error then."""
+        self._iterator.close()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -19,6 +19,11 @@ Batch = dict[str, np.ndarray]
 _TOGETHER = 8192  # conversations that are packed with each other
 
 
+def num_windows(num_tokens: int, seq_len: int) -> int:
+    """Windows with at least one target."""
+    return max(0, -(-(num_tokens - 1) // seq_len))
+
+
 def pack(windows: Sequence[np.ndarray], seq_len: int, *, separators: Sequence[int] | None) -> Batch:
     """Stacks windows into the rows of a batch.
 
@@ -56,8 +61,8 @@ class Windows:
 
     def __init__(self, stream: TokenStream, seq_len: int, *, masked: bool = False):
         self._stream, self._seq_len, self._masked = stream, seq_len, masked
-        self.num_whole, rest = divmod(max(0, stream.num_tokens - 1), seq_len)
-        self.num_rows = self.num_whole + (rest > 0)
+        self.num_whole = max(0, (stream.num_tokens - 1) // seq_len)
+        self.num_rows = num_windows(stream.num_tokens, seq_len)
 
     def row(self, index: int) -> Batch:
         """Arrays [S], as `pack` makes them; nothing but padding from num_rows on."""

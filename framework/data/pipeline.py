@@ -21,9 +21,8 @@ import numpy as np
 from framework.config import Config, NonNegativeInt, PositiveInt
 from framework.data.chats import ChatSource
 from framework.data.files import FileHashes, digest_of
-from framework.data.order import GlobalOrder
+from framework.data.order import GlobalOrder, Prefetcher
 from framework.data.packing import Batch, Conversations, Windows
-from framework.data.prefetch import Prefetcher
 from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.data.sources import Leaf, Mixture, TextSource, TokenMemmap, leaves_of, located
 from framework.data.token_files import TokenStream, write_tokens

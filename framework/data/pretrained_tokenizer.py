@@ -1,12 +1,16 @@
 """The tokenizer of a published model: a Hugging Face directory's tokenizer.json, special tokens and chat template.
 
-Nothing of the directory is run. May import: framework.config, framework.data, framework.workdir.
+Nothing of the directory is run: templates are rendered in jinja's sandbox, with the settings and functions that
+transformers' `apply_chat_template` gives them. May import: framework.config, framework.data, framework.workdir.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,13 @@ from typing import Any
 import numpy as np
 
 from framework.config import PositiveInt
-from framework.data.chat_template import Message, Span, render
 from framework.data.files import digest_of, find
 from framework.data.tokenizers import TextBudget, Tokenizer, byte_table, load_library
 from framework.workdir import write_json
 
+Message = dict[str, Any]  # {"role": ..., "content": ...}, and whatever else a template reads
+Span = tuple[int, int]
+_OPEN, _CLOSE = "\U0010fffb", "\U0010fffc"  # private use: around what a template says the model generates
 _IDS = {"bos_token_id", "eos_token_id"}
 
 
@@ -62,14 +68,12 @@ class PretrainedTokenizer(Tokenizer):
         self._library, contents = load_library(data, file.name, self.vocab_size)
         self._parsing, _ = load_library(data, file.name, self.vocab_size)
         self._parsing.encode_special_tokens = False
-        self.special = {name: text for name in facts if name.endswith("_token") if (text := _text(facts[name]))}
+        tokens = {name: facts[name] for name in facts if name.endswith("_token") and facts[name]}
+        self.special = {name: x if isinstance(x, str) else x["content"] for name, x in tokens.items()}
         self.bos_id, self.eos_id = self._id("bos", facts), self._id("eos", facts)
         if self.eos_id is None:
-            given = self.special.get("eos_token")
-            what = (
-                f"its eos_token {given!r} is no token of tokenizer.json" if given else "no file says what ends a text"
-            )
-            raise ValueError(f"{self.path}: {what}; set data.tokenizer.eos_token")
+            given = self.special.get("eos_token", "none that is known")
+            raise ValueError(f"{self.path}: its eos_token is {given!r}, no token of it; set data.tokenizer.eos_token")
         self._stop_ids = sorted({self.eos_id, *_ids(facts, "eos")})
         self.special_tokens = [token["content"] for token in contents["added_tokens"] if token["special"]]
         self.chat_template = facts.get("chat_template")
@@ -95,9 +99,8 @@ class PretrainedTokenizer(Tokenizer):
     def _id(self, name: str, facts: dict[str, Any]) -> int | None:
         if f"{name}_token" in self.special:
             return self._library.token_to_id(self.special[f"{name}_token"])
-        if name == "bos" and "bos_token" in facts:  # null: no text is opened, whatever config.json says
-            return None
-        return next(iter(_ids(facts, name)), None)
+        # bos_token null: no text is opened, whatever config.json says
+        return None if name == "bos" and "bos_token" in facts else next(iter(_ids(facts, name)), None)
 
     @property
     def stop_ids(self) -> list[int]:
@@ -124,20 +127,57 @@ class PretrainedTokenizer(Tokenizer):
         Raises:
             ValueError: there is no template, or it cannot render these messages.
         """
+        import jinja2
+
         if self.chat_template is None:
             raise ValueError(
                 f"{self.path} has no chat template: put a chat_template.jinja there, or set "
                 "data.tokenizer.chat_template to a file with the template that the model was (or will be) trained with"
             )
-        return render(
-            self.chat_template, messages, {**self.special, **variables, "add_generation_prompt": add_generation_prompt}
-        )
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        given = {"tools": None, "documents": None, **self.special, **variables, "messages": plain}
+        try:
+            text = _compiled(self.chat_template).render(add_generation_prompt=add_generation_prompt, **given)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template fails: {error}") from error
+        out, spans = "", []
+        for number, piece in enumerate(re.split(f"[{_OPEN}{_CLOSE}]", text)):
+            if number % 2:
+                spans.append((len(out), len(out) + len(piece)))
+            out += piece
+        return out, spans
 
 
-def _text(token: Any) -> str | None:
-    """A special token as files write it: text, or {"content": text, ...}."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+@functools.lru_cache
+def _compiled(template: str) -> Any:
+    import jinja2
+    import jinja2.nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+        def mark(self, caller: Any) -> str:
+            return f"{_OPEN}{caller()}{_CLOSE}"
+
+    def fail(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own escapes HTML
+
+    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [Generation, loopcontrols]}
+    environment = ImmutableSandboxedEnvironment(**options)
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = fail
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template)
 
 
 def _ids(facts: dict[str, Any], name: str) -> list[int]:
@@ -152,9 +192,6 @@ def _json(folder: str, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     try:
-        data = json.loads(file.read())
-    except ValueError as error:
-        raise ValueError(f"{file}: not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{file}: expected a JSON object")
-    return data
+        return dict(json.loads(file.read()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: not a JSON object: {error}") from error

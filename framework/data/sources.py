@@ -1,7 +1,7 @@
 """Where documents come from: one class per kind of source, each configured by its constructor.
 
 A source of text yields documents, a `TokenMemmap` is tokens already, a `Mixture` weighs other sources. To add one,
-follow docs/data.md. May import: framework.config, framework.data.files, framework.data.token_files; pyarrow lazily.
+follow docs/data.md. May import: framework.config, framework.data; pyarrow lazily.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class TextSource(abc.ABC):
 
     def documents(self) -> Iterator[str]:
         """All documents, in order."""
-        for file in self.files():
-            yield from self.read(file)
+        return (document for file in self.files() for document in self.read(file))
 
     def contents(self, hashes: FileHashes) -> dict[str, Any]:
         """What is recorded beside the tokens: kind, settings, the sha256 of each file, and one over all of these but
@@ -148,18 +147,22 @@ class JsonLines(TextSource):
 
     def read(self, file: DataFile) -> Iterator[str]:
         for place, record in json_rows(file):
-            problem = ""
-            if not isinstance(record, dict):
-                problem = f"expected a JSON object, given {type(record).__name__}"
-            elif self.field not in record:
-                problem = f"no field {self.field!r}{did_you_mean(self.field, record)}"
-            elif not isinstance(text := record[self.field], str):
-                problem = f"field {self.field!r} is {type(text).__name__}, expected text"
-            elif any("\ud800" <= letter < "\ue000" for letter in text):  # JSON can spell half of a pair
-                problem = "surrogates not allowed"
-            if problem:
-                raise ValueError(f"{file}, {place}: {problem}")
-            yield record[self.field]
+            try:
+                yield text_field(record, self.field)
+            except ValueError as error:  # Unicode errors are some
+                raise ValueError(f"{file}, {place}: no JSON object with text: {error}") from error
+
+
+def text_field(record: Any, field: str) -> str:
+    """The text in that field of a JSON object; a ValueError says why there is none."""
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, given {type(record).__name__}")
+    if field not in record:
+        raise ValueError(f"no field {field!r}{did_you_mean(field, record)}")
+    if not isinstance(text := record[field], str):
+        raise ValueError(f"field {field!r} is {type(text).__name__}, expected text")
+    text.encode("utf-8")  # JSON can spell half of a surrogate pair, which no tokenizer takes
+    return text
 
 
 def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
@@ -235,8 +238,7 @@ class TokenMemmap:
         path: a `.bin`, a glob of shards (read in sorted order as one stream), or an fsspec URL of either.
         dtype: uint16 or uint32; None takes what the sidecar says, or uint16 without one.
         eos_id: the token between documents; None takes the sidecar's. Needed only to mask documents from each other.
-        verify: read each file once before training, to check hashes and ids. False checks sizes, and ids as they are
-            read.
+        verify: read each file once before training, to check hashes and ids. False: sizes, and ids as they are read.
     """
 
     def __init__(
@@ -300,11 +302,10 @@ def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Ite
 @contextlib.contextmanager
 def located(label: str) -> Iterator[None]:
     """Puts the config path in front of a data error."""
-    kinds = (FileNotFoundError, PermissionError, IsADirectoryError, ValueError)
     try:
         yield
-    except kinds as error:
+    except (FileNotFoundError, PermissionError, IsADirectoryError, ValueError) as error:
         if str(error).startswith("data."):  # from further inside, where the place is known better
             raise
-        kind = next(kind for kind in kinds if isinstance(error, kind))
+        kind = type(error) if isinstance(error, OSError) else ValueError  # a UnicodeError takes other arguments
         raise kind(f"{label}: {error}") from error

@@ -14,6 +14,7 @@ from framework.data.chats import ChatSource
 from framework.data.pipeline import DataPipeline
 from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.data.tokenizers import ByteTokenizer
+from launch.prepare import prepare
 from tests.support import pretrained
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_chats.json").read_text())
@@ -259,6 +260,20 @@ def test_epochs_in_steps(tmp_path: Path):
     sequences = built.source_report()[0].sequences
     assert built.epoch_steps(1) == -(-sequences // 4)
     assert built.epoch_steps(2.5) == -(-5 * sequences // 8)
+
+
+def test_conversations_are_not_prepared(tmp_path: Path):
+    write_chats(tmp_path)
+    folder = str(pretrained.write(tmp_path / "chatml", "chatml"))
+    config = config_for(
+        DataPipeline,
+        source=config_for(ChatSource, paths=[str(tmp_path / "chats.jsonl")]),
+        tokenizer=config_for(PretrainedTokenizer, path=folder, vocab_size=512),
+        seq_len=64,
+        global_batch_size=4,
+    )
+    with pytest.raises(ValueError, match=r"data.source: conversations are not prepared: .* data.cache_dir"):
+        prepare(config, tmp_path / "out", force=False)
 
 
 def test_what_cannot_be_trained_on(tmp_path: Path):

@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from framework.data.order import GlobalOrder
-from framework.data.prefetch import Prefetcher
+from framework.data.order import GlobalOrder, Prefetcher
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 1000, 1 << 14, (1 << 14) + 1])

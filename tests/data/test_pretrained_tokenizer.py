@@ -108,14 +108,14 @@ def test_refusals(tmp_path: Path):
             load(folder, tmp_path / "new", **fields)
 
     refused("has ids up to .*, but data.tokenizer.vocab_size is 100", vocab_size=100)
-    refused("'</s>' is no token of tokenizer.json; set data.tokenizer.eos_token", eos_token="</s>")
+    refused("eos_token is '</s>', no token of it; set data.tokenizer.eos_token", eos_token="</s>")
     refused("none.jinja does not exist", FileNotFoundError, chat_template=str(tmp_path / "none.jinja"))
     (folder / "tokenizer_config.json").write_text("{}")
-    refused("no file says what ends a text")
+    refused("its eos_token is 'none that is known'")
     with pytest.raises(ValueError, match=r"has no chat template: put a chat_template\.jinja there"):
         load(folder, tmp_path / "run", eos_token="<|eot_id|>").render([])
     (folder / "tokenizer_config.json").write_text("[")
-    refused("tokenizer_config.json: not JSON")
+    refused("tokenizer_config.json: not a JSON object")
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").write_text('{"model": ')
     refused("tokenizer.json: not a tokenizer.json of the tokenizers library")
