@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from framework.accelerators import AcceleratorSpec
 from framework.experiment import Experiment
 from framework.layout import OptStateSpec, StateLayout
 from framework.optimizers.reach import Reach
-from framework.plan.liveness import Instant, Rules, most_held
+from framework.plan.liveness import Rules, most_held
 from framework.plan.local_step import trace
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.report import KEYS
@@ -31,8 +30,7 @@ from framework.schedules.pieces import BLOCK
 _COSTLY = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin", "cos", "div")
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Bytes of one device at the instant of the peak, by the keys of a report's breakdown, and of its host's memory."""
 
     breakdown: dict[str, int]
@@ -56,39 +54,43 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
         ValueError: a mesh axis does not divide the dimension that it shards, or the batch.
     """
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    experiment.model.check(mesh, experiment.data.seq_len)
-    if experiment.data.global_batch_size % (experiment.learner.accumulate * sizes["data"] * sizes["fsdp"]):
+    data, learner, memory = experiment.data, experiment.learner, experiment.memory
+    experiment.model.check(mesh, data.seq_len)
+    if data.global_batch_size % (learner.accumulate * sizes["data"] * sizes["fsdp"]):
         experiment.check(mesh)  # says so; it takes too long to be asked each time
     layout = StateLayout(experiment.state_specs(), mesh)
     breakdown, host = dict.fromkeys(KEYS, 0), dict.fromkeys(KEYS, 0)
     for leaf in layout:
         (breakdown if leaf.spec.memory_kind == "device" else host)[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
-    data = experiment.data
     arrays = 5 if data.document_mask else 3  # tokens, targets, weights, positions, segments: four bytes each
     shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]
     breakdown["batch"] = 4 * arrays * data.global_batch_size * data.seq_len // shards
-    backward = Counter(_backward(experiment, sizes, spec.platform).groups)
-    backward["gradients"] += _accumulated(experiment, layout)
-    backward["activations"] += _copies(layout, spec.platform)
-    if "offload" in experiment.memory.remat:
-        host["activations"] = _backward(experiment, sizes, spec.platform, on_host=True).nbytes
-    memory, units = experiment.memory, experiment.model.stack.num_units
+    backward = _backward(experiment, sizes, spec.platform)
+    if learner.accumulate > 1:  # the sums of the microbatches' gradients, which are there all the time
+        for leaf in layout:
+            if leaf.group == "parameter":
+                master = learner.master_dtype or leaf.spec.dtype
+                backward["gradients"] += leaf.bytes_per_device // leaf.spec.dtype.itemsize * master.itemsize
+    if spec.platform == "cpu":  # its compiler copies what the optimizer keeps before it updates that
+        backward["activations"] += layout.bytes_per_device("optimizer", "device")
+    if "offload" in memory.remat:
+        host["activations"] = _backward(experiment, sizes, spec.platform, on_host=True).total()
+    units = experiment.model.stack.num_units
     if memory.update == "in_backward" or memory.gradients != "device":  # of the stack, two units' are there at once
         stack = sum(leaf.bytes_per_device for leaf in layout if leaf.path.startswith("parameter/stack/"))
         backward["gradients"] = max(0, backward["gradients"] - max(0, stack - 2 * stack // units))
     if memory.update == "after_backward":
         update = _update(layout, spec, sum(breakdown.values()))
     else:
-        update = _piece(layout, units, {experiment.learner.reach(group) for group in experiment.learner.groups})
+        update = _piece(layout, units, {learner.reach(group) for group in learner.groups})
     if memory.update == "streamed" and memory.gradients == "device":
         update["gradients"] = layout.bytes_per_device("parameter")
-    largest = max((backward, update), key=lambda groups: sum(groups.values()))
-    for group, size in largest.items():
+    for group, size in max(backward, update, key=Counter.total).items():
         breakdown[group] += size
     return Estimate(breakdown, host)
 
 
-def _backward(experiment: Experiment, sizes: dict[str, int], platform: str, *, on_host: bool = False) -> Instant:
+def _backward(experiment: Experiment, sizes: dict[str, int], platform: str, *, on_host: bool = False) -> Counter[str]:
     """The most that the gradients of one microbatch hold besides state and batch, on the device or in host memory."""
     table = (experiment.model.vocab_size // sizes["model"], experiment.model.dim)
     length = experiment.data.seq_len
@@ -147,21 +149,3 @@ def _piece(layout: StateLayout, units: int, reaches: set[Reach]) -> Counter[str]
             tensors[f"{stage}/{leaf.spec.owner}"] += min(part, 4 * BLOCK) if reaches <= {"element", "row"} else part
     largest = sum(tensors.values()) if reaches & {"unit"} else max(tensors.values(), default=0)
     return Counter(optimizer_state=4 * largest)
-
-
-def _accumulated(experiment: Experiment, layout: StateLayout) -> int:
-    """The sums of the microbatches' gradients, which are there all the time."""
-    if experiment.learner.accumulate == 1:
-        return 0
-    sums = 0
-    for leaf in layout:
-        if leaf.group == "parameter":
-            parts = math.prod(leaf.spec.shape) * leaf.spec.dtype.itemsize // leaf.bytes_per_device
-            master = experiment.learner.master_dtype or leaf.spec.dtype
-            sums += math.prod(leaf.spec.shape) * master.itemsize // parts
-    return sums
-
-
-def _copies(layout: StateLayout, platform: str) -> int:
-    """State that is held twice: the CPU compiler copies what the optimizer keeps before it updates that."""
-    return layout.bytes_per_device("optimizer", "device") if platform == "cpu" else 0

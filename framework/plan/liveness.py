@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from framework.plan.jaxprs import inner_jaxprs
 
@@ -42,8 +42,7 @@ class Rules:
         late_reduction: reduce-scatters run behind the rest of a loop's body, so what they reduce stays until its end.
         early_zeros: what scatters and loops write into is filled with zeros before anything else.
         pads_products: products copy operands and results with a dimension that is no multiple of 8.
-        table: shape of the array whose gradient is summed over the chunks of a loop, of which a device holds one of
-            `table_parts`.
+        table: shape of the array whose gradient is summed over the chunks of a loop. table_parts: a device holds one.
         nbytes: what an array of this abstract value takes up.
     """
 
@@ -54,14 +53,6 @@ class Rules:
     table: tuple[int, ...] = ()
     table_parts: int = 1
     nbytes: Callable[[Any], int] = _nbytes
-
-
-class Instant(NamedTuple):
-    """The most that is held at once: bytes, by group, and the largest arrays as (bytes, group, text)."""
-
-    nbytes: int
-    groups: Counter[str]
-    arrays: list[tuple[int, str, str]]
 
 
 @dataclass(eq=False)
@@ -88,8 +79,9 @@ class _Equation:
     scratch: int = 0  # bytes needed while it runs
 
 
-def most_held(jaxpr: Any, rules: Rules, groups: list[str] | None = None) -> Instant:
-    """Of a program whose inputs belong to its caller. `groups` are those of its outputs."""
+def most_held(jaxpr: Any, rules: Rules, groups: list[str] | None = None) -> Counter[str]:
+    """Bytes by group at the fullest instant of a program whose inputs are its caller's. `groups` are those of its
+    outputs."""
     program = _Program(rules)
     outputs = program.read(jaxpr, [program.value(v.aval, -1, held=False) for v in jaxpr.invars])
     for value, group in zip(outputs, groups or [], strict=False):
@@ -112,15 +104,14 @@ class _Program:
 
     def read(self, jaxpr: Any, inputs: list[_Value | None]) -> list[_Value | None]:
         env: dict[Any, _Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env |= {var: self.value(var.aval, -1, held=False) for var in jaxpr.constvars}
 
         def get(atom: Any) -> _Value | None:
             return None if hasattr(atom, "val") else env[atom]
 
-        env |= {var: self.value(var.aval, -1, held=False) for var in jaxpr.constvars}
         for eqn in jaxpr.eqns:
-            operands, name = [get(atom) for atom in eqn.invars], eqn.primitive.name
-            bodies = inner_jaxprs(eqn.params)
-            if bodies and name not in (*_STORED, *_LOOPS):
+            operands, name, bodies = [get(atom) for atom in eqn.invars], eqn.primitive.name, inner_jaxprs(eqn.params)
+            if bodies and name not in _STORED:
                 results = self.read(bodies[0], operands[len(operands) - len(bodies[0].invars) :])
             elif name in _VIEWS and operands[0] is not None:
                 results = operands[:1]
@@ -171,16 +162,12 @@ class _Program:
                 continue
             roots = dict.fromkeys(r for v in value.operands for r in ([v] if v.stored else v.operands))
             value.operands = list(roots)
-            readers = {self.equations[i].name for i in value.readers if i < end}
-            needed = bool(readers.intersection(_STORED)) or value in outputs or end in value.readers
+            storing = {self.equations[i].name for i in value.readers if i < end}.intersection(_STORED)
+            value.stored = bool(storing) or value in outputs or end in value.readers
             if not roots and value.made_at >= 0:  # a constant: written where it is needed
-                begun = {"scan"} if self.rules.early_zeros else {"scan", "scatter-add"}
-                value.stored = bool(readers.intersection(_STORED) - begun)
+                value.stored = bool(storing - ({"scan"} if self.rules.early_zeros else {"scan", "scatter-add"}))
             elif len(set(value.readers)) > 1 and value.made_at >= 0:
-                costly = self.equations[value.made_at].name in self.rules.costly
-                value.stored = needed or costly or self._smaller(value)
-            else:
-                value.stored = needed
+                value.stored |= self.equations[value.made_at].name in self.rules.costly or self._smaller(value)
 
     def _smaller(self, value: _Value) -> bool:
         roots = [v.nbytes for v in value.operands if v.held]
@@ -195,14 +182,14 @@ class _Program:
             return end if index == end else min((v.at for v in self.equations[index].results), default=index)
 
         for value in reversed(self.values):
-            value.at = value.made_at
+            value.at, made = value.made_at, self.equations[value.made_at] if value.made_at >= 0 else None
             if self.rules.early_zeros and value.made_at > 0 and self._begins_as_zeros(value):
                 value.at = 0
                 continue
-            if late and value.made_at >= 0 and self.equations[value.made_at].name == "reduce_scatter":
+            if late and made and made.name == "reduce_scatter":
                 value.at = end
-            waits = value.fusible and value.readers and value not in outputs
-            if waits and not (len(value.readers) > 1 and value.stored and value.made_at >= 0 and self._smaller(value)):
+            early = len(value.readers) > 1 and value.stored and made and self._smaller(value)
+            if value.fusible and value.readers and value not in outputs and not early:
                 value.at = max(value.made_at, min(read_at(index) for index in value.readers))
         for value in self.values:
             value.last = value.at
@@ -222,7 +209,7 @@ class _Program:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def run(self, outputs: list[_Value | None], stacked: set[_Value], late: bool = False) -> Instant:
+    def run(self, outputs: list[_Value | None], stacked: set[_Value], late: bool = False) -> Counter[str]:
         """The most that is held while the equations run; `stacked` outputs belong to the caller once computed."""
         end = len(self.equations)
         for value in outputs:
@@ -235,67 +222,57 @@ class _Program:
             if value.stored and value.held and (value.made_at >= 0 or value.fusible):
                 made.setdefault(value.at, []).append(value)
         live = {v for v in self.values if v.made_at == -1 and v.held and not v.fusible}
-        best = Instant(0, Counter(), [])
-        for now in range(end + 1):
-            equation = self.equations[now] if now < end else None
+        best: Counter[str] = Counter()
+        nothing = _Equation("", {}, [], [])
+        for now, equation in enumerate([*self.equations, nothing]):
             for value in sorted(made.get(now, []), key=lambda v: v.made_at):
-                if not value.fusible:
-                    continue
-                over = [v for v in value.operands if v in live and v.last == value.at and v.nbytes >= value.nbytes]
-                read_now = equation is not None and equation.name in _STORED and over and over[0] in equation.operands
-                if over and value.made_at >= 0 and not read_now:
-                    live.discard(over[0])
-                live.add(value)
-            best = _larger(best, live)
-            if equation and equation.name in _LOOPS:
-                inner = self._loop(equation, live, now)
-                best = _larger(best, live, inner)
+                if value.fusible:
+                    over = [v for v in value.operands if v in live and v.last == value.at and v.nbytes >= value.nbytes]
+                    read_now = equation.name in _STORED and over and over[0] in equation.operands
+                    if over and value.made_at >= 0 and not read_now:
+                        live.discard(over[0])
+                    live.add(value)
+            best = _larger(best, live, Counter())
+            if equation.name in _LOOPS:
+                best = _larger(best, live, self._loop(equation, live, now))
             for value in made.get(now, []):
                 if not value.fusible:
-                    if equation and equation.name in _IN_PLACE:
+                    if equation.name in _IN_PLACE:
                         dying = (v for v in value.operands if v in live and v.last <= now and v.nbytes == value.nbytes)
                         live.discard(next(dying, value))
                     live.add(value)
-            scratch = equation.scratch if equation else 0
-            best = _larger(best, live, Instant(scratch, Counter(activations=scratch), []))
+            best = _larger(best, live, Counter(activations=equation.scratch))
             live = {v for v in live if v.last > now or v.last == end}
         return best
 
-    def _loop(self, equation: _Equation, live: set[_Value], now: int) -> Instant:
-        instants = []
+    def _loop(self, equation: _Equation, live: set[_Value], now: int) -> Counter[str]:
+        most = []
         for body in inner_jaxprs(equation.params):
             inner = _Program(self.rules)
             if equation.name != "scan":
                 outputs = inner.read(body, [inner.value(v.aval, -1, held=False) for v in body.invars])
-                instants.append(inner.run(outputs, set()))
+                most.append(inner.run(outputs, set()))
                 continue
             consts, carries = equation.params["num_consts"], equation.params["num_carry"]
-            inputs = [
-                inner.value(v.aval, -1, held=i >= consts, fusible=i >= consts + carries)
-                for i, v in enumerate(body.invars)
-            ]
-            inner._share_table(inputs[consts : consts + carries])
+            first = consts + carries  # of what it goes through
+            inputs = [inner.value(v.aval, -1, held=i >= consts, fusible=i >= first) for i, v in enumerate(body.invars)]
+            inner._share_table(inputs[consts:first])
             outputs = inner.read(body, list(inputs))
             stacked = {value for value in outputs[carries:] if value is not None and value.made_at >= 0}
             for value, whole in zip(outputs, equation.results, strict=True):
                 if value in stacked and whole.group == "gradients":
                     value.group = "gradients"
             # The body owns its carry, and takes the initial one over where nobody reads it afterwards.
-            for value in equation.operands[consts : consts + carries]:
-                if value is not None and value.last <= now:
-                    live.discard(value)
-            live.update(equation.results[carries:])
-            instants.append(inner.run(outputs, stacked, self.rules.late_reduction))
-        return max(instants, key=lambda instant: instant.nbytes)
+            live -= {value for value in equation.operands[consts:first] if value is not None and value.last <= now}
+            live |= set(equation.results[carries:])
+            most.append(inner.run(outputs, stacked, self.rules.late_reduction))
+        return max(most, key=Counter.total)
 
 
-def _larger(best: Instant, live: set[_Value], inner: Instant | None = None) -> Instant:
-    total = sum(value.nbytes for value in live) + (inner.nbytes if inner else 0)
-    if total <= best.nbytes:
+def _larger(best: Counter[str], live: set[_Value], inner: Counter[str]) -> Counter[str]:
+    if sum(value.nbytes for value in live) + inner.total() <= best.total():
         return best
-    groups: Counter[str] = Counter(inner.groups if inner else {})
+    groups = Counter(inner)
     for value in live:
         groups[value.group] += value.nbytes
-    arrays = [(v.nbytes, v.group, f"{v.aval.dtype.name}{list(v.aval.shape)}") for v in live]
-    arrays += inner.arrays if inner else []
-    return Instant(total, groups, sorted(arrays, reverse=True)[:100])
+    return groups

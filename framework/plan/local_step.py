@@ -10,10 +10,10 @@ May import: framework.experiment, framework.layers, framework.layout, JAX.
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,11 @@ KERNEL.multiple_results = True
 KERNEL.def_abstract_eval(lambda *operands, results: list(results))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class _LocalContext(Context):
-    """A context inside shard_map: activations are one device's already, so nothing is constrained."""
-
     def constrain(self, x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-        return x
-
-
-_FIELDS = {static: [f.name for f in dataclasses.fields(Context) if f.metadata.get("static", False) is static]
-           for static in (False, True)}  # fmt: skip
-jax.tree_util.register_dataclass(_LocalContext, _FIELDS[False], _FIELDS[True])
+        return x  # inside shard_map activations are one device's already
 
 
 def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
@@ -49,8 +44,7 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
     the head's table, if it learns, which is whole and in reality summed into a shard, see `framework.layers.head`.
 
     Args:
-        experiment: what to train.
-        sizes: of all mesh axes.
+        experiment: what to train. sizes: of all mesh axes.
         platform: tpu, gpu or cpu: decides the attention kernel as `implementation="auto"` does.
     """
     model, learner, data = copy.deepcopy(experiment.model), experiment.learner, experiment.data
@@ -97,52 +91,37 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         grads, *table_grad = jax.grad(loss, argnums=argnums)(model.split_units(params, ctx.remat), table)
         return model.join_units(grads), table_grad
 
-    def axes(spec: TensorSpec) -> PartitionSpec:
-        return PartitionSpec(*spec.mesh_axes)
-
     length = (data.global_batch_size // learner.accumulate, data.seq_len)
     names = ["tokens", "targets", *(["positions", "segments"] if data.document_mask else [])]
     batch = {name: TensorSpec(length, "int32", (BATCH_AXES, "seq")) for name in names}
     batch["weights"] = TensorSpec(length, "float32", (BATCH_AXES, "seq"))
     arguments = (learner.specs, learner.frozen_specs, model.buffer_specs(), batch)
-    local = jax.shard_map(
-        gradients, mesh=mesh, in_specs=jax.tree.map(axes, arguments), out_specs=PartitionSpec(), check_vma=False
-    )
+    axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), arguments)
     shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), arguments)
-    with _attention(_choose(platform, sizes["seq"])):
+    local = jax.shard_map(gradients, mesh=mesh, in_specs=axes, out_specs=PartitionSpec(), check_vma=False)
+    # A kernel would ask for the devices of the mesh.
+    with patch.object(attention, "dot_product_attention", _attention(platform, sizes["seq"])):
         closed = jax.make_jaxpr(local)(*shapes)
     (mapped,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
     inner = mapped.params["jaxpr"]
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
 
 
-@contextmanager
-def _attention(function: Callable[..., jax.Array]) -> Iterator[None]:
-    """The layer calls `function` instead of a kernel, which would ask for the devices of the mesh."""
-    original = attention.dot_product_attention
-    attention.dot_product_attention = function
-    try:
-        yield
-    finally:
-        attention.dot_product_attention = original
-
-
-def _choose(platform: str, parts: int) -> Callable[..., jax.Array]:
+def _attention(platform: str, parts: int) -> Callable[..., jax.Array]:
     """`dot_product_attention` on shards: what "auto" chooses, without asking which packages are installed."""
     fused = _fused(parts)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: str, **options: Any) -> jax.Array:
         batch, length, heads, width = q.shape
+        segments, window, softcap = (options[name] for name in ("segments_BS", "window", "softcap"))
         if implementation == "auto":
             splash = platform == "tpu" and length % 128 == 0 and width % 8 == 0
-            cudnn = platform == "gpu" and q.dtype.itemsize == 2 and width % 8 == 0 and width <= 256
-            implementation = "fused" if splash or (cudnn and options["softcap"] is None) else "xla"
+            cudnn = platform == "gpu" and q.dtype.itemsize == 2 and width % 8 == 0 and width <= 256 and softcap is None
+            implementation = "fused" if splash or cudnn else "xla"
         if implementation != "xla":
             return fused(q, k, v)
-        segments = options["segments_BS"]
-        static = (q.dtype, segments is not None, options["window"], options["softcap"], None, platform)
-        call = AttentionCall(batch, length, heads, width, k.shape[2], *static)
-        return kernels_xla.attend(call, q, k, v, segments)
+        static = (q.dtype, segments is not None, window, softcap, None, platform)
+        return kernels_xla.attend(AttentionCall(batch, length, heads, width, k.shape[2], *static), q, k, v, segments)
 
     return attend
 
@@ -150,20 +129,16 @@ def _choose(platform: str, parts: int) -> Callable[..., jax.Array]:
 def _fused(parts: int) -> Callable[..., jax.Array]:
     """Flash attention: it keeps its operands, heads first, its result and a float32 row sum; keys of all seq shards."""
 
-    def shape(x: jax.Array, dtype: Any = None) -> Any:
-        return jax.typeof(x).update(dtype=dtype or x.dtype)
-
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         if parts > 1:
             k, v = (jax.lax.all_gather(x, "seq", axis=2, tiled=True) for x in (k, v))
-        out, row_sums = KERNEL.bind(q, k, v, results=(shape(q), shape(q[..., 0], jnp.dtype("float32"))))
-        saved = (q, k, v, checkpoint_name(out, SAVED_NAME), checkpoint_name(row_sums, SAVED_NAME))
-        return saved[3].swapaxes(1, 2), saved
+        row_sums = jax.typeof(q[..., 0]).update(dtype=jnp.dtype("float32"))
+        kept = [checkpoint_name(x, SAVED_NAME) for x in KERNEL.bind(q, k, v, results=(jax.typeof(q), row_sums))]
+        return kept[0].swapaxes(1, 2), (q, k, v, *kept)
 
     def backward(saved: Any, out_grad: jax.Array) -> Any:
-        q, k, v, *_ = saved
-        dq, dk, dv = KERNEL.bind(*saved, out_grad.swapaxes(1, 2), results=(shape(q), shape(k), shape(v)))
+        dq, dk, dv = KERNEL.bind(*saved, out_grad.swapaxes(1, 2), results=tuple(map(jax.typeof, saved[:3])))
         if parts > 1:
             dk, dv = (jax.lax.psum_scatter(x, "seq", scatter_dimension=2, tiled=True) for x in (dk, dv))
         return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv))

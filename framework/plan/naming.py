@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from framework.layout import StateLayout
 from framework.plan.buffers import Block, Buffers, Value
@@ -30,14 +30,12 @@ OF_LAYOUT = {
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "transpose", "reshape", "bitcast-convert", "convert", "slice"}
 _MOVES |= {"dynamic-slice", "all-gather", "all-gather-start", "all-gather-done", "slice-start", "slice-done"}
 _BESIDE = {"parameter", "constant", "compare", "select", "add", "get-tuple-element", "tuple", "custom-call"}  # indices
-_FUSED = re.compile(r"calls=%([\w.\-]+)")
 _KEPT = "/kept for each layer"
-_Shapes = dict[tuple[int, ...], tuple[list[str], list[str]]]
 _NO_PLACE = {"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "core_call"}
+_Shapes = dict[tuple[int, ...], list[str]]
 
 
-@dataclass(frozen=True)
-class Named:
+class Named(NamedTuple):
     """A buffer of the report: bytes per device."""
 
     name: str
@@ -48,16 +46,14 @@ class Named:
 
 def name_buffers(buffers: Buffers, layout: StateLayout) -> list[Named]:
     """Every buffer alive at the peak whose group is known, largest first."""
-    module, shapes, visitors = buffers.module, _gradient_shapes(layout), _hosted_shapes(layout)
+    module, shapes = buffers.module, _shapes(layout)
+    hosted = {leaf.path for leaf in layout if leaf.spec.memory_kind != "device"}
     named = []
     for instruction, size in buffers.parameters.items():
         group, path = argument(module.parameters.get(instruction, ""))
-        if group is not None and not _is_hosted(layout, path):
-            named.append(Named(path, group, size, _shape(module.instructions[instruction].type)))
-    for block in buffers.blocks:
-        found = _name_block(module, block, shapes, visitors)
-        if found is not None:
-            named.append(found)
+        if group is not None and path not in hosted:
+            named.append(Named(path, group, size, str(arrays(module.instructions[instruction].type)[0])))
+    named += filter(None, (_name_block(module, block, *shapes) for block in buffers.blocks))
     return sorted(named, key=lambda one: -one.bytes)
 
 
@@ -65,47 +61,52 @@ def argument(op_name: str) -> tuple[str | None, str]:
     """(group, path) of an argument by jax's name for it: `state['optimizer']['embed']['token']`, `batch['tokens']`."""
     keys = re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)", op_name)
     path = "/".join(next(filter(None, key)) for key in keys)
-    if op_name.startswith("batch"):
-        return "batch", f"batch/{path}"
-    return _group_of(path), path
+    return ("batch", f"batch/{path}") if op_name.startswith("batch") else (OF_LAYOUT.get(path.split("/")[0]), path)
 
 
-def _group_of(path: str) -> str | None:
-    return OF_LAYOUT.get(path.split("/", 1)[0])
+def _shapes(layout: StateLayout) -> tuple[_Shapes, _Shapes, _Shapes]:
+    """{dimensions: paths}: trainable parameters as sharded, stacked or by layer; one layer of them not sharded; leaves
+    in host memory."""
+    summed, whole, hosted = {}, {}, {}
+    for leaf in layout:
+        own, path = layout.sharding(leaf.spec).shard_shape(leaf.spec.shape), leaf.path.partition("/")[2]
+        if leaf.spec.memory_kind != "device":
+            hosted.setdefault(_dims(own), []).append(leaf.path)
+        if leaf.group == "parameter":
+            layer = int(getattr(leaf.spec, "roles", ())[:1] == ("layer",))
+            for shapes, shape in {(0, _dims(own)), (0, _dims(own[layer:])), (1, _dims(leaf.spec.shape[layer:]))}:
+                if len(shape) >= 2:
+                    (summed, whole)[shapes].setdefault(shape, []).append(path)
+    return summed, whole, hosted
 
 
-def _is_hosted(layout: StateLayout, path: str) -> bool:
-    return any(leaf.path == path and leaf.spec.memory_kind != "device" for leaf in layout)
-
-
-def _shape(text: str) -> str:
-    found = arrays(text)
-    return str(found[0]) if found else text
+def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(d for d in dims if d > 1))
 
 
 # --- temporaries -----------------------------------------------------------------------------------------------------
 
 
-def _name_block(
-    module: Module, block: Block, gradients: _Shapes, visitors: dict[tuple[int, ...], list[str]]
-) -> Named | None:
+def _name_block(module: Module, block: Block, summed: _Shapes, whole: _Shapes, hosted: _Shapes) -> Named | None:
     values = [value for value in block.values if value.name in module.instructions]
-    source = next(filter(None, (_source(module, value.name, value.index) for value in values)), None)
-    shape = _shape(block.values[0].shape)
-    dims = next((array.dims for array in arrays(block.values[0].shape)), ())
-    if source is not None:
-        group, path = argument(module.parameters[source])
-        if group is not None:
-            # State that lives on the host is here to be updated; a copy of what is here anyway is a temporary.
-            group = group if path in visitors.get(_dims(dims), []) else "activations"
-            return Named(f"copy of {path}", group, block.size, shape)
+    array = next(iter(arrays(block.values[0].shape)), None)
+    shape, dims = (str(array), _dims(array.dims)) if array else (block.values[0].shape, ())
+    source = next(filter(None, (_source(module, value) for value in values)), None)
+    group, path = argument(module.parameters.get(source or "", ""))
+    if group is not None:
+        # State that lives on the host is here to be updated; a copy of what is here anyway is a temporary.
+        return Named(f"copy of {path}", group if path in hosted.get(dims, []) else "activations", block.size, shape)
     op_names = [name for value in values for name in _op_names(module, value)]
-    owners = _owners(op_names, dims, gradients)
-    if owners:
+    backward = [name for name in op_names if "transpose(" in name or "/gradient/" in name]
+    products = any(name.endswith("dot_general") and "rematted" not in name for name in backward)
+    owners = summed.get(dims, [])
+    owners = owners + [path for path in whole.get(dims, []) if products and path not in owners]
+    if backward and owners:
+        owners = [path for path in owners if any(_layer(path) in name for name in backward)] or owners
         return Named(f"gradient of {_any_of(owners)}", "gradients", block.size, shape)
-    leaving = visitors.get(_dims(dims), [])
-    if leaving and all("/update/" in name for name in op_names):
-        return Named(f"new {_any_of(leaving)}", _group_of(leaving[0]) or "activations", block.size, shape)
+    if dims in hosted and all("/update/" in name for name in op_names):
+        group = OF_LAYOUT[hosted[dims][0].split("/")[0]]
+        return Named(f"new {_any_of(hosted[dims])}", group, block.size, shape)
     # The loop's own name says less than that of what is computed in it.
     best = min(op_names, key=lambda name: (name.endswith(("/while", "broadcast_in_dim")), -name.count("/")), default="")
     return Named(place(best), "activations", block.size, shape) if best else None
@@ -115,71 +116,25 @@ def _any_of(paths: list[str]) -> str:
     return paths[0] + (f" (or {len(paths) - 1} more of its shape)" if len(paths) > 1 else "")
 
 
-def _owners(op_names: list[str], dims: tuple[int, ...], gradients: _Shapes) -> list[str]:
-    """The parameters whose gradient a temporary may be."""
-    backward = [name for name in op_names if "transpose(" in name or "/gradient/" in name]
-    if not backward:
-        return []
-    summed, whole = gradients.get(_dims(dims), ([], []))
-    if any(name.endswith("dot_general") and "rematted" not in name for name in backward):
-        summed = [*summed, *(path for path in whole if path not in summed)]
-    by_layer = [path for path in summed if any(_layer(path) in name for name in backward)]
-    return by_layer or summed
-
-
 def _layer(path: str) -> str:
     """stack/block0/attention/key/weight -> attention/key/, as the scopes inside of a loop over blocks are called."""
     return "/".join(path.split("/")[2:-1] or path.split("/")[:1]) + "/"
 
 
-def _gradient_shapes(layout: StateLayout) -> _Shapes:
-    """{dimensions, sorted: (trainable parameters of this shape, stacked or by layer; those of it when unsharded)}"""
-    shapes: _Shapes = {}
-    for leaf in layout:
-        if leaf.group != "parameter" or len(leaf.spec.shape) < 2:
-            continue
-        path = leaf.path.split("/", 1)[1]
-        own = layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)
-        stacked = getattr(leaf.spec, "roles", ())[:1] == ("layer",)
-        for dims in {_dims(own), _dims(own[1:] if stacked else own)}:
-            shapes.setdefault(dims, ([], []))[0].append(path)
-        whole = leaf.spec.shape[1:] if stacked else leaf.spec.shape
-        shapes.setdefault(_dims(whole), ([], []))[1].append(path)
-    return {dims: paths for dims, paths in shapes.items() if len(dims) >= 2}
-
-
-def _hosted_shapes(layout: StateLayout) -> dict[tuple[int, ...], list[str]]:
-    """{dimensions, sorted: leaves in host memory that have them}"""
-    shapes: dict[tuple[int, ...], list[str]] = {}
-    for leaf in layout:
-        if leaf.spec.memory_kind != "device":
-            own = layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)
-            shapes.setdefault(_dims(own), []).append(leaf.path)
-    return shapes
-
-
-def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(d for d in dims if d > 1))
-
-
-def _source(module: Module, name: str, index: tuple[int, ...]) -> str | None:
+def _source(module: Module, value: Value) -> str | None:
     """The argument that a value is a copy of, followed through moves, tuples and loops; None if it is computed."""
-    seen: set[tuple[str, tuple[int, ...]]] = set()
-    while (name, index) not in seen and name in module.instructions:
-        seen.add((name, index))
-        instruction = module.instructions[name]
-        if name in module.parameters:
-            return name
-        step = _step_back(module, instruction, index)
-        if step is None:
-            return None
-        name, index = step
+    seen, step = set(), (value.name, value.index)
+    while step and step not in seen and step[0] in module.instructions:
+        if step[0] in module.parameters:
+            return step[0]
+        seen.add(step)
+        step = _step_back(module, module.instructions[step[0]], step[1])
     return None
 
 
 def _step_back(module: Module, i: Instruction, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
     if i.opcode == "get-tuple-element":
-        return i.operands[0], (int(re.search(r"index=(\d+)", i.attributes)[1]), *index)  # type: ignore[index]
+        return i.operands[0], (int(i.attributes.partition("index=")[2].split(",")[0]), *index)
     if i.opcode == "tuple" and index:
         return i.operands[index[0]], index[1:]
     if i.opcode == "while":
@@ -187,7 +142,7 @@ def _step_back(module: Module, i: Instruction, index: tuple[int, ...]) -> tuple[
     if i.opcode == "parameter" and i.computation in module.loops:
         return module.loops[i.computation].operands[0], index
     if i.opcode == "fusion":
-        fused = module.computations.get((_FUSED.search(i.attributes) or ["", ""])[1], [])
+        fused = module.computations.get(i.called("calls"), [])
         if not fused or not i.operands or any(inner.opcode not in _MOVES | _BESIDE for inner in fused):
             return None
         return max(i.operands, key=lambda name: _largest(module, name)), ()
@@ -195,8 +150,8 @@ def _step_back(module: Module, i: Instruction, index: tuple[int, ...]) -> tuple[
 
 
 def _largest(module: Module, name: str) -> int:
-    found = module.instructions.get(name)
-    return max((array.num_bytes for array in arrays(found.type)), default=0) if found else 0
+    types = module.instructions[name].type if name in module.instructions else ""
+    return max((array.num_bytes for array in arrays(types)), default=0)
 
 
 def _op_names(module: Module, value: Value) -> Iterator[str]:
@@ -205,7 +160,7 @@ def _op_names(module: Module, value: Value) -> Iterator[str]:
     yield from filter(None, [_saved(module, instruction) or _origin(module, value)])
     loop = instruction if instruction.opcode == "while" else module.loops.get(instruction.computation)
     if instruction.opcode in ("while", "parameter") and loop is not None and value.index:
-        root = module.instructions[module.roots[loop.called("body") or ""]]
+        root = module.instructions[module.roots[loop.called("body")]]
         if root.opcode == "tuple" and root.operands[value.index[0]] in module.instructions:
             last = module.instructions[root.operands[value.index[0]]]
             yield _saved(module, last) or last.op_name or loop.op_name
@@ -224,13 +179,9 @@ def _origin(module: Module, value: Value) -> str:
 
 def _saved(module: Module, writer: Instruction) -> str | None:
     """What a loop writes into a row of a stacked array: the operation that made the row."""
-    outer, i = writer, writer
-    if writer.opcode == "fusion":
-        fused = module.computations.get((_FUSED.search(writer.attributes) or ["", ""])[1], [])
-        i = next((inner for inner in fused if inner.opcode == "dynamic-update-slice"), writer)
-    if i.opcode != "dynamic-update-slice":
-        return None
-    row = module.instructions.get(i.operands[1])
+    fused = module.computations.get(writer.called("calls"), []) if writer.opcode == "fusion" else []
+    outer, i = writer, next((inner for inner in fused if inner.opcode == "dynamic-update-slice"), writer)
+    row = module.instructions.get(i.operands[1]) if i.opcode == "dynamic-update-slice" else None
     while row is not None and not _tells(row.op_name):
         if row.opcode == "parameter" and outer is not i and row.operands[0].isdigit():
             row, outer = module.instructions.get(outer.operands[int(row.operands[0])]), i

@@ -14,7 +14,7 @@ import jax
 from framework.checkpoint_storage import read_bytes
 from framework.config import Config
 from framework.experiment import Experiment
-from framework.layout import StateLayout, TensorSpec, flatten
+from framework.layout import StateLayout, TensorSpec, merge
 from framework.metrics.tables import human_bytes
 from framework.plan import jaxprs
 from framework.plan.cache import versions
@@ -24,7 +24,6 @@ from framework.plan.report import KEYS
 from framework.plan.suggest import closed_form, compile_step, state_bytes, suggestions
 from framework.plan.targets import Target
 from framework.program import Program
-from framework.schedules.after_backward import accumulated_gradients
 from framework.schedules.step import training_context
 
 Report = dict[str, Any]
@@ -85,7 +84,7 @@ def plan(
     state, hosted = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
     report = _head(name, program.experiment, target, limit) | {"estimated": False}
     tell("tracing the training step")
-    report |= _traced(program)
+    report |= traced(program)
     tell(f"compiling the training step for {target.name}")
     step = compile_step(program, target, limit)
     report |= _step(program, step)
@@ -157,24 +156,28 @@ def _add_host(report: Report, state: int, temporary: int, target: Target) -> Non
         report["notes"].append(f"a host of this kind has {human_bytes(limit)}, {less}")
 
 
-def _traced(program: Program) -> Report:
+def traced(program: Program) -> Report:
     """FLOPs, and parameters that the loss does not reach."""
-    count = jaxprs.flops(program.traced_step.jaxpr)
-    model, learner, remat = program.experiment.model, program.experiment.learner, program.experiment.memory.remat
+    count, layout = jaxprs.flops(program.traced_step.jaxpr), program.layout
+    model, remat = program.experiment.model, program.experiment.memory.remat
 
-    def gradients(state: Any, batch: Any) -> Any:
-        ctx = training_context(batch, state["counter"], model, program.layout, remat)
-        return accumulated_gradients(model, learner, state, ctx)[1]
+    def loss(params: Any, state: Any, batch: Any) -> jax.Array:
+        ctx = training_context(batch, state["counter"], model, layout, remat)
+        params, frozen = (model.split_units(group, remat) for group in (params, state["frozen"]))
+        return model.loss(merge(params, frozen), ctx, state["buffer"])[0]
 
-    arguments = program.layout.abstract(), program.layout.abstract(program.batch_specs)
-    jaxpr, specs = jax.make_jaxpr(gradients, return_shape=True)(*arguments)
-    sizes = {leaf.path: leaf.bytes_per_device for leaf in program.layout}
-    zero = [path for path, is_zero in zip(flatten(specs), jaxprs.zero_outputs(jaxpr), strict=True) if is_zero]
+    state, batch = layout.abstract(), layout.abstract(program.batch_specs)
+    leaves = [leaf for leaf in layout if leaf.group == "parameter"]
+    zero = jaxprs.unreached(loss, state["parameter"], state, batch)
     loops = f"{count.uncounted_loops} loops run as often as the data says; their FLOPs are counted once"
     return {
         "flops_per_step": count.flops,
         "flops_per_token": count.flops / program.batch_specs["tokens"].size,
-        "zero_gradients": [{"path": path, "bytes": sizes[f"parameter/{path}"]} for path in zero],
+        "zero_gradients": [
+            {"path": leaf.path.removeprefix("parameter/"), "bytes": leaf.bytes_per_device}
+            for leaf, is_zero in zip(leaves, zero, strict=True)
+            if is_zero
+        ],
         "notes": [loops] if count.uncounted_loops else [],
     }
 

@@ -18,56 +18,50 @@ _LINES = 12
 
 def verdict(report: Report) -> str:
     """`fits: 8.61 GiB of 15.75 GiB, 7.14 GiB to spare`."""
-    need, limit = report["device_allocated_bytes"], report["device_limit_bytes"]
+    need, limit, which = report["device_allocated_bytes"], report["device_limit_bytes"], ""
     for phase, figures in report["phases"].items():
         if figures["device_peak_bytes"] > need:
-            need, name = figures["device_peak_bytes"], phase
-            return f"{_verdict(report['fits'], need, limit)} ({name} needs the most)"
-    return _verdict(report["fits"], need, limit)
-
-
-def _verdict(fits: bool, need: int, limit: int | None) -> str:
+            need, which = figures["device_peak_bytes"], f" ({phase} needs the most)"
+            break
     if limit is None:
-        return f"needs {human_bytes(need)} per device; the limit is not known"
+        return f"needs {human_bytes(need)} per device; the limit is not known{which}"
     spare = f"{human_bytes(abs(limit - need))} {'to spare' if limit >= need else 'too much'}"
-    return f"{'fits' if fits else 'DOES NOT FIT'}: {human_bytes(need)} of {human_bytes(limit)} per device, {spare}"
+    fits = "fits" if report["fits"] else "DOES NOT FIT"
+    return f"{fits}: {human_bytes(need)} of {human_bytes(limit)} per device, {spare}{which}"
 
 
 def sections(report: Report) -> list[Section]:
     """Everything a person wants to see of one plan."""
-    peak = report["device_peak_bytes"]
-    parts = [(key, size, report["host_breakdown"].get(key, 0)) for key, size in report["breakdown"].items()]
-    rows = [
-        [key.replace("_", " "), human_bytes(size), f"{100 * size / peak:.1f}%", human_bytes(host) if host else "-"]
-        for key, size, host in parts
-        if size or host
+    peak, gaps = report["device_peak_bytes"], report["device_allocated_bytes"] - report["device_peak_bytes"]
+    parts = [
+        (key.replace("_", " "), size, report["host_breakdown"].get(key)) for key, size in report["breakdown"].items()
     ]
-    gaps = report["device_allocated_bytes"] - peak
-    if gaps:
-        rows.append(["left empty by packing", human_bytes(gaps), f"{100 * gaps / peak:.1f}%", "-"])
+    parts.append(("left empty by packing", gaps, 0))
+    rows = [["", "device", "", "its host"]]
+    for name, size, host in parts:
+        if size or host:
+            rows.append([name, human_bytes(size), f"{100 * size / peak:.1f}%", human_bytes(host) if host else "-"])
     rows.append(["peak", human_bytes(report["device_allocated_bytes"]), "", human_bytes(report["host_peak_bytes"])])
-    header = ["", "device", "", "its host"]
+    largest = [
+        [one["name"], one["shape"] + f" x {one['count']}" * (one["count"] > 1), human_bytes(one["bytes"])]
+        for one in report["largest"][:_LINES]
+    ]
+    phases = [
+        [name, human_bytes(phase["device_peak_bytes"]), human_bytes(phase["host_peak_bytes"])]
+        for name, phase in report["phases"].items()
+    ]
+    zero = [[one["path"], human_bytes(one["bytes"])] for one in report["zero_gradients"]]
+    fitting = [[one["setting"], needs(one)] for one in report["suggestions"]]
     found = [
         Section("plan", _about(report)),
-        Section("per device, at the instant of the training step's peak", [header, *rows], numbers=True),
+        Section("per device, at the instant of the training step's peak", rows, numbers=True),
+        Section("largest buffers", largest),
+        Section("phases, per device", phases and [["", "device", "its host"], *phases], numbers=True),
+        Section("work", _work(report)),
+        Section("never trained: the gradient is zero whatever the data (freeze them by a rule)", zero),
+        Section("would fit", fitting),
     ]
-    if report["largest"]:
-        lines = [
-            [one["name"], one["shape"] + (f" x {one['count']}" if one["count"] > 1 else ""), human_bytes(one["bytes"])]
-            for one in report["largest"][:_LINES]
-        ]
-        found.append(Section("largest buffers", lines))
-    if report["phases"]:
-        phases = report["phases"].items()
-        lines = [[n, human_bytes(p["device_peak_bytes"]), human_bytes(p["host_peak_bytes"])] for n, p in phases]
-        found.append(Section("phases, per device", [["", "device", "its host"], *lines], numbers=True))
-    found.append(Section("work", _work(report)))
-    if report["zero_gradients"]:
-        lines = [[one["path"], human_bytes(one["bytes"])] for one in report["zero_gradients"]]
-        found.append(Section("never trained: the gradient is zero whatever the data (freeze them by a rule)", lines))
-    if report["suggestions"]:
-        found.append(Section("would fit", [[one["setting"], needs(one)] for one in report["suggestions"]]))
-    return found
+    return [section for section in found if section.rows]
 
 
 def needs(suggestion: Report) -> str:
@@ -85,23 +79,23 @@ def _about(report: Report) -> list[list[str]]:
     ]
     if report["message"]:
         rows.append(["the compiler says", report["message"]])
-    if report["host_process_bytes"]:
+    if used := report["host_process_bytes"]:
         limit = report["host_limit_bytes"]
-        of = f" of {human_bytes(limit)}" if limit else ""
-        rows.append(["memory of a host", human_bytes(report["host_process_bytes"]) + of])
+        rows.append(["memory of a host", human_bytes(used) + (f" of {human_bytes(limit)}" if limit else "")])
     rows += [["note", note] for note in report["notes"]]
-    error, closed = report["estimate"]["error"], human_bytes(report["estimate"]["device_peak_bytes"])
+    closed = report["estimate"]
     if report["estimated"]:
         rows.append(["from", "the closed form; without --estimate it is compiled"])
-    elif error is not None:
-        rows.append(["closed form", f"{closed} ({100 * error:+.1f}%)"])
+    elif closed["error"] is not None:
+        rows.append(["closed form", f"{human_bytes(closed['device_peak_bytes'])} ({100 * closed['error']:+.1f}%)"])
     return rows
 
 
 def _work(report: Report) -> list[list[str]]:
+    own = f"({human_count(report['model_flops_per_token'])} of the model's own)"
     rows = [
         ["FLOPs per step", f"{human_count(report['flops_per_step'])}, all devices"],
-        ["FLOPs per token", f"{human_count(report['flops_per_token'])} ({_useful(report)} of the model's own)"],
+        ["FLOPs per token", f"{human_count(report['flops_per_token'])} {own}"],
     ]
     if report["collective_bytes"]:
         parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in sorted(report["collective_bytes"].items()))
@@ -113,27 +107,19 @@ def _work(report: Report) -> list[list[str]]:
     return rows
 
 
-def _useful(report: Report) -> str:
-    return human_count(report["model_flops_per_token"])
-
-
 def comparison(reports: Sequence[Report]) -> Section:
     """One row per plan, with the settings that it does not share with all; the parts are those at its own peak."""
-    common = [one for one in reports[0]["settings"] if all(one in report["settings"] for report in reports)]
-    keys = [key for key in reports[0]["breakdown"] if any(report["breakdown"][key] for report in reports)]
-    hosted = any(report["host_peak_bytes"] for report in reports)
-    header = ["setting", "needs", "", *(key.replace("_", " ") for key in keys), *(["host"] if hosted else []), "FLOPs"]
-    rows = [
-        [
-            " ".join(setting for setting in report["settings"] if setting not in common) or report["config"],
-            human_bytes(report["device_allocated_bytes"]),
-            "fits" if report["fits"] else "TOO BIG",
-            *(human_bytes(report["breakdown"][key]) for key in keys),
-            *([human_bytes(report["host_peak_bytes"])] if hosted else []),
-            human_count(report["flops_per_step"]),
-        ]
-        for report in reports
-    ]
-    limit = human_bytes(reports[0]["device_limit_bytes"])
-    name = " ".join([reports[0]["config"], *common])
-    return Section(f"{name} on {reports[0]['target']}, {limit} per device", [header, *rows], True)
+    first = reports[0]
+    common = [one for one in first["settings"] if all(one in report["settings"] for report in reports)]
+    keys = [key for key in first["breakdown"] if any(report["breakdown"][key] for report in reports)]
+    host = ["host"] if any(report["host_peak_bytes"] for report in reports) else []
+    rows = [["setting", "needs", "", *(key.replace("_", " ") for key in keys), *host, "FLOPs"]]
+    for report in reports:
+        sizes = [report["breakdown"][key] for key in keys] + [report["host_peak_bytes"] for _ in host]
+        own = " ".join(setting for setting in report["settings"] if setting not in common)
+        verdict = [human_bytes(report["device_allocated_bytes"]), "fits" if report["fits"] else "TOO BIG"]
+        rows.append(
+            [own or report["config"], *verdict, *map(human_bytes, sizes), human_count(report["flops_per_step"])]
+        )
+    name, limit = " ".join([first["config"], *common]), human_bytes(first["device_limit_bytes"])
+    return Section(f"{name} on {first['target']}, {limit} per device", rows, True)
