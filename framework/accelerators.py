@@ -1,23 +1,15 @@
 """Accelerators: the names people use, what jax calls them, and what each one has (memory, peak rates, host).
 
-One table, every figure with its source; one that nobody publishes is None and means unknown (no MFU, no limit), it is
-never guessed. Imports nothing but the standard library: the table is there before JAX is.
-
-Sources
-  [v4], [v5e], [v5p], [v6e], [7x] https://docs.cloud.google.com/tpu/docs/ and v4, v5e, v5p, v6e, tpu7x (the last one's
-           table also gives the VM memory of v5p and v6e)
-  [book] https://jax-ml.github.io/scaling-book/tpus
-  [libtpu] usable memory as the TPU compiler states it ("exceeds available HBM (15.75G)"), and `device_kind`:
-           libtpu 0.0.42.1 with jax 0.10.2, topologies v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1
-  [nv] the data sheets of NVIDIA's A100, H100 and H200 (SXM), dense products: "with sparsity" figures are halved
-  [xla] https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs (device names, memory)
-  [precision] https://docs.jax.dev/en/latest/201/precision.html (what a float32 product runs as by default)
+The table is accelerators.toml, every figure with its source. Imports nothing but the standard library: it is there
+before JAX is.
 """
 
 import difflib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 GIB = 2**30
@@ -27,7 +19,7 @@ GPU_MEMORY_FRACTION = 0.92
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
-    """What one jax device of a kind has. Bytes and FLOP/s are per jax device; None means not known.
+    """What one jax device of a kind has. Bytes and FLOP/s are per jax device; None: unknown (no MFU, no limit).
 
     Attributes:
       name: the name people use: v5e, h200, cpu. platform: tpu, gpu or cpu, as jax names it.
@@ -37,6 +29,7 @@ class AcceleratorSpec:
       peak_bf16_flops: dense bfloat16 products. peak_tf32_flops: float32 in tensor cores.
       cores_per_chip, devices_per_chip: TensorCores and jax devices of one chip. Names count cores (v5p-8 has 4 chips).
       chips_per_host, host_memory_bytes: of one machine (a VM, on Cloud), which the comment beside them names.
+      topologies: of the slices that Cloud has, in chips. xla: the numbers of a GPU's description to the compiler.
     """
 
     name: str
@@ -50,6 +43,8 @@ class AcceleratorSpec:
     devices_per_chip: int = 1
     chips_per_host: int | None = None
     host_memory_bytes: int | None = None
+    topologies: tuple[str, ...] = ()
+    xla: tuple[float, ...] = ()
 
     @property
     def limit_bytes(self) -> int | None:
@@ -67,62 +62,21 @@ class AcceleratorSpec:
     def peak_flops(self, dtype: str = "bfloat16") -> float | None:
         """Peak FLOP/s of a product whose operands are `dtype`, at XLA's default precision; None where not known.
 
-        By default XLA runs a float32 product in bfloat16 passes on TPU and in TF32 on A100 and later [precision], so
-        that is the rate an MFU has to be measured against; a product at `highest` precision cannot reach it.
+        By default XLA runs a float32 product in bfloat16 passes on TPU and in TF32 on A100 and later, so that is the
+        rate an MFU has to be measured against (docs.jax.dev/en/latest/201/precision.html).
         """
         float32 = self.peak_bf16_flops if self.platform == "tpu" else self.peak_tf32_flops
         return {"bfloat16": self.peak_bf16_flops, "float16": self.peak_bf16_flops, "float32": float32}.get(dtype)
 
 
-# fmt: off
-_V4 = AcceleratorSpec(
-    "v4", "tpu", ("TPU v4",),  # [libtpu], as a TPU VM shows it: one device a chip (megacore)
-    32 * GIB, int(30.75 * GIB), 275e12,  # [v4], [libtpu], [v4]
-    cores_per_chip=2, chips_per_host=4,  # [book]
-)
-_A100 = AcceleratorSpec(
-    "a100-40", "gpu", ("NVIDIA A100-SXM4-40GB",), 42_331_013_120, None, 312e12, 156e12,  # [xla], [nv]
-    chips_per_host=8,  # the HGX/DGX board; a GPU server has the memory that its owner bought
-)
-_H100 = AcceleratorSpec(  # [xla], [nv]; SXM: the slower PCIe has no row
-    "h100", "gpu", ("NVIDIA H100 80GB HBM3",), 84_942_979_072, None, 1979e12 / 2, 989e12 / 2, chips_per_host=8,
-)
-ACCELERATORS: tuple[AcceleratorSpec, ...] = (
-    _V4,
-    replace(  # a topology compiled for without a device shows each core of a v4 as a device, see spec_for
-        _V4, device_kinds=("TPU v4 core",), devices_per_chip=2,
-        memory_bytes=16 * GIB, usable_bytes=int(15.25 * GIB), peak_bf16_flops=275e12 / 2,  # [libtpu]
-    ),
-    AcceleratorSpec(
-        "v5e", "tpu", ("TPU v5 lite", "TPU v5e"),  # [libtpu]; the second is an alias that jax knows
-        16 * GIB, int(15.75 * GIB), 197e12,  # [v5e], [libtpu], [v5e]
-        chips_per_host=8, host_memory_bytes=384 * GIB,  # [v5e], ct5lp-hightpu-8t; a 4-chip VM has half
-    ),
-    AcceleratorSpec(
-        "v5p", "tpu", ("TPU v5", "TPU v5p"),  # [libtpu]; alias as above
-        96 * GIB, int(95.74 * GIB), 459e12,  # [book] ([v5p] says 95 GB, less than the compiler offers), [libtpu], [v5p]
-        cores_per_chip=2, chips_per_host=4, host_memory_bytes=448 * 10**9,  # [v5p], [7x], 4-chip VM
-    ),
-    AcceleratorSpec(
-        "v6e", "tpu", ("TPU v6 lite", "TPU v6e"),  # [libtpu]; alias as above
-        32 * GIB, int(31.25 * GIB), 918e12,  # [v6e], [libtpu], [v6e]
-        chips_per_host=4, host_memory_bytes=720 * 10**9,  # [7x], the VM of multi-host slices; an 8-chip VM exists
-    ),
-    AcceleratorSpec(
-        "tpu7x", "tpu", ("TPU7x",),  # [libtpu]; tpu7x-8 is 2x2x1: 4 chips, 8 cores, 8 jax devices
-        192 * GIB // 2, int(94.75 * GIB), 2307e12 / 2,  # [7x] per chip, [libtpu], [7x] per chip
-        cores_per_chip=2, devices_per_chip=2, chips_per_host=4, host_memory_bytes=960 * 10**9,  # [7x]
-    ),
-    _A100,
-    replace(_A100, name="a100-80", device_kinds=("NVIDIA A100-SXM4-80GB",), memory_bytes=85_100_068_864),  # [xla]
-    _H100,
-    replace(
-        _H100, name="h200", device_kinds=("NVIDIA H200", "NVIDIA H200 141GB HBM3e"),  # the driver's name; [xla]
-        memory_bytes=150_110_011_392,  # the total that CUDA reports on an H200 (139.8 GiB; nvidia-smi: 143771 MiB)
-    ),
-    AcceleratorSpec("cpu", "cpu", ("cpu",)),  # peaks vary by machine: no MFU on CPU
-)
-# fmt: on
+def _table() -> Iterator[AcceleratorSpec]:
+    for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items():
+        bytes_ = {key.replace("_gib", "_bytes"): int(row.pop(key) * GIB) for key in list(row) if key.endswith("_gib")}
+        lists = {key: tuple(row.pop(key)) for key in list(row) if isinstance(row[key], list)}
+        yield AcceleratorSpec(**{"name": name} | row | bytes_ | lists)
+
+
+ACCELERATORS = tuple(_table())
 
 
 def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:

@@ -23,16 +23,15 @@ EXIT_TOO_BIG = 3
 def main(argv: list[str]) -> int:
     """Plans each setting, prints the tables and writes the files."""
     parser = cli.Parser("plan", __doc__)
-    parser.add_argument("--target", required=True, help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, cpu:8, local ...")
-    parser.add_argument("--estimate", action="store_true", help="the closed form alone: seconds, and less exact")
-    parser.add_argument(
-        "--compare", action="append", default=[], metavar="PATH=A,B", help="plan each value; repeatable"
-    )
-    parser.add_argument("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
-    parser.add_argument("--step_only", action="store_true", help="leave out initialization and evaluation")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report (of --compare: a list of them)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page with pictures")
-    parser.add_argument("--fresh", action="store_true", help="compile again although nothing has changed")
+    add = parser.add_argument
+    add("--target", required=True, help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, cpu:8, local ...")
+    add("--estimate", action="store_true", help="the closed form alone: seconds, and less exact")
+    add("--compare", action="append", default=[], metavar="PATH=A,B", help="plan each value; repeatable")
+    add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
+    add("--step_only", action="store_true", help="leave out initialization and evaluation")
+    add("--json", type=Path, metavar="FILE", help="write the report (of --compare: a list of them)")
+    add("--html", type=Path, metavar="FILE", help="write one page with pictures")
+    add("--fresh", action="store_true", help="compile again although nothing has changed")
     command = parser.parse(argv)
     args = command.args
     for path in filter(None, (args.json, args.html)):
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> int:
     import jax
 
     from framework.metrics.tables import render
-    from framework.plan import report, targets
+    from framework.plan import html, report, targets
 
     targets.environment(args.target)
     jax.config.update("jax_enable_compilation_cache", False)  # a program from there comes without its buffers
@@ -56,9 +55,7 @@ def main(argv: list[str]) -> int:
     if args.json:
         args.json.write_text(json.dumps(reports if args.compare else reports[0], indent=1) + "\n")
     if args.html:
-        from framework.plan.html import page
-
-        args.html.write_text(page(reports))
+        args.html.write_text(html.page(reports))
         print(f"page: {args.html}")
     return 0 if any(one["fits"] for one in reports) else EXIT_TOO_BIG
 
@@ -73,8 +70,8 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
 
     choices = []
     for text in compare:
-        path, separator, values = text.partition("=")
-        if not separator or not values:
+        path, _, values = text.partition("=")
+        if not values:
             raise cli.UsageError(f"--compare {text}: expected PATH=A,B, such as memory.remat=none,full")
         path = path.removeprefix("config.").removeprefix("--config.")
         choices.append([(path, value) for value in values.split(";" if ";" in values else ",")])
@@ -85,7 +82,7 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
         except ValueError as error:
             if len(choices) < 2:
                 raise
-            print(f"left out: {' '.join(f'{path}={value}' for path, value in choice)}: {error}", file=sys.stderr)
+            print(f"left out: {' '.join(map('='.join, choice))}: {error}", file=sys.stderr)
         else:
             yield variant
 
@@ -94,9 +91,8 @@ def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any
     """One report: from the cache, the closed form or the compiler."""
     from framework.plan import cache, plan
 
-    args = command.args
-    config, lines = command.resolve(target.name)
-    about: dict[str, Any] = {"settings": [f"{path}={text}" for path, text in command.overrides] + lines}
+    args, (config, lines) = command.args, command.resolve(target.name)
+    about: dict[str, Any] = {"settings": [*map("=".join, command.overrides), *lines]}
     if args.target != "local":
         about["target"] = args.target
     if args.estimate:

@@ -15,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import framework
 from framework.config import Config, target_of
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
@@ -33,7 +32,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 def path_of(config: Config, **about: Any) -> Path:
     """The file of a report, of a resolved config and of anything else that JSON can hold: under $XDG_CACHE_HOME."""
-    files = set(Path(framework.__file__ or framework.__path__[0]).parent.rglob("*.py"))
+    files = {path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".toml")}
     for _, node in config.walk():
         module = sys.modules.get(getattr(target_of(node), "__module__", "")) if isinstance(node, Config) else None
         if module is not None and module.__file__:

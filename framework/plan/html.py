@@ -1,12 +1,13 @@
 """One page that shows plans: a bar of what is live at each one's peak against the device's limit, and all tables.
 
-May import: framework.metrics.tables, framework.plan.report. The page is one file: inline CSS and SVG, no script,
+May import: framework.metrics.tables, framework.plan.report. The page is one file: inline CSS (page.css) and SVG, no script,
 nothing to fetch; every text of a plan is escaped. Bars have widths in per cent: they stretch, text keeps its size.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 from framework.metrics.tables import Section, human_bytes
@@ -16,28 +17,9 @@ from framework.plan.report import KEYS, Report, comparison, sections
 _FILLS = ["#0072b2", "#4d4d4d", "#cc79a7", "#d55e00", "#009e73", "#e69f00", "#f0e442", "#56b4e9", "#b3b3b3"]
 _EMPTY = "left empty by packing"
 COLOURS = dict(zip(KEYS, _FILLS, strict=True)) | {_EMPTY: "transparent", "": "#7d8794"}
-_HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title><link rel="icon" href="data:,">
-<meta name="viewport" content="width=device-width"><style>
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1b1f24; --soft: #5a6370; --line: #dde1e6;
-  --good: #0a6b4a; --bad: #b42318 } @media (prefers-color-scheme: dark) { :root { --page: #0e1116; --card: #181c23;
-  --ink: #e8ebef; --soft: #a0a9b5; --line: #333a45; --good: #4cc38a; --bad: #ff8f80 } } * { box-sizing: border-box }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, "DejaVu Sans", sans-serif }
-main { max-width: 1120px; margin: auto; padding: 20px 16px; overflow-wrap: anywhere } h1, h2, p { margin: 0 }
-h2 { font-size: 17px } h3 { font-size: 14px; margin: 12px 0 2px } .soft, small { color: var(--soft); font-size: 13px }
-.good { color: var(--good) } .bad { color: var(--bad) } section { background: var(--card); margin-top: 14px;
-  border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px } .row { display: grid; align-items: center;
-  grid-template-columns: 200px 1fr 215px; gap: 0 16px } .figure *, .legend * { display: inline-block }
-.track { min-height: 54px; position: relative; align-self: stretch } .thin .track, .axis .track { min-height: 24px }
-svg { position: absolute; width: 100%; height: 100%; overflow: visible } text { font-size: 12px } .tick {
-  fill: var(--soft) } .limit { stroke: var(--bad); stroke-width: 2; stroke-dasharray: 5 3 } .beyond, .mark {
-  fill: var(--bad) } .beyond { opacity: .1 } .grid { stroke: var(--line) } [fill=transparent] { stroke: var(--soft) }
-i { border: 1px solid var(--soft); width: 13px; height: 13px; margin: 0 6px 0 0 } .legend span { margin-right: 16px }
-.scroll { overflow: auto; overflow-wrap: normal } table { border-collapse: collapse; font-size: 14px } td {
-  padding: 3px 20px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; white-space: pre-wrap }
-.numbers td + td { text-align: right; white-space: nowrap } summary { padding: 4px 0; font-weight: 600 }
-@media (max-width: 800px) { .inside, .thin .tick { display: none } .row { display: flex; flex-direction: column;
-  align-items: stretch; margin-bottom: 6px } .track { order: 1; min-height: 40px } .row.thin { margin: 0;
-  display: grid; grid-template-columns: 76px 1fr 94px; gap: 0 8px } .thin * { order: 0; font-size: 12px } }</style>"""
+_CSS = Path(__file__).with_name("page.css").read_text()
+_HEAD = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>
+<link rel="icon" href="data:,"><meta name="viewport" content="width=device-width"><style>{_CSS}</style>"""
 
 
 class _Bar(NamedTuple):

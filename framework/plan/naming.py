@@ -18,15 +18,8 @@ from framework.plan.buffers import Block, Buffers, Value
 from framework.plan.hlo import Instruction, Module, arrays
 
 # The layout's groups as the report (`report.KEYS`) calls them.
-OF_LAYOUT = {
-    "parameter": "parameters",
-    "frozen": "frozen",
-    "buffer": "buffers",
-    "optimizer": "optimizer_state",
-    "ema": "ema",
-    "counter": "other",
-    "gradient": "gradients",
-}
+OF_LAYOUT = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers", "optimizer": "optimizer_state"}
+OF_LAYOUT |= {"ema": "ema", "gradient": "gradients", "counter": "other"}
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "transpose", "reshape", "bitcast-convert", "convert", "slice"}
 _MOVES |= {"dynamic-slice", "all-gather", "all-gather-start", "all-gather-done", "slice-start", "slice-done"}
 _BESIDE = {"parameter", "constant", "compare", "select", "add", "get-tuple-element", "tuple", "custom-call"}  # indices

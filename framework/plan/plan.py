@@ -41,15 +41,13 @@ def quick(name: str, config: Config, target: Target, limit: int | None) -> Repor
     experiment: Experiment = config.instantiate()
     found = closed_form(experiment, target)
     state, peak = state_bytes(found), found.peak_bytes
-    report = _head(name, experiment, target, limit) | {
+    arguments = state + found.breakdown["batch"]
+    report = _head(name, experiment, target, limit) | _device_bytes(
+        peak, peak, arguments, state, state, peak - arguments
+    )
+    report |= {
         "estimated": True,
         "fits": limit is None or peak <= limit,
-        "device_peak_bytes": peak,
-        "device_allocated_bytes": peak,
-        "device_argument_bytes": state + found.breakdown["batch"],
-        "device_output_bytes": state,
-        "device_alias_bytes": state,
-        "device_temp_bytes": peak - state - found.breakdown["batch"],
         "breakdown": found.breakdown,
         "host_breakdown": found.host_breakdown,
         "estimate": {"device_peak_bytes": peak, "breakdown": found.breakdown, "error": None},
@@ -147,6 +145,11 @@ def _head(name: str, experiment: Experiment, target: Target, limit: int | None) 
     }
 
 
+def _device_bytes(*sizes: int) -> Report:
+    names = ("peak", "allocated", "argument", "output", "alias", "temp")
+    return {f"device_{name}_bytes": size for name, size in zip(names, sizes, strict=True)}
+
+
 def _add_host(report: Report, state: int, temporary: int, target: Target) -> None:
     """Bytes in host memory: no part of the verdict, as which machine has the devices is for people to choose."""
     need, limit = (state + temporary) * target.num_devices // target.num_processes, target.host_limit_bytes
@@ -211,13 +214,11 @@ def _step(program: Program, step: Compiled) -> Report:
         alike.setdefault((one.name, one.group, one.shape), []).append(one.bytes)
     breakdown[rest] += step.peak - sum(breakdown.values())
     largest = sorted(alike.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
-    return moved | {
-        "device_peak_bytes": step.peak,
-        "device_allocated_bytes": step.allocated,
-        "device_argument_bytes": step.argument if step.buffers is not None else state,
-        "device_output_bytes": step.output,
-        "device_alias_bytes": step.alias,
-        "device_temp_bytes": step.temp,
+    arguments = step.argument if step.buffers is not None else state
+    sizes = _device_bytes(step.peak, step.allocated, arguments, step.output, step.alias, step.temp)
+    return {
+        **moved,
+        **sizes,
         "breakdown": breakdown,
         "host_breakdown": host,
         "largest": [

@@ -4,9 +4,8 @@
     2xv5e-256             two slices             tpu:v5e:2x4               any topology that libtpu knows
     h200, h200x8, h100x16 GPUs, eight to a host  cpu:8, local              devices of this machine
 
-Sources: slice sizes and topologies from https://docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, GPUs from
-https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs. May import: framework.accelerators; JAX
-only inside functions, because `environment` has to come before it and an estimate does without its devices.
+May import: framework.accelerators; JAX only inside functions, because `environment` has to come before it and an
+estimate does without its devices.
 """
 
 import difflib
@@ -19,12 +18,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from framework.accelerators import AcceleratorSpec, accelerator_name, spec_for
+from framework.accelerators import ACCELERATORS, AcceleratorSpec, accelerator_name, spec_for
 
-# Of one slice, in chips.
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
-_TOPOLOGIES = {"v4": _CUBES, "v5e": _FLAT, "v5p": (*_CUBES, "16x16x16", "16x16x24"), "v6e": _FLAT, "tpu7x": _CUBES}
+_TPUS = {spec.name: spec for spec in ACCELERATORS if spec.topologies}
+_GPUS = {spec.name: spec for spec in ACCELERATORS if spec.xla}
 _CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _GPU_TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -36,12 +33,6 @@ _GPU_TEXT = """gpu_device_info {{
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
 device_description_str: "{}"
 """
-_GPUS = {  # the numbers of that text, in its order
-    "h200": (132, 128, 233472, 232448, 1.98, 9, 4_800_000_000_000, 62914560, 149_000_000_000),
-    "h100": (132, 128, 233472, 232448, 1.98, 9, 3_352_320_000_000, 52428800, 84_942_979_072),
-    "a100-80": (108, 64, 167936, 166912, 1.41, 8, 2_039_040_000_000, 41943040, 85_100_068_864),
-    "a100-40": (108, 64, 167936, 166912, 1.41, 8, 1_555_200_000_000, 41943040, 42_331_013_120),
-}
 
 
 @dataclass(frozen=True)
@@ -147,7 +138,7 @@ def resolve(name: str) -> Target:
     Raises:
         ValueError: there is no such target, or none of this size; the nearest ones are given.
     """
-    name, families = name.replace("v5litepod-", "v5e-"), "|".join(_TOPOLOGIES)  # Cloud's name for it
+    name, families = name.replace("v5litepod-", "v5e-"), "|".join(_TPUS)  # Cloud's name for it
     if name == "local":
         return _local()
     if match := re.fullmatch(r"cpu(?:[:-]([1-9]\d*))?", name):
@@ -163,15 +154,15 @@ def resolve(name: str) -> Target:
         sizes = _sizes(match[2])
         _check_size(name, int(match[3]), set(sizes), name.removesuffix(match[3]))
         return _slices(match[2], sizes[int(match[3])], int(match[1] or 1))
-    names = ["local", "cpu:8", *_GPUS, *(f"{gpu}x8" for gpu in _GPUS), *(f"tpu:{family}:2x2" for family in _TOPOLOGIES)]
-    names += [f"{family}-{size}" for family in _TOPOLOGIES for size in _sizes(family)]
+    names = ["local", "cpu:8", *_GPUS, *(f"{gpu}x8" for gpu in _GPUS), *(f"tpu:{family}:2x2" for family in _TPUS)]
+    names += [f"{family}-{size}" for family in _TPUS for size in _sizes(family)]
     near = difflib.get_close_matches(name, names, n=3) or ["v5e-16", "v5p-8", "h200x8", "cpu:8", "local"]
     raise ValueError(f"unknown target {name!r}; nearest: {', '.join(near)}")
 
 
 def gpu_description(name: str) -> str:
     """A GPU as XLA's compiler wants it described: a `stream_executor.GpuTargetConfigProto` as text."""
-    return _GPU_TEXT.format(*_GPUS[name], spec_for(name).device_kinds[0])
+    return _GPU_TEXT.format(*_GPUS[name].xla, _GPUS[name].device_kinds[0])
 
 
 def _chips(topology: str) -> int:
@@ -180,7 +171,7 @@ def _chips(topology: str) -> int:
 
 def _sizes(family: str) -> dict[int, str]:
     """{the number in the name: topology} of Cloud's slices."""
-    return {_chips(topology) * spec_for(family).cores_per_chip: topology for topology in _TOPOLOGIES[family]}
+    return {_chips(topology) * spec_for(family).cores_per_chip: topology for topology in spec_for(family).topologies}
 
 
 def _slices(family: str, topology: str, count: int) -> Target:
