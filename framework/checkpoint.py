@@ -19,29 +19,20 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from framework import checkpoint_directory as files
 from framework import checkpoint_storage as storage
 from framework import distributed
 from framework.checkpoint_directory import (
-    FROZEN,
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointMissingError,
     CheckpointSaveError,
-    LeafRecord,
-    Manifest,
-    delete_step,
-    incomplete,
-    mismatch_table,
-    one_line,
-    remove_leftovers,
-    scan,
-    step_directory,
 )
 from framework.checkpoint_integrity import checksums
 from framework.config import PositiveInt
@@ -64,9 +55,7 @@ class Restored:
 
 
 class Checkpointer:
-    """The checkpoints in one directory.
-
-    Every process of a job makes one, and calls save, restore and close at the same points.
+    """The checkpoints in one directory. Every process of a job makes one, and calls its methods at the same points.
 
     Args:
         directory: holds one directory per step; made if it is not there.
@@ -95,33 +84,30 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointSaveError | None = None
         self._saved: set[int] = set()  # by this object, committed
-        self._frozen: int | None = None  # the number under which FROZEN has this run's frozen arrays
+        self._frozen: int | None = None  # the number under which files.FROZEN has this run's frozen arrays
         self._bad: set[int] = set()  # found corrupt by this object
         if not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for message in remove_leftovers(self.directory) if distributed.is_primary() else ():
+            for message in files.remove_leftovers(self.directory) if distributed.is_primary() else ():
                 _log.warning("checkpoints: %s", message)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """The committed steps, ascending, as this process sees them. Their arrays are not looked at."""
-        return scan(self.directory)[0]
+        return files.scan(self.directory)[0]
 
     def problems(self) -> list[str]:
         """What else looks like a checkpoint and is not: incomplete ones, stray directories."""
-        return scan(self.directory)[1]
+        return files.scan(self.directory)[1]
 
-    def manifest(self, step: int) -> Manifest:
-        """What is stored at `step`, without its arrays: leaves, `extra`, versions.
-
-        Raises CheckpointMissingError, CheckpointCorruptError.
-        """
-        path = step_directory(self.directory, step)
-        if problem := incomplete(path):
+    def manifest(self, step: int) -> files.Manifest:
+        """What is stored at `step`, without its arrays. Raises CheckpointMissingError, CheckpointCorruptError."""
+        path = files.step_directory(self.directory, step)
+        if problem := files.incomplete(path):
             found = f"committed steps: {self.steps() or 'none'}"
             raise CheckpointMissingError(f"no checkpoint of step {step}: {path}: {problem}; {found}")
-        manifest = Manifest.read(path)
+        manifest = files.Manifest.read(path)
         if manifest.step != step:
             raise CheckpointCorruptError(f"{path} was renamed: it holds step {manifest.step}")
         return manifest
@@ -129,19 +115,12 @@ class Checkpointer:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> bool:
-        """Saves in the background. Returns once the arrays may be donated or overwritten. The group "frozen" never
-        changes, so the first save alone writes it, and waits for it; the others refer to that.
+        """Saves `state`, a pytree of jax.Arrays after so many steps, and `extra`, JSON, in the background. Returns once
+        the arrays may be donated or overwritten; False if this object has saved that step already.
 
+        The group "frozen" never changes, so the first save alone writes it, and waits for it; the others refer to that.
         One save runs at a time: this waits for the one before. A checkpoint of the same step that an earlier course of
         the run left here is replaced.
-
-        Args:
-            step: how many steps the state has taken.
-            state: pytree of jax.Arrays.
-            extra: JSON: data position, seed, resolved config, counters, ...
-
-        Returns:
-            False if this object has saved that step already, and nothing was done.
 
         Raises:
             CheckpointSaveError: the save before this one failed in the background, and nothing was done for this one
@@ -156,11 +135,10 @@ class Checkpointer:
         self.wait()
         if step in self._saved:
             return False
-        frozen = state.get("frozen") if isinstance(state, dict) else None
-        if frozen:
+        if frozen := state.get("frozen") if isinstance(state, dict) else None:
             state = {name: group for name, group in state.items() if name != "frozen"}
             if self._frozen is None:
-                with Checkpointer(directory=self.directory / FROZEN, keep=1 << 30) as once:
+                with Checkpointer(directory=self.directory / files.FROZEN, keep=1 << 30) as once:
                     number = distributed.from_primary(1 + max(once.steps(), default=0))  # none is ever replaced
                     once.save(number, frozen, {})
                 self._frozen = number
@@ -171,16 +149,11 @@ class Checkpointer:
                 raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
         extra = json.loads(json.dumps(extra, allow_nan=False))
         self._check_space(step, sum(leaf.nbytes for leaf in leaves.values()))
-        sums = checksums(leaves)
-        manifest = Manifest(
-            step=step,
-            leaves={name: LeafRecord(x.shape, str(x.dtype), sums[name]) for name, x in leaves.items()},
-            extra=extra,
-            versions={name: _version(name) for name in ("jax", "plimsoll-train", "orbax-checkpoint")},
-            saved_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            frozen=self._frozen if frozen else None,
-        )
-        path = step_directory(self.directory, step)
+        sums, now = checksums(leaves), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        records = {name: files.LeafRecord(x.shape, str(x.dtype), sums[name]) for name, x in leaves.items()}
+        versions = {name: _version(name) for name in ("jax", "plimsoll-train", "orbax-checkpoint")}
+        manifest = files.Manifest(step, records, extra, versions, now, self._frozen if frozen else None)
+        path = files.step_directory(self.directory, step)
         try:
             if distributed.is_primary() and os.path.lexists(path):
                 path.rename(path.with_name(f"{path.name}.replaced"))
@@ -211,13 +184,13 @@ class Checkpointer:
         self._bad.discard(step)
         if not distributed.is_primary():
             return
+        # Steps beyond this one, which another course of the run left here, are neither counted nor removed.
+        past = [old for old in self.steps() if old <= step and old not in self._bad]
         try:
-            remove_leftovers(self.directory)  # what was put aside for this one
-            # Steps beyond this one, which another course of the run left here, are neither counted nor removed.
-            past = [old for old in self.steps() if old <= step and old not in self._bad]
+            files.remove_leftovers(self.directory)  # what was put aside for this one
             for old in past[: -self.keep]:
                 if not (self.keep_every and old % self.keep_every == 0):
-                    delete_step(self.directory, old)
+                    files.delete_step(self.directory, old)
         except OSError as error:
             _log.warning("checkpoints: step %d was saved, but old ones could not be deleted: %s", step, error)
 
@@ -225,9 +198,9 @@ class Checkpointer:
         """The error of a save, whose remains are removed; what it was to replace is put back."""
         kept = [old for old in self.steps() if old != step]
         if distributed.is_primary():
-            remove_leftovers(self.directory)
+            files.remove_leftovers(self.directory)
         failure = CheckpointSaveError(
-            f"the checkpoint of step {step} was not saved: {one_line(error)}; still there: steps {kept or 'none'}"
+            f"the checkpoint of step {step} was not saved: {files.one_line(error)}; still there: steps {kept or 'none'}"
         )
         failure.__cause__ = error
         return failure
@@ -236,7 +209,7 @@ class Checkpointer:
         """Waits until nothing is being written. Raises CheckpointSaveError, once: a save failed; names the step."""
         self._join()
         failure, self._failure = self._failure, None
-        if failure is not None:
+        if failure:
             raise failure
 
     close = wait
@@ -255,13 +228,8 @@ class Checkpointer:
     # --- restoring ---------------------------------------------------------------------------------------------------
 
     def restore(self, step: int, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
-        """Restores one step.
-
-        Args:
-            step: which.
-            abstract: pytree of ShapeDtypeStructs with shardings, memory kinds included: the arrays come back in these,
-                whatever the mesh and process count that saved them.
-            groups: of the first level of `abstract`, only these, such as ("parameter", "ema").
+        """Restores one step into the shardings and memory kinds of `abstract`, a pytree of ShapeDtypeStructs, whatever
+        the mesh and process count that saved it. `groups`: of its first level only these, such as ("parameter", "ema").
 
         Raises:
             CheckpointMissingError: no such step, or it is incomplete.
@@ -270,22 +238,22 @@ class Checkpointer:
         """
         self._join()
         manifest = self.manifest(step)
+        stored, frozen = manifest.leaves, {}
         if groups is not None:
             if missing := set(groups) - set(abstract):
                 raise ValueError(f"groups: expected some of {sorted(abstract)}, got {sorted(missing)}")
             abstract = {group: abstract[group] for group in abstract if group in groups}
-        frozen: dict[str, Any] = {}
+            stored = {name: leaf for name, leaf in stored.items() if name.split("/", 1)[0] in groups}
         if manifest.frozen is not None and (groups is None or "frozen" in groups):
-            once = Checkpointer(directory=self.directory / FROZEN, read_only=True)
+            once = Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
             frozen = {"frozen": once.restore(manifest.frozen, abstract.get("frozen", {})).state}
             abstract = {group: abstract[group] for group in abstract if group != "frozen"}
         wanted = flatten(abstract)
-        stored = {
-            name: leaf for name, leaf in manifest.leaves.items() if groups is None or name.split("/", 1)[0] in groups
-        }
-        if table := mismatch_table(stored, {n: LeafRecord(tuple(x.shape), str(x.dtype)) for n, x in wanted.items()}):
+        if table := files.mismatch_table(
+            stored, {n: files.LeafRecord(tuple(x.shape), str(x.dtype)) for n, x in wanted.items()}
+        ):
             raise CheckpointMismatchError(f"step {step} of {self.directory} is of another model: {table}")
-        arrays = storage.read(step_directory(self.directory, step), wanted)
+        arrays = storage.read(files.step_directory(self.directory, step), wanted)
         sums = checksums(arrays)
         if bad := [name for name in wanted if sums[name] != stored[name].checksum]:
             for array in (*arrays.values(), *jax.tree.leaves(frozen)):
@@ -301,30 +269,26 @@ class Checkpointer:
         return Restored(step, {**state, **frozen} if frozen else state, manifest.extra, [])
 
     def restore_latest(self, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
-        """Restores the newest step that is whole: corrupt ones are passed over, loudly, down to the last.
-
-        Arguments as `restore`. A checkpoint of another model is an error at once: the ones before it are no better.
+        """Restores, as `restore`, the newest step that is whole: corrupt ones are passed over, loudly.
 
         Raises:
             CheckpointMissingError: there is none.
-            CheckpointMismatchError: as `restore`.
+            CheckpointMismatchError: at once, as the ones before are no better.
             CheckpointCorruptError: none of them is whole; lists what is wrong with each.
         """
         self._join()
         # What the primary sees: a network file system may show others an older state.
-        steps, problems = distributed.from_primary(scan(self.directory))
+        steps, problems = distributed.from_primary(files.scan(self.directory))
         for problem in problems:
             _log.warning("checkpoints: %s", problem)
         for step in reversed(steps):
             try:
-                restored = self.restore(step, abstract, groups=groups)
+                return replace(self.restore(step, abstract, groups=groups), problems=problems)
             except (CheckpointCorruptError, CheckpointMissingError) as error:
                 problems.append(str(error))
                 self._bad.add(step)
                 self._saved.discard(step)
                 _log.warning("checkpoints: %s; trying the one before", error)
-            else:
-                return Restored(step, restored.state, restored.extra, problems)
         kind = CheckpointCorruptError if steps else CheckpointMissingError
         raise kind("\n  ".join([f"no checkpoint in {self.directory} can be restored:", *problems]))
 

@@ -9,7 +9,7 @@ renames it when it is complete:
     frozen/00000001/                in the same form, the arrays that do not learn: steps refer to them
 
 The manifest is JSON, so nothing stored is ever executed on reading it. No array is read here.
-May import: the standard library only.
+May import: the standard library and framework.metrics.tables.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from framework.metrics.tables import Section, render
 
 FORMAT = 1
 MANIFEST, MANIFEST_FILE = "manifest", "data.json"
@@ -135,12 +137,10 @@ def mismatch_table(stored: Mapping[str, LeafRecord], wanted: Mapping[str, LeafRe
     if not rows:
         return None
     counts = Counter(kind for _, kind, *_ in rows)
-    order = [kind for kind in ("missing", "extra", "reshaped", "other dtype") if kind in counts]
-    shown = [("leaf", "difference", "checkpoint", "model"), *rows[:limit]]
-    a, b, c = (max(len(row[column]) for row in shown) for column in range(3))
-    lines = [f"{', '.join(f'{counts[kind]} {kind}' for kind in order)} of {len(wanted)} leaves"]
-    lines += [f"{name:{a}}  {kind:{b}}  {old:{c}}  {new}" for name, kind, old, new in shown]
-    return "\n".join([*lines, *([f"... and {len(rows) - limit} more"] if len(rows) > limit else [])])
+    kinds = [f"{counts[kind]} {kind}" for kind in ("missing", "extra", "reshaped", "other dtype") if counts[kind]]
+    head = f"{', '.join(kinds)} of {len(wanted)} leaves"
+    table = render([Section(head, [("leaf", "difference", "checkpoint", "model"), *rows[:limit]])]).rstrip()
+    return table + (f"\n... and {len(rows) - limit} more" if len(rows) > limit else "")
 
 
 # --- the directory ---------------------------------------------------------------------------------------------------

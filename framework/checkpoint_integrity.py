@@ -36,15 +36,9 @@ _Lanes = tuple[jax.Array, jax.Array]
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """The checksum of each array, as 16 hexadecimal digits. Collective: every process asks for the same leaves.
-
-    Args:
-        arrays: by name; any shape (0-d and empty included) and sharding, in any memory; booleans, integers, floats
-            and complex numbers of any width.
-
-    Raises:
-        TypeError: a leaf has no bits to look at, such as a typed PRNG key.
-    """
+    """The checksum of each array, by name, as 16 hexadecimal digits; any shape (0-d and empty included), sharding and
+    memory; booleans, integers, floats and complex numbers of any width. Collective: every process asks for the same.
+    Raises TypeError: a leaf has no bits to look at, such as a typed PRNG key."""
     # One program runs on one set of devices; a tree may hold, say, a counter that was never put on the mesh.
     groups: dict[frozenset[Any], dict[str, jax.Array]] = {}
     for name, x in arrays.items():

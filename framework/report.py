@@ -77,12 +77,11 @@ def compression_lines(data: DataPipeline, evaluation: dict[str, float]) -> list[
         if math.isnan(bits):
             continue
         if sizes[name] > _MAX_COMPRESSED_BYTES:
-            text = f"{human_bytes(sizes[name])} of text are too many to compress for comparison"
-            lines.append(f"{name}: {bits:.3f} bits per byte; {text}")
-            continue
-        others = compressor_bits_per_byte(data.document_text(name))
-        others_text = ", ".join(f"{tool} {value:.3f}" for tool, value in others.items())
-        lines.append(f"{name}: {bits:.3f} bits per byte; on the same text {others_text}")
+            others = f"{human_bytes(sizes[name])} of text are too many to compress for comparison"
+        else:
+            compressed = compressor_bits_per_byte(data.document_text(name))
+            others = f"on the same text {', '.join(f'{tool} {value:.3f}' for tool, value in compressed.items())}"
+        lines.append(f"{name}: {bits:.3f} bits per byte; {others}")
     return lines
 
 

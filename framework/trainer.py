@@ -17,8 +17,6 @@ from framework import distributed
 from framework.accelerators import spec_for
 from framework.checkpoint import Checkpointer, CheckpointSaveError
 from framework.config import Config
-from framework.data.pipeline import DataPipeline
-from framework.experiment import Experiment
 from framework.hooks import Evaluate, Guard, Hook, Prediction, Profile, Report, RollBack, Save
 from framework.metrics.buffer import MetricsBuffer
 from framework.metrics.jsonl import JsonlWriter
@@ -28,8 +26,6 @@ from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWrite
 from framework.plan.guard import Need
 from framework.program import Program, State
 from framework.workdir import Workdir, config_changes
-
-Resume = Literal["auto", "never", "must"]
 
 
 class LastStepNotSavedError(RuntimeError):
@@ -41,33 +37,22 @@ class Trainer:
 
     Args:
         config: the resolved config; stored with every checkpoint.
-        experiment: what the config builds.
-        program: the experiment on its devices.
+        program: its experiment on the devices.
         workdir: where everything goes; claimed by the caller.
         progress: what the person sees.
         need: what the step was predicted to need; after the first steps it is shown beside what was measured.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        experiment: Experiment,
-        program: Program,
-        workdir: Workdir,
-        progress: Progress,
-        need: Need | None = None,
-    ):
-        self.config, self.experiment, self.program = config, experiment, program
-        self.workdir, self.progress = workdir, progress
-        self.options = experiment.trainer
-        self.data: DataPipeline = experiment.data
+    def __init__(self, config: Config, program: Program, workdir: Workdir, progress: Progress, need: Need):
+        self.config, self.program, self.workdir, self.progress = config, program, workdir, progress
+        self.experiment = experiment = program.experiment
+        self.options, self.data = experiment.trainer, experiment.data
         self.state: State = {}
         self.evaluation: dict[str, float] = {}
         # The data index of a step is step - 1 + data_offset; only a roll back makes it other than zero.
         self.data_offset = 0
-        self.checkpointer = Checkpointer(
-            directory=workdir.checkpoints, keep=self.options.keep, keep_every=self.options.keep_every
-        )
+        keep, keep_every = self.options.keep, self.options.keep_every
+        self.checkpointer = Checkpointer(directory=workdir.checkpoints, keep=keep, keep_every=keep_every)
         self.writer: Writer = self._writers()
         peak = spec_for(list(program.mesh.devices.flat)).peak_flops(str(experiment.model.compute_dtype))
         self.throughput = Throughput(
@@ -75,9 +60,7 @@ class Trainer:
             experiment.model.flops_per_token(self.data.seq_len),
             peak * program.mesh.size if peak else None,
         )
-        self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Save(), Profile()]
-        if need is not None:
-            self.hooks.append(Prediction(need))
+        self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Save(), Profile(), Prediction(need)]
 
     def _writers(self) -> Writer:
         if not distributed.is_primary():
@@ -90,13 +73,9 @@ class Trainer:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def start(self, resume: Resume, *, force: bool = False) -> int:
-        """Fills the state, from the newest valid checkpoint or from initialization; returns its step.
-
-        Raises:
-            ValueError: resume is "must" and there is none, or "never" and there are some; or the checkpoint was made
-                with other data and `force` is not given.
-        """
+    def start(self, resume: Literal["auto", "never", "must"], *, force: bool = False) -> int:
+        """Fills the state, from the newest valid checkpoint or from initialization; returns its step. Raises an error:
+        resume is "must" and there is none, or "never" and there are some; or it has other data, without `force`."""
         steps = self.checkpointer.steps()
         for problem in self.checkpointer.problems():
             self.progress.print(f"checkpoint: {problem}")
@@ -112,7 +91,14 @@ class Trainer:
             self.state = self.program.init() if pretrained is None else pretrained.init(self.program)
             return 0
         step = self._restore()
-        self._compare(force)
+        for change in config_changes(self._extra["config"], self.config.to_dict()):
+            self.progress.print(f"config changed since the checkpoint: {change}")
+        old, new = self._extra["data"]["fingerprint"], self.data.fingerprint()
+        if old != new:
+            message = f"the data differs from the checkpoint's (fingerprint {new[:12]}, was {old[:12]})"
+            if not force:
+                raise ValueError(f"{message}: batches would not continue where they stopped; --force goes on anyway")
+            self.progress.print(f"{message}; going on, as --force says")
         self.progress.print(f"resumed from step {step}")
         return step
 
@@ -126,16 +112,6 @@ class Trainer:
         self.data_offset = int(self._extra["data"]["offset"])
         self.writer.resume(restored.step)
         return restored.step
-
-    def _compare(self, force: bool) -> None:
-        for change in config_changes(self._extra["config"], self.config.to_dict()):
-            self.progress.print(f"config changed since the checkpoint: {change}")
-        old, new = self._extra["data"]["fingerprint"], self.data.fingerprint()
-        if old != new:
-            message = f"the data differs from the checkpoint's (fingerprint {new[:12]}, was {old[:12]})"
-            if not force:
-                raise ValueError(f"{message}: batches would not continue where they stopped; --force goes on anyway")
-            self.progress.print(f"{message}; going on, as --force says")
 
     def save(self, step: int) -> None:
         """Saves the state in the background. No room on the disk is reported, and the run goes on."""
@@ -165,15 +141,8 @@ class Trainer:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, step: int) -> int | None:
-        """Trains from `step` to max_steps.
-
-        Returns:
-            The signal that stopped it early, after saving; None when it came to its end.
-
-        Raises:
-            LastStepNotSavedError: it is not on disk.
-            NonFiniteError: learner.nonfinite ended the run.
-        """
+        """Trains from `step` to max_steps. Returns the signal that stopped it early, after saving; None at its end.
+        Raises LastStepNotSavedError; NonFiniteError: learner.nonfinite ended the run."""
         self.progress.status("compiling")
         self.program.compiled_step  # noqa: B018  (before the first batch is read)
         distributed.barrier("compiled")

@@ -26,7 +26,7 @@ import configs
 from framework.config import Config, ConfigError, did_you_mean, diff
 from framework.config_schema import as_text
 
-Overrides = Sequence[tuple[str, str]]
+Overrides = Sequence[tuple[str, str]]  # (dotted path, text) in the order given
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
@@ -41,13 +41,14 @@ class Command:
     args: argparse.Namespace  # the verb's own flags
     spec: str  # what --config named
     named: Config  # that config, untouched
-    overrides: Overrides  # (dotted path, text) in the order given
+    overrides: Overrides
 
     @functools.cached_property
     def config(self) -> Config:
-        """Named + overrides, without rules by accelerator."""
-        config = self.named.copy()
-        apply_overrides(config, self.overrides)
+        """Named + overrides, without rules by accelerator. Those are all tried on copies: a mistake in one should not
+        wait for that accelerator."""
+        config = apply_overrides(self.named.copy(), self.overrides)
+        apply_accelerator_rules(config, None)
         return config
 
     def resolve(self, accelerator: str) -> tuple[Config, list[str]]:
@@ -55,11 +56,10 @@ class Command:
 
         Overrides of the rules themselves go first: `--config.accelerator_rules=[]` switches the rules off.
         """
-        config = self.named.copy()
-        apply_overrides(config, [one for one in self.overrides if one[0].split(".")[0] == "accelerator_rules"])
+        of_rules = [one for one in self.overrides if one[0].split(".")[0] == "accelerator_rules"]
+        config = apply_overrides(self.named.copy(), of_rules)
         lines = apply_accelerator_rules(config, accelerator)
-        apply_overrides(config, self.overrides)
-        return config, lines
+        return apply_overrides(config, self.overrides), lines
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,19 +74,18 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--config.PATH", metavar="VALUE", dest="_override", help="sets one field; applied in order")
 
     def parse(self, argv: Sequence[str]) -> Command:
-        """Reads everything, applies the overrides, and tries all rules by accelerator on copies, so that a mistake in
-        any of them is a ConfigError before JAX starts."""
+        """Reads and checks everything, so that a mistake anywhere is a ConfigError before JAX starts."""
         spec, overrides, rest = split(argv)
         args = self.parse_flags(rest)
         if spec is None:
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
         command = Command(args, spec, configs.load(spec), overrides)
-        check_rules(command.config)
+        command.config  # noqa: B018
         return command
 
     def parse_flags(self, argv: Sequence[str]) -> argparse.Namespace:
         """The verb's own flags; an unknown one is refused before a missing one is complained about."""
-        known = [flag for action in self._actions for flag in action.option_strings if flag != "--config.PATH"]
+        known = [flag for flag in self._option_string_actions if flag != "--config.PATH"]
         for token in argv:
             flag = token.partition("=")[0]
             if flag.startswith("--") and flag not in known:
@@ -123,40 +122,33 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
     return spec, overrides, rest
 
 
-def apply_overrides(config: Config, overrides: Overrides) -> None:
-    """Applies overrides in order, in place."""
+def apply_overrides(config: Config, overrides: Overrides) -> Config:
+    """Applies overrides in order, in place; returns the config."""
     for path, text in overrides:
         try:
             config.override(path, text)
         except ConfigError as error:
             told = error.args[0] if error.path == path else error
             raise ConfigError(f"--config.{path}={text}: {told}") from error
+    return config
 
 
-def apply_accelerator_rules(config: Config, accelerator: str) -> list[str]:
+def apply_accelerator_rules(config: Config, accelerator: str | None) -> list[str]:
     """Applies, in place and in order, the rules whose pattern matches a name such as "v5e-8", "h200x8" or "cpu-8".
-    Returns a line for each field that one changes: `rule v5e-*: memory.remat none -> full`."""
+    Returns a line for each field that one changes: `rule v5e-*: memory.remat none -> full`. None: all, on copies."""
     lines: list[str] = []
     for index, rule in enumerate(config.accelerator_rules if "accelerator_rules" in config else []):
-        if fnmatch.fnmatchcase(accelerator, rule.pattern):
-            lines += _apply_rule(config, index, rule)
+        if accelerator is not None and not fnmatch.fnmatchcase(accelerator, rule.pattern):
+            continue
+        before, changed = config.copy(), config if accelerator is not None else config.copy()
+        for path, value in rule.set.items():
+            try:
+                changed.set_path(path, value)
+            except ConfigError as error:
+                raise ConfigError(str(error), path=f"accelerator_rules.{index} ({rule.pattern})") from error
+        rows = diff(before, changed)
+        lines += [f"rule {rule.pattern}: {path} {as_text(a)} -> {as_text(b)}" for path, a, b in rows]
     return lines
-
-
-def check_rules(config: Config) -> None:
-    """Applies every rule by accelerator to a copy: a mistake in one should not wait for that accelerator."""
-    for index, rule in enumerate(config.accelerator_rules if "accelerator_rules" in config else []):
-        _apply_rule(config.copy(), index, rule)
-
-
-def _apply_rule(config: Config, index: int, rule: Config) -> list[str]:
-    before = config.copy()
-    for path, value in rule.set.items():
-        try:
-            config.set_path(path, value)
-        except ConfigError as error:
-            raise ConfigError(str(error), path=f"accelerator_rules.{index} ({rule.pattern})") from error
-    return [f"rule {rule.pattern}: {path} {as_text(a)} -> {as_text(b)}" for path, a, b in diff(before, config)]
 
 
 def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
@@ -191,9 +183,8 @@ def is_user_error(error: BaseException) -> bool:
     if isinstance(error, (ConfigError, *_FILE_ERRORS)):
         return True
     # JAX cuts its own frames out of a traceback, and notes that it did: who raised the error cannot be seen then.
-    if not isinstance(error, (ValueError, ImportError)) or any(
-        "JAX" in note for note in getattr(error, "__notes__", ())
-    ):
+    cut = any("JAX" in note for note in getattr(error, "__notes__", ()))
+    if cut or not isinstance(error, (ValueError, ImportError)):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("framework", "configs", "launch")

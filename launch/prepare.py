@@ -38,10 +38,8 @@ def main(argv: list[str]) -> int:
 
 
 def prepare(data: Config, out: Path, *, force: bool) -> None:
-    """Writes the token files of every source of `data` (a config of DataPipeline) into the folder `out`.
-
-    Errors are those of DataPipeline.setup, and FileExistsError where `out` holds what may not be replaced.
-    """
+    """Writes the token files of every source of `data` (a config of DataPipeline) into the folder `out`. Raises what
+    DataPipeline.setup does, and FileExistsError where `out` holds what may not be replaced."""
     _check_replaceable(out, force)
     pipeline: DataPipeline = data.instantiate()
     temporary, aside = (out.with_name(f".{out.name}.{kind}") for kind in ("partial", "replaced"))

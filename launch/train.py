@@ -115,7 +115,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
                 f"dry run: the step compiles, and its peak is {human_bytes(need.peak)} per device. Nothing was trained."
             )
             return 0
-        trainer = Trainer(config, experiment, program, workdir, progress, need)
+        trainer = Trainer(config, program, workdir, progress, need)
         try:
             step = trainer.start(args.resume, force=args.force)
             if primary:

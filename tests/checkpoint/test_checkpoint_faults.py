@@ -376,7 +376,9 @@ def test_background_failure_surfaces_once(three, monkeypatch):
 def test_undeletable_old_checkpoint_is_reported(three, monkeypatch, caplog):
     """The new one is saved all the same."""
     with Checkpointer(directory=three, keep=1) as checkpointer:
-        monkeypatch.setattr("framework.checkpoint.delete_step", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
+        monkeypatch.setattr(
+            "framework.checkpoint_directory.delete_step", lambda *_: (_ for _ in ()).throw(PermissionError("no"))
+        )
         checkpointer.save(4, make_state(4), {"next": 4})
         checkpointer.wait()
         assert checkpointer.steps()[-1] == 4

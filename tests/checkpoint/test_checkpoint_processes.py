@@ -76,9 +76,8 @@ RESTORE = (
     + """
 # Both see what process 0 sees, whatever their file system shows them.
 if process == 1:
-    import framework.checkpoint
-    real = framework.checkpoint.scan
-    framework.checkpoint.scan = lambda root: ([99], ["nonsense"])
+    import framework.checkpoint_directory
+    framework.checkpoint_directory.scan = lambda root: ([99], ["nonsense"])
 restored = checkpointer.restore_latest(abstract)
 assert restored.step == 1 and restored.extra == {"next": 8}, restored
 check(restored.state, 8)

@@ -103,7 +103,7 @@ def test_rules_are_checked_and_may_be_overridden(user_file):
     assert {"rule v5e-*: layers.0.dim ? -> 8", "rule v5e-*: optimizer optax.adamw -> optax.sgd"} < set(lines)
     config.accelerator_rules[1].set = {"stpes": 3}
     with pytest.raises(ConfigError, match=r"^accelerator_rules\.1 \(v5e-8\): stpes: no such field"):
-        cli.check_rules(config)  # on whatever accelerator
+        cli.apply_accelerator_rules(config, None)  # on whatever accelerator
 
 
 def test_main_turns_mistakes_into_exit_code_2(capsys, monkeypatch):

@@ -54,7 +54,7 @@ def test_commands_work(saved_files, capsys):
             assert spec is not None
             config = configs.load(spec)
             cli.apply_overrides(config, overrides)
-            cli.check_rules(config)
+            cli.apply_accelerator_rules(config, None)
     assert len(commands()) >= 8
 
 
