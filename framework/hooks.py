@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from framework.metrics.buffer import MetricsBuffer
 from framework.metrics.memory import memory_in_use
+from framework.metrics.throughput import MetricsBuffer
 from framework.plan.guard import Need, compare
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from framework.accelerators import spec_for
 from framework.checkpoint import Checkpointer, CheckpointSaveError
 from framework.config import Config
 from framework.hooks import Evaluate, Guard, Hook, Prediction, Profile, Report, RollBack, Save
-from framework.metrics.buffer import MetricsBuffer
 from framework.metrics.jsonl import JsonlWriter
 from framework.metrics.progress import Progress
-from framework.metrics.throughput import Throughput
+from framework.metrics.throughput import MetricsBuffer, Throughput
 from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
 from framework.plan.guard import Need
 from framework.program import Program, State

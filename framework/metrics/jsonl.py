@@ -19,13 +19,7 @@ class JsonlWriter:
     """Appends rows to a JSONL file; once `write` returns, a kill does not lose the row.
 
     A last line that a kill or a full disk cut short is repaired when the file is opened again: completed if only its
-    newline is missing, else dropped.
-
-    Args:
-      path: the file; it and its folder are created.
-
-    Raises:
-      ValueError: the file has to be repaired, and a line of it is no JSON object.
+    newline is missing, else dropped (ValueError if a line of it is no JSON object).
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -43,11 +37,8 @@ class JsonlWriter:
             line = line[self._file.write(line) :]
 
     def resume(self, from_step: int) -> None:
-        """Drops the rows after `from_step` and appends one `{"step": from_step, "resumed_from": from_step}`.
-
-        Raises:
-          ValueError: a line that is no JSON object (the file is left as it is).
-        """
+        """Drops the rows after `from_step` and appends one `{"step": from_step, "resumed_from": from_step}`. Where a
+        line is no JSON object, that is a ValueError, and the file is left as it is."""
         kept = [line for row, line in _rows(self.path) if row["step"] <= from_step]
         self._replace([*kept, _encode({"step": from_step, "resumed_from": from_step})])
 
@@ -70,10 +61,8 @@ class JsonlWriter:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The rows of a metrics file, with "NaN", "Infinity" and "-Infinity" as floats again.
 
-    A last line without a newline is left out unless it is whole: a run may be writing it now.
-
-    Raises:
-      FileNotFoundError: no such file. ValueError: a line that is no JSON object, with its number.
+    A last line without a newline is left out unless it is whole: a run may be writing it now. FileNotFoundError; or
+    ValueError: a line that is no JSON object, with its number.
     """
     return [
         {name: _SPECIAL.get(value, value) if isinstance(value, str) else value for name, value in row.items()}

@@ -14,37 +14,26 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class MemoryInUse:
-    """Bytes; device figures are those of the fullest addressable device.
+    """Bytes; device figures are those of the fullest addressable device."""
 
-    Attributes:
-      device_bytes: in use in device memory now.
-      device_peak_bytes: highest so far; None where the platform has no statistics.
-      host_bytes: live jax arrays in host memory, of all those devices together.
-      rss_bytes: resident memory of this process; on CPU it contains the device's.
-    """
-
-    device_bytes: int
-    device_peak_bytes: int | None
-    host_bytes: int
-    rss_bytes: int
+    device_bytes: int  # in use in device memory now
+    device_peak_bytes: int | None  # highest so far; None where the platform has no statistics
+    host_bytes: int  # live jax arrays in host memory, of all those devices together
+    rss_bytes: int  # resident memory of this process; on CPU it contains the device's
 
     def metrics(self) -> dict[str, int]:
         """`memory/device_bytes`, `memory/device_peak_bytes` (if known), `memory/host_bytes`, `memory/rss_bytes`."""
-        fields = dataclasses.asdict(self).items()
-        return {f"memory/{name}": value for name, value in fields if value is not None}
+        return {f"memory/{name}": value for name, value in vars(self).items() if value is not None}
 
 
 def memory_in_use(devices: Sequence[Any]) -> MemoryInUse:
     """Measures now, on these devices of this process."""
-    on_device, on_host = Counter[Any](), 0
-    for (device, kind), size in live_array_bytes().items():
-        if device in devices and kind == "device":
-            on_device[device] += size
-        elif device in devices:
-            on_host += size
+    sizes = {key: size for key, size in live_array_bytes().items() if key[0] in devices}
+    on_device = [size for (_, kind), size in sizes.items() if kind == "device"]
+    on_host = sum(sizes.values()) - sum(on_device)
     statistics = [found for device in devices if (found := device.memory_stats())]
     if not statistics:
-        return MemoryInUse(max(on_device.values(), default=0), None, on_host, rss_bytes())
+        return MemoryInUse(max(on_device, default=0), None, on_host, rss_bytes())
     in_use, peak = (max(found[name] for found in statistics) for name in ("bytes_in_use", "peak_bytes_in_use"))
     return MemoryInUse(in_use, peak, on_host, rss_bytes())
 

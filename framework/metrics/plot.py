@@ -15,19 +15,11 @@ _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 
 
 def plot_losses(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str) -> Path:
-    """Draws `train/loss` (raw and smoothed) and every other metric that ends in "loss", by step.
+    """Draws `train/loss` (raw and smoothed) and every other metric that ends in "loss", by step; replaces `png_path`
+    atomically, and returns it.
 
     Values that are not finite are gaps, a dotted line marks each resume, and the loss axis leaves out spikes that would
-    flatten the rest.
-
-    Args:
-      metrics_jsonl: what JsonlWriter wrote. png_path: replaced atomically.
-
-    Returns:
-      png_path.
-
-    Raises:
-      FileNotFoundError: no such metrics file. ValueError: a line of it is no JSON object.
+    flatten the rest. Errors are those of `read_metrics`.
     """
     import numpy as np
     from matplotlib.figure import Figure

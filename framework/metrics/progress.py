@@ -27,12 +27,7 @@ class Progress:
     """
 
     def __init__(
-        self,
-        total_steps: int,
-        *,
-        log_every: int = 1,
-        stream: IO[str] | None = None,
-        log_path: Path | None = None,
+        self, total_steps: int, *, log_every: int = 1, stream: IO[str] | None = None, log_path: Path | None = None
     ):
         self._total, self._log_every = total_steps, log_every
         self._stream = sys.stdout if stream is None else stream

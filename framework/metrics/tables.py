@@ -33,7 +33,6 @@ def start_table(
     """The table shown before the first step.
 
     Args:
-      config: name of the config. accelerator: name of the devices. mesh: size of each axis.
       parameters: (group, number of elements, bytes over all devices), one row each.
       device_bytes: bytes on one device, by (group, memory kind).
       tokens_per_step: over all devices. flops_per_token: model FLOPs, forward and backward.
@@ -53,25 +52,12 @@ def start_table(
     sums = [human_bytes(sum(size for (_, k), size in device_bytes.items() if k == kind)) for kind in kinds]
     if device_limit_bytes and "device" in kinds:
         sums[0] += f" of {human_bytes(device_limit_bytes)}"
+    parts = [[name, f"{count:,}", human_count(count), human_bytes(size)] for name, count, size in counts]
+    places = [[group, *(human_bytes(device_bytes.get((group, kind))) for kind in kinds)] for group in groups]
     return [
         Section("run", list(run.items())),
-        Section(
-            "parameters",
-            [
-                ["group", "number", "", "bytes"],
-                *([group, f"{count:,}", human_count(count), human_bytes(size)] for group, count, size in counts),
-            ],
-            numbers=True,
-        ),
-        Section(
-            "bytes per device",
-            [
-                ["group", *kinds],
-                *([group, *(human_bytes(device_bytes.get((group, kind))) for kind in kinds)] for group in groups),
-                ["sum", *sums],
-            ],
-            numbers=True,
-        ),
+        Section("parameters", [["group", "number", "", "bytes"], *parts], numbers=True),
+        Section("bytes per device", [["group", *kinds], *places, ["sum", *sums]], numbers=True),
         Section("data", list(data.items())),
         Section("versions", list(versions.items())),
     ]

@@ -1,4 +1,4 @@
-"""Throughput: tokens and steps per second, and model FLOPs utilization, over the last steps.
+"""Throughput: tokens and steps per second, and model FLOPs utilization, over the last steps; and metrics fetched late.
 
 MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs that the achieved tokens per second need, over the peak of
 all devices; recomputation (remat) does not count as work.
@@ -7,7 +7,8 @@ all devices; recomputation (remat) does not count as work.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 
 class Throughput:
@@ -19,8 +20,6 @@ class Throughput:
       tokens_per_step: targets counted in the loss per step, over all processes.
       flops_per_token: model FLOPs per token, forward and backward.
       peak_flops_total: peak FLOP/s of all devices together; None if not known, and then there is no MFU.
-      window: number of steps to average over.
-      clock: seconds, monotonic.
     """
 
     def __init__(
@@ -62,3 +61,29 @@ class Throughput:
             flops = values["train/tokens_per_second"] * self._flops_per_token
             values["train/mfu"] = flops / self._peak_flops_total
         return values
+
+
+class MetricsBuffer:
+    """Holds (step, metrics) in order, on the device, and gives them back as Python numbers.
+
+    Fetching the loss of the step just dispatched would make Python wait for the device and the device then wait for
+    Python. With one `take` per step the loop waits for the previous step while the newest one runs.
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[int, Mapping[str, Any]]] = deque()
+
+    def put(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds a step's metrics: scalar arrays, on the device or not. Never waits."""
+        self._held.append((step, metrics))
+
+    def take(self, keep: int = 1) -> list[tuple[int, dict[str, float]]]:
+        """Fetches, in one transfer, and hands back all steps but the newest `keep`. 0 waits for the newest."""
+        import jax
+
+        due = [self._held.popleft() for _ in range(len(self._held) - keep)]
+        fetched = jax.device_get([metrics for _, metrics in due])
+        return [
+            (step, {name: value.item() for name, value in metrics.items()})
+            for (step, _), metrics in zip(due, fetched, strict=True)
+        ]

@@ -1,7 +1,6 @@
 """Writers: where metrics go. JSONL and TensorBoard always, Weights & Biases if installed and asked for.
 
-tensorboardX and wandb are imported by the methods that use them. One process writes: the trainer builds writers on
-process 0 only.
+tensorboardX and wandb are imported by the methods that use them. One process writes.
 """
 
 import contextlib
@@ -18,33 +17,24 @@ class Writer(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records the numbers in `metrics` at `step`."""
-        ...
 
     def resume(self, from_step: int) -> None:
         """Forgets what was written after `from_step`: the run goes on from there."""
-        ...
 
     def close(self) -> None:
         """Hands everything to the disk or the service. A second call does nothing."""
-        ...
 
 
 class TensorBoardWriter:
-    """Scalars as TensorBoard event files.
+    """Scalars as TensorBoard event files in `directory`; a kill loses up to `flush_seconds` of rows.
 
     Uses tensorboardX's event files without its SummaryWriter, whose thread dies of a full disk and whose queue then
-    blocks the training loop for ever. A kill loses up to `flush_seconds` of rows; metrics.jsonl is the record.
-
-    Args:
-      directory: folder of the event files; created with the first row.
-      flush_seconds: longest time that a row waits to be seen by TensorBoard.
+    blocks the training loop for ever.
     """
 
     def __init__(self, directory: str | os.PathLike[str], flush_seconds: float = 10.0):
-        self._directory = os.fspath(directory)
-        self._flush_seconds = flush_seconds
-        self._flushed_at = 0.0
-        self._file: Any = None
+        self._directory, self._flush_seconds = os.fspath(directory), flush_seconds
+        self._flushed_at, self._file = 0.0, None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One event with all values of the row."""
@@ -63,7 +53,7 @@ class TensorBoardWriter:
         """The next row would open another file."""
         if self._file is not None:
             self._file.close()
-            self._file = None
+        self._file: Any = None
 
     def _add(self, step: int, **content: Any) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -81,15 +71,6 @@ class WandbWriter:
 
     The run's id is kept in `workdir/wandb_run_id`, so a resumed run continues the same curves. W&B refuses to rewrite
     history: after a resume from an older step, its curves show the repeated steps twice (metrics.jsonl does not).
-
-    Args:
-      project: W&B project.
-      name: name of the run.
-      workdir: folder of the id and of W&B's own files.
-      config: shown beside the run, as plain data.
-
-    Raises:
-      ImportError: wandb is not installed.
     """
 
     def __init__(self, project: str, name: str, *, workdir: Path, config: Mapping[str, Any]):
@@ -121,7 +102,7 @@ class WandbWriter:
 
 
 class MultiWriter:
-    """Hands every row to several writers."""
+    """Hands every row to several writers, and closes all of them, also when one fails."""
 
     def __init__(self, writers: Iterable[Writer]):
         self.writers = list(writers)
@@ -135,7 +116,6 @@ class MultiWriter:
             writer.resume(from_step)
 
     def close(self) -> None:
-        """Closes all of them, also when one fails."""
         with contextlib.ExitStack() as stack:
             for writer in self.writers:
                 stack.callback(writer.close)

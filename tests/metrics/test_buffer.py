@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.metrics.buffer import MetricsBuffer
+from framework.metrics.throughput import MetricsBuffer
 
 
 def test_every_step_in_order_one_late():
