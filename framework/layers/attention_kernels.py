@@ -1,16 +1,16 @@
 """Causal softmax(QK)V behind one function: plain XLA everywhere, splash on TPU, cuDNN on GPU. No parameters.
 
-May import: JAX, kernels_call, kernels_xla, kernels_splash, kernels_cudnn (one file per implementation).
+May import: JAX, framework.config_names, kernels_call, kernels_xla, kernels_splash, kernels_cudnn (a file each).
 """
 
 from __future__ import annotations
 
-import difflib
 from typing import Literal
 
 import jax
 from jax.sharding import Mesh
 
+from framework.config_names import did_you_mean
 from framework.layers import kernels_cudnn, kernels_splash, kernels_xla
 from framework.layers.kernels_call import AttentionCall, describe_call
 
@@ -33,8 +33,7 @@ def dot_product_attention(
 
     Args:
         query_BSNH: [B, S, N, H], floating. Its logits are scaled by H ** -0.5.
-        key_BSKH: [B, S, K, H], of the query's dtype. Position i attends to j <= i.
-        value_BSKH: as key.
+        key_BSKH, value_BSKH: [B, S, K, H], of the query's dtype. Position i attends to j <= i.
         segments_BS: int32 [B, S]: positions attend only within their own segment. 0 is padding: it attends to itself
             alone, and nothing attends to it.
         window: position i attends to j in (i - window, i]; None means no limit.
@@ -62,10 +61,8 @@ def choose_implementation(call: AttentionCall, implementation: str = "auto") -> 
         fastest = {"tpu": "splash", "gpu": "cudnn"}.get(call.platform, "xla")
         return fastest if _KERNELS[fastest].why_not(call) is None else "xla"
     if implementation not in _KERNELS:
-        nearest = difflib.get_close_matches(implementation, _KERNELS, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"implementation: expected one of auto, {', '.join(_KERNELS)}; given {implementation!r}{hint}")
-    reason = _KERNELS[implementation].why_not(call)
-    if reason is not None:
+        hint = did_you_mean(implementation, ["auto", *_KERNELS])
+        raise ValueError(f"implementation: there is no {implementation!r}{hint}")
+    if reason := _KERNELS[implementation].why_not(call):
         raise ValueError(f"implementation={implementation!r} cannot serve this call: {reason}")
     return implementation

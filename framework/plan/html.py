@@ -1,7 +1,7 @@
 """One page that shows plans: a bar of what is live at each one's peak against the device's limit, and all tables.
 
-May import: framework.metrics.tables, framework.plan.report. The page is one file: CSS (page.css) and SVG inline, no
-script, nothing to fetch; every text of a plan is escaped. Bars have widths in per cent: they stretch, text keeps its size.
+One file, with its style (page.css) and SVG inline: no script, nothing to fetch; every text of a plan is escaped. Bars
+have widths in per cent: they stretch, text keeps its size. May import: framework.metrics.tables, framework.plan.report.
 """
 
 import math
