@@ -121,8 +121,7 @@ class DataPipeline:
             barrier: waits for all processes; called once.
 
         Raises:
-            FileNotFoundError, PermissionError, ValueError: data or tokenizer missing, unreadable, damaged, or too short
-                for one batch; each begins with the config path of its source.
+            FileNotFoundError, PermissionError, ValueError: data or tokenizer are not usable, from which config path on.
         """
         if "://" in str(workdir):
             raise ValueError(f"the data pipeline keeps files in the workdir and needs a local folder, given {workdir}")
@@ -262,16 +261,15 @@ def cached_tokens(
     """
     contents, tokenizer = source.contents(hashes), source.codec(tokenizer)
     folder = cache / f"tokens-{digest_of([contents['sha256'], tokenizer.digest])[:16]}"
+    if not folder.exists() and not write:
+        raise FileNotFoundError(
+            f"{folder} does not exist: the first process was to write it; do all see that folder and equal sources?"
+        )
     if not folder.exists():
-        if not write:
-            raise FileNotFoundError(
-                f"{folder} does not exist: the first process was to write it; do all see that folder and equal sources?"
-            )
         temporary = cache / f".{folder.name}-{uuid.uuid4().hex[:8]}"
         temporary.mkdir()
         try:
-            for _ in write_tokens(source, tokenizer, temporary / "tokens.bin"):
-                pass
+            list(write_tokens(source, tokenizer, temporary / "tokens.bin"))
             write_json(temporary / "source.json", contents)
             try:
                 os.rename(temporary, folder)

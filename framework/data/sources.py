@@ -30,11 +30,8 @@ _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pack
 
 
 class TextSource(abc.ABC):
-    """Documents of text, read file by file.
-
-    The constructor only keeps its arguments: disks and networks are touched by the methods, which run before anything
-    is compiled, and never in a training step.
-    """
+    """Documents of text, read file by file. The constructor only keeps its arguments: disks and networks are touched by
+    the methods, which run before anything is compiled, and never in a training step."""
 
     paths: list[str]
 
@@ -60,7 +57,7 @@ class TextSource(abc.ABC):
 
     def contents(self, hashes: FileHashes) -> dict[str, Any]:
         """What is recorded beside the tokens: kind, settings, the sha256 of each file, and one over all of these but
-        the names of the files: a corpus that moved is the same corpus."""
+        the files' names: a corpus that moved is the same corpus."""
         files = [{"name": file.name, "sha256": hashes.sha256(file)} for file in self.files()]
         facts = {"kind": type(self).__name__, "settings": self.settings()}
         digest = digest_of({**facts, "files": [file["sha256"] for file in files]})
@@ -108,8 +105,9 @@ def library_files(root: Path) -> list[str]:
 
 def split_of(content: str, validation_fraction: float = 0.05) -> Literal["train", "validation"]:
     """The part to which what is identified by that text (a file's relative path) belongs, by its sha256."""
-    bucket = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") % 100
-    return "validation" if bucket < 100 * validation_fraction else "train"
+    number = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")
+    percent = number % 100 + number // 100 % 1000 / 1000
+    return "validation" if percent < 100 * validation_fraction else "train"
 
 
 class TextFiles(TextSource):

@@ -9,10 +9,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from framework.config import config_for
+from framework.config import Config, config_for
 from framework.data.chats import ChatSource
 from framework.data.pipeline import DataPipeline
 from framework.data.pretrained_tokenizer import PretrainedTokenizer
+from framework.data.sources import TextFiles
 from framework.data.tokenizers import ByteTokenizer
 from launch.prepare import prepare
 from tests.support import pretrained
@@ -144,9 +145,10 @@ def test_a_malformed_row_is_named(row: str, message: str, tmp_path: Path):
 
 def pipeline_of(tmp_path: Path, *, family: str = "chatml", setup: bool = True, run: str = "run", **fields: Any):
     folder = pretrained.write(tmp_path / family, family, **fields.pop("config", {}))
-    source = {"paths": [str(tmp_path / "chats.jsonl")], **fields.pop("source", {})}
+    if not isinstance(fields.get("source"), Config):
+        paths = [str(tmp_path / "chats.jsonl")]
+        fields["source"] = config_for(ChatSource, **{"paths": paths, **fields.pop("source", {})})
     defaults: dict[str, Any] = {
-        "source": config_for(ChatSource, **source),
         "tokenizer": config_for(PretrainedTokenizer, path=str(folder), vocab_size=512),
         "seq_len": 64,
         "global_batch_size": 4,
@@ -232,6 +234,8 @@ def test_the_split_is_disjoint_complete_and_stable(tmp_path: Path):
         parts[split] = [json.loads(text)[1] for text in source.documents()]
     assert 30 < len(parts["validation"]) < 90
     assert [chat for chat in parts["all"] if chat not in parts["validation"]] == parts["train"]
+    few = ChatSource(paths=source.paths, split="validation", validation_fraction=0.001)
+    assert len(list(few.documents())) < 4
     lines = (tmp_path / "chats.jsonl").read_text().splitlines()
     (tmp_path / "chats.jsonl").write_text("\n".join(lines[::-1]))
     again = [json.loads(text)[1] for text in source.documents()]
@@ -252,6 +256,19 @@ def test_evaluation_counts_the_answers(tmp_path: Path):
     assert counted > 0
     train = {tokens for tokens, _ in pieces([built.train_batch(s, range(4)) for s in range(20)])}
     assert not train & {tokens for tokens, _ in pieces(batches)}
+
+
+@pytest.mark.parametrize("family", ["llama3", "gemma"])
+def test_plain_text_with_a_published_tokenizer(family: str, tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"the {name} fox\n" * 300)
+    text = config_for(TextFiles, paths=[str(tmp_path / "*.txt")])
+    built = pipeline_of(tmp_path, family=family, source=text, validation={"same": text})
+    opening = built.tokenizer.bos_id
+    batches = list(built.eval_batches("same", range(4)))
+    assert batches[0]["tokens"][0, 0] == opening
+    assert sum(batch["weights"][batch["targets"] == opening].sum() for batch in batches) == 1  # the second document's
+    assert built.document_text("same").decode() == "the a fox\n" * 300 + "the b fox\n" * 300
 
 
 def test_epochs_in_steps(tmp_path: Path):
