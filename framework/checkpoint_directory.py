@@ -107,11 +107,9 @@ class Manifest:
             raise CheckpointCorruptError(f"{path} was changed after it was saved: its digest does not match")
         if known != FORMAT:
             raise CheckpointCorruptError(f"{path} has format {known}; this version reads format {FORMAT}")
-        leaves = {
-            name: LeafRecord(tuple(leaf["shape"]), leaf["dtype"], leaf["checksum"])
-            for name, leaf in body.pop("leaves").items()
-        }
-        return cls(leaves=leaves, **body)
+        for name, leaf in body["leaves"].items():
+            body["leaves"][name] = LeafRecord(tuple(leaf["shape"]), leaf["dtype"], leaf["checksum"])
+        return cls(**body)
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -183,11 +181,9 @@ def incomplete(path: Path) -> str | None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Removes what failed or killed saves and deletions left in `root`; returns a message for each.
-
-    Only directories whose names this program gives: half-written ones, half-deleted ones, and those that were put aside
-    while their successor was written (put back if that never came).
-    """
+    """Removes what failed or killed saves and deletions left in `root`; returns a message for each. Only directories
+    whose names this program gives: half-written ones, half-deleted ones, and those that were put aside while their
+    successor was written (put back if that never came)."""
     messages = []
     for entry in sorted(os.listdir(root)):
         path, aside = root / entry, _REPLACED.fullmatch(entry)
@@ -208,10 +204,8 @@ def delete_step(root: Path, step: int) -> None:
 
 
 def describe(root: str | os.PathLike[str], step: int | None = None) -> str:
-    """A text for people: the checkpoints in `root`, and the leaves of one of them (the newest if `step` is None).
-
-    Raises CheckpointMissingError: there is none; CheckpointCorruptError: its manifest is not readable.
-    """
+    """A text for people: the checkpoints in `root`, and the leaves of one of them, the newest if `step` is None. Raises
+    CheckpointMissingError: there is none; CheckpointCorruptError: its manifest is not readable."""
     committed, problems = scan(Path(root))
     text = "\n".join([f"{root}: committed steps {committed or 'none'}", *problems])
     step = max(committed, default=None) if step is None else step

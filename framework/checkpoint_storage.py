@@ -28,10 +28,8 @@ _READ_BYTES = 256 << 20
 
 
 def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any]) -> Callable[[], None]:
-    """Starts to write a checkpoint to `path`, atomically. The arrays may be donated when this returns. Collective.
-
-    Returns a function that waits for the commit, in any thread, and raises what went wrong.
-    """
+    """Starts to write a checkpoint to `path`, atomically; the arrays may be donated when this returns. Collective.
+    Returns a function that waits for the commit, in any thread, and raises what went wrong."""
     from orbax.checkpoint import v1 as ocp
 
     stored: dict[str, Any] = {name: x for name, x in arrays.items() if x.size}  # orbax refuses arrays without elements
@@ -53,11 +51,9 @@ def _copy(x: jax.Array) -> np.ndarray:
 
 
 def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The arrays at `path`, each in the sharding and memory of its ShapeDtypeStruct. Collective.
-
-    Raises CheckpointCorruptError: bytes or files are missing or make no sense; the arrays are named where that could be
-    told. That the bytes are right is for checksums to tell.
-    """
+    """The arrays at `path`, each in the sharding and memory of its ShapeDtypeStruct. Collective. Raises
+    CheckpointCorruptError: bytes or files are missing or make no sense; the arrays are named where that could be told.
+    That the bytes are right is for checksums to tell."""
     problem, arrays = None, {}
     with _quiet() as drain:
         try:
@@ -126,11 +122,8 @@ def _empty(x: Any) -> jax.Array:
 
 
 def read_bytes(largest: int) -> int:
-    """Bytes that pass through host memory at a time while arrays are read, the largest of which has `largest` bytes.
-
-    Without a limit all of them do at once: twice the state on a CPU, or of the leaves in pinned_host. The largest leaf
-    must pass, whole in the worst case.
-    """
+    """Bytes that pass through host memory at a time while arrays are read, the largest of which has `largest` bytes and
+    must pass, whole in the worst case. Without a limit all do at once: twice the state on a CPU or in pinned_host."""
     return max(_READ_BYTES, 2 * largest)
 
 

@@ -163,11 +163,9 @@ class Config(ConfigBase):
         return [name for name in required if name not in self._fields and name not in given]
 
     def instantiate(self, **late: Any) -> Any:
-        """Builds the object. `late` completes or overrides the fields, with any Python objects.
-
-        Raises ConfigError: required fields of this level are still unset (it lists all), or a constructor raised
-        ValueError: the dotted path precedes its text, and it is the cause.
-        """
+        """Builds the object. `late` completes or overrides the fields, with any Python objects. Raises ConfigError:
+        required fields of this level are still unset (it lists all), or a constructor raised ValueError: the dotted
+        path precedes its text, and it is the cause."""
         name, path, known = name_of(self._target), self._path or "", self._schema
         for key in late:
             self._field(key)
@@ -222,11 +220,9 @@ class Config(ConfigBase):
         node._fields[name] = node._checked(name, _replaced(node._fields.get(name), keys, value), field_path)
 
     def override(self, path: str, text: str) -> None:
-        """Sets the value at a dotted path from command-line text, read by the field's type (see `parse_text`).
-
-        Where a config may stand, the dotted name of a class or function (`optax.lion`) puts that component there, with
-        fresh defaults; so does JSON with a "$class".
-        """
+        """Sets the value at a dotted path from command-line text, read by the field's type (see `parse_text`). Where a
+        config may stand, the dotted name of a class or function (`optax.lion`) puts that component there, with fresh
+        defaults; so does JSON with a "$class"."""
         node, name, keys, _ = self._walk_to(path)
         hint = functools.reduce(element_hint, keys, node._field(name).hint)
         if '"$class"' in text:
@@ -280,10 +276,8 @@ class Config(ConfigBase):
 
 
 def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
-    """(path, left, right) wherever two configs differ; ABSENT for what one side does not have.
-
-    A component of another class is listed by both names, at its own path.
-    """
+    """(path, left, right) wherever two configs differ; ABSENT for what one side does not have. A component of another
+    class is listed by both names, at its own path."""
     one, two = (
         {path: name_of(v._target) if isinstance(v, Config) else v for path, v in config.walk()}
         for config in (left, right)

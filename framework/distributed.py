@@ -14,9 +14,7 @@ import numpy as np
 
 def initialize(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
     """Joins the processes of one run, the first of which listens at `coordinator` (host:port); nothing to do for one.
-
-    Raises ValueError: only some of the three are given, or they contradict each other.
-    """
+    Raises ValueError: only some of the three are given, or they contradict each other."""
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in given.items() if value is None]
     if len(missing) == len(given):
@@ -34,11 +32,8 @@ def is_primary() -> bool:
 
 
 def barrier(name: str, *, minutes: int = 120) -> None:
-    """Waits until every process is here, through the coordinator.
-
-    Not by a collective on the devices: that gives up after half a minute on CPU, and one process may have a corpus to
-    tokenize, or a program to compile that the others found in their cache.
-    """
+    """Waits until every process is here, through the coordinator. Not by a collective on the devices: that gives up
+    after half a minute on CPU, and one may have a corpus to tokenize, or to compile what others have in their cache."""
     if jax.process_count() > 1:
         from orbax.checkpoint import multihost  # its door to the coordinator's barrier, which JAX keeps private
 

@@ -169,7 +169,8 @@ class Prediction(Hook):
 
 
 class Profile(Hook):
-    """Traces the chosen steps into WORKDIR/profile, to be opened in TensorBoard, XProf or Perfetto."""
+    """Traces the chosen steps into WORKDIR/profile, for TensorBoard, XProf or Perfetto; a run that ends early leaves a
+    whole trace too."""
 
     on = False
 
@@ -184,7 +185,6 @@ class Profile(Hook):
             self.at_end(run, step)
 
     def at_end(self, run: Trainer, step: int) -> None:
-        """A run that ends early still leaves a whole trace."""
         if self.on:
             jax.block_until_ready(run.state)  # so that the trace holds whole steps
             jax.profiler.stop_trace()

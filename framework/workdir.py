@@ -24,19 +24,10 @@ _MISSING = "(absent)"
 _OWNER = "process {pid} on host {host}, since {since} ({command})"
 
 
-class WorkdirBusyError(ValueError):
-    """Another job holds the directory."""
-
-
 class Workdir:
     """A run's directory, made if it is not there. It belongs to one job at a time: `claim`, or `with`.
 
-    Args:
-        path: the directory; a relative one is taken from the current directory.
-
-    Raises:
-        NotADirectoryError: something else is at `path`.
-        PermissionError: it cannot be made or written.
+    Raises NotADirectoryError: something else is at `path`; PermissionError: it cannot be made or written.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -62,11 +53,8 @@ class Workdir:
         the owner to people, and to other hosts of a network file system, whose flock may not reach here: what another
         host has left is never taken over. In a job of several processes, one claims; claiming again does nothing.
 
-        Returns:
-            None, or a message for the person: whose lock was left behind and taken over.
-
-        Raises:
-            WorkdirBusyError: another job holds it; names host, process and what to do.
+        Returns None, or a message for the person: whose lock was left behind and taken over. Raises ValueError: another
+        job holds it; names host, process and what to do.
         """
         if self._held is not None:
             return None
@@ -80,7 +68,7 @@ class Workdir:
                 with open(self._lock, "x", encoding="utf-8") as file:  # decides between two hosts
                     file.write(text)
             except FileExistsError:
-                raise WorkdirBusyError(f"--workdir: another job has just claimed {self.path}") from None
+                raise ValueError(f"--workdir: another job has just claimed {self.path}") from None
             on_error.pop_all()
         self._held = directory, os.getpid(), text
         atexit.register(self.release)
@@ -101,17 +89,17 @@ class Workdir:
         if not locked:
             stop = f"stop that job first (kill {owner['pid']})" if who else "stop that job first"
             busy = f"--workdir: {self.path} is in use by {who or 'another process'}"
-            raise WorkdirBusyError(f"{busy}; {stop}, or choose another --workdir")
+            raise ValueError(f"{busy}; {stop}, or choose another --workdir")
         if text is None:
             return None
         remove = f"if no job works there any more, remove the lock: rm {shlex.quote(str(self._lock))}"
         if who is None:
-            raise WorkdirBusyError(
+            raise ValueError(
                 f"--workdir: {self._lock} makes no sense, so who works in {self.path} is unknown; {remove}"
             )
         if owner["host"] != socket.gethostname():
             unknown = f"Whether that job still runs cannot be told from host {socket.gethostname()}"
-            raise WorkdirBusyError(f"--workdir: {self.path} is in use by {who}. {unknown}; {remove}")
+            raise ValueError(f"--workdir: {self.path} is in use by {who}. {unknown}; {remove}")
         self._lock.unlink()
         return f"took over {self.path}: its lock was left behind by {who}, which has ended"
 
@@ -134,24 +122,19 @@ class Workdir:
         self.release()
 
 
-def check_name(name: str, what: str = "name") -> str:
-    """Returns `name`, a run or step name that a person typed, if it is safe as one component of a path.
+def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> Path:
+    """The path `root/name`, if `name`, a run or step name that a person typed, is safe as one component of a path.
 
     Letters, digits and `. _ = + -`, at most 128 characters, the first a letter, a digit or `_`: so neither `..`, nor a
-    separator, nor an absolute path, nor a hidden file, nor something that a shell takes for a flag. Raises ValueError
-    otherwise, which calls it `what`, such as "--run_name".
+    separator, nor an absolute path, nor a hidden file, nor something that a shell takes for a flag; and no symbolic
+    link that leads out of `root`. Raises ValueError otherwise, which calls it `what`, such as "--run_name".
     """
-    if isinstance(name, str) and _NAME.fullmatch(name):
-        return name
-    suggestion = re.sub(r"[^A-Za-z0-9._=+-]+", "-", str(name)).strip(".-=+")[:128]
-    hint = f"; try {suggestion!r}" if _NAME.fullmatch(suggestion) else ""
-    allowed = "1 to 128 letters, digits and '._=+-', starting with a letter, digit or '_'"
-    raise ValueError(f"{what}: expected {allowed}; got {name!r}{hint}")
-
-
-def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> Path:
-    """The path `root/name`. Raises ValueError: the name is not safe, or a symbolic link that leads out of `root`."""
-    path = Path(root) / check_name(name, what)
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        suggestion = re.sub(r"[^A-Za-z0-9._=+-]+", "-", str(name)).strip(".-=+")[:128]
+        hint = f"; try {suggestion!r}" if _NAME.fullmatch(suggestion) else ""
+        allowed = "1 to 128 letters, digits and '._=+-', starting with a letter, digit or '_'"
+        raise ValueError(f"{what}: expected {allowed}; got {name!r}{hint}")
+    path = Path(root) / name
     real_root, real = os.path.realpath(root), os.path.realpath(path)
     if os.path.commonpath([real_root, real]) != real_root:
         raise ValueError(f"{what}: {path} is a symbolic link that leads out of {root}, to {real}")

@@ -52,10 +52,8 @@ class Command:
         return config
 
     def resolve(self, accelerator: str) -> tuple[Config, list[str]]:
-        """(the config for that accelerator, a line for each thing its rules changed): named, rules, overrides.
-
-        Overrides of the rules themselves go first: `--config.accelerator_rules=[]` switches the rules off.
-        """
+        """(the config for that accelerator, a line for each thing its rules changed): named, rules, overrides. Those of
+        the rules themselves go first: `--config.accelerator_rules=[]` switches the rules off."""
         of_rules = [one for one in self.overrides if one[0].split(".")[0] == "accelerator_rules"]
         config = apply_overrides(self.named.copy(), of_rules)
         lines = apply_accelerator_rules(config, accelerator)
