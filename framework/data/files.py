@@ -64,10 +64,8 @@ class DataFile:
                 return stream.read(-1 if stop is None else stop - start)
 
     def chunks(self, size: int, *, decompress: bool = False) -> Iterator[bytes]:
-        """The content in pieces of `size` bytes, the last one shorter.
-
-        Args:
-            decompress: by the name's ending: .gz, .bz2, .xz, .zip; .zst and .lz4 where their packages are installed.
+        """The content in pieces of `size` bytes, the last one shorter; decompressed, if asked for, by the name's ending
+        (.gz, .bz2, .xz, .zip; .zst and .lz4 where their packages are installed).
 
         Raises:
             ValueError: what is compressed is damaged or truncated; says after which byte of its text.

@@ -74,7 +74,7 @@ class Prefetcher(Iterator[T], AbstractContextManager):
             raise
 
     def close(self) -> None:
-        """Drops what waits and stops the threads; may be called again. `next` is an error then."""
+        """Drops what waits and stops the threads; may be called again."""
         self._iterator.close()
 
     def __exit__(self, *exception: object) -> None:

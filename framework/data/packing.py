@@ -25,16 +25,12 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
 
 
 def pack(windows: Sequence[np.ndarray], seq_len: int, *, separators: Sequence[int] | None) -> Batch:
-    """Stacks windows into the rows of a batch.
-
-    Args:
-        windows: B arrays int32[n], n <= S + 1; a short one is padded with id 0 and weight 0.
-        separators: B ids, the separator of each row's stream, to mask documents from each other; None for no masks.
+    """Stacks B windows int32[n], n <= S + 1, into the rows of a batch; a short one is padded with id 0 and weight 0.
 
     Returns:
-        tokens int32[B,S], targets int32[B,S], weights float32[B,S]; with separators also positions int32[B,S] and
-        segments int32[B,S]. The separator is position 0 of its document, whose first token is predicted from it alone:
-        no target is lost to the masks, and bits per byte with and without them compare.
+        tokens int32[B,S], targets int32[B,S], weights float32[B,S]; with separators (the id of each row's stream) also
+        positions int32[B,S] and segments int32[B,S]. The separator is position 0 of its document, whose first token is
+        predicted from it alone: no target is lost to the masks, and bits per byte with and without them compare.
     """
     tokens, targets = np.zeros((2, len(windows), seq_len), np.int32)
     weights = np.zeros(tokens.shape, np.float32)

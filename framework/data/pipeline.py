@@ -193,11 +193,8 @@ class DataPipeline:
         return math.ceil(epochs * sum(leaf.rows.num_whole for leaf in self.train_leaves) / self.global_batch_size)
 
     def train_batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """The given rows (b of them, each in [0, B)) of the global batch of `step` >= 0: arrays [b,S].
-
-        Raises:
-            ValueError: a token file changed since `setup` (naming shard and offset).
-        """
+        """The given rows (b of them, each in [0, B)) of the global batch of `step` >= 0: arrays [b,S]. ValueError: a
+        token file changed since `setup` (naming shard and offset)."""
         order = self._order
         assert order is not None, "setup() first"
         places = [order.locate(step * self.global_batch_size + row) for row in rows]
@@ -212,8 +209,8 @@ class DataPipeline:
         """The given rows of each batch of validation set `name`, in order; of more than `limit` batches, that many
         from the first to the last, evenly spaced.
 
-        Shapes are those of training. Each token of the stream but its first is a target once; what is left over in the
-        last batch has weight 0 (a row may be padding from end to end). Prefetched as `train_iterator`.
+        Shapes are those of training. What is left over in the last batch has weight 0 (a row may be padding from end to
+        end). Prefetched as `train_iterator`.
         """
         leaf, size = self._validation(name), self.global_batch_size
         total = -(-leaf.rows.num_rows // size)

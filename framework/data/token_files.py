@@ -55,9 +55,8 @@ class Progress:
 
 
 def write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Iterator[Progress]:
-    """Writes all documents of `source` into the token file `path` and its sidecar; empty documents are left out.
-
-    To be written in a folder that the caller renames when it is whole. Yields after each batch of documents.
+    """Writes all documents of `source` into the token file `path` and its sidecar; empty documents are left out. Yields
+    after each batch of documents. To be written in a folder that the caller renames when it is whole.
 
     Raises:
         ValueError: the source holds no text, or a document is damaged (naming file and place).
@@ -99,12 +98,8 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 class TokenShard:
-    """One token file, open for reading.
-
-    Raises:
-        ValueError: the file disagrees with its sidecar, with what the source asks for (dtype, eos_id, verify) or with
-            the tokenizer (its digest, eos_id, vocab_size), naming the file and the offset.
-    """
+    """One token file, open for reading. ValueError, naming file and offset: it disagrees with its sidecar, with what
+    the source asks for (dtype, eos_id, verify) or with the tokenizer (its digest, separator, vocab_size)."""
 
     def __init__(self, file: DataFile, source: TokenMemmap, tokenizer: Tokenizer, hashes: FileHashes):
         self.file, self.vocab_size = file, tokenizer.vocab_size
@@ -121,11 +116,7 @@ class TokenShard:
         self.read(0, 1)  # a file that may not be read must be found out before anything is compiled
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as int32[stop - start].
-
-        Raises:
-            ValueError: the file ends before `stop` or holds an id that is out of range, naming shard and offset.
-        """
+        """Tokens [start, stop) as int32[stop - start]; ValueError: the file ends early, an id is out of range."""
         size = self._dtype.itemsize
         data = self.file.read(start * size, stop * size)
         if len(data) != (stop - start) * size:

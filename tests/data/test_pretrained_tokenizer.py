@@ -126,7 +126,11 @@ def test_refusals(tmp_path: Path):
 
 
 def test_a_template_is_not_trusted(tmp_path: Path):
-    for template in ("{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}", "{% for %}"):
+    for template in (
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% for %}",
+        "{{ 1 / 0 }}",
+    ):
         folder = pretrained.write(tmp_path / "model", "llama3", chat_template=template)
         with pytest.raises(ValueError, match="the chat template fails"):
             load(folder, tmp_path / "run").render([])
