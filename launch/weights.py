@@ -25,8 +25,8 @@ class Loaded:
     """A model that is ready: `state` holds parameters (or "ema", if `averaged`), frozen ones and buffers alone."""
 
     config: Config
-    experiment: Any  # framework.experiment.Experiment; its tokenizer is prepared
-    program: Any  # framework.program.Program
+    experiment: Any  # its tokenizer is prepared
+    program: Any
     state: dict[str, Any]
     averaged: bool
 
@@ -94,9 +94,7 @@ def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     from framework.trainer import use_compilation_cache
 
     checkpointer = Checkpointer(directory=workdir / "checkpoints", read_only=True)
-    if args.step is not None:
-        checkpointer.manifest(args.step)
-    elif not checkpointer.steps():
+    if not checkpointer.steps():
         raise FileNotFoundError("; ".join([f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]))
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=args.host_weights, tell=tell)

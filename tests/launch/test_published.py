@@ -1,0 +1,76 @@
+"""launch.generate and launch.evaluate on a published directory; lm-evaluation-harness, where it is installed."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from configs import families
+from framework.export import export_model
+from framework.generation import Generator
+from framework.sampling import Sampling
+from launch import evaluate, generate, weights
+from tests.support import pretrained, small
+
+PROMPT = "the quick brown"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama, with a tokenizer; float32."""
+    folder = tmp_path_factory.mktemp("published") / "model"
+    config = small.llama(vocab_size=400)
+    program = small.program(small.experiment(config))
+    facts, family = families.of_model(config)
+    facts |= {"max_position_embeddings": 128}
+    export_model(folder, program.experiment.model, program.init()["parameter"], family, facts)
+    return pretrained.write(folder, "llama3")
+
+
+def load(published: Path) -> weights.Loaded:
+    return weights.load(*weights.parse(weights.parser("x", ""), [f"--hf={published}"]))
+
+
+def test_a_directory_is_asked(published: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load(published)
+    assert not jax.tree.leaves(loaded.state["optimizer"])
+    prompt = loaded.tokenizer.encode_prompt(PROMPT)
+    sampling = Sampling(12, stop_ids=tuple(loaded.tokenizer.stop_ids))
+    (tokens,) = Generator(loaded.program, loaded.state)([prompt], sampling)
+    assert len(tokens) > 3
+    flags = [f"--hf={published}", "--max_new_tokens=12", "--temperature=0", f"--prompt={PROMPT}"]
+    assert generate.main(flags) == 0
+    expected = loaded.tokenizer.decode_bytes(tokens).decode("utf-8", "replace")
+    assert capsys.readouterr().out == f"{PROMPT}{expected}\n"
+    assert generate.main([*flags, "--host_weights"]) == 0
+    assert capsys.readouterr().out == f"{PROMPT}{expected}\n"
+
+
+def test_the_harness_drives_it(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval", reason="it comes with: pip install -e '.[harness]'")
+    rows = [("the quick", " brown fox"), ("a lazy", " dog"), ("who are", " you?")]
+    lines = [json.dumps({"q": q, "choices": [a, " zzzz"], "gold": 0, "text": q + a}) for q, a in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{tmp_path}/rows.jsonl"}}}
+    common |= {"test_split": "test", "target_delimiter": ""}
+    choice = {"doc_to_text": "{{q}}", "doc_to_choice": "choices", "doc_to_target": "gold"}
+    until = {"doc_to_text": "{{q}}", "doc_to_target": "{{choices[0]}}", "generation_kwargs": {"until": ["."]}}
+    rolling = {"doc_to_text": "", "doc_to_target": "{{text}}", "metric_list": [{"metric": "bits_per_byte"}]}
+    for kind, own in (("multiple_choice", choice), ("generate_until", until), ("loglikelihood_rolling", rolling)):
+        task = {"task": f"our_{kind}", "output_type": kind, **common, **own}
+        (tmp_path / f"{kind}.yaml").write_text(json.dumps(task))  # JSON is YAML
+    questions = [{"context": q, "choices": [a, " zzzz"], "answer": 0} for q, a in rows]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    (tmp_path / "text.txt").write_text("".join(rows[0]))
+    out = tmp_path / "out.json"
+    tasks = "--tasks=our_multiple_choice,our_generate_until,our_loglikelihood_rolling"
+    flags = [tasks, f"--task_path={tmp_path}", f"--choices={tmp_path}/questions.jsonl", f"--json={out}"]
+    assert evaluate.main([f"--hf={published}", *flags]) == 0
+    found = json.loads(out.read_text())
+    assert found["tasks"]["our_multiple_choice"]["acc,none"] == pytest.approx(found["choices"]["accuracy"])
+    assert found["tasks"]["our_loglikelihood_rolling"]["bits_per_byte,none"] > 0
+    assert found["tasks"]["our_generate_until"]["exact_match,none"] == 0
+    assert "our_generate_until" in capsys.readouterr().out
+    assert evaluate.main([f"--hf={published}", "--tasks=our_choice", f"--task_path={tmp_path}"]) == 2
+    assert "no task 'our_choice'" in capsys.readouterr().err
