@@ -92,6 +92,7 @@ def line(name: str, row: Row, report: dict[str, Any]) -> str:
         name,
         f"{row[0]}, {row[1]}, {row[2]}",
         f"{peak / gib:.2f}" + ("" if report["fits"] else " (does not fit)"),
+        f"{report['device_allocated_bytes'] / gib:.2f}",
         f"{peak / state:.3f}",
         f"{report['host_peak_bytes'] / gib:.2f}",
         f"{report['host_argument_bytes'] / gib:.2f}",
@@ -111,8 +112,8 @@ def main() -> int:
     if args.list:
         print("\n".join(f"{name}: python -m launch.plan {' '.join(command(row))}" for name, row in rows.items()))
         return 0
-    print("| row | config, target, tokens a device | peak | of the state's bytes | on the host | hosted layout |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| row | config, target, tokens a device | peak | with gaps | peak / state | on the host | hosted layout |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     missing = []
     for name, row in rows.items():
         report = measure(row)
