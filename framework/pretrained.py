@@ -6,7 +6,6 @@ Nothing of a directory is ever executed. May import: framework.program, what is 
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable
@@ -103,7 +102,7 @@ class Directory:
         if index.is_file():
             try:
                 self.home: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{index}: no index of shards: {error}") from None
         elif single.is_file():
             self.home = dict.fromkeys(self._open(single.name).keys(), single.name)
@@ -115,8 +114,8 @@ class Directory:
             if wrong := sorted(listed ^ held):
                 raise ValueError(f"{index}: disagrees with {shard} about {len(wrong)} tensors: {', '.join(wrong[:5])}")
 
-    @functools.cache  # noqa: B019  (a directory lives as long as its loading takes)
     def _open(self, shard: str) -> Any:
+        # Anew for each tensor: pages that were read through a mapping count as this process's memory while it is open.
         if Path(shard).name != shard:
             raise ValueError(f"{self.path}: the index names {shard!r}, which is no file of the directory itself")
         try:

@@ -131,12 +131,12 @@ class Llama(Family):
         (kind,) = set(facts["architectures"]) & set(self.architectures)
         heads, dim, layers = facts["num_attention_heads"], facts["hidden_size"], facts["num_hidden_layers"]
         theta, scaling = rope(facts)
-        eps = facts.get("rms_norm_eps", 1e-6)
+        kv_heads, eps = facts.get("num_key_value_heads"), facts.get("rms_norm_eps", 1e-6)
         biases = facts.get("attention_bias", False)
         model = llama_model(
             layers=layers,
             heads=heads,
-            kv_heads=facts.get("num_key_value_heads") or heads,
+            kv_heads=None if kv_heads == heads else kv_heads,
             dim=dim,
             hidden=facts["intermediate_size"],
             vocab_size=facts["vocab_size"],

@@ -1,0 +1,281 @@
+"""Directories of published weights: in, out, and every way in which they can be wrong. Logits: tests/peers."""
+
+import json
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import configs
+from configs import families
+from framework.config import diff
+from framework.export import export_adapters, export_model
+from framework.layers.lora import merge_adapters
+from framework.layers.quantize import dequantize
+from framework.layout import flatten
+from framework.pretrained import Directory
+from framework.program import Program
+from tools.peers.families import FAMILIES
+
+
+def directory(folder: Path, name: str = "gemma2", *, dtype=np.float32, shards: int = 2, seed: int = 0, **facts) -> Path:
+    """A family's small shape with random weights."""
+    folder.mkdir(exist_ok=True)
+    facts = FAMILIES[name].facts | facts
+    (folder / "config.json").write_text(json.dumps(facts))
+    family = families.family_of(facts)()
+    model = family.model(facts).instantiate()
+    rng, tensors = np.random.default_rng(seed), {}
+    for path, sources in family.places(model).items():
+        spec = model.base_specs[path]
+        shape = spec.shape if spec.num_layers is None else spec.shape[1:]
+        for source in sources:
+            tensors[source.name] = rng.standard_normal(source.shape(shape)).astype(np.float32).astype(dtype)
+    files, names = [f"model-{i}.safetensors" for i in range(shards)], list(tensors)
+    for i, file in enumerate(files):
+        save_file({name: tensors[name] for name in names[i::shards]}, folder / file)
+    index = {"weight_map": {name: files[i % shards] for i, name in enumerate(names)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def program(spec: str, devices: int = 1, **fields) -> Program:
+    config = configs.load(spec)
+    config.data.seq_len, config.data.global_batch_size = 16, 8
+    for path, value in fields.items():
+        config.set_path(path.replace("__", "."), value)
+    return Program(config.instantiate(), jax.devices()[:devices])
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    return {name: array for file in folder.glob("*.safetensors") for name, array in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_comes_in_goes_out(name, tmp_path):
+    source = directory(tmp_path / "in", name)
+    one = program(f"hf:{source}")
+    state = one.experiment.pretrained.init(one)
+    one.layout.check(state)
+    config = configs.load(f"hf:{source}")
+    for published in (config.pretrained.facts, None):  # config.json as it was, and as we would write it
+        facts, family = families.of_model(config.model, published)
+        to = tmp_path / f"out-{published is None}"
+        export_model(to, one.experiment.model, one.weights(state), family, facts, shard_bytes=30_000)
+        assert len(list(to.glob("*.safetensors"))) > 3
+        before, after = tensors(source), tensors(to)
+        assert before.keys() == after.keys()
+        for key in before:
+            np.testing.assert_array_equal(before[key], after[key], err_msg=key)
+        again = families.model_of(to)[0]
+        assert diff(again, families.model_of(source)[0]) == []
+
+
+@pytest.mark.parametrize("scope", ["unit", "model"])
+def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
+    source = directory(tmp_path / "in", dtype=ml_dtypes.bfloat16, torch_dtype="bfloat16")
+    fields = {"learner__scope": scope, "learner__ema": 0.9, "learner__rules": []}
+    if scope == "unit":
+        fields |= {"memory__update": "streamed", "memory__optimizer_state": "pinned_host"}
+    one = program(f"hf:{source}", **fields)
+    eight = program(f"hf:{source}", 8, mesh__data=2, mesh__fsdp=2, mesh__model=2, **fields)
+    alone, together = (p.experiment.pretrained.init(p) for p in (one, eight))
+    eight.layout.check(together)
+    alone, together = flatten(alone), flatten(together)
+    for path in alone:
+        np.testing.assert_array_equal(alone[path], together[path], err_msg=path)
+    masters = [path for path in alone if "/master/" in path]
+    assert masters
+    for path in masters if scope == "unit" else ():  # in one optimizer for all, layers are apart
+        found = [p for p in alone if p.startswith("parameter/") and alone[p].shape == alone[path].shape]
+        values = [np.asarray(alone[p], np.float32) for p in found]
+        assert any(np.array_equal(np.asarray(alone[path]), value) for value in values), path
+    assert alone["ema/embed/token"].dtype == np.float32
+    assert np.abs(alone["ema/embed/token"]).max() > 1
+
+
+def test_adapters_start_at_nothing_on_a_base_of_any_storage(tmp_path):
+    source = directory(tmp_path / "in", "llama", intermediate_size=64, hidden_size=64)
+    plain = program(f"hf:{source}")
+    weights = flatten(plain.weights(plain.experiment.pretrained.init(plain)))
+    for spec, base in (("lora", None), ("qlora", "nf4")):
+        lora = program(f"{spec}:{source}")
+        state = lora.experiment.pretrained.init(lora)
+        lora.layout.check(state)
+        assert {path.rsplit("/", 1)[1] for path in flatten(state["parameter"])} == {"lora_a", "lora_b"}
+        model, own = lora.experiment.model, lora.weights(state)
+        merged = flatten(merge_adapters(model, own))
+        exact = {path for path in merged if base is None or not path.endswith("weight")}
+        for path in exact:
+            np.testing.assert_array_equal(merged[path], weights[path], err_msg=path)
+        for path in merged.keys() - exact:
+            parts = flatten(own)
+            stored = {name: parts[f"{path}/{name}"] for name in ("codes", "scales")}
+            np.testing.assert_array_equal(merged[path], dequantize(stored, base, np.float32), err_msg=path)
+            error = np.abs(np.asarray(merged[path]) - weights[path]).max() / np.abs(weights[path]).max()
+            assert 0.01 < error < 0.2, path
+
+
+def test_adapters_as_peft_wants_them(tmp_path):
+    source = directory(tmp_path / "in", "llama")
+    lora = program(f"lora:{source}", model__lora__targets="query|down")
+    state = lora.experiment.pretrained.init(lora)
+    model, family = lora.experiment.model, lora.experiment.pretrained.family
+    export_adapters(tmp_path / "out", model, lora.weights(state), family, str(source))
+    facts = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (facts["r"], facts["lora_alpha"], facts["peft_type"]) == (16, 32.0, "LORA")
+    assert "model.layers.1.self_attn.q_proj" in facts["target_modules"]
+    arrays = tensors(tmp_path / "out")
+    assert len(arrays) == 2 * len(facts["target_modules"]) == 2 * 2 * 2
+    array = arrays["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"]
+    np.testing.assert_array_equal(array, state["parameter"]["stack"]["block0"]["mlp"]["down"]["lora_a"][1].T)
+    fused = program(f"lora:{directory(tmp_path / 'gpt2', 'gpt2')}")
+    state = fused.experiment.pretrained.init(fused)
+    with pytest.raises(ValueError, match=r"c_attn\.weight holds several"):
+        export_adapters(
+            tmp_path / "no", fused.experiment.model, fused.weights(state), fused.experiment.pretrained.family, "x"
+        )
+    assert not list(tmp_path.glob("*no*"))
+    plain = program(f"hf:{source}")
+    with pytest.raises(ValueError, match="no adapters"):
+        export_adapters(tmp_path / "no", plain.experiment.model, {}, family, "x")
+    with pytest.raises(FileExistsError, match="is there already"):
+        export_adapters(tmp_path / "out", model, lora.weights(lora.init()), family, "x")
+
+
+PUBLISHED = {
+    "llama2-7b": {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+        "vocab_size": 32000, "hidden_act": "silu",
+    },
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+        "max_position_embeddings": 131072, "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": 131072,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "gpt2-124m": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "layer_norm_epsilon": 1e-5,
+        "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_the_named_ones(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    ours, published = configs.load(name).model, configs.load(f"hf:{tmp_path}").model
+    differences = [
+        change
+        for change in diff(ours, published)
+        if change[0] not in ("vocab_size", "stack.pattern.0.attention.output_bias", "stack.unroll")
+    ]
+    assert differences == []
+    assert families.of_model(ours)[0]["architectures"] == PUBLISHED[name]["architectures"]
+
+
+def test_what_transformers_cannot_have_is_not_exported():
+    model = configs.load("llama2-7b").model
+    model.head.softcap = 30.0
+    with pytest.raises(ValueError, match=r"no family .* head\.softcap = 30\.0"):
+        families.of_model(model)
+
+
+def wrong_config(folder, **facts):
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in {**FAMILIES["llama"].facts, **facts}.items() if v})
+    )
+
+
+def truncated(folder):
+    file = folder / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def edited_index(folder, change):
+    file = folder / "model.safetensors.index.json"
+    home = json.loads(file.read_text())["weight_map"]
+    change(home)
+    file.write_text(json.dumps({"weight_map": home}))
+
+
+def replaced(folder, change):
+    for file in folder.glob("*.safetensors"):
+        arrays = load_file(file)
+        change(arrays)
+        save_file(arrays, file)
+    home = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    edited_index(folder, lambda old: (old.clear(), old.update(home)))
+
+
+NORM = "model.norm.weight"
+WRONG = {
+    "unknown architecture": (
+        lambda d: wrong_config(d, architectures=["MambaForCausalLM"]),
+        "unknown .* MambaForCausalLM",
+    ),
+    "code of its own": (lambda d: wrong_config(d, auto_map={"AutoModel": "x.Y"}), "never executed"),
+    "a field is missing": (lambda d: wrong_config(d, hidden_size=None), "no field 'hidden_size'"),
+    "an unknown scaling": (lambda d: wrong_config(d, rope_scaling={"rope_type": "yarn", "factor": 2}), "rope_type"),
+    "an unknown activation": (lambda d: wrong_config(d, hidden_act="xielu"), "hidden_act = 'xielu'"),
+    "no JSON": (lambda d: (d / "config.json").write_text("{"), "is no JSON"),
+    "truncated": (truncated, r"model-1\.safetensors: damaged"),
+    "an index of nothing": (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "no index of shards"),
+    "an index that lies": (lambda d: edited_index(d, lambda home: home.pop(NORM)), f"disagrees with .* {NORM}"),
+    "a shard elsewhere": (lambda d: edited_index(d, lambda home: home.update(x="../x")), "no file of the directory"),
+    "a shard is missing": (lambda d: (d / "model-0.safetensors").unlink(), r"model-0\.safetensors"),
+    "a tensor is missing": (lambda d: replaced(d, lambda a: a.pop(NORM, None)), f"missing +{NORM} \\[32\\]"),
+    "another shape": (
+        lambda d: replaced(d, lambda a: a.update({NORM: np.zeros(8, np.float32)}) if NORM in a else None),
+        f"shape +{NORM} \\[8\\], expected \\[32\\]",
+    ),
+    "an unexpected one": (
+        lambda d: replaced(d, lambda a: a.update({"model.more": np.zeros(8, np.float32)}) if NORM in a else None),
+        r"unexpected +model\.more",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_bad_directory_is_one_clear_error(case, tmp_path):
+    damage, message = WRONG[case]
+    source = directory(tmp_path / "in", "llama")
+    damage(source)
+
+    def use():
+        one = program(f"hf:{source}")
+        return one.experiment.pretrained.init(one)
+
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        use()
+
+
+def test_no_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"].facts))
+    (tmp_path / "pytorch_model.bin").touch()
+    one = program(f"hf:{tmp_path}")  # which is enough for a plan
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*pytorch_model\.bin"):
+        one.experiment.pretrained.init(one)
+    with pytest.raises(FileNotFoundError, match="no file"):
+        configs.load(f"hf:{tmp_path / 'nowhere'}")
+
+
+def test_names_without_the_models_prefix(tmp_path):
+    """As in the directories of GPT-2 that OpenAI published, which hold masks besides."""
+    source = directory(tmp_path / "in", "gpt2", shards=1)
+    expected = program(f"hf:{source}")
+    expected = expected.experiment.pretrained.init(expected)["parameter"]
+    arrays = {name.removeprefix("transformer."): x for name, x in tensors(source).items()}
+    (file,) = source.glob("*.safetensors")
+    file.unlink()
+    (source / "model.safetensors.index.json").unlink()
+    save_file({**arrays, "h.0.attn.bias": np.zeros((1, 1, 4, 4), np.float32)}, source / "model.safetensors")
+    one = program(f"hf:{source}")
+    found = one.experiment.pretrained.init(one)["parameter"]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert "h.0.attn.bias" in Directory(source).home
