@@ -9,6 +9,8 @@ from configs import families
 from configs.parts import adamw, large
 from configs.tiny import stdlib_tiny
 from framework.config import Config, config_for
+from framework.data.chats import ChatSource
+from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.layers.lora import LoRA
 from framework.pretrained import Pretrained
 
@@ -34,7 +36,10 @@ def lora_tiny() -> Config:
 
 
 def full(path: str) -> Config:
-    """All weights of a Hugging Face directory train: bf16 with f32 master weights (float32 files: all in float32)."""
+    """All weights of a Hugging Face directory train, on chats: bf16 with f32 master weights; float32 files in float32.
+
+    Conversations are read from data/chat.jsonl, a twentieth of them for validation; three epochs.
+    """
     facts, _ = families.read(path)
     model, family = families.model_of(path)
     length = facts.get("max_position_embeddings") or facts["n_positions"]
@@ -43,6 +48,11 @@ def full(path: str) -> Config:
     if dtype == "float32":
         config.model.param_dtype = config.model.compute_dtype = dtype
         config.learner.master_dtype = config.learner.moment_dtype = None
+    chats = {name: config_for(ChatSource, paths=["data/chat.jsonl"], split=name) for name in ("train", "validation")}
+    config.data.source, config.data.validation = chats["train"], {"chats": chats["validation"]}
+    config.data.tokenizer = config_for(PretrainedTokenizer, path=path, vocab_size=model.vocab_size)
+    config.data.document_mask = True
+    config.trainer.max_epochs = 3
     config.pretrained = config_for(Pretrained, path=path, family=family, facts=facts)
     config.memory.remat = "full"
     config.trainer.save_every = config.trainer.eval_every = 200
