@@ -6,6 +6,7 @@
 Adapters are merged into the weights unless --adapter asks for them alone. The tokenizer's files go with the weights.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -43,6 +44,9 @@ def main(argv: list[str]) -> int:
         file = Path(args.workdir or args.hf).expanduser() / name
         if file.is_file():
             shutil.copyfile(file, to / name)
+    if (to / "tokenizer.json").is_file() and not (to / "tokenizer_config.json").is_file():
+        eos = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": loaded.tokenizer.eos_token}
+        (to / "tokenizer_config.json").write_text(json.dumps(eos, indent=2))
     size = sum(file.stat().st_size for file in to.iterdir())
     print(f"{to}: {facts['architectures'][0]}, {human_bytes(size)}")
     return 0
