@@ -76,6 +76,7 @@ def load(folder: str) -> None:
     program = Program(config.instantiate(), jax.devices()[:1])
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     before = status("VmRSS")
+    assert program.experiment.pretrained is not None
     state = program.experiment.pretrained.init(program)
     jax.block_until_ready(state)
     peak, layout = status("VmHWM") - before, program.layout.bytes_per_device()

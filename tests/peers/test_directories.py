@@ -1,0 +1,128 @@
+"""Directories that transformers and peft write and read: what comes in computes the same, and so does what goes out."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import configs
+from configs import families
+from framework.export import export_adapters, export_model
+from framework.generation import Generator
+from framework.program import Program
+from framework.sampling import Sampling
+from tools.peers.families import FAMILIES, SEQ_LEN, VOCAB
+from tools.peers.recording import Inputs
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("ignore:::torch"),
+    pytest.mark.filterwarnings("ignore:::transformers"),
+    pytest.mark.filterwarnings("ignore:::peft"),
+]
+SEED = 11
+INPUTS = Inputs.draw(SEED)
+PROMPTS = [[5, 9, 2], list(range(20, 31)), [77]]  # of unequal lengths: padded
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """tools.peers.theirs; imported late, so that collecting this file needs nothing."""
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed; it comes with: pip install -e '.[peers]'")
+    return importlib.import_module("tools.peers.theirs")
+
+
+def program(spec: str, **fields) -> Program:
+    config = configs.load(spec)
+    config.data.seq_len, config.data.global_batch_size = SEQ_LEN, 2
+    for path, value in fields.items():
+        config.set_path(path.replace("__", "."), value)
+    return Program(config.instantiate(), jax.devices()[:1])
+
+
+def logits(one: Program, state) -> np.ndarray:
+    context = one.evaluation_context(INPUTS.batch())
+    return np.asarray(one.experiment.model.logits(one.weights(state), context, {}))
+
+
+def their_logits(model) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.as_tensor(INPUTS.windows[:, :SEQ_LEN], dtype=torch.int64)).logits.numpy()
+
+
+def loaded(folder: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_and_out(name, theirs, tmp_path):
+    model = theirs.build(FAMILIES[name], SEED)
+    model.save_pretrained(tmp_path / "in", max_shard_size="40KB")
+    one = program(f"hf:{tmp_path / 'in'}")
+    state = one.experiment.pretrained.init(one)
+    expected = their_logits(model)
+    assert np.abs(logits(one, state) - expected).max() <= 1e-5 * np.abs(expected).max()
+
+    config = configs.load(f"hf:{tmp_path / 'in'}")
+    for published in (config.pretrained.facts, None):
+        facts, family = families.of_model(config.model, published)
+        out = tmp_path / f"out-{published is None}"
+        export_model(out, one.experiment.model, one.weights(state), family, facts, shard_bytes=50_000)
+        again = loaded(out)
+        assert type(again) is type(model) or published is None
+        ours, before = dict(again.named_parameters()), dict(model.named_parameters())
+        assert ours.keys() == before.keys()
+        for key in before:
+            assert bool((ours[key] == before[key]).all()), key
+        limit = 0.0 if published else 1e-6  # the same function by another name may round differently
+        assert np.abs(their_logits(again) - expected).max() <= limit * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens(name, theirs, tmp_path):
+    import torch
+
+    model = theirs.build(FAMILIES[name], SEED)
+    model.save_pretrained(tmp_path / "in")
+    one = program(f"hf:{tmp_path / 'in'}")
+    state = one.experiment.pretrained.init(one)
+    ours = Generator(one, state)(PROMPTS, Sampling(max_new_tokens=14, temperature=0.0))
+    longest = max(map(len, PROMPTS))
+    rows = [[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS]
+    settings = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": VOCAB + 1}
+    for use_cache in (True, False):
+        found = model.generate(
+            torch.as_tensor(rows), attention_mask=torch.as_tensor(mask), use_cache=use_cache, **settings
+        )
+        assert ours == found[:, longest:].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gemma2"])
+def test_adapters(name, theirs, tmp_path):
+    peft = pytest.importorskip("peft")
+    base = tmp_path / "in"
+    theirs.build(FAMILIES[name], SEED).save_pretrained(base)
+    one = program(f"lora:{base}", model__lora__dropout=0.0, learner__optimizer__learning_rate=1e-2)
+    state = one.experiment.pretrained.init(one)
+    first = logits(one, state)
+    for _ in range(5):
+        state, _ = one.step(state, one.put(INPUTS.packed_batch()))
+    ours, params, family = logits(one, state), one.weights(state), one.experiment.pretrained.family
+    assert np.abs(ours - first).max() > 0.5
+    export_adapters(tmp_path / "adapter", one.experiment.model, params, family, str(base))
+    facts, family = families.of_model(configs.load(f"hf:{base}").model)
+    export_model(tmp_path / "merged", one.experiment.model, params, family, facts)
+    for model in (
+        peft.PeftModel.from_pretrained(loaded(base), tmp_path / "adapter").eval(),
+        loaded(tmp_path / "merged"),
+    ):
+        assert np.abs(their_logits(model) - ours).max() <= 1e-5 * np.abs(ours).max()
