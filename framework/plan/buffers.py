@@ -48,24 +48,23 @@ class Buffers:
     Attributes:
       module: the program's text.
       parameters: {instruction name: bytes} of arguments; an output that takes an argument's place is counted there.
-      outputs: (value, bytes) of the other outputs.
       blocks: the temporaries alive at the peak.
-      fixed_bytes: constants and the like.
+      output_bytes: of the other outputs. fixed_bytes: of constants and the like.
       heap_bytes: the allocation that holds all temporaries; at least the sum of the blocks, as packing leaves gaps.
     """
 
     module: Module
     parameters: dict[str, int] = field(default_factory=dict)
-    outputs: list[tuple[str, int]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    output_bytes: int = 0
     fixed_bytes: int = 0
     heap_bytes: int = 0
 
     @property
     def live_bytes(self) -> int:
         """Alive at the peak."""
-        outputs = sum(size for _, size in self.outputs)
-        return sum(self.parameters.values()) + outputs + self.fixed_bytes + self.heap_bytes - self.gap_bytes
+        temporary = sum(block.size for block in self.blocks)
+        return sum(self.parameters.values()) + self.output_bytes + self.fixed_bytes + temporary
 
     @property
     def gap_bytes(self) -> int:
@@ -94,7 +93,7 @@ def read(directory: Path) -> Buffers:
             names = [value.name for value in values]
             buffers.parameters[next((name for name in names if name in buffers.module.parameters), names[0])] = size
         elif "maybe-live-out" in what:
-            buffers.outputs.append((values[0].name if values else "", size))
+            buffers.output_bytes += size
         elif "temp" in what:
             buffers.heap_bytes += size
             buffers.blocks += _peak(values)

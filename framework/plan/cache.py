@@ -32,7 +32,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 def path_of(config: Config, **about: Any) -> Path:
     """The file of a report, of a resolved config and of anything else that JSON can hold: under $XDG_CACHE_HOME."""
-    files = {path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".toml")}
+    files = {path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".toml", ".textproto")}
     for _, node in config.walk():
         module = sys.modules.get(getattr(target_of(node), "__module__", "")) if isinstance(node, Config) else None
         if module is not None and module.__file__:

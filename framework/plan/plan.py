@@ -7,6 +7,7 @@ otherwise. May import: everything in framework but trainer and hooks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from framework.metrics.tables import human_bytes
 from framework.plan import jaxprs
 from framework.plan.cache import versions
 from framework.plan.compiled import Compiled, compile_for
+from framework.plan.hlo import Array
 from framework.plan.naming import OF_LAYOUT, Named, name_buffers
 from framework.plan.report import KEYS
 from framework.plan.suggest import closed_form, compile_step, state_bytes, suggestions
@@ -42,9 +44,8 @@ def quick(name: str, config: Config, target: Target, limit: int | None) -> Repor
     found = closed_form(experiment, target)
     state, peak = state_bytes(found), found.peak_bytes
     arguments = state + found.breakdown["batch"]
-    report = _head(name, experiment, target, limit) | _device_bytes(
-        peak, peak, arguments, state, state, peak - arguments
-    )
+    report = _head(name, experiment, target, limit)
+    report |= _device_bytes(Compiled(0.0, peak, peak, arguments, state, state, peak - arguments))
     report |= {
         "estimated": True,
         "fits": limit is None or peak <= limit,
@@ -145,9 +146,9 @@ def _head(name: str, experiment: Experiment, target: Target, limit: int | None) 
     }
 
 
-def _device_bytes(*sizes: int) -> Report:
+def _device_bytes(step: Compiled) -> Report:
     names = ("peak", "allocated", "argument", "output", "alias", "temp")
-    return {f"device_{name}_bytes": size for name, size in zip(names, sizes, strict=True)}
+    return {f"device_{name}_bytes": getattr(step, name) for name in names}
 
 
 def _add_host(report: Report, state: int, temporary: int, target: Target) -> None:
@@ -203,10 +204,10 @@ def _step(program: Program, step: Compiled) -> Report:
     else:  # the compiler refused: the state is known, and what it adds up to
         rest = "activations"
         named = [
-            Named(leaf.path, OF_LAYOUT[leaf.group], leaf.bytes_per_device, f"{leaf.spec.dtype}[{dims}], all shards")
+            Named(leaf.path, OF_LAYOUT[leaf.group], leaf.bytes_per_device, f"{shape}, all shards")
             for leaf in layout
+            for shape in [Array(str(leaf.spec.dtype), leaf.spec.shape)]
             if leaf.spec.memory_kind == "device"
-            for dims in [",".join(map(str, leaf.spec.shape))]
         ]
     alike: dict[tuple[str, str, str], list[int]] = {}
     for one in named:
@@ -214,11 +215,9 @@ def _step(program: Program, step: Compiled) -> Report:
         alike.setdefault((one.name, one.group, one.shape), []).append(one.bytes)
     breakdown[rest] += step.peak - sum(breakdown.values())
     largest = sorted(alike.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
-    arguments = step.argument if step.buffers is not None else state
-    sizes = _device_bytes(step.peak, step.allocated, arguments, step.output, step.alias, step.temp)
     return {
         **moved,
-        **sizes,
+        **_device_bytes(step if step.buffers is not None else replace(step, argument=state)),
         "breakdown": breakdown,
         "host_breakdown": host,
         "largest": [

@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from framework.accelerators import ACCELERATORS, AcceleratorSpec, accelerator_name, spec_for
@@ -23,16 +24,6 @@ from framework.accelerators import ACCELERATORS, AcceleratorSpec, accelerator_na
 _TPUS = {spec.name: spec for spec in ACCELERATORS if spec.topologies}
 _GPUS = {spec.name: spec for spec in ACCELERATORS if spec.xla}
 _CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-_GPU_TEXT = """gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 shared_memory_per_block: 49152
-  core_count: {} fpus_per_core: {} shared_memory_per_core: {} shared_memory_per_block_optin: {} clock_rate_ghz: {}
-  cuda_compute_capability {{ major: {} }} memory_bandwidth: {} l2_cache_size: {} device_memory_size: {}
-}}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
-device_description_str: "{}"
-"""
 
 
 @dataclass(frozen=True)
@@ -162,7 +153,7 @@ def resolve(name: str) -> Target:
 
 def gpu_description(name: str) -> str:
     """A GPU as XLA's compiler wants it described: a `stream_executor.GpuTargetConfigProto` as text."""
-    return _GPU_TEXT.format(*_GPUS[name].xla, _GPUS[name].device_kinds[0])
+    return Path(__file__).with_name("gpu.textproto").read_text() % (*_GPUS[name].xla, _GPUS[name].device_kinds[0])
 
 
 def _chips(topology: str) -> int:
