@@ -32,6 +32,8 @@ def main(argv: list[str]) -> int:
         raise cli.UsageError("nothing to evaluate: give --files, --choices or --tasks")
     if args.batch_size < 1:
         raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
+    if args.json and not Path(args.json).expanduser().parent.is_dir():
+        raise FileNotFoundError(f"--json: no folder {Path(args.json).parent}")
     texts = {path: read_text(path) for path in args.files}  # mistakes show before JAX starts
     questions = [] if args.choices is None else read_choices(args.choices)
     if args.tasks:

@@ -10,13 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import optax
-
 import configs
 from framework.config import Config, ConfigError, config_for
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.data.tokenizers import BPETokenizer
-from framework.learner import Learner
 from launch import cli
 
 
@@ -107,15 +103,18 @@ def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
 
 
 def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
+    import optax
+
+    from framework.data.pretrained_tokenizer import PretrainedTokenizer
+    from framework.learner import Learner
+    from framework.program import inference_program
+
     config = configs.load(f"hf:{args.hf}")
     config.learner = config_for(Learner, optimizer=config_for(optax.sgd, learning_rate=0.0))  # which keeps no state
     config.data.tokenizer = config_for(PretrainedTokenizer, path=args.hf, vocab_size=config.model.vocab_size)
     cli.apply_overrides(config, overrides)
     experiment: Any = config.instantiate()
     experiment.data.tokenizer.prepare(Path(args.hf), None, write=False)
-
-    from framework.program import inference_program
-
     program = inference_program(experiment, host_weights=args.host_weights, tell=tell)
     return Loaded(config, experiment, program, experiment.pretrained.init(program), averaged=False)
 
