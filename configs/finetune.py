@@ -42,7 +42,7 @@ def full(path: str) -> Config:
     """
     facts, _ = families.read(path)
     model, family = families.model_of(path)
-    length = facts.get("max_position_embeddings") or facts["n_positions"]
+    length = facts.get("max_position_embeddings") or facts.get("n_positions") or 2048
     dtype = model.param_dtype
     config = large(model, seq_len=min(2048, length), batch=16, peak=1e-5, steps=1000, warmup=50)
     if dtype == "float32":
