@@ -44,7 +44,7 @@ def test_from_a_directory_to_an_adapter(tmp_path, monkeypatch):
     from framework.program import Program
     from launch import weights
 
-    tokens = np.arange(1, 25)[None]
+    tokens = np.arange(1, 25)[None].repeat(8, 0)  # a row a device
     loaded = weights.load(*weights.parse(weights.parser("mine", None), ["--workdir=runs/tuned"]))
     program: Program = loaded.program
     context = program.evaluation_context({"tokens": tokens})
