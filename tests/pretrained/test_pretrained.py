@@ -76,7 +76,8 @@ def test_what_comes_in_goes_out(name, tmp_path):
 
 @pytest.mark.parametrize("scope", ["unit", "model"])
 def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
-    source = directory(tmp_path / "in", dtype=ml_dtypes.bfloat16, torch_dtype="bfloat16")
+    sizes = {"hidden_size": 256, "intermediate_size": 1024}  # so that some stacks of state are large enough for the host
+    source = directory(tmp_path / "in", dtype=ml_dtypes.bfloat16, torch_dtype="bfloat16", **sizes)
     fields = {"learner__scope": scope, "learner__ema": 0.9, "learner__rules": []}
     if scope == "unit":
         fields |= {"memory__update": "streamed", "memory__optimizer_state": "pinned_host"}
@@ -84,6 +85,8 @@ def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
     eight = program(f"hf:{source}", 8, mesh__data=2, mesh__fsdp=2, mesh__model=2, **fields)
     alone, together = (p.experiment.pretrained.init(p) for p in (one, eight))
     eight.layout.check(together)
+    hosted = {leaf.path for leaf in eight.layout if leaf.spec.memory_kind == "pinned_host"}
+    assert any(path.endswith("master/block0/mlp/up/weight") for path in hosted) == (scope == "unit")
     alone, together = flatten(alone), flatten(together)
     for path in alone:
         np.testing.assert_array_equal(alone[path], together[path], err_msg=path)
