@@ -141,15 +141,19 @@ class Pretrained:
         self.path, self.facts = path, facts
         self.family: Family = family.instantiate()
 
-    def init(self, program: Program) -> State:
-        """The state at step 0, with the directory's weights. Beside the state, one layer's tensor is in memory.
+    def places(self, model: CausalLM) -> dict[str, list[Source]]:
+        """Where each parameter is, after a look at all headers; no tensor is read.
 
         Raises:
             FileNotFoundError, ValueError: see `Directory`; or tensors are missing, unexpected, or of another shape.
         """
+        return checked(Directory(self.path), self.family, model)
+
+    def init(self, program: Program) -> State:
+        """The state at step 0, with the directory's weights. Beside the state, one layer's tensor is in memory. Raises
+        what `places` does."""
         model, learner, layout = program.experiment.model, program.experiment.learner, program.layout
-        directory = Directory(self.path)
-        places = checked(directory, self.family, model)
+        directory, places = Directory(self.path), self.places(model)
         state = program.init(given=places)
         state = {group: flatten(tree) for group, tree in state.items()}
         fixed = {path for path in places if path not in flatten(layout.specs["parameter"])}

@@ -154,10 +154,6 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
 
     @functools.wraps(verb)
     def wrapped(argv: list[str] | None = None) -> int:
-        if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":  # jax says so on a machine without TPU chips
-            # libtpu, if it is installed for planning, would complain about that in five lines on stderr.
-            os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-            os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
         try:
             return verb(sys.argv[1:] if argv is None else argv)
         except BrokenPipeError:
@@ -173,6 +169,16 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
             return 2
 
     return wrapped
+
+
+def quiet_libtpu() -> None:
+    """To be called before JAX starts its backends: on a machine without TPU chips, which jax tells when it is imported,
+    libtpu would complain about that in five lines on stderr, if it is installed for planning."""
+    import jax  # noqa: F401
+
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
 
 
 def is_user_error(error: BaseException) -> bool:

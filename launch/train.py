@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; jaxlib refuses both
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     workdir = Workdir(args.workdir or safe_child("runs", args.run_name, "--run_name"))
+    cli.quiet_libtpu()
     distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     use_compilation_cache(command.config.trainer.compilation_cache)
     if not distributed.is_primary():
@@ -91,6 +92,8 @@ def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
     ) as progress:
         for line in rules:
             progress.print(line)
+        if experiment.pretrained is not None and not any(workdir.checkpoints.glob("[0-9]*")):
+            experiment.pretrained.places(experiment.model)  # what is wrong with a directory shows before any compile
         progress.status("preparing data")
         experiment.data.setup(workdir.path, is_primary=primary, barrier=lambda: distributed.barrier("data"))
         progress.status("")

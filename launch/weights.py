@@ -65,6 +65,7 @@ def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     Raises:
         FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
     """
+    cli.quiet_libtpu()
     if args.hf is not None:
         return _load_hf(args, overrides)
     workdir = Path(args.workdir).expanduser()

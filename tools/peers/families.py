@@ -109,6 +109,7 @@ FAMILIES: dict[str, Family] = {
         _llama(
             "gemma2",
             "Gemma2ForCausalLM",
+            hidden_size=36,  # transformers keeps its root, by which embeddings are scaled, in float32 always
             num_hidden_layers=4,
             intermediate_size=40,
             head_dim=8,
