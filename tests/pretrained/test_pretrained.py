@@ -76,7 +76,7 @@ def test_what_comes_in_goes_out(name, tmp_path):
 
 @pytest.mark.parametrize("scope", ["unit", "model"])
 def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
-    sizes = {"hidden_size": 256, "intermediate_size": 1024}  # so that some stacks of state are large enough for the host
+    sizes = {"hidden_size": 256, "intermediate_size": 1024}  # stacks of state large enough for the host
     source = directory(tmp_path / "in", dtype=ml_dtypes.bfloat16, torch_dtype="bfloat16", **sizes)
     fields = {"learner__scope": scope, "learner__ema": 0.9, "learner__rules": []}
     if scope == "unit":
