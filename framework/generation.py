@@ -26,21 +26,20 @@ from framework.program import Program
 from framework.sampling import Sampling, choose, row_keys
 
 
-class Weights:
-    """A model's parameters and buffers where they live, and the forward pass that brings hosted ones to the device.
+class Forward:
+    """A model's forward pass that brings parameters in host memory to the device. Holds no arrays: functions that are
+    compiled keep it, and would keep them.
 
     Args:
         program: the experiment on its mesh.
-        state: with the groups parameter (or ema), frozen and buffer.
-        averaged: use the moving averages.
+        params: where its parameters live.
     """
 
-    def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
+    def __init__(self, program: Program, params: Nested):
         self.program, self.model = program, program.experiment.model
-        self.arrays = program.weights(state, averaged=averaged), state["buffer"]
-        self._hosted = jax.tree.map(lambda x: x.sharding.memory_kind == "pinned_host", self.arrays[0])
+        self._hosted = jax.tree.map(lambda x: x.sharding.memory_kind == "pinned_host", params)
 
-    def forward(self, arrays: tuple[Nested, Nested], ctx: Context) -> tuple[jax.Array, Nested, dict[str, Out]]:
+    def __call__(self, arrays: tuple[Nested, Nested], ctx: Context) -> tuple[jax.Array, Nested, dict[str, Out]]:
         """Inside jit: x_BSD before the head, the head's prepared weights, and the Out of each stage. Of a hosted stack
         one unit's weights are on the device at a time."""
         params, buffers = arrays
@@ -60,14 +59,21 @@ class Weights:
 
 
 class Generator:
-    """Continues prompts; keep it for as long as its compiled functions are of use. Arguments as `Weights`."""
+    """Continues prompts; keep it for as long as its compiled functions are of use.
+
+    Args:
+        program: the experiment on its mesh.
+        state: with the groups parameter (or ema), frozen and buffer.
+        averaged: use the moving averages.
+    """
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
-        self._weights, self._program = Weights(program, state, averaged=averaged), program
+        self._program, self._arrays = program, (program.weights(state, averaged=averaged), state["buffer"])
+        forward = Forward(program, self._arrays[0])
         cache = NamedSharding(program.mesh, PartitionSpec(None, BATCH_AXES, None, "model", None))
         jit = functools.partial(jax.jit, static_argnums=0, out_shardings=(program.replicated, cache))
-        self._prefill = jit(self._prefill_function)
-        self._decode = jit(self._decode_function, donate_argnums=2)
+        self._prefill = jit(functools.partial(_prefill, forward))
+        self._decode = jit(functools.partial(_decode, forward), donate_argnums=2)
 
     def __call__(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         """The tokens that follow each prompt; see `stream`."""
@@ -117,7 +123,7 @@ class Generator:
             "top_k": np.int32(min(top_k or vocab, vocab)),
             "top_p": np.float32(sampling.top_p),
         }
-        arrays, stop, running = self._weights.arrays, {*sampling.stop_ids}, [True] * len(prompts)
+        arrays, stop, running = self._arrays, {*sampling.stop_ids}, [True] * len(prompts)
         token_B, cache = self._prefill((kind, capacity), arrays, tokens, first, chosen)
         for index in range(sampling.max_new_tokens):
             last, done = token_B, index + 1 == sampling.max_new_tokens
@@ -130,33 +136,38 @@ class Generator:
                 return
             yield [value if alive else None for alive, value in zip(running, values, strict=True)]
 
-    def _context(self, batch: Nested) -> Context:
-        return replace(self._program.evaluation_context(batch), cache=True)
 
-    def _prefill_function(self, static: tuple[str, int], arrays: Any, tokens_BS: Any, first_B: Any, chosen: Any) -> Any:
-        """The first new token of each row, and the cache of all before it."""
-        kind, capacity = static
-        length = tokens_BS.shape[1]
-        position_BS = jnp.arange(length) - first_B[:, None]
-        batch = {"tokens": tokens_BS, "positions": jnp.maximum(position_BS, 0)}
-        batch["segments"] = (position_BS >= 0).astype(jnp.int32)
-        ctx = self._context(batch)
-        x_BSD, head, outs = self._weights.forward(arrays, ctx)
-        pad = [(0, 0), (0, 0), (0, capacity - length), (0, 0), (0, 0)]
-        cache = jax.tree.map(lambda new: jnp.pad(new, pad), outs["stack"].layer_state)
-        logits_B1V = self._weights.model.head.logits(head, x_BSD[:, -1:], ctx)
-        return choose(kind, logits_B1V[:, 0], chosen, jnp.int32(0)), cache
+def _context(forward: Forward, batch: Nested) -> Context:
+    return replace(forward.program.evaluation_context(batch), cache=True)
 
-    def _decode_function(self, static: Any, arrays: Any, cache: Nested, token_B: Any, where: Any, chosen: Any) -> Any:
-        """One more token of each row, and the cache with the last one."""
-        first_B, slot = where["first"], where["slot"]
-        batch = {"tokens": token_B[:, None], "positions": (slot - first_B)[:, None], "first": first_B, "slot": slot}
-        ctx, (params, buffers) = self._context(batch), arrays
-        x_B1D, head, outs = self._weights.forward((params, {**buffers, "stack": cache}), ctx)
-        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)  # noqa: E731
-        cache = jax.tree.map(write, cache, outs["stack"].layer_state)
-        logits_B1V = self._weights.model.head.logits(head, x_B1D, ctx)
-        return choose(static[0], logits_B1V[:, 0], chosen, where["index"]), cache
+
+def _prefill(forward: Forward, static: tuple[str, int], arrays: Any, tokens_BS: Any, first_B: Any, chosen: Any) -> Any:
+    """The first new token of each row, and the cache of all before it."""
+    kind, capacity = static
+    length = tokens_BS.shape[1]
+    position_BS = jnp.arange(length) - first_B[:, None]
+    batch = {"tokens": tokens_BS, "positions": jnp.maximum(position_BS, 0)}
+    batch["segments"] = (position_BS >= 0).astype(jnp.int32)
+    ctx = _context(forward, batch)
+    x_BSD, head, outs = forward(arrays, ctx)
+    pad = [(0, 0), (0, 0), (0, capacity - length), (0, 0), (0, 0)]
+    cache = jax.tree.map(lambda new: jnp.pad(new, pad), outs["stack"].layer_state)
+    logits_B1V = forward.model.head.logits(head, x_BSD[:, -1:], ctx)
+    return choose(kind, logits_B1V[:, 0], chosen, jnp.int32(0)), cache
+
+
+def _decode(
+    forward: Forward, static: Any, arrays: Any, cache: Nested, token_B: Any, where: Any, chosen: Any
+) -> tuple[jax.Array, Nested]:
+    """One more token of each row, and the cache with the last one."""
+    first_B, slot = where["first"], where["slot"]
+    batch = {"tokens": token_B[:, None], "positions": (slot - first_B)[:, None], "first": first_B, "slot": slot}
+    ctx, (params, buffers) = _context(forward, batch), arrays
+    x_B1D, head, outs = forward((params, {**buffers, "stack": cache}), ctx)
+    write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)  # noqa: E731
+    cache = jax.tree.map(write, cache, outs["stack"].layer_state)
+    logits_B1V = forward.model.head.logits(head, x_B1D, ctx)
+    return choose(static[0], logits_B1V[:, 0], chosen, where["index"]), cache
 
 
 def bucket(length: int) -> int:

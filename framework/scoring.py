@@ -5,6 +5,7 @@ May import: framework.generation, framework.program, framework.data.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 
 from framework.data.packing import num_windows, pack
 from framework.data.tokenizers import Tokenizer
-from framework.generation import Weights, bucket
+from framework.generation import Forward, bucket
 from framework.layout import Nested
 from framework.program import Program
 
@@ -52,11 +53,12 @@ class Scorer:
     """
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False, batch_size: int = 8):
-        self._weights, self._program = Weights(program, state, averaged=averaged), program
+        self._arrays = program.weights(state, averaged=averaged), state["buffer"]
         self.seq_len = program.experiment.data.seq_len
         shards = program.mesh.shape["data"] * program.mesh.shape["fsdp"]
         self._rows = -(-batch_size // shards) * shards
-        self._score = jax.jit(self._score_function, out_shardings=program.replicated)
+        score = functools.partial(_score, Forward(program, self._arrays[0]))
+        self._score = jax.jit(score, out_shardings=program.replicated)
 
     def score(self, rows: Sequence[tuple[Tokens, int]]) -> Iterator[Score]:
         """Of each (tokens, start) in order, the score of tokens[start:] after those before; start is at least 1.
@@ -71,7 +73,7 @@ class Scorer:
             batch = pack([*cut, *[np.zeros(0, np.int32)] * (self._rows - len(cut))], length, separators=None)
             for weights, start in zip(batch["weights"], starts, strict=False):
                 weights[: start - 1] = 0.0
-            sums = jax.device_get(self._score(self._weights.arrays, batch))
+            sums = jax.device_get(self._score(self._arrays, batch))
             for log_prob, tokens, wrong in list(zip(*sums, strict=True))[: len(group)]:
                 yield Score(float(log_prob), round(float(tokens)), bool(wrong == 0))
 
@@ -86,25 +88,26 @@ class Scorer:
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return TextScore(count, loss, perplexity, nll / math.log(2) / max(num_bytes, 1))
 
-    def _score_function(self, arrays: Any, batch: Nested) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Per row: the sum of log-probabilities, the number of targets, and of those that are not the most likely."""
-        ctx, head = self._program.evaluation_context(batch), self._weights.model.head
-        x_BSD, weights, _ = self._weights.forward(arrays, ctx)
-        B, S, _ = x_BSD.shape
-        chunks = head.num_chunks(B, S, ctx)
 
-        def chunk(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[jax.Array, ...]:
-            logits_BsV = head.logits(weights, x_BsD, ctx)
-            picked_Bs = jnp.take_along_axis(logits_BsV, targets_Bs[..., None], axis=-1)[..., 0]
-            log_probs_Bs = picked_Bs - jax.nn.logsumexp(logits_BsV, axis=-1)
-            wrong_Bs = jnp.argmax(logits_BsV, axis=-1) != targets_Bs
-            return (log_probs_Bs * weights_Bs).sum(1), weights_Bs.sum(1), (wrong_Bs * weights_Bs).sum(1)
+def _score(forward: Forward, arrays: Any, batch: Nested) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Per row: the sum of log-probabilities, the number of targets, and of those that are not the most likely."""
+    ctx, head = forward.program.evaluation_context(batch), forward.model.head
+    x_BSD, weights, _ = forward(arrays, ctx)
+    B, S, _ = x_BSD.shape
+    chunks = head.num_chunks(B, S, ctx)
 
-        # Slices are strided, so that each holds an equal part of every shard of the positions (as the head's loss).
-        split = lambda x: jnp.moveaxis(x.reshape(B, S // chunks, chunks, *x.shape[2:]), 2, 0)  # noqa: E731
-        parts = jax.tree.map(split, (x_BSD, batch["targets"], batch["weights"]))
-        sums = jax.lax.map(lambda part: chunk(*part), parts)
-        return jax.tree.map(lambda x: x.sum(0), sums)
+    def chunk(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[jax.Array, ...]:
+        logits_BsV = head.logits(weights, x_BsD, ctx)
+        picked_Bs = jnp.take_along_axis(logits_BsV, targets_Bs[..., None], axis=-1)[..., 0]
+        log_probs_Bs = picked_Bs - jax.nn.logsumexp(logits_BsV, axis=-1)
+        wrong_Bs = jnp.argmax(logits_BsV, axis=-1) != targets_Bs
+        return (log_probs_Bs * weights_Bs).sum(1), weights_Bs.sum(1), (wrong_Bs * weights_Bs).sum(1)
+
+    # Slices are strided, so that each holds an equal part of every shard of the positions (as the head's loss).
+    split = lambda x: jnp.moveaxis(x.reshape(B, S // chunks, chunks, *x.shape[2:]), 2, 0)  # noqa: E731
+    parts = jax.tree.map(split, (x_BSD, batch["targets"], batch["weights"]))
+    sums = jax.lax.map(lambda part: chunk(*part), parts)
+    return jax.tree.map(lambda x: x.sum(0), sums)
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:

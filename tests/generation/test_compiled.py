@@ -41,7 +41,7 @@ def decode_memory(*, hosted: bool) -> Any:
     cache = {"block0": {"attention": {"key": one, "value": one}}}
     where = {"slot": array("int32"), "first": array("int32", ROWS), "index": array("int32")}
     chosen = {"keys": array("uint32", ROWS, 2), "temperature": array("float32")}
-    lowered = generator._decode.lower(("all",), generator._weights.arrays, cache, array("int32", ROWS), where, chosen)
+    lowered = generator._decode.lower(("all",), generator._arrays, cache, array("int32", ROWS), where, chosen)
     return lowered.compile().memory_analysis()
 
 
