@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from safetensors.numpy import save_file
 from framework.layers.lora import merge_adapters
 from framework.layout import Nested, flatten, unflatten
 from framework.models.causal_lm import CausalLM
-from framework.pretrained import Family, Source
+from framework.pretrained import Family, Source, layer_shape
 
+Files = Mapping[str, bytes]
 Parts = list[tuple[str, int | None, Source]]  # a tensor's: our path, the unit of the stack, where it is
 
 
@@ -31,6 +33,7 @@ def export_model(
     family: Family,
     facts: dict[str, Any],
     *,
+    beside: Files = {},  # noqa: B006
     shard_bytes: int = 4 << 30,
 ) -> None:
     """Writes config.json, and the weights in `model.param_dtype` with adapters merged into them.
@@ -40,6 +43,7 @@ def export_model(
         model, params: a nested dict of arrays, all on this process's devices; one file's weights are copied at a time.
         family: see configs/families.
         facts: config.json, but for the dtype.
+        beside: what else goes into the directory, by name.
         shard_bytes: of a file at most, if it holds more than one tensor.
 
     Raises:
@@ -53,14 +57,16 @@ def export_model(
             tensors.setdefault(source.name, []).append((path, unit if stacked else None, source))
     shards, size = [[]], 0
     for name, parts in tensors.items():
-        num_bytes = sum(model.base_specs[path].num_bytes for path, *_ in parts)
+        num_bytes = (
+            sum(math.prod(layer_shape(model.base_specs[path])) for path, *_ in parts) * model.param_dtype.itemsize
+        )
         if shards[-1] and size + num_bytes > shard_bytes:
             shards, size = [*shards, []], 0
         shards[-1].append(name)
         size += num_bytes
     count, flat = len(shards), flatten(params)
     files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    with _appearing(to) as folder:
+    with _appearing(to, beside) as folder:
         if count > 1:
             home = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
             _write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": home})
@@ -69,11 +75,19 @@ def export_model(
         _write(folder / "config.json", {**facts, "torch_dtype": str(model.param_dtype)})
 
 
-def export_adapters(to: str | Path, model: CausalLM, params: Nested, family: Family, base: str) -> None:
+def export_adapters(
+    to: str | Path,
+    model: CausalLM,
+    params: Nested,
+    family: Family,
+    base: str,
+    *,
+    beside: Files = {},  # noqa: B006
+) -> None:
     """Writes the adapters alone, as peft's LoRA (adapter_config.json, adapter_model.safetensors).
 
     Args:
-        to, model, params, family: as for `export_model`.
+        to, model, params, family, beside: as for `export_model`.
         base: the directory of the model that they belong to.
 
     Raises:
@@ -107,7 +121,7 @@ def export_adapters(to: str | Path, model: CausalLM, params: Nested, family: Fam
         "bias": "none",
         "inference_mode": True,
     }
-    with _appearing(to) as folder:
+    with _appearing(to, beside) as folder:
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         _write(folder / "adapter_config.json", facts)
 
@@ -133,8 +147,8 @@ def _write(file: Path, facts: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _appearing(to: str | Path) -> Iterator[Path]:
-    """A directory that has its name once it is whole."""
+def _appearing(to: str | Path, beside: Files) -> Iterator[Path]:
+    """A directory that has its name once it is whole, with the files `beside`."""
     to = Path(to).expanduser()
     if to.exists():
         raise FileExistsError(f"{to} is there already; choose another --to, or remove it")
@@ -142,6 +156,8 @@ def _appearing(to: str | Path) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
+        for name, data in beside.items():
+            (folder / name).write_bytes(data)
         yield folder
         folder.rename(to)
     finally:

@@ -156,7 +156,8 @@ class Pretrained:
         directory, places = Directory(self.path), self.places(model)
         state = program.init(given=places)
         state = {group: flatten(tree) for group, tree in state.items()}
-        fixed = {path for path in places if path not in flatten(layout.specs["parameter"])}
+        trained = flatten(layout.specs["parameter"])
+        fixed = [path for path in places if path not in trained]  # in order: processes must run the same programs
         for paths in [*learner.init_parts(), *((path,) for path in fixed)]:
             if paths[0] not in places:  # adapters
                 continue
@@ -177,7 +178,7 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
 
     def made(values: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
         precise = {path: x.astype(jnp.promote_types(x.dtype, jnp.float32)) for path, x in values.items()}
-        for path in precise.keys() - paths:  # stored in fewer bits
+        for path in sorted(precise.keys() - paths):  # stored in fewer bits
             assert lora is not None
             assert lora.storage is not None
             parts = quantize(precise.pop(path), lora.storage)
@@ -213,7 +214,7 @@ def checked(directory: Directory, family: Family, model: CausalLM) -> dict[str, 
     for path, sources in places.items():
         for source in sources:
             used.add(source.name)
-            expected = source.shape(_layer_shape(model.base_specs[path]))
+            expected = source.shape(layer_shape(model.base_specs[path]))
             if source.name not in directory.home:
                 rows.append(f"missing     {source.name} {list(expected)}")
             elif (shape := tuple(directory.tensor(source.name).get_shape())) != expected:
@@ -226,14 +227,15 @@ def checked(directory: Directory, family: Family, model: CausalLM) -> dict[str, 
     return places
 
 
-def _layer_shape(spec: ParameterSpec) -> tuple[int, ...]:
+def layer_shape(spec: ParameterSpec) -> tuple[int, ...]:
+    """Of a parameter, without the axis of the layers that it may be stacked along."""
     return spec.shape if spec.num_layers is None else spec.shape[1:]
 
 
 def _value(directory: Directory, program: Program, path: str, sources: list[Source], by_layer: bool) -> jax.Array:
     """A layer's array, or a whole stack, in the directory's dtype; each process reads what its devices hold."""
     spec = program.experiment.model.base_specs[path]
-    layer, stacked = _layer_shape(spec), spec.num_layers is not None and not by_layer
+    layer, stacked = layer_shape(spec), spec.num_layers is not None and not by_layer
     axes = spec.mesh_axes if stacked or spec.num_layers is None else spec.mesh_axes[1:]
 
     def read(index: Any) -> np.ndarray:

@@ -171,11 +171,17 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
     return wrapped
 
 
-def quiet_libtpu() -> None:
-    """To be called before JAX starts its backends: on a machine without TPU chips, which jax tells when it is imported,
-    libtpu would complain about that in five lines on stderr, if it is installed for planning."""
+def prepare_jax() -> None:
+    """Sets the environment of JAX's backends, for verbs that start them, where it says nothing yet."""
     import jax  # noqa: F401
 
+    from framework.accelerators import GPU_MEMORY_FRACTION
+
+    # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of it.
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; jaxlib refuses both
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
+    # On a machine without TPU chips, which jax tells when it is imported, libtpu would complain about that in five
+    # lines on stderr, if it is installed for planning.
     if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")

@@ -7,7 +7,6 @@ Adapters are merged into the weights unless --adapter asks for them alone. The t
 """
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @cli.main
 def main(argv: list[str]) -> int:
-    """Finds the family first, so that a model without one is refused before anything is read."""
+    """Everything that can be refused is, before a file is written."""
     parser = weights.parser("export", __doc__)
     parser.add_argument("--to", metavar="DIR", required=True, help="must not be there yet")
     parser.add_argument("--adapter", action="store_true", help="the LoRA alone, as peft loads it")
@@ -35,27 +34,28 @@ def main(argv: list[str]) -> int:
     model, pretrained = loaded.experiment.model, loaded.experiment.pretrained
     facts, family = of_model(loaded.config.model, None if pretrained is None else pretrained.facts)
     params = loaded.program.weights(loaded.state, averaged=loaded.averaged)
+    beside = _tokenizer(Path(args.workdir or args.hf).expanduser(), loaded)
     if args.adapter:
-        export_adapters(args.to, model, params, family, "" if pretrained is None else pretrained.path)
+        base = "" if pretrained is None else pretrained.path
+        export_adapters(args.to, model, params, family, base, beside=beside)
     else:
-        export_model(args.to, model, params, family, {**_generic(loaded), **facts})
+        more: dict[str, Any] = {"eos_token_id": loaded.experiment.data.tokenizer.eos_id}
+        if loaded.config.model.embed.max_positions is None:  # else the family has it, under a name of its own
+            more["max_position_embeddings"] = loaded.experiment.data.seq_len
+        export_model(args.to, model, params, family, {**more, **facts}, beside=beside)
     to = Path(args.to).expanduser()
-    for name in TOKENIZER_FILES:
-        file = Path(args.workdir or args.hf).expanduser() / name
-        if file.is_file():
-            shutil.copyfile(file, to / name)
-    if (to / "tokenizer.json").is_file() and not (to / "tokenizer_config.json").is_file():
-        eos = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": loaded.tokenizer.eos_token}
-        (to / "tokenizer_config.json").write_text(json.dumps(eos, indent=2))
     size = sum(file.stat().st_size for file in to.iterdir())
     print(f"{to}: {facts['architectures'][0]}, {human_bytes(size)}")
     return 0
 
 
-def _generic(loaded: weights.Loaded) -> dict[str, Any]:
-    """config.json's fields that no layer knows; a published model's own take precedence."""
-    ids = {"eos_token_id": loaded.experiment.data.tokenizer.eos_id}
-    return {"max_position_embeddings": loaded.experiment.data.seq_len, **ids}
+def _tokenizer(folder: Path, loaded: weights.Loaded) -> dict[str, bytes]:
+    """The tokenizer's files; for one that was trained here, those that transformers wants besides."""
+    files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if "tokenizer.json" in files and "tokenizer_config.json" not in files:
+        eos = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": loaded.tokenizer.eos_token}
+        files["tokenizer_config.json"] = json.dumps(eos, indent=2).encode()
+    return files
 
 
 if __name__ == "__main__":

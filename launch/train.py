@@ -8,7 +8,6 @@ finite and learner.nonfinite ended the run; 4 it does not fit into the devices' 
 143 it was stopped by SIGINT and SIGTERM, after saving.
 """
 
-import os
 import signal
 import sys
 from typing import Any
@@ -38,17 +37,13 @@ def main(argv: list[str]) -> int:
 
     # Imported late: a typo on the command line should not wait for these.
     from framework import distributed
-    from framework.accelerators import GPU_MEMORY_FRACTION
     from framework.trainer import use_compilation_cache
     from framework.workdir import Workdir, safe_child
 
     args = command.args
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
-    # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of it.
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; jaxlib refuses both
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     workdir = Workdir(args.workdir or safe_child("runs", args.run_name, "--run_name"))
-    cli.quiet_libtpu()
+    cli.prepare_jax()
     distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     use_compilation_cache(command.config.trainer.compilation_cache)
     if not distributed.is_primary():
@@ -67,6 +62,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
 
     from framework import distributed
     from framework.accelerators import accelerator_name
+    from framework.checkpoint import Checkpointer
     from framework.experiment import Experiment
     from framework.hooks import NonFiniteError
     from framework.metrics.plot import plot_losses
@@ -92,7 +88,10 @@ def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
     ) as progress:
         for line in rules:
             progress.print(line)
-        if experiment.pretrained is not None and not any(workdir.checkpoints.glob("[0-9]*")):
+        if (
+            experiment.pretrained is not None
+            and not Checkpointer(directory=workdir.checkpoints, read_only=True).steps()
+        ):
             experiment.pretrained.places(experiment.model)  # what is wrong with a directory shows before any compile
         progress.status("preparing data")
         experiment.data.setup(workdir.path, is_primary=primary, barrier=lambda: distributed.barrier("data"))

@@ -65,7 +65,7 @@ def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     Raises:
         FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
     """
-    cli.quiet_libtpu()
+    cli.prepare_jax()
     if args.hf is not None:
         return _load_hf(args, overrides)
     workdir = Path(args.workdir).expanduser()
@@ -109,6 +109,7 @@ def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     from framework.data.pretrained_tokenizer import PretrainedTokenizer
     from framework.learner import Learner
     from framework.program import inference_program
+    from framework.trainer import use_compilation_cache
 
     config = configs.load(f"hf:{args.hf}")
     config.learner = config_for(Learner, optimizer=config_for(optax.sgd, learning_rate=0.0))  # which keeps no state
@@ -116,6 +117,7 @@ def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     cli.apply_overrides(config, overrides)
     experiment: Any = config.instantiate()
     experiment.data.tokenizer.prepare(Path(args.hf), None, write=False)
+    use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=args.host_weights, tell=tell)
     return Loaded(config, experiment, program, experiment.pretrained.init(program), averaged=False)
 

@@ -60,6 +60,51 @@ def logits(*flags: str) -> np.ndarray:
     return np.asarray(program.experiment.model.logits(program.weights(loaded.state), context, {}))
 
 
+def test_two_processes_read_what_their_devices_hold(folder: Path):
+    chats = [f"--config.data.{name}.paths={folder}/chats.jsonl" for name in ("source", "validation.chats")]
+    fields = {"max_epochs": "none", "max_steps": 3, "log_every": 1, "eval_every": "none"}
+    flags = [*chats, *(f"--config.trainer.{name}={value}" for name, value in fields.items())]
+    flags += ["--config.data.global_batch_size=8", "--config.mesh.fsdp=2", "--config.mesh.data=2"]
+    kind = {"file": "qlora", "config": str(folder / "model")}
+    assert runs.start(folder / "one", *flags, devices=4, **kind).wait(timeout=300) == 0
+    two = runs.pair(folder / "two", *flags, **kind)
+    assert [process.wait(timeout=300) for process in two] == [0, 0], Path(f"{folder}/two.out").read_text()
+    one, two = (runs.losses(folder / name) for name in ("one", "two"))
+    assert one.keys() == two.keys() == {1, 2, 3}
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=2e-5)
+
+
+def test_a_model_with_learned_positions_keeps_them_all(folder: Path):
+    """transformers reads max_position_embeddings as another name of n_positions."""
+    workdir = folder / "gpt2"
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox " * 400)
+    fields = {
+        "model.embed.max_positions": 48, "data.seq_len": 16, "data.global_batch_size": 8, "data.tokenizer":
+        "framework.data.tokenizers.ByteTokenizer", "data.source": "framework.data.sources.TextFiles",
+        "data.source.paths": text, "model.vocab_size": 257, "model.dim": 32, "model.stack.num_layers": 2,
+        "model.stack.pattern.0.attention.num_heads": 2, "model.stack.pattern.0.mlp.hidden": 64,
+        "trainer.max_steps": 1, "trainer.compilation_cache": runs.ROOT / ".cache" / "xla",
+    }  # fmt: skip
+    flags = [f"--config.{path}={value}" for path, value in fields.items()]
+    assert train.main(["--config=gpt2-124m", f"--workdir={workdir}", *flags]) == 0
+    assert export.main([f"--workdir={workdir}", f"--to={folder / 'gpt2-out'}"]) == 0
+    facts = json.loads((folder / "gpt2-out/config.json").read_text())
+    assert facts["n_positions"] == 48
+    assert "max_position_embeddings" not in facts
+
+
+def test_a_directory_appears_with_its_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not before: who waits for it may read it at once."""
+    seen = []
+    rename = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda self, to: (seen.append({f.name for f in self.iterdir()}), rename(self, to))
+    )
+    assert export.main([f"--hf={folder / 'model'}", f"--to={folder / 'again'}"]) == 0
+    assert seen == [{"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}]
+
+
 @pytest.mark.parametrize(
     ("kind", "memory"), [("hf", HOSTED), ("lora", ("update=in_backward",)), ("qlora", ("update=streamed",))]
 )

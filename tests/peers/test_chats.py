@@ -1,12 +1,13 @@
 """Chat templates against transformers' own: ids and masks of `apply_chat_template`, live.
 
-What it computes is kept as tests/data/recorded_chats.json for those who do not have transformers: delete that file and
-run this to record anew.
+What it computes is kept as tests/data/recorded_chats.json for those who do not have transformers; anew by
+`python -m tests.peers.test_chats`.
 """
 
-import importlib.util
 import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,19 +21,29 @@ pytestmark = [
 RECORDED = Path(__file__).parents[1] / "data" / "recorded_chats.json"
 
 
-def test_recorded_chats_are_those_of_transformers(tmp_path: Path):
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed; it comes with: pip install -e '.[peers]'")
-    from transformers import PreTrainedTokenizerFast
+def of_transformers(folder: Path) -> dict[str, Any]:
+    """{family: [ids and masks of each chat]}, and whose they are."""
+    import transformers
 
-    found = {}
+    found: dict[str, Any] = {"versions": {"transformers": transformers.__version__}}
     for family, (_, _, bos, eos, template) in pretrained.FAMILIES.items():
-        file = str(pretrained.write(tmp_path / family, family) / "tokenizer.json")
-        theirs = PreTrainedTokenizerFast(tokenizer_file=file, bos_token=bos, eos_token=eos, chat_template=template)
+        file = str(pretrained.write(folder / family, family) / "tokenizer.json")
+        theirs = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=file, bos_token=bos, eos_token=eos, chat_template=template
+        )
         found[family] = []
         for chat in pretrained.CHATS:
             out = theirs.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
             found[family].append({name: list(out[name]) for name in ("input_ids", "assistant_masks")})
-    if not RECORDED.exists():
-        RECORDED.write_text(json.dumps(found))
-    assert json.loads(RECORDED.read_text()) == found
+    return found
+
+
+def test_recorded_chats_are_those_of_transformers(libraries, tmp_path: Path):
+    recorded, found = json.loads(RECORDED.read_text()), of_transformers(tmp_path)
+    for family in pretrained.FAMILIES:
+        assert recorded[family] == found[family], family
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        RECORDED.write_text(json.dumps(of_transformers(Path(folder))))

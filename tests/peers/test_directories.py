@@ -1,6 +1,5 @@
 """Directories that transformers and peft write and read: what comes in computes the same, and so does what goes out."""
 
-import importlib.util
 from pathlib import Path
 
 import jax
@@ -22,15 +21,6 @@ pytestmark = [
 ]
 SEED = 11
 INPUTS = Inputs.draw(SEED)
-
-
-@pytest.fixture(scope="module")
-def theirs():
-    """tools.peers.theirs; imported late, so that collecting this file needs nothing."""
-    for name in ("torch", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed; it comes with: pip install -e '.[peers]'")
-    return importlib.import_module("tools.peers.theirs")
 
 
 def program(spec: str, **fields) -> Program:
@@ -85,7 +75,8 @@ def test_in_and_out(name, theirs, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gemma2"])
 def test_adapters(name, theirs, tmp_path):
-    peft = pytest.importorskip("peft")
+    import peft
+
     base = tmp_path / "in"
     theirs.build(FAMILIES[name], SEED).save_pretrained(base)
     one = program(f"lora:{base}", model__lora__dropout=0.0, learner__optimizer__learning_rate=1e-2)

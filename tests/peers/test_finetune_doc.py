@@ -20,8 +20,9 @@ pytestmark = [
 
 
 @pytest.mark.timeout(1500)
-def test_from_a_directory_to_an_adapter(tmp_path, monkeypatch):
-    peft = pytest.importorskip("peft")
+def test_from_a_directory_to_an_adapter(libraries, tmp_path, monkeypatch):
+    import peft
+
     monkeypatch.chdir(tmp_path)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "TMPDIR": str(tmp_path)}

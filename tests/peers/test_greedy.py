@@ -1,7 +1,5 @@
 """Greedy generation against transformers' own, token for token, with and without its cache, alone and padded."""
 
-import importlib.util
-
 import jax
 import pytest
 
@@ -19,13 +17,9 @@ PROMPTS, NEW = [[5, 17, 80, 3, 3, 41, 9], [60, 2], [7, 7, 90, 33, 12, 11, 55, 1,
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy(name: str) -> None:
-    for package in ("torch", "transformers"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed; it comes with: pip install -e '.[peers]'")
+def test_greedy(name: str, theirs) -> None:
     import torch
 
-    theirs = importlib.import_module("tools.peers.theirs")
     family = FAMILIES[name]
     model = theirs.build(family, 7).eval()
     model.generation_config.eos_token_id = None

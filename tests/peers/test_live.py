@@ -3,8 +3,6 @@
 In float64 both sides agree to fifteen digits: what is left in float32 is rounding, and nothing else.
 """
 
-import importlib.util
-
 import jax
 import numpy as np
 import pytest
@@ -20,16 +18,6 @@ pytestmark = [
 ]
 SEED = 7
 LIMIT = 1e-5
-
-
-@pytest.fixture(scope="module")
-def theirs():
-    """tools.peers.theirs; imported here, so that collecting this file costs nothing and needs nothing."""
-    for name in ("torch", "transformers"):
-        # Not importorskip: it would also skip when one is installed and broken.
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed; it comes with: pip install -e '.[peers]'")
-    return importlib.import_module("tools.peers.theirs")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,6 +1,7 @@
 """Directories of published weights: in, out, and every way in which they can be wrong. Logits: tests/peers."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -65,7 +66,10 @@ def test_what_comes_in_goes_out(name, tmp_path):
         facts, family = families.of_model(config.model, published)
         to = tmp_path / f"out-{published is None}"
         export_model(to, one.experiment.model, one.weights(state), family, facts, shard_bytes=30_000)
-        assert len(list(to.glob("*.safetensors"))) > 3
+        sizes = [sum(x.nbytes for x in load_file(file).values()) for file in sorted(to.glob("*.safetensors"))]
+        assert len(sizes) > 3
+        assert all(size <= 30_000 for size in sizes)
+        assert all(a + b > 30_000 for a, b in pairwise(sizes)), "two would have been one"
         before, after = tensors(source), tensors(to)
         assert before.keys() == after.keys()
         for key in before:
@@ -180,6 +184,13 @@ def test_published_configs_are_the_named_ones(name, tmp_path):
     ]
     assert differences == []
     assert families.of_model(ours)[0]["architectures"] == PUBLISHED[name]["architectures"]
+
+
+@pytest.mark.parametrize("name", ["stdlib-tiny", "gpt2-1.5b", "llama3-8b", "llama2-70b", "qwen2.5-0.5b"])
+def test_named_configs_can_be_exported(name):
+    model = configs.load(name).model
+    facts, family = families.of_model(model)
+    assert families.of_model(family.model(facts))[0] == facts
 
 
 def test_what_transformers_cannot_have_is_not_exported():

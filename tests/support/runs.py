@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,15 @@ def start(workdir: Path, *flags: str, config: str = "tiny", devices: int = 1, fi
             stdout=out,
             stderr=subprocess.STDOUT,
         )
+
+
+def pair(workdir: Path, *flags: str, **kind: str) -> list[subprocess.Popen]:
+    """Two processes of one run, with two devices each; `kind` as for `start`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = (f"--coordinator=127.0.0.1:{port}", "--num_processes=2")
+    return [start(workdir, *where, f"--process_id={i}", *flags, devices=2, **kind) for i in range(2)]
 
 
 def rows(workdir: Path) -> list[dict]:

@@ -1,19 +1,8 @@
 """Two real processes of one run: the losses of one process, and checkpoints that either can restore."""
 
-import socket
-import subprocess
 from pathlib import Path
 
-from tests.support.runs import losses, start
-
-
-def pair(workdir: Path, *flags: str) -> list[subprocess.Popen]:
-    """Two processes with two devices each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = (f"--coordinator=127.0.0.1:{port}", "--num_processes=2")
-    return [start(workdir, *where, f"--process_id={i}", *flags, devices=2) for i in range(2)]
+from tests.support.runs import losses, pair, start
 
 
 def test_two_processes_equal_one(text: Path, tmp_path: Path) -> None:
