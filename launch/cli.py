@@ -20,7 +20,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import configs
 from framework.config import Config, ConfigError, did_you_mean, diff
@@ -63,9 +63,9 @@ class Command:
 class Parser(argparse.ArgumentParser):
     """argparse with did-you-mean, one-line errors, and `--config*`, which are taken out before argparse sees them."""
 
-    def __init__(self, verb: str, description: str | None = None, *, takes_config: bool = True):
+    def __init__(self, verb: str, description: str | None = None, *, takes_config: bool = True, **options: Any):
         text = (description or "").partition("\n")[0]
-        super().__init__(prog=f"python -m launch.{verb}", description=text, allow_abbrev=False)
+        super().__init__(prog=f"python -m launch.{verb}", description=text, allow_abbrev=False, **options)
         if takes_config:
             what = "a named config (`python -m launch.configs list`), or path/to/file.py:NAME"
             self.add_argument("--config", metavar="NAME", help=what)

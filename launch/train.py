@@ -18,10 +18,8 @@ EXIT_NONFINITE = 3
 EXIT_TOO_BIG = 4
 
 
-@cli.main
-def main(argv: list[str]) -> int:
-    """Parses, checks everything that needs no device, then starts JAX and trains."""
-    parser = cli.Parser("train", __doc__)
+def add_flags(parser: cli.Parser) -> None:
+    """The flags of this verb, which the launchers take too and pass on."""
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--workdir", metavar="DIR", help="config, metrics, checkpoints and logs go there")
     place.add_argument("--run_name", metavar="NAME", help="short for --workdir=runs/NAME")
@@ -32,6 +30,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens")
     parser.add_argument("--num_processes", type=int, metavar="N", help="several processes: how many")
     parser.add_argument("--process_id", type=int, metavar="I", help="several processes: which one this is, from 0")
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Parses, checks everything that needs no device, then starts JAX and trains."""
+    parser = cli.Parser("train", __doc__)
+    add_flags(parser)
     command = parser.parse(argv)
     command.config.instantiate()  # every mistake in the config shows before JAX starts
 

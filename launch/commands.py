@@ -1,0 +1,62 @@
+"""What the launchers share: launch.train's command line, checked before anything is started, and its exit codes.
+
+A launcher takes every flag of launch.train and adds its own; what it does not know itself is passed on. May import:
+launch.cli, launch.train, framework.workdir.
+"""
+
+import argparse
+import signal
+from collections.abc import Sequence
+
+from framework.workdir import safe_child
+from launch import cli, train
+
+MEANINGS = {
+    0: "the run came to its end",
+    1: "failed",
+    2: "command, config or data are wrong",
+    3: "loss not finite",
+    4: "does not fit",
+    5: "another process is gone, or was not found",
+    6: "hung",
+    7: "replicas disagree",
+    130: "stopped by SIGINT, after saving",
+    143: "stopped by SIGTERM, after saving",
+}
+FINAL = (0, 2, 3, 4, 130, 143)  # starting again would change nothing, or is not wanted
+
+
+class Parser(cli.Parser):
+    """launch.train's flags, and those added here, which are not passed on; `--dry_run` is the launcher's own."""
+
+    def __init__(self, verb: str, description: str | None):
+        super().__init__(verb, description, conflict_handler="resolve")  # a flag of launch.train's may be replaced
+        train.add_flags(self)
+        self._inherited = dict(self._option_string_actions)
+        self.add_argument("--dry_run", action="store_true", help="print what would be done, and do nothing")
+
+    def parse_job(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """(the flags, the words after `python -m launch.train`). Raises ValueError: anything is wrong with them."""
+        command, words, tokens = self.parse(argv), [], iter(argv)
+        args = command.args
+        if args.run_name is not None:
+            safe_child("runs", args.run_name, "--run_name")
+        for flag in ("coordinator", "num_processes", "process_id"):
+            if getattr(args, flag) is not None:
+                raise cli.UsageError(f"--{flag} is for processes started by hand; {self.prog} sets it for each")
+        command.config.instantiate()
+        for token in tokens:
+            flag, _, value = token.partition("=")
+            action = self._option_string_actions.get(flag)
+            if action is None or self._inherited.get(flag) is action:
+                words.append(token)
+            elif not value and action.nargs != 0:
+                next(tokens)  # `--flag value`
+        return args, words
+
+
+def meaning(code: int) -> str:
+    """How a process ended, for people; a negative code is a signal, as in subprocess."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code} ({MEANINGS.get(code, 'unknown')})"
