@@ -1,28 +1,21 @@
-"""What the launchers share: launch.train's command line, checked before anything is started, and its exit codes.
+"""What the launchers share: launch.train's command line, checked before anything starts, and its exit codes.
 
 A launcher takes every flag of launch.train and adds its own; what it does not know itself is passed on. May import:
 launch.cli, launch.train, framework.workdir.
 """
 
 import argparse
+import shutil
 import signal
+import subprocess
 from collections.abc import Sequence
 
 from framework.workdir import safe_child
 from launch import cli, train
 
-MEANINGS = {
-    0: "the run came to its end",
-    1: "failed",
-    2: "command, config or data are wrong",
-    3: "loss not finite",
-    4: "does not fit",
-    5: "another process is gone, or was not found",
-    6: "hung",
-    7: "replicas disagree",
-    130: "stopped by SIGINT, after saving",
-    143: "stopped by SIGTERM, after saving",
-}
+MEANINGS = ["the run came to its end", "failed", "command, config or data are wrong", "loss not finite", "does not fit"]
+MEANINGS += ["another process is gone, or was not found", "hung", "replicas disagree"]
+STOPPED = {130: "stopped by SIGINT, after saving", 143: "stopped by SIGTERM, after saving"}
 FINAL = (0, 2, 3, 4, 130, 143)  # starting again would change nothing, or is not wanted
 
 
@@ -46,17 +39,22 @@ class Parser(cli.Parser):
                 raise cli.UsageError(f"--{flag} is for processes started by hand; {self.prog} sets it for each")
         command.config.instantiate()
         for token in tokens:
-            flag, _, value = token.partition("=")
-            action = self._option_string_actions.get(flag)
-            if action is None or self._inherited.get(flag) is action:
+            action = self._option_string_actions.get(token.partition("=")[0])
+            if action is None or self._inherited.get(token.partition("=")[0]) is action:
                 words.append(token)
-            elif not value and action.nargs != 0:
+            elif "=" not in token and action.nargs != 0:
                 next(tokens)  # `--flag value`
         return args, words
 
 
+def execute(words: list[str], text: str | None = None) -> int:
+    """Runs a command that reads `text`; its exit code. Raises FileNotFoundError: this machine does not have it."""
+    if shutil.which(words[0]) is None:
+        raise FileNotFoundError(f"there is no {words[0]} on this machine; --dry_run prints what it would be given")
+    return subprocess.run(words, input=text, text=True).returncode
+
+
 def meaning(code: int) -> str:
     """How a process ended, for people; a negative code is a signal, as in subprocess."""
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code} ({MEANINGS.get(code, 'unknown')})"
+    known = {**dict(enumerate(MEANINGS)), **STOPPED}.get(code, "unknown")
+    return f"ended with exit code {code} ({known})" if code >= 0 else f"was killed by {signal.Signals(-code).name}"

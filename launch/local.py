@@ -28,7 +28,7 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from framework.checkpoint_directory import scan
 from launch import cli, commands
 
-AS_IT_SHOULD = (0, 130, 143)
+AS_IT_SHOULD = (0, *commands.STOPPED)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

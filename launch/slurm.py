@@ -1,0 +1,110 @@
+"""Run a training on a SLURM cluster: writes the batch script and submits it with sbatch.
+
+    python -m launch.slurm --config=llama2-7b --workdir=/shared/runs/a --nodes=4 --gpus_per_node=8 --time=1-00:00:00
+
+One process for each GPU, on every node, finds the others through SLURM. SLURM sends SIGTERM before the time is up: the
+run saves and is queued again, as often as needed. It is also queued again after a failure, --max_restarts times; after
+exit codes 2, 3 and 4 it is not. `scancel` ends it. The nodes must have the directory that this is started in.
+May import: launch.commands.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from launch import cli, commands
+
+# srun's own exit code is the highest one, which hides why the first task ended from those that were then terminated:
+# every task writes down its own. One that has saved ends with 0 for srun, which would terminate the others otherwise.
+TASK = """
+trap : TERM INT
+"$@"
+code=$?
+echo "$code" >"$CODES/$SLURM_PROCID"
+case $code in 130 | 143) exit 0 ;; *) exit "$code" ;; esac
+"""
+SCRIPT = """
+cd -- {directory} || exit 2
+CODES=$(mktemp -d "$PWD/.slurm-$SLURM_JOB_ID-XXXXXX") || exit 2
+export CODES
+# shellcheck disable=SC2016  # the tasks expand it
+{srun} bash -c {task} task {line}
+ended=$(cat "$CODES"/* | sort -n | uniq -c | awk '{{print $2 "x" $1}}' | paste -sd ' ')
+rm -r -- "$CODES"
+echo "slurm: tasks ended with exit codes (code x tasks): $ended of $SLURM_NTASKS"
+case " $ended" in
+*' '[234]x*) exit "$(grep -o '\\b[234]x' <<<"$ended" | head -n 1 | tr -d x)" ;;
+" 0x$SLURM_NTASKS") exit 0 ;;
+" 130x$SLURM_NTASKS") exit 130 ;;
+" 143x$SLURM_NTASKS") exec scontrol requeue "$SLURM_JOB_ID" ;;
+esac
+if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_restarts} ]; then
+  echo "slurm: gave up after $SLURM_RESTART_COUNT restarts"
+  exit 1
+fi
+exec scontrol requeue "$SLURM_JOB_ID"
+"""
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Checks everything, then prints or submits the script."""
+    parser = commands.Parser("slurm", __doc__)
+    add = parser.add_argument
+    add("--nodes", type=int, default=1, metavar="N")
+    add("--gpus_per_node", type=int, default=0, metavar="K", help="one process each; 0: CPU nodes")
+    add("--tasks_per_node", type=int, metavar="K", help="processes on each node; default: one for each GPU, or one")
+    add("--time", metavar="D-HH:MM:SS", help="the limit of one allocation; the run goes on in the next one")
+    add("--partition", metavar="NAME")
+    add("--account", metavar="NAME")
+    add("--job_name", metavar="NAME", help="default: the workdir's name")
+    add(
+        "--container",
+        metavar="IMAGE",
+        help="run in this image (needs Pyxis); this directory and the workdir are mounted",
+    )
+    add("--save_seconds", type=int, default=120, metavar="S", help="SIGTERM comes so long before the time is up")
+    add("--max_restarts", type=int, default=20, metavar="K", help="after failures")
+    add("--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help="any other option; repeatable")
+    args, words = parser.parse_job(argv)
+    text = script(args, words)
+    if args.dry_run:
+        print(text, end="")
+        return 0
+    return commands.execute(["sbatch"], text)
+
+
+def script(args: argparse.Namespace, words: list[str]) -> str:
+    """The batch script. Raises UsageError: a value that cannot stand in it."""
+    if min(args.nodes, args.tasks_per_node or 1) < 1 or args.gpus_per_node < 0:
+        raise cli.UsageError("--nodes and --tasks_per_node: expected 1 or more, --gpus_per_node 0 or more")
+    options = {
+        "job-name": args.job_name or Path(args.workdir or args.run_name).name,
+        "nodes": args.nodes,
+        "ntasks": args.nodes * (args.tasks_per_node or args.gpus_per_node or 1),
+        "ntasks-per-node": args.tasks_per_node or args.gpus_per_node or 1,
+        "gpus-per-node": args.gpus_per_node or None,
+        "time": args.time,
+        "partition": args.partition,
+        "account": args.account,
+        "signal": f"TERM@{args.save_seconds}",
+        "open-mode": "append",
+    }
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None] + ["--requeue", *args.sbatch]
+    srun = ["srun", "--kill-on-bad-exit=1"]
+    if args.container:
+        mounts = {os.getcwd(), str(Path(args.workdir or "runs").absolute())}
+        srun += [f"--container-image={args.container}", f"--container-workdir={os.getcwd()}"]
+        srun += [f"--container-mounts={','.join(f'{path}:{path}' for path in sorted(mounts))}"]
+    line = ["python" if args.container else sys.executable, "-m", "launch.train", *words]
+    if wrong := [word for word in (*given, *srun, *line) if not word.isprintable()]:  # sbatch reads lines
+        raise cli.UsageError(f"{wrong[0]!r}: expected printable characters on one line")
+    names = {"directory": shlex.quote(os.getcwd()), "srun": shlex.join(srun), "task": shlex.quote(TASK)}
+    body = SCRIPT.lstrip().format(**names, line=shlex.join(line), max_restarts=args.max_restarts)
+    return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {shlex.quote(option)}" for option in given), body])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
