@@ -56,17 +56,17 @@ def arguments(arrays: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...], Na
     mesh = next((x.sharding.mesh for x in arrays.values() if isinstance(x.sharding, NamedSharding)), None)
     out = None if mesh is None else NamedSharding(mesh, PartitionSpec())  # so that every process can read it
     # Decided from the shardings given, never from tracers, which have none.
-    return list(arrays.values()), tuple(_pieces(x) for x in arrays.values()), out
+    return list(arrays.values()), tuple(pieces(x) for x in arrays.values()), out
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _program(leaves: list[jax.Array], pieces: tuple[int, ...], out: NamedSharding | None) -> jax.Array:
+def _program(leaves: list[jax.Array], counts: tuple[int, ...], out: NamedSharding | None) -> jax.Array:
     """uint32[N, 2]: both lanes of N leaves, replicated."""
-    sums = jnp.stack([jnp.stack(_leaf_sum(x, n)) for x, n in zip(leaves, pieces, strict=True)])
+    sums = jnp.stack([jnp.stack(leaf_sum(x, n)) for x, n in zip(leaves, counts, strict=True)])
     return sums if out is None else lax.with_sharding_constraint(sums, out)
 
 
-def _pieces(x: Any) -> int:
+def pieces(x: Any) -> int:
     """Into how many pieces along axis 0 a host leaf is cut; 0: it lives on the device. Not along a sharded axis, as
     slicing that would gather it."""
     if x.sharding.memory_kind not in ("pinned_host", "unpinned_host"):
@@ -78,13 +78,13 @@ def _pieces(x: Any) -> int:
     return next(n for n in range(1, shard[0] + 1) if shard[0] % n == 0 and (n >= wanted or n == shard[0]))
 
 
-def _leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
+def leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
     """Both lanes of one leaf. Arithmetic on a host array is an error inside jit: move it, whole or in pieces."""
     zero, long = jnp.uint32(0), x.size > _WORD
     if x.size == 0:
         return zero, zero
     if pieces < 2:
-        return _sum(jax.device_put(x, jax.memory.Space.Device) if pieces else x, 0, 0, long)
+        return _sum(jax.device_put(x, jax.memory.Space.Device) if pieces else x, np.uint32(0), np.uint32(0), long)
     rows = x.shape[0] // pieces
 
     def add(i: jax.Array, lanes: _Lanes) -> _Lanes:
@@ -95,6 +95,7 @@ def _leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
     return lax.fori_loop(0, pieces, add, (zero, zero))
 
 
+@functools.partial(jax.jit, static_argnums=3)  # so that leaves of one shape are traced and lowered once
 def _sum(x: jax.Array, low: Any, high: Any, long: bool) -> _Lanes:
     """Both lanes of an array whose first element has the 64-bit index (high, low) in its leaf.
 

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
+from framework.health import Health
 from framework.layers.remat import group_size
 from framework.layout import Nested, TensorSpec, nearest_divisors
 from framework.learner import Learner
@@ -43,6 +44,7 @@ class Experiment:
         learner: optimizer, rules, clipping, averaging.
         memory: where state lives and what is recomputed.
         trainer: how long, how often, what is kept.
+        health: how processes look after themselves and each other.
         pretrained: a directory that the first weights come from; they are drawn without one.
         accelerator_rules: what differs by accelerator.
     """
@@ -56,6 +58,7 @@ class Experiment:
         trainer: Config,
         mesh: Config = config_for(MeshShape),
         memory: Config = config_for(Memory),
+        health: Config = config_for(Health),
         pretrained: Config | None = None,
         accelerator_rules: list[Config] = [],  # noqa: B006
     ):
@@ -67,6 +70,7 @@ class Experiment:
         self.learner: Learner = learner.instantiate(specs=self.model.parameter_specs())
         self.memory: Memory = memory.instantiate()
         self.trainer: TrainerOptions = trainer.instantiate()
+        self.health: Health = health.instantiate()
         self.pretrained = None if pretrained is None else pretrained.instantiate()
 
     def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
@@ -116,7 +120,7 @@ class Experiment:
             "buffer": self.model.buffer_specs(),
             "optimizer": self.learner.optimizer_specs(self.memory.optimizer_state),
             "ema": self.learner.ema_specs(),
-            "counter": _counter_specs(),
+            "counter": _counter_specs() | self.learner.counter_specs(),
         }
 
 

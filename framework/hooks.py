@@ -1,4 +1,4 @@
-"""Hooks: what happens between steps. A short list, run in order: guard, report, evaluate, save, profile.
+"""Hooks: what happens between steps. A short list, run in order: guard, report, evaluate, agree, save, profile.
 
 A hook sees the run through `Trainer` and a few moments: before and after a step is dispatched, when the metrics of an
 earlier step arrive, and at the end. May import: everything in framework but trainer.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from framework import replicas
 from framework.metrics.memory import memory_in_use
 from framework.metrics.throughput import MetricsBuffer
 from framework.plan.guard import Need, compare
@@ -58,10 +59,12 @@ class Guard(Hook):
         policy, limit = run.experiment.learner.nonfinite, run.experiment.learner.max_nonfinite
         moved = _moved(run.experiment.model.stack.num_units, int(metrics.get("updated_units", 0)))
         what = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; {moved} updated"
+        if spike := math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
+            what = f"{what} (a spike: learner.spike = {run.experiment.learner.spike})"
         run.progress.print(what)
-        if policy == "stop":
+        if policy == "stop" and not spike:
             raise NonFiniteError(f"{what}; stopped (learner.nonfinite = stop)")
-        if policy == "rollback":
+        if policy == "rollback" and not spike:
             self.rollbacks += 1
             if self.rollbacks > limit:
                 raise NonFiniteError(f"{what}; stopped after {limit} rollbacks (learner.max_nonfinite)")
@@ -87,6 +90,8 @@ class Report(Hook):
         if step % run.options.log_every == 0 or step == run.options.max_steps:
             row = {f"train/{name}": value for name, value in metrics.items()}
             row |= run.throughput.metrics() | memory_in_use(run.program.mesh.local_devices).metrics()
+            row["run/goodput"] = run.goodput.fraction()
+            run.pulse.note(tokens_per_second=row.get("train/tokens_per_second"))
             run.writer.write(step, row)
             run.progress.update(step, row)
 
@@ -97,12 +102,13 @@ class Evaluate(Hook):
     def after_step(self, run: Trainer, step: int) -> None:
         every = run.options.eval_every
         if every and step % every == 0 and step < run.options.max_steps:
-            with run.throughput.paused():
+            with run.throughput.paused(), run.goodput.during("evaluate"):
                 self.evaluate(run, step, run.options.eval_batches)
 
     def at_end(self, run: Trainer, step: int) -> None:
         if step == run.options.max_steps:
-            self.evaluate(run, step, None)
+            with run.goodput.during("evaluate"):
+                self.evaluate(run, step, None)
 
     def evaluate(self, run: Trainer, step: int, limit: int | None) -> None:
         """Writes `eval/SET/loss` and `eval/SET/bits_per_byte`; `eval_ema/...` with averaged weights."""
@@ -130,6 +136,7 @@ class Evaluate(Hook):
                 if tokenizer.has_text:
                     arrays["bytes"] = tokenizer.byte_lengths[arrays["targets"]] * arrays["weights"]
                 buffer.put(number, run.program.evaluate(run.state, run.program.put(arrays), averaged=averaged))
+                run.pulse.note()  # a batch is a move
                 for _, sums in buffer.take(keep=1):  # one behind: the device always has work, and memory is bounded
                     totals.update(sums)
         for _, sums in buffer.take(keep=0):
@@ -140,13 +147,36 @@ class Evaluate(Hook):
         return row
 
 
+class Agree(Hook):
+    """Compares replicas every health.replica_check_every steps, and before what they hold is saved."""
+
+    checked: int | None = None
+
+    def after_step(self, run: Trainer, step: int) -> None:
+        every = run.experiment.health.replica_check_every
+        if every and (step % every == 0 or save_is_due(run, step)):
+            self.at_end(run, step)
+
+    def at_end(self, run: Trainer, step: int) -> None:
+        if step != self.checked and run.experiment.health.replica_check_every:
+            with run.throughput.paused():
+                replicas.check(run.state, step)
+            self.checked = step
+
+
+def save_is_due(run: Trainer, step: int) -> bool:
+    """Whether a checkpoint of this step is to be saved, the same in every process."""
+    return step % run.options.save_every == 0 or bool(run.agreed["save"])
+
+
 class Save(Hook):
-    """Saves a checkpoint every save_every steps, and of the last step, finished or interrupted."""
+    """Saves a checkpoint every save_every steps, when save_every_minutes are over, and of the last step, finished or
+    interrupted."""
 
     last: int | None = None
 
     def after_step(self, run: Trainer, step: int) -> None:
-        if step % run.options.save_every == 0:
+        if save_is_due(run, step):
             with run.throughput.paused():
                 self.at_end(run, step)
 

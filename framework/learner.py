@@ -64,6 +64,7 @@ class Rule:
 
 
 ClipMode = Literal["global_norm", "two_pass", "previous_norm", "update_rms", "norm_growth"]
+_LOSS_AVERAGES, _DECAY, _SPIKE_FREE = ("loss_mean", "loss_square"), 0.99, 20
 # What was tried out in this process, by the optimizer's config and the unit's shapes.
 _reaches: dict[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], Reach] = {}
 
@@ -91,7 +92,10 @@ class Learner:
         nonfinite: what a step with a loss or gradient that is not finite does. It updates nothing, except under
             memory.update = in_backward the units that came before that gradient. "skip" counts
             it and goes on, "stop" ends the run, "rollback" goes back to the last checkpoint and leaves its batch out.
-        max_nonfinite: how many such steps in a row (or rollbacks in a run) end the run all the same.
+        max_nonfinite: how many skipped steps in a row (or rollbacks in a run) end the run all the same.
+        spike: a step updates nothing, and is counted as skipped, when its loss is more than so many standard deviations
+            above the average of the updates before it (8, say); None skips none. Both are moving averages over about a
+            hundred updates; the first twenty are never skipped.
     """
 
     def __init__(
@@ -109,12 +113,13 @@ class Learner:
         moment_dtype: DType | None = None,
         nonfinite: Literal["skip", "stop", "rollback"] = "skip",
         max_nonfinite: PositiveInt = 10,
+        spike: PositiveFloat | None = None,
     ):
         if clip_mode == "norm_growth" and clip is not None and clip <= 1.0:
             raise ValueError(f"learner.clip: expected over 1 for clip_mode norm_growth (1.01, say), given {clip}")
         self.scope, self.clip, self.accumulate, self.ema = scope, clip, accumulate, ema
         self.clip_mode: ClipMode | None = None if clip is None else clip_mode
-        self.nonfinite, self.max_nonfinite = nonfinite, max_nonfinite
+        self.nonfinite, self.max_nonfinite, self.spike = nonfinite, max_nonfinite, spike
         self.moment_dtype = None if moment_dtype is None else jnp.dtype(moment_dtype)
         self.master_dtype = None if master_dtype is None else jnp.dtype(master_dtype)
         self.optimizers: dict[str, PartitionedGradientTransformation] = {"default": _build(optimizer)}
@@ -352,7 +357,8 @@ class Learner:
         return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
 
     def decide(self, loss: jax.Array, norm: jax.Array, counter: Nested) -> Decision:
-        """What all gradients together decide, from their norm: the factor that clips them, and whether all is finite.
+        """What all gradients together decide, from their norm: the factor that clips them, and whether the step counts:
+        all is finite, and the loss no spike.
 
         Args:
             loss, norm: f32 scalars.
@@ -364,7 +370,23 @@ class Learner:
         elif self.clip is not None and self.clip_mode == "previous_norm":
             before = counter["grad_norm"].astype(norm.dtype)
             factor = jnp.where(before > 0, jnp.minimum(1.0, self.clip / before), 1.0)
-        return Decision(norm, factor, jnp.isfinite(norm) & jnp.isfinite(loss), counter["step"] - counter["skipped"])
+        ok, count = jnp.isfinite(norm) & jnp.isfinite(loss), counter["step"] - counter["skipped"]
+        if self.spike is not None:
+            mean, square = (counter[name] / _debias(count) for name in _LOSS_AVERAGES)
+            deviation = jnp.sqrt(jnp.maximum(square - mean**2, 0.0))
+            ok &= (count < _SPIKE_FREE) | (loss <= mean + self.spike * deviation)
+        return Decision(norm, factor, ok, count)
+
+    def counter_specs(self) -> dict[str, TensorSpec]:
+        """Moving averages of the loss and of its square, f32, where spikes are skipped."""
+        return {} if self.spike is None else {name: TensorSpec((), "float32") for name in _LOSS_AVERAGES}
+
+    def count_loss(self, counter: Nested, loss: jax.Array, ok: jax.Array) -> Nested:
+        """The averages after a step; a skipped one leaves them."""
+        if self.spike is None:
+            return {}
+        values = zip(_LOSS_AVERAGES, (loss, jnp.square(loss)), strict=True)
+        return {n: jnp.where(ok, _DECAY * counter[n] + (1 - _DECAY) * x, counter[n]) for n, x in values}
 
     def update(
         self,
@@ -457,6 +479,11 @@ def _schedule(optimizer: Config) -> Callable[[Any], Any] | None:
     if isinstance(rate, Config):
         return rate.instantiate()
     return None if rate is None else lambda count: jnp.asarray(rate, jnp.float32)
+
+
+def _debias(count: jax.Array) -> jax.Array:
+    """What a moving average that began at zero is too small by after so many updates (as in Adam)."""
+    return jnp.maximum(1.0 - _DECAY ** count.astype(jnp.float32), 1e-6)
 
 
 def _like(spec: ParameterSpec, dtype: Any, owner: str | None = None) -> OptStateSpec:

@@ -162,8 +162,8 @@ class Program:
                 made = one() if layers is None else jax.lax.map(one, jnp.arange(layers))
             for name, own in made.items():
                 flat[name] |= own
-            flat["buffer"] = {path: jnp.zeros(spec.shape, spec.dtype) for path, spec in groups["buffer"].items()}
-            flat["counter"] = {"step": jnp.int32(0), "skipped": jnp.int32(0), "grad_norm": jnp.float32(0.0)}
+            for name in ("buffer", "counter"):
+                flat[name] = {path: jnp.zeros(spec.shape, spec.dtype) for path, spec in groups[name].items()}
             flat["counter"]["rng"] = jax.random.key_data(run_key)
             return self.nested(flat)
 

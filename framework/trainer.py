@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,7 +18,9 @@ from framework import distributed
 from framework.accelerators import spec_for
 from framework.checkpoint import Checkpointer, CheckpointSaveError
 from framework.config import Config
-from framework.hooks import Evaluate, Guard, Hook, Prediction, Profile, Report, RollBack, Save
+from framework.health import Pulse
+from framework.hooks import Agree, Evaluate, Guard, Hook, Prediction, Profile, Report, RollBack, Save
+from framework.metrics.goodput import Goodput
 from framework.metrics.jsonl import JsonlWriter
 from framework.metrics.progress import Progress
 from framework.metrics.throughput import MetricsBuffer, Throughput
@@ -40,9 +43,21 @@ class Trainer:
         workdir: where everything goes; claimed by the caller.
         progress: what the person sees.
         need: what the step was predicted to need; after the first steps it is shown beside what was measured.
+        goodput: where the time of this process goes.
+        pulse: its sign of life.
     """
 
-    def __init__(self, config: Config, program: Program, workdir: Workdir, progress: Progress, need: Need):
+    def __init__(
+        self,
+        config: Config,
+        program: Program,
+        workdir: Workdir,
+        progress: Progress,
+        need: Need,
+        goodput: Goodput,
+        pulse: Pulse,
+    ):
+        self.goodput, self.pulse = goodput, pulse
         self.config, self.program, self.workdir, self.progress = config, program, workdir, progress
         self.experiment = experiment = program.experiment
         self.options, self.data = experiment.trainer, experiment.data
@@ -50,6 +65,7 @@ class Trainer:
         self.evaluation: dict[str, float] = {}
         # The data index of a step is step - 1 + data_offset; only a roll back makes it other than zero.
         self.data_offset = 0
+        self._saved_at = time.monotonic()
         keep, keep_every = self.options.keep, self.options.keep_every
         self.checkpointer = Checkpointer(directory=workdir.checkpoints, keep=keep, keep_every=keep_every)
         self.writer: Writer = self._writers()
@@ -59,7 +75,10 @@ class Trainer:
             experiment.model.flops_per_token(self.data.seq_len),
             peak * program.mesh.size if peak else None,
         )
-        self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Save(), Profile(), Prediction(need)]
+        self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Agree(), Save(), Profile(), Prediction(need)]
+        self.ballot = distributed.Ballot(program.mesh)
+        # What the processes have agreed on: the signal that ends the run, whether to save by the clock.
+        self.agreed = {"stop": 0, "save": 0}
 
     def _writers(self) -> Writer:
         if not distributed.is_primary():
@@ -75,6 +94,10 @@ class Trainer:
     def start(self, resume: Literal["auto", "never", "must"], *, force: bool = False) -> int:
         """Fills the state, from the newest valid checkpoint or from initialization; returns its step. Raises an error:
         resume is "must" and there is none, or "never" and there are some; or it has other data, without `force`."""
+        with self.goodput.during("restore"):
+            return self._start(resume, force)
+
+    def _start(self, resume: Literal["auto", "never", "must"], force: bool) -> int:
         steps = self.checkpointer.steps()
         for problem in self.checkpointer.problems():
             self.progress.print(f"checkpoint: {problem}")
@@ -86,6 +109,7 @@ class Trainer:
         if resume == "must" and not steps:
             raise FileNotFoundError(f"--resume=must, but {self.checkpointer.directory} holds no valid checkpoint")
         if not steps:
+            self.goodput.go_back({})
             pretrained = self.experiment.pretrained
             self.state = self.program.init() if pretrained is None else pretrained.init(self.program)
             return 0
@@ -98,6 +122,7 @@ class Trainer:
             if not force:
                 raise ValueError(f"{message}: batches would not continue where they stopped; --force goes on anyway")
             self.progress.print(f"{message}; going on, as --force says")
+        self.pulse.note(step=step, saved=step)
         self.progress.print(f"resumed from step {step}")
         return step
 
@@ -108,17 +133,25 @@ class Trainer:
             self.progress.print(f"checkpoint: {problem}")
         self.state, self._extra = {**restored.state, **self.program.scratch_jit()}, restored.extra
         self.program.layout.check(self.state)
+        self.goodput.go_back(self._extra.get("goodput", {}))
         self.data_offset = int(self._extra["data"]["offset"])
         self.writer.resume(restored.step)
         return restored.step
 
     def save(self, step: int) -> None:
         """Saves the state in the background. No room on the disk is reported, and the run goes on."""
+        with self.goodput.during("save"):
+            self._save(step)
+
+    def _save(self, step: int) -> None:
         self.progress.status("saving")
+        self._saved_at = time.monotonic()
         data = {"fingerprint": self.data.fingerprint(), "next": step + self.data_offset, "offset": self.data_offset}
         extra = {"config": self.config.to_dict(), "data": data, "seed": self.options.seed}
+        extra["goodput"] = self.goodput.totals()
         with self._failures_told(step):
             self.checkpointer.wait()  # the save before this one may have failed in the background
+            self.pulse.note(saved=max(self.checkpointer.steps(), default=0))
         with self._failures_told(step):
             self.checkpointer.save(step, {group: self.state[group] for group in self.program.layout.kept}, extra)
         self.progress.status("")
@@ -133,18 +166,21 @@ class Trainer:
 
     def saved(self, step: int) -> bool:
         """Waits for pending saves; whether this step is on disk."""
-        with self._failures_told(step):
+        with self.goodput.during("save"), self._failures_told(step):
             self.checkpointer.wait()
+            self.pulse.note(saved=max(self.checkpointer.steps(), default=0))
         return step in self.checkpointer.steps()
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, step: int) -> int | None:
-        """Trains from `step` to max_steps. Returns the signal that stopped it early, after saving; None at its end.
-        Raises LastStepNotSavedError; NonFiniteError: learner.nonfinite ended the run."""
+        """Trains from `step` to max_steps. Returns the signal that stopped it early, after saving; None at its end. A
+        signal that one process gets stops all of them, after the same step.
+        Raises LastStepNotSavedError; NonFiniteError: learner.nonfinite ended the run; ReplicaMismatchError."""
         self.progress.status("compiling")
-        self.program.compiled_step  # noqa: B018  (before the first batch is read)
-        distributed.barrier("compiled")
+        with self.goodput.during("compile"):
+            self.program.compiled_step  # noqa: B018  (before the first batch is read)
+            distributed.barrier("compiled")
         self.progress.status("")
         with stop_signals() as stop:
             while True:
@@ -158,7 +194,7 @@ class Trainer:
             if not self.saved(step):
                 kept = self.checkpointer.steps()
                 raise LastStepNotSavedError(f"the last step was not saved; checkpoints: {kept or 'none'}")
-        return stop[0] if stop else None
+        return self.agreed["stop"] or None
 
     def _roll_back(self, bad: int) -> int:
         index = bad - 1 + self.data_offset
@@ -173,12 +209,19 @@ class Trainer:
         buffer = MetricsBuffer()
         batches = self.data.train_iterator(step + self.data_offset, self.program.rows)
         try:
-            while step < self.options.max_steps and not stop:
+            self.goodput.enter("step")
+            while step < self.options.max_steps and not self.agreed["stop"]:
                 step += 1
                 for hook in self.hooks:
                     hook.before_step(self, step)
-                _, batch = next(batches)
+                with self.goodput.during("input"):
+                    _, batch = next(batches)
                 self.state, metrics = self.program.step(self.state, self.program.put(batch))
+                votes = {"stop": stop[0] if stop else 0, "save": int(self._save_is_due())}
+                if jax.process_count() == 1:
+                    self.agreed = votes
+                else:
+                    metrics = {**metrics, **self.ballot.cast(votes, after=metrics["loss"])}
                 buffer.put(step, metrics)
                 # Waits for the step before this one, which bounds how far Python runs ahead of the device.
                 self._metrics(buffer.take(keep=1))
@@ -187,12 +230,23 @@ class Trainer:
             self._metrics(buffer.take(keep=0))
         finally:
             batches.close()
+            self.goodput.enter("evaluate")
         return step
 
     def _metrics(self, rows: list[tuple[int, dict[str, float]]]) -> None:
         for step, metrics in rows:
+            self.agreed = {name: int(metrics.pop(name, vote)) for name, vote in self.agreed.items()}
+            self.pulse.note(step=step, loss=metrics["loss"])
             for hook in self.hooks:
                 hook.on_metrics(self, step, metrics)
+
+    def _save_is_due(self) -> bool:
+        """Whether this process wishes a save by the clock. Only the first one has a clock that counts."""
+        minutes = self.options.save_every_minutes
+        if minutes is None or not distributed.is_primary() or time.monotonic() - self._saved_at < 60 * minutes:
+            return False
+        self._saved_at = time.monotonic()  # one wish is enough; `save` sets it again
+        return True
 
     def close(self) -> None:
         """Finishes pending writes; a failed background save is raised here."""

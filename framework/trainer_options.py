@@ -20,6 +20,7 @@ class TrainerOptions:
         eval_every: validation sets are evaluated this often, and at the end; None means only at the end.
         eval_batches: at most this many batches per set during the run, evenly spaced; None means all, as at the end.
         save_every: checkpoints are saved this often, and at the end.
+        save_every_minutes: and when that long has passed since the last one, by the clock of the first process.
         keep: the newest checkpoints that are kept.
         keep_every: also keep the checkpoints of each such step, for good.
         profile: [first, last] steps to be traced into WORKDIR/profile; [] traces none.
@@ -40,6 +41,7 @@ class TrainerOptions:
         eval_every: PositiveInt | None = 1000,
         eval_batches: PositiveInt | None = None,
         save_every: PositiveInt = 1000,
+        save_every_minutes: PositiveFloat | None = None,
         keep: PositiveInt = 2,
         keep_every: PositiveInt | None = None,
         profile: list[int] = [],  # noqa: B006
@@ -53,7 +55,8 @@ class TrainerOptions:
             raise ValueError(f"profile: expected [] or [first, last] with 1 <= first <= last, given {profile}")
         self.max_steps, self.max_epochs, self.seed = max_steps, max_epochs, seed
         self.log_every, self.eval_every, self.eval_batches = log_every, eval_every, eval_batches
-        self.save_every, self.keep, self.keep_every = save_every, keep, keep_every
+        self.save_every, self.save_every_minutes = save_every, save_every_minutes
+        self.keep, self.keep_every = keep, keep_every
         self.profile = list(profile)
         self.sample_tokens, self.sample_prompt = sample_tokens, sample_prompt
         self.sample_temperature = sample_temperature

@@ -4,18 +4,27 @@
     python -m launch.train --config=gpt2-124m --config.data.source.path=data/train.bin --workdir=runs/gpt2
 
 Exit codes: 0 the run came to its end; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
-finite and learner.nonfinite ended the run; 4 it does not fit into the devices' memory, and nothing was started; 130 and
-143 it was stopped by SIGINT and SIGTERM, after saving.
+finite and learner.nonfinite ended the run; 4 it does not fit into the devices' memory, and nothing was started; 5
+another process of the run is gone, or they did not find each other; 6 it hung, and its stacks are in WORKDIR/health; 7
+replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, after saving. docs/operations.md says what to do.
 """
 
+import os
+import re
 import signal
 import sys
+import time
+import traceback
+from contextlib import nullcontext
 from typing import Any
 
 from launch import cli
 
 EXIT_NONFINITE = 3
 EXIT_TOO_BIG = 4
+_STARTED = time.monotonic()
+# What JAX says when the others have left: gloo on CPU, NCCL on GPU, the coordinator.
+_PEER = re.compile("(?i)gloo|nccl|connection (closed|reset|refused)|coordinat|heartbeat|barrier|unavailable|deadline")
 
 
 def add_flags(parser: cli.Parser) -> None:
@@ -42,39 +51,77 @@ def main(argv: list[str]) -> int:
 
     # Imported late: a typo on the command line should not wait for these.
     from framework import distributed
+    from framework.health import EXIT_PEER
+    from framework.metrics.goodput import Goodput
+    from framework.rendezvous import ProcessesMissingError
     from framework.trainer import use_compilation_cache
     from framework.workdir import Workdir, safe_child
 
-    args = command.args
+    args, goodput, health = command.args, Goodput(since=_STARTED), command.config.instantiate().health
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
+    cluster = distributed.detect(os.environ, (args.coordinator, args.num_processes, args.process_id))
     workdir = Workdir(args.workdir or safe_child("runs", args.run_name, "--run_name"))
     cli.prepare_jax()
-    distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    try:
+        seconds = {"connect_seconds": health.connect_seconds, "heartbeat_seconds": health.heartbeat_seconds}
+        distributed.initialize(cluster, **seconds)
+    except ProcessesMissingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_PEER
     use_compilation_cache(command.config.trainer.compilation_cache)
-    if not distributed.is_primary():
-        return _train(command, workdir, limit)
-    message = workdir.claim()
-    if message:
+    if distributed.is_primary() and (message := workdir.claim()):
         print(message, file=sys.stderr)
     try:
-        return _train(command, workdir, limit)
+        return _guarded(command, workdir, limit, goodput, health)
     finally:
         workdir.release()
 
 
-def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
+def _guarded(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, health: Any) -> int:
+    """Trains, and says how it ended. Of several processes one that fails does not wait for those that wait for it."""
+    import jax
+
+    from framework.health import EXIT_PEER, Pulse
+
+    process, count = jax.process_index(), jax.process_count()
+    pulse = Pulse(workdir.path / "health", process, count, health, goodput, workdir.release)
+    with nullcontext() if command.args.dry_run else pulse:
+        code, reason = 1, ""
+        try:
+            code = cli.main(lambda _: _train(command, workdir, limit, goodput, pulse))([])
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"[:500]
+            if count == 1:
+                raise
+            traceback.print_exc()
+            code = EXIT_PEER if isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error)) else 1
+        finally:
+            if not command.args.dry_run:
+                pulse.write(exit=code, reason=reason)
+    if count > 1 and code in (1, 2, EXIT_PEER):
+        workdir.release()
+        time.sleep(0 if process else 1)  # JAX ends all others as soon as the first is gone; they may be about to speak
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, pulse: Any) -> int:
     import jax
 
     from framework import distributed
     from framework.accelerators import accelerator_name
     from framework.checkpoint import Checkpointer
     from framework.experiment import Experiment
+    from framework.health import EXIT_REPLICAS
     from framework.hooks import NonFiniteError
     from framework.metrics.plot import plot_losses
     from framework.metrics.progress import Progress
     from framework.metrics.tables import human_bytes, render
     from framework.plan import guard
     from framework.program import Program
+    from framework.replicas import ReplicaMismatchError
     from framework.report import compression_lines, sample_text, start_report
     from framework.trainer import LastStepNotSavedError, Trainer
     from framework.trainer_options import scale_steps
@@ -99,7 +146,8 @@ def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
         ):
             experiment.pretrained.places(experiment.model)  # what is wrong with a directory shows before any compile
         progress.status("preparing data")
-        experiment.data.setup(workdir.path, is_primary=primary, barrier=lambda: distributed.barrier("data"))
+        with goodput.during("data"):
+            experiment.data.setup(workdir.path, is_primary=primary, barrier=lambda: distributed.barrier("data"))
         progress.status("")
         if options.max_epochs is not None:
             for line in scale_steps(config, experiment.data.epoch_steps(options.max_epochs)):
@@ -109,10 +157,12 @@ def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
             progress.set_total(options.max_steps)
         progress.print(render(start_report(command.spec, program)))
         progress.status("compiling")
+        goodput.enter("compile")
         need = guard.need(program)
         progress.status("")
         refusal = guard.refusal(config, program, need, limit)
         distributed.barrier("planned")  # one may have compiled what another found in its cache
+        goodput.enter("start")
         if not distributed.everywhere(refusal is None):
             progress.print(refusal or "another process of this run has less memory than the training step needs")
             if not args.force or need.message:
@@ -122,17 +172,18 @@ def _train(command: cli.Command, workdir: Any, limit: int | None) -> int:
                 f"dry run: the step compiles, and its peak is {human_bytes(need.peak)} per device. Nothing was trained."
             )
             return 0
-        trainer = Trainer(config, program, workdir, progress, need)
+        trainer = Trainer(config, program, workdir, progress, need, goodput, pulse)
         try:
             step = trainer.start(args.resume, force=args.force)
             if primary:
                 write_json(workdir.config, config.to_dict())
             stopped = trainer.run(step)
-        except (NonFiniteError, LastStepNotSavedError) as error:
+        except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
             progress.print(f"error: {error}")
-            return EXIT_NONFINITE if isinstance(error, NonFiniteError) else 1
+            return {NonFiniteError: EXIT_NONFINITE, ReplicaMismatchError: EXIT_REPLICAS}.get(type(error), 1)
         finally:
             trainer.close()
+            progress.print(goodput.line())
         if stopped is not None:
             progress.print(f"stopped by {signal.Signals(stopped).name}; the same command goes on from here")
             return 128 + stopped

@@ -74,6 +74,7 @@ def finish(
             "step": counter["step"] + 1,
             "skipped": counter["skipped"] + jnp.where(ok, 0, 1),
             "grad_norm": jnp.where(ok, decision.norm.astype(jnp.float32), counter["grad_norm"]),
+            **learner.count_loss(counter, loss.astype(jnp.float32), ok),
         },
     }
     metrics = {"loss": loss, **out.metrics, "grad_norm": decision.norm, "skipped": 1.0 - ok}

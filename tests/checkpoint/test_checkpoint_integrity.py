@@ -138,7 +138,7 @@ def test_same_on_any_mesh_and_memory(meshes, monkeypatch):
         for spec in specs:
             shardings[f"{kind}{shape}{spec}"] = NamedSharding(meshes[shape], spec, memory_kind=kind)
     arrays = {name: jax.device_put(x, sharding) for name, sharding in shardings.items()}
-    pieces = {name: integrity._pieces(array) for name, array in arrays.items()}
+    pieces = {name: integrity.pieces(array) for name, array in arrays.items()}
     assert pieces[f"pinned_host(4, 2){specs[0]}"] == 16
     assert pieces[f"pinned_host(4, 2){specs[1]}"] == 1
     by_mesh: dict = {}
@@ -159,7 +159,7 @@ def test_indices_beyond_32_bits(monkeypatch):
     # A row of a long leaf starts at any 64-bit index, and its elements count on from there over the carry.
     x = sample("uint32", (64,))
     start = (5 << 32) - 32
-    a, b = integrity._sum(jnp.asarray(x), start & M32, start >> 32, True)
+    a, b = integrity._sum(jnp.asarray(x), np.uint32(start & M32), np.uint32(start >> 32), True)
     shifted = [finalize_pair(w, start + k) for k, w in enumerate(x.tolist())]
     assert (int(a), int(b)) == (sum(p[0] for p in shifted) & M32, sum(p[1] for p in shifted) & M32)
 
