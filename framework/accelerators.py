@@ -114,7 +114,8 @@ def accelerator_name(devices: Sequence[Any]) -> str:
     (a mesh over slices is another mesh) and `*v5e-*` does. Raises ValueError as `spec_for`.
     """
     spec = spec_for(devices)
-    slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
+    on_tpu = spec.platform == "tpu"  # GPUs have this index too, of their host
+    slices = len({(on_tpu and getattr(device, "slice_index", None)) or 0 for device in devices})
     count = len(devices) // slices * spec.cores_per_chip // spec.devices_per_chip
     name = f"{spec.name}{'x' if spec.platform == 'gpu' else '-'}{count}"
     return f"{slices}x{name}" if slices > 1 else name

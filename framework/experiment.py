@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from framework.compiler import Compiler
 from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
 from framework.health import Health
@@ -43,6 +44,7 @@ class Experiment:
         mesh: how devices are arranged.
         learner: optimizer, rules, clipping, averaging.
         memory: where state lives and what is recomputed.
+        compiler: what the compiler is told.
         trainer: how long, how often, what is kept.
         health: how processes look after themselves and each other.
         pretrained: a directory that the first weights come from; they are drawn without one.
@@ -59,6 +61,7 @@ class Experiment:
         mesh: Config = config_for(MeshShape),
         memory: Config = config_for(Memory),
         health: Config = config_for(Health),
+        compiler: Config = config_for(Compiler),
         pretrained: Config | None = None,
         accelerator_rules: list[Config] = [],  # noqa: B006
     ):
@@ -69,6 +72,7 @@ class Experiment:
         self.mesh: MeshShape = mesh.instantiate()
         self.learner: Learner = learner.instantiate(specs=self.model.parameter_specs())
         self.memory: Memory = memory.instantiate()
+        self.compiler: Compiler = compiler.instantiate()
         self.trainer: TrainerOptions = trainer.instantiate()
         self.health: Health = health.instantiate()
         self.pretrained = None if pretrained is None else pretrained.instantiate()

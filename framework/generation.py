@@ -71,7 +71,7 @@ class Generator:
         self._program, self._arrays = program, (program.weights(state, averaged=averaged), state["buffer"])
         forward = Forward(program, self._arrays[0])
         cache = NamedSharding(program.mesh, PartitionSpec(None, BATCH_AXES, None, "model", None))
-        jit = functools.partial(jax.jit, static_argnums=0, out_shardings=(program.replicated, cache))
+        jit = functools.partial(program.jit, static_argnums=0, out_shardings=(program.replicated, cache))
         self._prefill = jit(functools.partial(_prefill, forward))
         self._decode = jit(functools.partial(_decode, forward), donate_argnums=2)
 

@@ -63,6 +63,8 @@ class Program:
             experiment.check(self.mesh)
         else:
             experiment.model.check(self.mesh, experiment.data.seq_len)
+        experiment.compiler.check(self.mesh)
+        self.jit = functools.partial(jax.jit, compiler_options=experiment.compiler.options or None)
         self.layout = StateLayout(experiment.state_specs(), self.mesh)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
 
@@ -85,9 +87,15 @@ class Program:
     @cached_property
     def rows(self) -> np.ndarray:
         """int[R]: the rows of the global batch that this process's devices hold, in order."""
-        shape = self.batch_specs["tokens"].shape
-        indices = self.batch_sharding.addressable_devices_indices_map(shape).values()
-        return np.unique(np.concatenate([np.arange(shape[0])[index[0]] for index in indices if index is not None]))
+        return self.rows_of_processes[jax.process_index()]
+
+    @cached_property
+    def rows_of_processes(self) -> dict[int, np.ndarray]:
+        """`rows` of every process that has devices of the mesh."""
+        shape, found = self.batch_specs["tokens"].shape, dict[int, list[np.ndarray]]()
+        for device, index in self.batch_sharding.devices_indices_map(shape).items():
+            found.setdefault(device.process_index, []).append(np.arange(shape[0])[index[0]])
+        return {process: np.unique(np.concatenate(rows)) for process, rows in sorted(found.items())}
 
     def put(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """This process's rows of a batch (host arrays [R, S]) as global arrays [B, S]."""
@@ -179,7 +187,7 @@ class Program:
     def init_jit(self, seed: int | None = None, given: Collection[str] = ()) -> Any:
         """`init_function`, jitted with the layout's shardings; the config's seed by default."""
         seed = self.experiment.trainer.seed if seed is None else seed
-        return jax.jit(self.init_function(seed, given), out_shardings=self.layout.shardings())
+        return self.jit(self.init_function(seed, given), out_shardings=self.layout.shardings())
 
     def init(self, seed: int | None = None, given: Collection[str] = ()) -> State:
         """The state at step 0."""
@@ -194,7 +202,7 @@ class Program:
         build = SCHEDULES[experiment.memory.update, experiment.memory.gradients]
         check_platform(experiment.memory.remat, self.mesh.devices.flat[0].platform)
         step = build(experiment.model, experiment.learner, self.layout, remat=experiment.memory.remat)
-        return jax.jit(
+        return self.jit(
             step,
             in_shardings=(self.layout.shardings(), dict.fromkeys(self.batch_specs, self.batch_sharding)),
             out_shardings=(self.layout.shardings(), self.replicated),
@@ -241,7 +249,7 @@ class Program:
             parts = microbatches(batch, count, self.evaluation_context(batch))
             return jax.tree.map(jnp.sum, jax.lax.map(lambda part: sums(params, buffers, part), parts))
 
-        return jax.jit(evaluate, out_shardings=self.replicated)
+        return self.jit(evaluate, out_shardings=self.replicated)
 
     def evaluate(self, state: State, batch: dict[str, jax.Array], *, averaged: bool = False) -> Metrics:
         """Sums over a batch's counted targets: "nll" in nats, "tokens", how many there are, and their "bytes" if the
@@ -276,7 +284,7 @@ def inference_program(experiment: Experiment, *, host_weights: bool, tell: Calla
         ValueError: the model does not fit the mesh.
     """
     try:
-        experiment.mesh.resolve(jax.device_count())
+        experiment.mesh.build(jax.devices())
     except ValueError as error:
         tell(f"{error}; using mesh.fsdp = {jax.device_count()}")
         experiment.mesh = MeshShape(fsdp=-1)

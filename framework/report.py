@@ -15,6 +15,7 @@ from framework.accelerators import accelerator_name, spec_for
 from framework.data.pipeline import DataPipeline
 from framework.generation import Generator
 from framework.layout import GROUPS, MemoryKind
+from framework.mesh import island, mesh_text
 from framework.metrics.tables import Section, human_bytes, start_table
 from framework.program import Program
 from framework.sampling import Sampling
@@ -22,10 +23,11 @@ from framework.sampling import Sampling
 _MAX_COMPRESSED_BYTES = 64_000_000
 
 
-def start_report(name: str, program: Program) -> list[Section]:
-    """Parameters by group, bytes per device by group and memory kind, mesh, tokens per step, FLOPs per token, data."""
+def start_report(name: str, program: Program, without_data: str = "") -> list[Section]:
+    """Parameters by group, bytes per device by group and memory kind, mesh, tokens per step, FLOPs per token, data, or
+    why there are none."""
     layout, experiment = program.layout, program.experiment
-    devices = list(program.mesh.devices.flat)
+    devices, shape = list(program.mesh.devices.flat), dict(program.mesh.shape)
     parameters = [
         (group, layout.size(group), sum(leaf.spec.num_bytes for leaf in layout if leaf.group == group))
         for group in ("parameter", "frozen")
@@ -37,13 +39,15 @@ def start_report(name: str, program: Program) -> list[Section]:
     return start_table(
         config=name,
         accelerator=accelerator_name(devices),
-        mesh=dict(program.mesh.shape),
+        mesh=mesh_text(shape, experiment.mesh.cut(shape, len(set(map(island, devices)))), devices[0].platform),
         parameters=parameters,
         device_bytes={key: size for key, size in sizes.items() if size},
         tokens_per_step=data.global_batch_size * data.seq_len,
         flops_per_token=experiment.model.flops_per_token(data.seq_len),
         device_limit_bytes=spec_for(devices).limit_bytes,
-        data={row.name: _source(row) for row in data.source_report()},
+        data={"not checked": without_data}
+        if without_data
+        else {row.name: _source(row) for row in data.source_report()},
         versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
     )
 

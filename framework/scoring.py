@@ -58,7 +58,7 @@ class Scorer:
         shards = program.mesh.shape["data"] * program.mesh.shape["fsdp"]
         self._rows = -(-batch_size // shards) * shards
         score = functools.partial(_score, Forward(program, self._arrays[0]))
-        self._score = jax.jit(score, out_shardings=program.replicated)
+        self._score = program.jit(score, out_shardings=program.replicated)
 
     def score(self, rows: Sequence[tuple[Tokens, int]]) -> Iterator[Score]:
         """Of each (tokens, start) in order, the score of tokens[start:] after those before; start is at least 1.

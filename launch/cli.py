@@ -172,10 +172,13 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 def prepare_jax() -> None:
-    """Sets the environment of JAX's backends, for verbs that start them, where it says nothing yet."""
+    """Checks the environment of JAX's backends, for verbs that start them, and sets it where it says nothing yet."""
     import jax  # noqa: F401
 
     from framework.accelerators import GPU_MEMORY_FRACTION
+    from framework.compiler import check_environment
+
+    check_environment()
 
     # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of it.
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; jaxlib refuses both

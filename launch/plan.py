@@ -44,6 +44,7 @@ def main(argv: list[str]) -> int:
     from framework.plan import html, report, targets
 
     targets.environment(args.target)
+    cli.prepare_jax()
     jax.config.update("jax_enable_compilation_cache", False)  # a program from there comes without its buffers
     target = targets.resolve(args.target)
     limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes

@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
     """Parses, checks everything that needs no device, then starts JAX and trains."""
     parser = cli.Parser("train", __doc__)
     add_flags(parser)
+    parser.add_argument("--target", help="with --dry_run: a machine that is not here, as for launch.plan: v5p-2048")
     command = parser.parse(argv)
     command.config.instantiate()  # every mistake in the config shows before JAX starts
 
@@ -59,8 +60,11 @@ def main(argv: list[str]) -> int:
 
     args, goodput, health = command.args, Goodput(since=_STARTED), command.config.instantiate().health
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
+    folder = args.workdir or safe_child("runs", args.run_name, "--run_name")
+    if args.target is not None:
+        return _dry_run(command, Workdir(folder), limit)
     cluster = distributed.detect(os.environ, (args.coordinator, args.num_processes, args.process_id))
-    workdir = Workdir(args.workdir or safe_child("runs", args.run_name, "--run_name"))
+    workdir = Workdir(folder)
     cli.prepare_jax()
     try:
         seconds = {"connect_seconds": health.connect_seconds, "heartbeat_seconds": health.heartbeat_seconds}
@@ -105,6 +109,22 @@ def _guarded(command: cli.Command, workdir: Any, limit: int | None, goodput: Any
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _dry_run(command: cli.Command, workdir: Any, limit: int | None) -> int:
+    """The start of a run on another machine's devices: everything that takes no array."""
+    from framework.plan import startup, targets
+
+    if not command.args.dry_run:
+        raise cli.UsageError("--target goes with --dry_run: nothing can be trained on devices that are not here")
+    targets.environment(command.args.target)
+    cli.prepare_jax()
+    target = targets.resolve(command.args.target)
+    config, rules = command.resolve(target.name)
+    for line in rules:
+        print(line)
+    with workdir:
+        return 0 if startup.dry_run(command.spec, config, target, workdir.path, limit) else EXIT_TOO_BIG
 
 
 def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, pulse: Any) -> int:

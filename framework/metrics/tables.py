@@ -21,7 +21,7 @@ def start_table(
     *,
     config: str,
     accelerator: str,
-    mesh: Mapping[str, int],
+    mesh: str,
     parameters: Sequence[tuple[str, int, int]],
     device_bytes: Mapping[tuple[str, str], int],
     tokens_per_step: int,
@@ -42,7 +42,7 @@ def start_table(
     run = {
         "config": config,
         "accelerator": accelerator,
-        "mesh": "  ".join(f"{axis} {size}" for axis, size in mesh.items()),
+        "mesh": mesh,
         "tokens per step": f"{tokens_per_step:,}",
         "FLOPs per token": human_count(flops_per_token),
     }

@@ -15,7 +15,7 @@ from framework.metrics.tables import human_bytes
 from framework.plan.compiled import peak_bytes, refused
 from framework.plan.report import needs
 from framework.plan.suggest import suggestions
-from framework.plan.targets import resolve
+from framework.plan.targets import Target, resolve
 from framework.program import Program
 
 
@@ -48,14 +48,17 @@ def need(program: Program) -> Need:
     return Need(peak, device + batch, groups, message)
 
 
-def refusal(config: Config, program: Program, found: Need, limit: int | None) -> str | None:
+def refusal(
+    config: Config, program: Program, found: Need, limit: int | None, target: Target | None = None
+) -> str | None:
     """Why the run should not start: None when it fits, or when nobody knows what the device has.
 
     Args:
         config, program: resolved for these devices. found: what it needs.
         limit: device memory in bytes, instead of what the devices say they have; None asks them.
+        target: what the program was built for, if not for the devices at hand.
     """
-    target = resolve("local")
+    target = target or resolve("local")
     limit = target.limit_bytes if limit is None else limit
     if not found.message and (limit is None or found.peak <= limit):
         return None

@@ -126,6 +126,7 @@ def plan(
 
 def _head(name: str, experiment: Experiment, target: Target, limit: int | None) -> Report:
     tokens = experiment.data.global_batch_size * experiment.data.seq_len
+    sizes = experiment.mesh.resolve(target.num_devices)
     per_token = experiment.model.flops_per_token(experiment.data.seq_len)
     empty: Report = {key: [] for key in ("largest", "zero_gradients", "suggestions", "notes")}
     empty |= {"collective_bytes": {}, "phases": {}, "host_transfer_bytes": 0, "compile_seconds": 0.0, "message": ""}
@@ -133,9 +134,11 @@ def _head(name: str, experiment: Experiment, target: Target, limit: int | None) 
         "config": name,
         "target": target.name,
         "accelerator": target.spec.name,
+        "platform": target.platform,
         "devices": target.num_devices,
         "processes": target.num_processes,
-        "mesh": experiment.mesh.resolve(target.num_devices),
+        "mesh": sizes,
+        "mesh_across": experiment.mesh.cut(sizes, target.num_slices),
         "device_limit_bytes": limit,
         "host_limit_bytes": target.host_limit_bytes,
         "tokens_per_step": tokens,

@@ -1,10 +1,11 @@
-"""A plan as text: the table of one, and the table that compares several. May import: framework.metrics.tables."""
+"""A plan as text: the table of one, and the table that compares several. May import: framework.mesh, metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from framework.mesh import mesh_text
 from framework.metrics.tables import Section, human_bytes, human_count
 
 Report = dict[str, Any]
@@ -71,7 +72,8 @@ def needs(suggestion: Report) -> str:
 
 
 def _about(report: Report) -> list[list[str]]:
-    mesh = "  ".join(f"{axis} {size}" for axis, size in report["mesh"].items() if size > 1) or "one device"
+    sizes = {axis: size for axis, size in report["mesh"].items() if size > 1}
+    mesh = mesh_text(sizes, report["mesh_across"], report["platform"]) or "one device"
     rows = [
         ["config", " ".join([report["config"], *report.get("settings", [])])],
         ["target", f"{report['target']}: {report['devices']} devices, {report['processes']} hosts; mesh {mesh}"],

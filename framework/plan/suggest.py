@@ -21,6 +21,7 @@ from framework.program import Program
 def check(experiment: Experiment, target: Target) -> dict[str, int]:
     """The sizes of the mesh's axes. Raises ValueError when experiment and target do not fit each other."""
     sizes = experiment.mesh.resolve(target.num_devices)
+    experiment.mesh.cut(sizes, target.num_slices)
     experiment.check(AbstractMesh(tuple(sizes.values()), tuple(sizes)), reach=False)
     check_platform(experiment.memory.remat, target.platform)
     return sizes

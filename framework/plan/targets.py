@@ -35,7 +35,7 @@ class Target:
         spec: what one of its devices has.
         num_devices, num_processes: jax devices, and hosts (on Cloud: VMs), of all slices together.
         limit_bytes: what a program may use on each device; None where not known.
-        topology, num_slices: chips along each dimension of a TPU slice, "4x4", and how many slices.
+        topology, num_slices: chips along each dimension of a TPU slice, "4x4", and how many slices (of GPUs: hosts).
         at_hand: the devices, if they are of this machine.
     """
 
@@ -86,7 +86,8 @@ class Target:
         if not any(map(find_spec, modules)):
             raise ValueError(f"planning for {self.name} needs {what}: pip install -e '.[plan-{self.platform}]'")
         if on_gpu:
-            shape = f"1x{self.num_processes}x{self.num_devices // self.num_processes}"  # slices, hosts, GPUs of a host
+            # Slices (what NVLink joins, as JAX finds it in a real run), hosts of a slice, GPUs of a host.
+            shape = f"{self.num_slices}x1x{self.num_devices // self.num_slices}"
             topology, options = "", {"target_config": gpu_description(self.spec.name), "topology": shape}
         else:
             topology = f"{self.spec.name}:{self.topology}"
@@ -138,7 +139,8 @@ def resolve(name: str) -> Target:
     if match := re.fullmatch(rf"({'|'.join(_GPUS)})(?:x(\d+))?", name):
         spec, count = spec_for(match[1]), int(match[2] or 1)
         _check_size(name, count, {*range(1, 9), count // 8 * 8 or 1, count // 8 * 8 + 8}, f"{spec.name}x")
-        return Target(f"{spec.name}x{count}", spec, count, -(-count // 8), spec.limit_bytes)
+        hosts = -(-count // 8)
+        return Target(f"{spec.name}x{count}", spec, count, hosts, spec.limit_bytes, num_slices=hosts)
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?tpu:({families}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name):
         return _slices(match[2], match[3], int(match[1] or 1))
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?({families})-(\d+)", name):
@@ -176,12 +178,15 @@ def _slices(family: str, topology: str, count: int) -> Target:
 def _local() -> Target:
     import jax
 
+    from framework.mesh import island
+
     devices, own = jax.devices(), jax.local_devices()
     spec = spec_for(devices)
     limit = (own[0].memory_stats() or {}).get("bytes_limit", spec.limit_bytes)
     if spec.platform == "cpu":
         limit = _share_of_memory(len(own))
-    return Target(accelerator_name(devices), spec, len(devices), jax.process_count(), limit, at_hand=tuple(devices))
+    name, slices = accelerator_name(devices), len(set(map(island, devices)))
+    return Target(name, spec, len(devices), jax.process_count(), limit, "", slices, tuple(devices))
 
 
 def _share_of_memory(count: int) -> int:

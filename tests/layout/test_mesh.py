@@ -1,9 +1,18 @@
 """Meshes over TPU slices and tori, on topologies of the real compiler: where slow networks end up."""
 
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 
-from framework.mesh import AXES, MeshShape
+from framework.accelerators import accelerator_name
+from framework.config import ConfigError, config_for
+from framework.mesh import AXES, MeshShape, island, mesh_text
 from framework.plan.targets import environment, resolve
 
 
@@ -15,9 +24,9 @@ def build():
     return lambda name, **sizes: MeshShape(**sizes).build(resolve(name).devices()).devices
 
 
-def lines(devices: np.ndarray, axis: str) -> np.ndarray:
+def lines(devices: np.ndarray, axis: str, attribute: str = "slice_index") -> np.ndarray:
     """[L, N]: the slices of the devices along an axis, for all positions along the others."""
-    slices = np.vectorize(lambda device: device.slice_index)(devices)
+    slices = np.vectorize(lambda device: getattr(device, attribute))(devices)
     return np.moveaxis(slices, AXES.index(axis), -1).reshape(-1, devices.shape[AXES.index(axis)])
 
 
@@ -46,3 +55,130 @@ def test_an_axis_may_be_a_part_of_a_dimension_of_the_torus(build):
     assert len({device.id for device in devices.flat}) == 16
     halves = [{device.coords[axis] // 2 for device in devices[0].flat} for axis in (0, 1)]
     assert sorted(map(len, halves)) == [1, 2]  # a replica is a half of the chips, not scattered over all of them
+
+
+# --- which axes lie across, by config ---------------------------------------------------------------------------------
+
+
+def test_the_axes_across_may_be_said(build):
+    devices = build("2xv5e-16", data=2, fsdp=16, across={"fsdp": 2})
+    assert {len(set(line)) for line in lines(devices, "data")} == {1}
+    assert {len(set(line)) for line in lines(devices, "fsdp")} == {2}
+    devices = build("4xv5e-4", data=4, model=4, across={"data": 2, "model": 2})
+    assert {len(set(line)) for line in lines(devices, "data")} == {2}
+    assert {len(set(line)) for line in lines(devices, "model")} == {2}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        (
+            "2xv5e-16",
+            {"data": 2, "across": {"data": 4}},
+            r"^mesh\.across = {'data': 4}: product 4 is not the number of slices \(of GPUs: hosts\), 2; "
+            r"nearest: {'data': 2}$",
+        ),
+        ("2xv5e-16", {"across": {"data": 2}}, r"mesh\.across\.data = 2 does not divide mesh\.data = 1; nearest: \[1\]"),
+        (
+            "v5e-16",
+            {"across": {"fsdp": 2}},
+            r"product 2 is not the number of slices \(of GPUs: hosts\), 1; leave it out",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_by_both_numbers(build, name, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, **sizes)
+    with pytest.raises(ValueError, match=message):  # the same from the numbers alone, without devices
+        MeshShape(**sizes).cut(MeshShape(**sizes).resolve(resolve(name).num_devices), resolve(name).num_slices)
+
+
+def test_an_axis_that_is_none_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"^across\.dta: no such axis; did you mean 'data'\?"):
+        MeshShape(across={"dta": 2})
+    config = config_for(MeshShape)
+    with pytest.raises(ConfigError, match=r"across\.data: expected an integer > 0, given 0"):
+        config.override("across.data", "0")
+    config.override("across.data", "2")
+    assert config.instantiate().across == {"data": 2}
+
+
+# --- GPUs: hosts are what slices are to TPUs --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device as `jax.devices()` has them in a real run of several processes."""
+
+    id: int
+    process_index: int
+    slice_index: int  # the host's, by its boot id: the same for all processes on it
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H200"
+
+
+def gpus(processes: list[list[int]]) -> list[Any]:
+    """Devices of processes in JAX's order, two each: processes[host] = the processes there."""
+    host = {process: index for index, own in enumerate(processes) for process in own}
+    return [Gpu(2 * process + i, process, host[process]) for process in sorted(host) for i in range(2)]
+
+
+@pytest.mark.parametrize("processes", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 1], [0, 2]]])
+@pytest.mark.parametrize(
+    ("sizes", "across"),
+    [
+        ({"data": 2}, {"data": 2}),
+        ({}, {"fsdp": 2}),
+        ({"data": 2, "model": 2}, {"data": 2}),
+        ({"model": 4}, {"fsdp": 2}),
+    ],
+)
+def test_the_last_axes_stay_within_a_host(processes, sizes, across):
+    """Also where a scheduler deals the processes out to the hosts in turn."""
+    devices = MeshShape(**sizes).build(gpus(processes)).devices
+    assert len(set(devices.flat)) == 8
+    for axis in AXES:
+        assert {len(set(line)) for line in lines(devices, axis)} == {across.get(axis, 1)}, axis
+
+
+def test_hosts_of_unlike_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"expected as many devices in each slice .*, given {0: 4, 1: 2}"):
+        MeshShape().build([*gpus([[0, 1], [2]])])
+
+
+def test_the_compilers_topology_has_the_hosts_of_a_real_run():
+    pytest.importorskip("jax_cuda12_plugin", reason="no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'")
+    environment("h200x16")
+    mesh = MeshShape(data=2).build(resolve("h200x16").devices())
+    assert {len(set(line)) for line in lines(mesh.devices, "data", "process_index")} == {2}
+    assert {len(set(line)) for line in lines(mesh.devices, "fsdp", "process_index")} == {1}
+    assert {island(device) for device in mesh.devices.flat} == {0, 1}
+    assert accelerator_name(list(mesh.devices.flat)) == "h200x16"
+
+
+def test_all_processes_of_one_machine_are_on_one_host():
+    """What JAX calls a slice where there is no TPU is a machine, by its boot id, and not a process."""
+    code = (
+        "import sys, jax; from framework.mesh import *; jax.config.update('jax_num_cpu_devices', 2); "
+        "jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2])); "
+        "print(sorted({(d.process_index, d.slice_index, island(d)) for d in jax.devices()}))"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    kept = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, address, str(i)], env=kept, stdout=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    assert [run.communicate(timeout=120)[0].strip() for run in runs] == ["[(0, 0, 0), (1, 0, 0)]"] * 2
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_lies_across_is_said():
+    sizes = {"data": 2, "fsdp": 256, "model": 1}
+    assert mesh_text(sizes, {"data": 2}, "tpu") == "data 2 (between slices)  fsdp 256  model 1"
+    assert mesh_text(sizes, {"data": 2, "fsdp": 4}, "gpu") == "data 2 (between hosts)  fsdp 256 (over 4 hosts)  model 1"
+    assert mesh_text(sizes, {}, "cpu") == "data 2  fsdp 256  model 1"

@@ -49,7 +49,7 @@ def sections():
     return start_table(
         config="gpt2-124m",
         accelerator="v5e-8",
-        mesh={"data": 1, "fsdp": 8},
+        mesh="data 1  fsdp 8",
         parameters=[("parameter", 124_439_808, 248_879_616), ("frozen", 1000, 2000)],
         device_bytes={
             ("parameter", "device"): 31 * 2**20,

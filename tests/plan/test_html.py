@@ -52,6 +52,7 @@ def plan(remat="full", activations=2.0, *, allocated=None, limit=15.75, host=0.0
     return {
         **{"config": "llama2-7b", "settings": ["mesh.fsdp=16", f"memory.remat={remat}"], "target": "v5e-16"},
         **{"accelerator": "v5e", "devices": 16, "processes": 4, "mesh": {"data": 1, "fsdp": 16}, "estimated": False},
+        **{"platform": "tpu", "mesh_across": {}},
         **{"fits": limit is None or peak <= limit * GIB, "device_limit_bytes": limit and int(limit * GIB)},
         **{"device_peak_bytes": peak, "device_allocated_bytes": int((allocated or 0) * GIB) or peak},
         **{"host_peak_bytes": int(host * GIB), "host_process_bytes": 4 * int(host * GIB), "host_limit_bytes": 47 * GIB},

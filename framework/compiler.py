@@ -1,0 +1,82 @@
+"""What the XLA compiler is told beyond its own defaults, by config, and checked with that very compiler.
+
+May import: framework.config_names, JAX (inside functions: the environment is checked before it starts).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from framework.config_names import did_you_mean
+
+_PATH = "config.compiler.options."
+
+
+class Compiler:
+    """Options of the compiler: for the training step, initialization, evaluation and generation alike, as what one of
+    them needs (fast memory for a kernel, say) the others need too.
+
+    Args:
+        options: by name, as in XLA_FLAGS and LIBTPU_INIT_ARGS without dashes: {"xla_tpu_scoped_vmem_limit_kib": 65536}.
+    """
+
+    def __init__(self, *, options: dict[str, bool | int | float | str] = {}):  # noqa: B006
+        words: dict[str, bool] = {"true": True, "false": False}  # XLA itself takes a bool, and no such text
+        self.options = {name: words.get(str(value).lower(), str(value)) for name, value in options.items()}
+
+    def check(self, mesh: Any) -> None:
+        """Compiles next to nothing for the devices of a mesh: 0.1 s for 8, 1 s for 1024; nothing without options.
+
+        Raises:
+            ValueError: their compiler does not know an option or refuses its value, or it is one of other devices'.
+        """
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        platform, everywhere = mesh.devices.flat[0].platform, NamedSharding(mesh, PartitionSpec())
+        for name in self.options:
+            # XLA knows the options of CPUs and GPUs everywhere, and leaves those of others aside without a word.
+            if (other := re.match("xla_(cpu|gpu|tpu)_", name)) and other[1] != platform:
+                kinds = f"an option for {other[1].upper()}s, and these devices are {platform.upper()}s"
+                raise ValueError(f"{_PATH}{name}: {kinds}; accelerator_rules give each kind of device its own")
+        if self.options:
+            scalar = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
+            try:
+                jax.jit(lambda x: x + 1).lower(scalar).compile(compiler_options=self.options)
+            except jax.errors.JaxRuntimeError as error:
+                words, near = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ").rstrip(": "), ""
+                name = max((name for name in self.options if name in words), key=len, default="")
+                if "No such" in words:
+                    near = did_you_mean(name, _options("libtpu" if platform == "tpu" else "jaxlib"))
+                raise ValueError(f"{_PATH}{name}: the compiler says: {words}{near}") from None
+
+
+def check_environment() -> None:
+    """Raises ValueError for a flag in XLA_FLAGS that XLA does not know: it would end the process when JAX starts."""
+    for name in re.findall(r"(?:^|\s)--(\w+)", os.environ.get("XLA_FLAGS", "")):
+        with _library("jaxlib") as library:
+            known = library.find(name.encode()) >= 0
+        if not known:
+            raise ValueError(f"XLA_FLAGS: XLA knows no flag --{name}{did_you_mean(name, _options('jaxlib'))}")
+
+
+def _options(package: str) -> list[str]:
+    """The names of options as they stand in the compiler's binary: nothing else lists those of a TPU. A second."""
+    with _library(package) as library:
+        return sorted({name.decode() for name in re.findall(rb"xla_[a-z0-9_]{4,80}", library)})
+
+
+@contextmanager
+def _library(package: str) -> Iterator[mmap.mmap]:
+    spec = find_spec(package)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    path = max(Path(folders[0]).glob("*.so"), key=lambda path: path.stat().st_size)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        yield library

@@ -1,0 +1,188 @@
+"""Options of the compiler: by config, by accelerator, checked with the compiler itself."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from framework.compiler import Compiler, check_environment
+from framework.config import ConfigError, config_for
+from framework.experiment import AcceleratorRule
+from framework.generation import Generator
+from framework.mesh import MeshShape
+from framework.plan import cache
+from framework.plan.guard import need
+from framework.plan.plan import plan
+from framework.plan.targets import environment, resolve
+from framework.program import Program
+from framework.sampling import Sampling
+from framework.scoring import Scorer
+from launch import cli
+from tests.support import small
+
+
+def mesh(name: str = "cpu:8"):
+    return MeshShape().build(resolve(name).devices())
+
+
+@pytest.fixture
+def tpu():
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
+    environment("v5e-8")
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"xla_cpu_enable_fast_mat": True},
+            r"config\.compiler\.options\.xla_cpu_enable_fast_mat: the compiler says: No such compile option: "
+            r"'xla_cpu_enable_fast_mat'; did you mean 'xla_cpu_enable_fast_math'\?$",
+        ),
+        (
+            {"xla_cpu_enable_fast_math": "false", "xla_backend_optimization_level": "two"},
+            r"options\.xla_backend_optimization_level: the compiler says: .*'two' is not a valid int32 value",
+        ),
+        ({"xla_cpu_enable_fast_math": "maybe"}, r"fast_math: the compiler says: .*'maybe' is not a valid bool"),
+        ({"xla_backend_optimization_level": 1.5}, r"'1\.5' is not a valid int32"),
+        (
+            {"xla_tpu_enable_latency_hiding_scheduler": True},
+            r"latency_hiding_scheduler: an option for TPUs, and these devices are CPUs; accelerator_rules",
+        ),
+        ({"xla_gpu_enable_triton_gemm": True}, r"xla_gpu_enable_triton_gemm: an option for GPUs"),
+    ],
+)
+def test_what_the_compiler_refuses_is_one_line(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message) as caught:
+        Compiler(options=options).check(mesh())
+    assert "\n" not in str(caught.value)
+
+
+def test_good_options_and_none_pass():
+    Compiler().check(mesh())
+    Compiler(options={"xla_cpu_enable_fast_math": "true", "xla_backend_optimization_level": 1}).check(mesh())
+
+
+def test_an_option_for_tpus_is_checked_by_their_compiler(tpu):
+    good = {"xla_tpu_enable_latency_hiding_scheduler": "true", "xla_tpu_scoped_vmem_limit_kib": 65536}
+    Compiler(options=good).check(mesh("v5e-8"))
+    with pytest.raises(ValueError, match=r"schedule: .*; did you mean 'xla_tpu_enable_latency_hiding_scheduler'"):
+        Compiler(options={"xla_tpu_enable_latency_hiding_schedule": True}).check(mesh("v5e-8"))
+    with pytest.raises(ValueError, match=r"xla_tpu_scoped_vmem_limit_kib: the compiler says: Failed to parse 'abc'"):
+        Compiler(options={"xla_tpu_scoped_vmem_limit_kib": "abc"}).check(mesh("v5e-8"))
+    with pytest.raises(ValueError, match=r"an option for GPUs, and these devices are TPUs"):
+        Compiler(options={"xla_gpu_enable_latency_hiding_scheduler": True}).check(mesh("v5e-8"))
+
+
+def test_a_thousand_chips_are_checked_in_seconds(tpu):
+    pod = mesh("v5p-2048")
+    start = time.monotonic()
+    Compiler(options={"xla_tpu_enable_latency_hiding_scheduler": True}).check(pod)
+    assert time.monotonic() - start < 15
+
+
+def test_an_option_for_gpus_is_checked_by_their_compiler():
+    pytest.importorskip("jax_cuda12_plugin", reason="no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'")
+    environment("h200x8")
+    Compiler(options={"xla_gpu_enable_latency_hiding_scheduler": "true"}).check(mesh("h200x8"))
+    with pytest.raises(ValueError, match=r"; did you mean 'xla_gpu_enable_latency_hiding_scheduler'"):
+        Compiler(options={"xla_gpu_enable_latency_hiding_schedule": True}).check(mesh("h200x8"))
+    with pytest.raises(ValueError, match=r"an option for TPUs, and these devices are GPUs"):
+        Compiler(options={"xla_tpu_enable_latency_hiding_scheduler": True}).check(mesh("h200x8"))
+
+
+def test_a_program_is_not_built_with_a_bad_option():
+    experiment = small.experiment()
+    experiment.override("compiler.options.xla_nope", "1")
+    with pytest.raises(ValueError, match=r"config\.compiler\.options\.xla_nope: .*No such compile option"):
+        small.program(experiment)
+
+
+# --- from the config to the compiler ---------------------------------------------------------------------------------
+
+
+def test_rules_and_overrides_compose():
+    named = small.experiment()
+    named.compiler.options = {"xla_dump_max_hlo_modules": 3, "xla_cpu_enable_fast_math": False}
+    named.accelerator_rules = [
+        config_for(AcceleratorRule, pattern="v5*", set={"compiler.options.xla_tpu_a": True, "memory.remat": "full"}),
+        config_for(AcceleratorRule, pattern="v5p-*", set={"compiler.options.xla_tpu_b": 2}),
+        config_for(AcceleratorRule, pattern="h200*", set={"compiler.options": {"xla_gpu_c": True}}),
+    ]
+    typed = [("compiler.options.xla_tpu_new", "true"), ("compiler.options.xla_tpu_b", "3")]
+    command = cli.Command(None, "small", named, typed)  # pyright: ignore[reportArgumentType]
+    config, lines = command.resolve("v5p-8")
+    assert config.compiler.options == {
+        **{"xla_dump_max_hlo_modules": 3, "xla_cpu_enable_fast_math": False},
+        **{"xla_tpu_a": True, "xla_tpu_b": 3, "xla_tpu_new": True},
+    }
+    assert "rule v5*: compiler.options.xla_tpu_a - -> true" in lines
+    config, _ = command.resolve("h200x8")
+    assert config.compiler.options == {"xla_gpu_c": True, "xla_tpu_new": True, "xla_tpu_b": 3}
+    assert command.resolve("cpu-8")[0].compiler.options["xla_dump_max_hlo_modules"] == 3
+    with pytest.raises(ConfigError, match=r"compiler\.options\.xla_x: expected"):
+        named.set_path("compiler.options.xla_x", [1])
+
+
+def test_every_program_is_compiled_with_the_options(tmp_path: Path):
+    """Training, evaluation and generation, by what XLA writes when it is told to."""
+    experiment = small.experiment()
+    experiment.compiler.options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": "true"}
+    program = Program(experiment.instantiate(), jax.devices()[:1])
+    state, _ = small.run(program, 1)
+    program.evaluate(state, program.put(small.host_batch(program)))
+    Generator(program, state)([[1, 2]], Sampling(2))
+    list(Scorer(program, state).score([([1, 2, 3], 1)]))
+    dumped = {path.name.split(".")[1] for path in tmp_path.glob("*after_optimizations.txt")}
+    assert {"jit_init", "jit_step", "jit_evaluate", "jit__prefill", "jit__decode", "jit__score"} <= dumped
+
+
+def test_training_and_plan_have_the_same_numbers():
+    plain, told = small.experiment(), small.experiment()
+    told.compiler.options = {"xla_disable_hlo_passes": "fusion"}  # other temporaries are alive: the bytes tell
+    peaks = [need(Program(config.instantiate(), jax.devices()[:1])).peak for config in (plain, told)]
+    assert peaks[0] != peaks[1]
+    assert plan("small", told, resolve("cpu:1"), None, phases=False)["device_peak_bytes"] == peaks[1]
+
+
+def test_the_plans_cache_knows_the_options():
+    experiment = small.experiment()
+    one = cache.path_of(experiment, target="cpu:1")
+    experiment.override("compiler.options.xla_backend_optimization_level", "1")
+    assert cache.path_of(experiment, target="cpu:1") != one
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+def test_unknown_flags_in_the_environment(monkeypatch: pytest.MonkeyPatch):
+    for good in ("", "--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count=8", "flags.txt"):
+        monkeypatch.setenv("XLA_FLAGS", good)
+        check_environment()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true --xla_gpu_enable_latency_hiding_schedular=true")
+    message = r"^XLA_FLAGS: XLA knows no flag --xla_gpu.*schedular; did you mean 'xla_gpu_enable_latency_hiding_sch"
+    with pytest.raises(ValueError, match=message):
+        check_environment()
+
+
+def test_the_check_of_the_environment_agrees_with_xla():
+    """What the check lets through XLA takes, and what it refuses ends the process."""
+    for flag, good in (("--xla_cpu_enable_fast_math=true", True), ("--xla_nope=1", False)):
+        run = [sys.executable, "-m", "launch.plan", "--config=gpt2-124m", "--target=cpu:1", "--estimate"]
+        found = subprocess.run(run, env={**_environment(), "XLA_FLAGS": flag}, capture_output=True, text=True)
+        assert (found.returncode != 2) == good, found.stderr
+        bare = [sys.executable, "-c", "import jax; jax.devices()"]
+        found = subprocess.run(bare, env={**_environment(), "XLA_FLAGS": flag}, capture_output=True, text=True)
+        assert (found.returncode == 0) == good, found.stderr
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
