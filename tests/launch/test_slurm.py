@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.slurm import main
-from tests.support.runs import CONFIG, ROOT, write_text
+from tests.support.runs import CONFIG, ROOT, losses, write_text
 
 TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
 FULL = ["--nodes=2", "--gpus_per_node=8", "--time=1-00:00:00", "--partition=gpu", "--account", "a b", "--job_name=o'x"]
@@ -196,3 +196,14 @@ def test_a_task_that_is_told_to_stop_ends_when_the_training_does(capsys, cluster
     )
     assert (cluster / "saved").exists()
     assert (cluster / "requeued").exists()
+
+
+def test_a_training_of_two_tasks_finds_itself_through_slurm(cluster: Path, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAKE_TASKS", "2")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+    flags = ["--config.trainer.max_steps=3", "--config.mesh.data=2", "--tasks_per_node=2"]
+    assert main([TINY[0], f"--workdir={tmp_path / 'run'}", *flags]) == 0
+    assert list(losses(tmp_path / "run")) == [1, 2, 3]
+    assert "cpu-2" in (tmp_path / "run" / "log.txt").read_text()  # two devices, one of each process
+    assert not (cluster / "requeued").exists()
