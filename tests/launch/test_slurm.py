@@ -198,6 +198,7 @@ def test_a_task_that_is_told_to_stop_ends_when_the_training_does(capsys, cluster
     assert (cluster / "requeued").exists()
 
 
+@pytest.mark.slow
 def test_a_training_of_two_tasks_finds_itself_through_slurm(cluster: Path, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FAKE_TASKS", "2")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
