@@ -86,15 +86,16 @@ def job_set(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     if "://" not in workdir and not (mount and f"{workdir}/".startswith(f"{mount.rstrip('/')}/")):
         raise cli.UsageError(f"--workdir={workdir} would end with its pod: give gs://BUCKET/..., or a path in a --pvc")
     on_tpu = target.platform == "tpu"
-    hosts = target.num_processes // target.num_slices
+    slices = target.num_slices if on_tpu else 1
+    hosts = target.num_processes // slices
     chips = math.prod(map(int, target.topology.split("x"))) // hosts if on_tpu else target.num_devices // hosts
     role = "slice" if on_tpu else "node"
     first = f"{name}-{role}-0-0.{name}"  # the first pod, in the headless service that JobSet makes
     env: list[dict[str, Any]] = []
-    if on_tpu and target.num_slices > 1:  # within a slice, GKE says who is who
+    if slices > 1:  # within a slice, GKE says who is who
         env = [
             {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": first},
-            {"name": "MEGASCALE_NUM_SLICES", "value": str(target.num_slices)},
+            {"name": "MEGASCALE_NUM_SLICES", "value": str(slices)},
             _field("MEGASCALE_SLICE_ID", "metadata.labels['jobset.sigs.k8s.io/job-index']"),
         ]
     elif not on_tpu and hosts > 1:
@@ -155,7 +156,7 @@ def job_set(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "spec": {
             "network": {"enableDNSHostnames": True},
             "failurePolicy": {"maxRestarts": args.max_restarts, "rules": [final]},
-            "replicatedJobs": [{"name": role, "replicas": target.num_slices, "template": {"spec": job}}],
+            "replicatedJobs": [{"name": role, "replicas": slices, "template": {"spec": job}}],
         },
     }
 
