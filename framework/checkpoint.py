@@ -4,9 +4,9 @@ Saves are asynchronous and atomic; every leaf has a checksum that is verified wh
 flipped bits without a word; arrays are restored straight into the shardings and memory kinds that the layout asks for,
 on any mesh, with no second copy. What is stored, and where: docs/checkpoints.md.
 
-Here is the `Checkpointer`; beside it checkpoint_directory (names, manifests, errors), checkpoint_integrity (checksums)
-and checkpoint_storage (orbax). May import: jax, framework.config, framework.distributed, framework.layout (for the
-names of leaves) and those files.
+Here is the `Checkpointer`; beside it checkpoint_directory (names, manifests, errors), checkpoint_integrity (checksums),
+checkpoint_storage (orbax) and checkpoint_objects (object stores). May import: jax, framework.config,
+framework.distributed, framework.layout (for the names of leaves), framework.remote and those files.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from framework import checkpoint_directory as files
+from framework import checkpoint_objects as objects
 from framework import checkpoint_storage as storage
 from framework import distributed
 from framework.checkpoint_directory import (
@@ -37,6 +37,7 @@ from framework.checkpoint_directory import (
 from framework.checkpoint_integrity import checksums
 from framework.config import PositiveInt
 from framework.layout import flatten
+from framework.remote import is_url
 
 _log = logging.getLogger(__name__)
 
@@ -58,11 +59,12 @@ class Checkpointer:
     """The checkpoints in one directory. Every process of a job makes one, and calls its methods at the same points.
 
     Args:
-        directory: holds one directory per step; made if it is not there.
+        directory: holds one directory per step; made if it is not there. Local, or of an object store (gs://, s3://).
         keep: the newest this many are kept.
         keep_every: also keep the steps that it divides, for good.
         read_only: for looking at a directory that another job may be writing; `save` is then an error. Otherwise
             what killed saves left behind is removed at once.
+        before_commit: in an object store, called by the primary in the background before a checkpoint counts.
     """
 
     def __init__(
@@ -72,14 +74,11 @@ class Checkpointer:
         keep: PositiveInt = 3,
         keep_every: PositiveInt | None = None,
         read_only: bool = False,
+        before_commit: Callable[[], None] = lambda: None,
     ):
-        if "://" in os.fspath(directory):
-            raise ValueError(
-                f"checkpoints need a mounted file system with atomic renames, got {os.fspath(directory)!r}"
-            )
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep and keep_every: expected at least 1, got {keep} and {keep_every}")
-        self.directory = Path(os.path.abspath(directory))
+        self.directory, self._in_store, self._before_commit = files.folder(directory), is_url(directory), before_commit
         self.keep, self.keep_every, self.read_only = keep, keep_every, read_only
         self._thread: threading.Thread | None = None
         self._failure: CheckpointSaveError | None = None
@@ -87,7 +86,8 @@ class Checkpointer:
         self._frozen: int | None = None  # the number under which files.FROZEN has this run's frozen arrays
         self._bad: set[int] = set()  # found corrupt by this object
         if not read_only:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if not self._in_store:
+                self.directory.mkdir(parents=True, exist_ok=True)
             for message in files.remove_leftovers(self.directory) if distributed.is_primary() else ():
                 _log.warning("checkpoints: %s", message)
 
@@ -148,17 +148,21 @@ class Checkpointer:
             if not isinstance(leaf, jax.Array):
                 raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
         extra = json.loads(json.dumps(extra, allow_nan=False))
-        self._check_space(step, sum(leaf.nbytes for leaf in leaves.values()))
+        if not self._in_store:
+            self._check_space(step, sum(leaf.nbytes for leaf in leaves.values()))
         sums, now = checksums(leaves), time.strftime("%Y-%m-%dT%H:%M:%S%z")
         records = {name: files.LeafRecord(x.shape, str(x.dtype), sums[name]) for name, x in leaves.items()}
         versions = {name: _version(name) for name in ("jax", "plimsoll-train", "orbax-checkpoint")}
         manifest = files.Manifest(step, records, extra, versions, now, self._frozen if frozen else None)
         path = files.step_directory(self.directory, step)
         try:
-            if distributed.is_primary() and os.path.lexists(path):
-                path.rename(path.with_name(f"{path.name}.replaced"))
-                _log.warning("checkpoints: step %d exists from before and is being replaced", step)
-            written = storage.write(path, leaves, manifest.to_json())
+            if self._in_store:
+                written = objects.write(path, leaves, manifest, self._before_commit)
+            else:
+                if distributed.is_primary() and os.path.lexists(path):
+                    path.rename(path.with_name(f"{path.name}.replaced"))
+                    _log.warning("checkpoints: step %d exists from before and is being replaced", step)
+                written = storage.write(path, leaves, manifest.to_json())
         except Exception as error:
             raise self._failed(step, error) from error
         self._thread = threading.Thread(target=self._finish, args=(step, written), name=f"checkpoint-{step}")
@@ -253,7 +257,11 @@ class Checkpointer:
             stored, {n: files.LeafRecord(tuple(x.shape), str(x.dtype)) for n, x in wanted.items()}
         ):
             raise CheckpointMismatchError(f"step {step} of {self.directory} is of another model: {table}")
-        arrays = storage.read(files.step_directory(self.directory, step), wanted)
+        path = files.step_directory(self.directory, step)
+        if manifest.arrays != files.STATE:
+            arrays = objects.read(path / manifest.arrays, wanted)
+        else:
+            arrays = storage.read(path, wanted)
         sums = checksums(arrays)
         if bad := [name for name in wanted if sums[name] != stored[name].checksum]:
             for array in (*arrays.values(), *jax.tree.leaves(frozen)):

@@ -8,8 +8,11 @@ renames it when it is complete:
     00000100/commit_success.txt     the commit marker, written last, by orbax
     frozen/00000001/                in the same form, the arrays that do not learn: steps refer to them
 
+An object store knows no renames: there a step's arrays are in a folder `state-...` of their own, written by
+checkpoint_objects, and the manifest, which names that folder, is written last and as a whole: it is the commit.
+
 The manifest is JSON, so nothing stored is ever executed on reading it. No array is read here.
-May import: the standard library and framework.metrics.tables.
+May import: the standard library, etils, framework.metrics.tables and framework.remote.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.metrics.tables import Section, render
+from framework.remote import connect, is_url
 
 FORMAT = 1
 MANIFEST, MANIFEST_FILE = "manifest", "data.json"
@@ -36,6 +40,7 @@ COMMIT_MARKER = "commit_success.txt"
 _STEP = re.compile(r"\d{1,18}")
 # What a killed process may leave behind, named by us, or by orbax for a step of ours. Nothing else is ever removed.
 _LEFTOVER = re.compile(r"\d{8,18}(\.orbax-checkpoint-tmp.*|\.deleting)")
+_OBJECTS = STATE + "-"
 _REPLACED = re.compile(r"(\d{8,18})\.replaced")
 
 
@@ -86,6 +91,7 @@ class Manifest:
     frozen: int | None = (
         None  # which of the directories of frozen arrays belongs to this; None: `leaves` has everything
     )
+    arrays: str = STATE  # where the arrays are; anything but STATE was written by checkpoint_objects
 
     def to_json(self) -> dict[str, Any]:
         """As stored. `digest` covers all the rest, so that a changed byte in it does not go unnoticed either."""
@@ -144,6 +150,18 @@ def mismatch_table(stored: Mapping[str, LeafRecord], wanted: Mapping[str, LeafRe
 # --- the directory ---------------------------------------------------------------------------------------------------
 
 
+def folder(path: str | os.PathLike[str]) -> Any:
+    """A Path, or of a URL etils' equivalent. Raises ValueError: a URL that cannot be used."""
+    if not is_url(path):
+        return Path(os.path.abspath(path))
+    from etils import epath
+
+    if not os.fspath(path).startswith(("gs://", "s3://")):
+        raise ValueError(f"checkpoints: expected a local folder, gs://BUCKET/... or s3://BUCKET/..., got {str(path)!r}")
+    connect(os.fspath(path))
+    return epath.Path(path)
+
+
 def step_directory(root: Path, step: int) -> Path:
     """Where the checkpoint of a step is, or would be."""
     return root / f"{step:08d}"
@@ -153,7 +171,7 @@ def scan(root: Path) -> tuple[list[int], list[str]]:
     """The committed steps, ascending, and what is wrong with the other directories that look like steps."""
     committed: list[int] = []
     problems: list[str] = []
-    for entry in sorted(os.listdir(root)) if root.is_dir() else []:
+    for entry in sorted(found.name for found in root.iterdir()) if root.is_dir() else []:
         if not _STEP.fullmatch(entry):
             continue
         path, right = root / entry, step_directory(root, int(entry))
@@ -169,13 +187,16 @@ def scan(root: Path) -> tuple[list[int], list[str]]:
 
 def incomplete(path: Path) -> str | None:
     """Why a path is no committed checkpoint; None if it is one. Looks at names only."""
-    if path.is_symlink():
+    if os.path.islink(path):
         return "it is a symbolic link"
     if not path.is_dir():
         return "it is not a directory" if path.exists() else "there is no such directory"
-    if not any(path.iterdir()):
+    names = [entry.name for entry in path.iterdir()]
+    if not names:
         return "it is empty"
     needed = COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt"
+    if any(name.startswith(_OBJECTS) for name in names):
+        needed = ()
     missing = [name for name in (*needed, f"{MANIFEST}/{MANIFEST_FILE}") if not (path / name).is_file()]
     return f"{missing[0]} is missing" if missing else None
 
@@ -185,6 +206,8 @@ def remove_leftovers(root: Path) -> list[str]:
     whose names this program gives: half-written ones, half-deleted ones, and those that were put aside while their
     successor was written (put back if that never came)."""
     messages = []
+    if is_url(root):
+        return [note for entry in (root.iterdir() if root.exists() else ()) for note in _remove_objects(entry)]
     for entry in sorted(os.listdir(root)):
         path, aside = root / entry, _REPLACED.fullmatch(entry)
         if aside and not os.path.lexists(root / aside[1]):
@@ -198,20 +221,37 @@ def remove_leftovers(root: Path) -> list[str]:
     return messages
 
 
+def _remove_objects(path: Any) -> list[str]:
+    """In an object store: what is in a step's folder, but not of a checkpoint that was committed."""
+    names = [entry.name for entry in path.iterdir()] if _STEP.fullmatch(path.name) and path.is_dir() else []
+    arrays = [name for name in names if name.startswith(_OBJECTS)]
+    if not arrays or (MANIFEST in names and len(arrays) == 1):
+        return []
+    kept = Manifest.read(path).arrays if MANIFEST in names else None
+    stale = [name for name in arrays if name != kept]
+    for name in stale:
+        (path / name).rmtree()
+    return [f"removed {path / name}, left behind by a save that did not end, or replaced" for name in stale]
+
+
 def delete_step(root: Path, step: int) -> None:
     """Deletes a checkpoint; killed halfway, what remains does not look like one."""
+    if is_url(root):
+        path: Any = step_directory(root, step)
+        (path / MANIFEST / MANIFEST_FILE).unlink()
+        return path.rmtree()
     shutil.rmtree(step_directory(root, step).rename(root / f"{step:08d}.deleting"))
 
 
 def describe(root: str | os.PathLike[str], step: int | None = None) -> str:
     """A text for people: the checkpoints in `root`, and the leaves of one of them, the newest if `step` is None. Raises
     CheckpointMissingError: there is none; CheckpointCorruptError: its manifest is not readable."""
-    committed, problems = scan(Path(root))
+    committed, problems = scan(folder(root))
     text = "\n".join([f"{root}: committed steps {committed or 'none'}", *problems])
     step = max(committed, default=None) if step is None else step
     if step not in committed:
         raise CheckpointMissingError(text if step is None else f"no checkpoint of step {step}; {text}")
-    manifest = Manifest.read(step_directory(Path(root), step))
+    manifest = Manifest.read(step_directory(folder(root), step))
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     width = max(map(len, manifest.leaves), default=0)
     leaves = [f"{name:{width}}  {leaf.checksum}  {leaf}" for name, leaf in manifest.leaves.items()]

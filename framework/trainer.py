@@ -67,7 +67,9 @@ class Trainer:
         self.data_offset = 0
         self._saved_at = time.monotonic()
         keep, keep_every = self.options.keep, self.options.keep_every
-        self.checkpointer = Checkpointer(directory=workdir.checkpoints, keep=keep, keep_every=keep_every)
+        self.checkpointer = Checkpointer(
+            directory=workdir.checkpoints, keep=keep, keep_every=keep_every, before_commit=workdir.sync
+        )
         self.writer: Writer = self._writers()
         peak = spec_for(list(program.mesh.devices.flat)).peak_flops(str(experiment.model.compute_dtype))
         self.throughput = Throughput(
@@ -103,7 +105,7 @@ class Trainer:
             self.progress.print(f"checkpoint: {problem}")
         if resume == "never" and steps:
             raise ValueError(
-                f"--resume=never, but {self.workdir.path} holds checkpoints up to step {max(steps)}; "
+                f"--resume=never, but {self.checkpointer.directory} holds checkpoints up to step {max(steps)}; "
                 "choose another --workdir, or remove them"
             )
         if resume == "must" and not steps:
@@ -223,8 +225,9 @@ class Trainer:
                 else:
                     metrics = {**metrics, **self.ballot.cast(votes, after=metrics["loss"])}
                 buffer.put(step, metrics)
-                # Waits for the step before this one, which bounds how far Python runs ahead of the device.
-                self._metrics(buffer.take(keep=1))
+                # Waits for the step before this one, which bounds how far Python runs ahead of the device; a save waits
+                # for this one anyway, and its row must not be lost where the checkpoint is the last thing that is left.
+                self._metrics(buffer.take(keep=int(step % self.options.save_every != 0)))
                 for hook in self.hooks:
                     hook.after_step(self, step)
             self._metrics(buffer.take(keep=0))

@@ -1,6 +1,6 @@
 """The working directory of a run: its layout, its lock, safe names, atomic JSON files, and what changed in a config.
 
-May import: the standard library. Nothing here starts JAX.
+May import: the standard library and framework.remote. Nothing here starts JAX.
 """
 
 from __future__ import annotations
@@ -16,32 +16,44 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from framework.remote import OWNER, Mirror, is_url, without_secrets
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{,127}")
 _MISSING = "(absent)"
-_OWNER = "process {pid} on host {host}, since {since} ({command})"
 
 
 class Workdir:
     """A run's directory, made if it is not there. It belongs to one job at a time: `claim`, or `with`.
 
-    Raises NotADirectoryError: something else is at `path`; PermissionError: it cannot be made or written.
+    Where `path` is a URL (gs://, s3://), `self.path` is a local folder of this process, carried there by a Mirror.
+
+    Raises NotADirectoryError: something else is at `path`; PermissionError: it cannot be made or written; ValueError: a
+    URL that cannot be used.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(os.path.abspath(os.path.expanduser(path)))
+        if is_url(path) and not re.fullmatch(r"(gs|s3)://[^/]+(/(?!\.\.?(/|$))[^/]+)+/?", os.fspath(path)):
+            raise ValueError(
+                f"--workdir: expected gs://BUCKET/RUN or s3://BUCKET/RUN, got {without_secrets(str(path))!r}"
+            )
+        self.mirror = Mirror(os.fspath(path).rstrip("/")) if is_url(path) else None
+        self.path = self.mirror.folder if self.mirror else Path(os.path.abspath(os.path.expanduser(path)))
         self.config = self.path / "config.json"  # the resolved config of the last start
         self.metrics = self.path / "metrics.jsonl"  # one object per line
-        self.checkpoints = self.path / "checkpoints"  # see framework/checkpoint.py
+        self.checkpoints = f"{self.mirror.url}/checkpoints" if self.mirror else self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"  # event files
         self.log = self.path / "log.txt"  # what was printed
         self._lock = self.path / "lock.json"  # who holds the directory
         self._held: tuple[int, int, str] | None = None  # an open descriptor of it, the process, what is in the lock
+        if self.mirror:
+            return
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"--workdir: expected a directory, got the file {self.path}")
-        for directory in (self.path, self.checkpoints, self.tensorboard):
+        for directory in (self.path, self.path / "checkpoints", self.tensorboard):
             directory.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise PermissionError(f"--workdir: no permission to write in {self.path}")
@@ -59,7 +71,14 @@ class Workdir:
         if self._held is not None:
             return None
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        text = json.dumps({**owner, "command": " ".join(sys.argv)[:500]}, indent=2) + "\n"
+        owner["command"] = without_secrets(" ".join(sys.argv))[:500]
+        if self.mirror:
+            message = self.mirror.claim(owner)
+            self._held = -1, os.getpid(), ""
+            self.mirror.fetch()
+            self.mirror.start()
+            return message
+        text = json.dumps(owner, indent=2) + "\n"
         with contextlib.ExitStack() as on_error:
             directory = os.open(self.path, os.O_RDONLY)
             on_error.callback(os.close, directory)
@@ -85,7 +104,7 @@ class Workdir:
             text = self._lock.read_text(errors="replace")
         with contextlib.suppress(ValueError, TypeError, KeyError):
             owner = json.loads(text or "")
-            who = _OWNER.format_map(owner)
+            who = OWNER.format_map(owner)
         if not locked:
             stop = f"stop that job first (kill {owner['pid']})" if who else "stop that job first"
             busy = f"--workdir: {self.path} is in use by {who or 'another process'}"
@@ -106,6 +125,8 @@ class Workdir:
     def release(self) -> None:
         """Gives the directory back. Only the process that claimed it does, and only if the lock is still its own."""
         held, self._held = self._held, None
+        if self.mirror:
+            return self.mirror.close()
         if held is None or held[1] != os.getpid():
             return  # never claimed, or a forked child that inherited this object
         atexit.unregister(self.release)
@@ -113,6 +134,40 @@ class Workdir:
             if self._lock.read_text(errors="replace") == held[2]:
                 self._lock.unlink()
         os.close(held[0])
+
+    def sync(self) -> None:
+        """Uploads what has changed, where the workdir is a URL. Raises OSError, ValueError: that failed."""
+        if self.mirror:
+            self.mirror.upload()
+
+    def meet(self, barrier: Callable[[], object], *, is_primary: bool) -> None:
+        """Waits for all processes at `barrier`. Afterwards each sees the files that the primary wrote before."""
+        if is_primary:
+            self.sync()
+        barrier()
+        if self.mirror and not is_primary:
+            self.mirror.fetch()
+            self.mirror.start()
+
+    def owner(self) -> str:
+        """What the lock of a local directory says, as this process sees it."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._lock.read_text()
+        return ""
+
+    def sees(self, owner: str, seconds: float = 10.0) -> bool:
+        """Whether the lock says that here too, at the latest after so long (NFS keeps what it saw). Of an object store
+        that needs no proof; a process that has not claimed it downloads what is there."""
+        if self.mirror:
+            if self._held is None:
+                self.mirror.fetch()
+            return True
+        end = time.monotonic() + seconds
+        while self.owner() != owner:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.2)
+        return True
 
     def __enter__(self) -> Workdir:
         self.claim()

@@ -12,10 +12,12 @@ replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, after savin
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from launch import cli
@@ -76,9 +78,25 @@ def main(argv: list[str]) -> int:
     if distributed.is_primary() and (message := workdir.claim()):
         print(message, file=sys.stderr)
     try:
+        _check_shared(workdir)
         return _guarded(command, workdir, limit, goodput, health)
     finally:
         workdir.release()
+
+
+def _check_shared(workdir: Any) -> None:
+    """Raises ValueError, in every process of the run: one of them does not see what the first wrote."""
+    import jax
+
+    from framework import distributed
+
+    seen = workdir.sees(distributed.from_primary(workdir.owner()))
+    if not distributed.everywhere(seen):
+        who = f"process {jax.process_index()} on host {socket.gethostname()}" if not seen else "another process of it"
+        raise ValueError(
+            f"--workdir: {who} does not see what process 0 of this run wrote to {workdir.path}: all hosts need the "
+            "same folder (NFS, Lustre, ...), or an object store (gs://..., s3://...)"
+        )
 
 
 def _guarded(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, health: Any) -> int:
@@ -166,8 +184,9 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         ):
             experiment.pretrained.places(experiment.model)  # what is wrong with a directory shows before any compile
         progress.status("preparing data")
+        meet = partial(workdir.meet, partial(distributed.barrier, "data"), is_primary=primary)
         with goodput.during("data"):
-            experiment.data.setup(workdir.path, is_primary=primary, barrier=lambda: distributed.barrier("data"))
+            experiment.data.setup(workdir.path, is_primary=primary, barrier=meet)
         progress.status("")
         if options.max_epochs is not None:
             for line in scale_steps(config, experiment.data.epoch_steps(options.max_epochs)):

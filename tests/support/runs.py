@@ -26,29 +26,36 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def train(workdir: Path, *flags: str, config: str = "tiny") -> int:
+def train(workdir: Path | str, *flags: str, config: str = "tiny") -> int:
     """`launch.train` in this process; the exit code."""
     return main([f"--config={CONFIG}:{config}", f"--workdir={workdir}", *flags])
 
 
-def command(workdir: Path, *flags: str, config: str = "tiny", file: str = CONFIG) -> list[str]:
+def command(workdir: Path | str, *flags: str, config: str = "tiny", file: str = CONFIG) -> list[str]:
     """The command line of a run in a process of its own."""
     return [sys.executable, "-m", "launch.train", f"--config={file}:{config}", f"--workdir={workdir}", *flags]
 
 
-def start(workdir: Path, *flags: str, config: str = "tiny", devices: int = 1, file: str = CONFIG) -> subprocess.Popen:
-    """A run in a process of its own, on so many CPU devices; output goes to WORKDIR.out."""
+def start(
+    workdir: Path | str,
+    *flags: str,
+    config: str = "tiny",
+    devices: int = 1,
+    file: str = CONFIG,
+    out: Path | None = None,
+) -> subprocess.Popen:
+    """A run in a process of its own, on so many CPU devices; output goes to `out`, or WORKDIR.out."""
     environment = {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
-    with open(f"{workdir}.out", "a") as out:
+    with open(out or f"{workdir}.out", "a") as stream:
         return subprocess.Popen(
             command(workdir, *flags, config=config, file=file),
             cwd=ROOT,
             env=environment,
-            stdout=out,
+            stdout=stream,
             stderr=subprocess.STDOUT,
         )
 
