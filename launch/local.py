@@ -3,10 +3,9 @@
     python -m launch.local --config=gpt2-124m --workdir=runs/a --gpus=all
     python -m launch.local --config=stdlib-tiny --workdir=runs/b --processes=4 --devices_per_process=2
 
-When a process dies, the others get --grace seconds to end by themselves; then all start again from the last checkpoint:
-at once if there is a new one, else after a growing wait, --max_restarts times in a row. Exit codes are launch.train's.
-0, 2, 3, 4, 130 and 143 are final; else it is that of the process which failed first, 128 + n if signal n killed it.
-SIGTERM and SIGINT are passed on, the second one kills. SIGTERM to a single process stops all of them, after saving.
+When one dies, the others get --grace seconds to end; then all start again from the last checkpoint: at once if there is
+a new one, else after a growing wait. The exit code is launch.train's, of the process that failed first (128 + n: signal
+n killed it). SIGTERM and SIGINT are passed on, the second one kills; SIGTERM to a single process stops all of them.
 """
 
 import contextlib
@@ -22,14 +21,11 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from functools import partial
+from subprocess import PIPE, STDOUT, Popen
 
-from framework.checkpoint_directory import scan
+from framework.checkpoint_directory import folder, scan
 from launch import cli, commands
-
-AS_IT_SHOULD = (0, *commands.STOPPED)
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @cli.main
@@ -50,29 +46,32 @@ def main(argv: list[str]) -> int:
             line = _line(words, "127.0.0.1:PORT", len(environments), index)
             print(*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(line))
         return 0
-    checkpoints = Path(args.workdir or f"runs/{args.run_name}", "checkpoints").expanduser()
-    supervisor = Supervisor(words, environments, lambda: max(scan(checkpoints)[0], default=-1))
-    return supervisor.run(args.grace, args.backoff, args.max_restarts)
+    newest = partial(_newest, os.path.expanduser(args.workdir or f"runs/{args.run_name}"))
+    return Supervisor(words, environments, newest).run(args.grace, args.backoff, args.max_restarts)
+
+
+def _newest(workdir: str) -> int:
+    with contextlib.suppress(OSError, ValueError):  # a store may not answer
+        return max(scan(folder(f"{workdir}/checkpoints"))[0], default=-1)
+    return -1
 
 
 def _environments(processes: int | None, devices: int | None, gpus: str | None) -> list[dict[str, str]]:
     """What each process's environment has besides the launcher's own."""
-    if any(value is not None and value < 1 for value in (processes, devices)):
-        raise cli.UsageError("--processes and --devices_per_process: expected 1 or more")
+    if any(value is not None and value < 1 for value in (processes, devices)) or (gpus and devices):
+        raise cli.UsageError("--processes, --devices_per_process: expected 1 or more; the latter is not for --gpus")
     if gpus is None:
         if (processes or 1) == 1 and devices is None:
             return [{}]  # one process, on whatever JAX finds
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices or 1}"
         return [{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}] * (processes or 1)
-    if devices is not None:
-        raise cli.UsageError("--devices_per_process is for CPU; --gpus are divided evenly among --processes")
-    names = gpus.split(",")
-    if gpus == "all" and not (names := list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))):
-        listed = subprocess.run(["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], stdout=PIPE, text=True)
-        names = listed.stdout.split() if listed.returncode == 0 else []
-    share, rest = divmod(len(names), processes or len(names) or 1)
-    if not all(names) or len(set(names)) < len(names) or rest or not share:
-        raise cli.UsageError(f"--gpus={gpus}: {names} are not distinct, or not divisible by --processes={processes}")
+    if (listed := gpus) == "all":
+        ask = "nvidia-smi --query-gpu=index --format=csv,noheader"
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES") or subprocess.getoutput(ask)
+    names = listed.replace("\n", ",").split(",")
+    share, rest = divmod(len(names), processes or len(names))
+    if rest or not share or len({*names}) < len(names) or not all(name.replace("-", "").isalnum() for name in names):
+        raise cli.UsageError(f"--gpus={gpus}: {listed!r} are not distinct GPUs, or not divisible by --processes")
     return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i : i + share])} for i in range(0, len(names), share)]
 
 
@@ -82,13 +81,11 @@ def _line(words: list[str], coordinator: str, count: int, index: int) -> list[st
 
 
 class Supervisor:
-    """The processes of one run: `words` follow launch.train, `environments` are what each adds to the launcher's own,
-    `committed()` is the step of the newest checkpoint."""
+    """Runs `launch.train *words` once for each of the environments; `committed()`: the newest checkpoint's step."""
 
     def __init__(self, words: list[str], environments: list[dict[str, str]], committed: Callable[[], int]):
         self.words, self.environments, self.committed = words, environments, committed
-        self.stopped = 0  # the signal that ends the run
-        self.alive: dict[int, Popen[bytes]] = {}
+        self.stopped, self.alive = 0, dict[int, Popen[bytes]]()  # the signal that ends the run; processes by number
         self._events = queue.SimpleQueue[tuple[int, int | None]]()  # (process, its code), or (signal, None)
 
     def run(self, grace: float, backoff: float, max_restarts: int) -> int:
@@ -114,27 +111,18 @@ class Supervisor:
             self._send(signal.SIGKILL, os.killpg)
 
     def _start(self, words: list[str]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
             coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-        launcher, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
-
-        def begin() -> None:  # in the child
-            os.setsid()  # a terminal's Ctrl-C comes to the launcher alone
-            if prctl is not None:  # Linux; elsewhere a launcher that is killed leaves its processes behind
-                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:
-                os._exit(1)
-
+        # 1 is PR_SET_PDEATHSIG: they die with the launcher, on Linux. A terminal's Ctrl-C comes to the launcher alone.
+        tie = partial(getattr(ctypes.CDLL(None), "prctl", max), 1, signal.SIGKILL)
         for i, more in enumerate(self.environments):
             line = _line(words, coordinator, len(self.environments), i)
             env = {**os.environ, "PYTHONUNBUFFERED": "1", **more}
-            self.alive[i] = Popen(line, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, preexec_fn=begin)
+            self.alive[i] = Popen(line, env=env, stdout=PIPE, stderr=STDOUT, start_new_session=True, preexec_fn=tie)
             threading.Thread(target=self._follow, args=(i, self.alive[i]), daemon=True).start()
         _say(f"started, pids {' '.join(str(child.pid) for child in self.alive.values())}")
 
     def _follow(self, index: int, child: Popen[bytes]) -> None:
-        """Passes on what a process prints, and tells of its end, when what it had started is gone too."""
         printing = threading.Thread(target=_pass_on, args=(child, index), daemon=True)
         printing.start()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # not reaped, its group's number stays its own
@@ -145,7 +133,7 @@ class Supervisor:
     def _next(self, deadline: float | None) -> tuple[int, int] | None:
         """The next process that ends, with its code; None at the deadline, or if a signal finds none to wait for."""
         with contextlib.suppress(queue.Empty):
-            while True:
+            while self.alive or not self.stopped:
                 one, code = self._events.get(timeout=deadline and max(0.0, deadline - time.monotonic()))
                 if code is not None:
                     return one, code
@@ -154,12 +142,10 @@ class Supervisor:
                 self.stopped = one
                 _say(f"{signal.Signals(one).name} passed on: the processes save and stop; a second one kills them")
                 self._send(one)
-                if not self.alive:
-                    break
         return None
 
     def _watch(self, grace: float) -> tuple[int, str]:
-        """Until all have ended: the exit code of the one that is to blame, and in words what happened."""
+        """Until all have ended: the exit code of the one to blame (not who ends as another is gone, 5), and the story."""
         ended: dict[int, int] = {}  # the code of each that ended by itself, as subprocess has it
         at = deadline = killed = None
         while self.alive:
@@ -170,15 +156,14 @@ class Supervisor:
             del self.alive[event[0]]
             if not killed:
                 ended[event[0]] = event[1]
-            if at is None and event[1] not in AS_IT_SHOULD:
-                at, deadline = datetime.now(), time.monotonic() + grace
-        # Who ends because another is gone (5) is not to blame, nor who ends as it should.
-        index, code = min(ended.items(), key=lambda one: (one[1] == 0, one[1] in AS_IT_SHOULD, one[1] == 5))
+            if at is None and event[1] not in (0, *commands.STOPPED):
+                at, deadline = time.time(), time.monotonic() + grace
+        index, code = min(ended.items(), key=lambda one: (one[1] == 0, one[1] in commands.STOPPED, one[1] == 5))
         told = f"process {index} {commands.meaning(code)}"
         if at is not None:
             others = [str(ended.get(i, "killed")) for i in range(len(self.environments)) if i != index] or ["none"]
-            seconds = (datetime.now() - at).total_seconds()
-            told += f" at {at:%H:%M:%S.%f}; all gone {seconds:.1f} s later (others: {', '.join(others)})"
+            told += f" at {datetime.fromtimestamp(at):%H:%M:%S.%f}; all gone {time.time() - at:.1f} s later"
+            told += f" (others: {', '.join(others)})"
         return (code if code >= 0 else 128 - code), told
 
     def _send(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:

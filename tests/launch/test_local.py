@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.local import main
+from launch.local import _newest, main
 from tests.support.runs import CONFIG, ROOT, losses, write_text
 
 TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
@@ -277,6 +277,35 @@ def test_gpus_are_divided(capsys, monkeypatch, tmp_path: Path, text: Path) -> No
     assert devices("--gpus=all") == ["CUDA_VISIBLE_DEVICES=5", "CUDA_VISIBLE_DEVICES=7"]
 
 
+def test_no_gpus_to_be_found(capsys, monkeypatch, tmp_path: Path, text: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho it has failed; exit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    code, lines, err = dry(capsys, "--gpus=all")
+    assert (code, lines) == (2, [])
+    assert "'it has failed' are not distinct GPUs" in err
+
+
+def test_the_newest_checkpoint_is_progress(tmp_path: Path, monkeypatch) -> None:
+    assert _newest(str(tmp_path)) == -1
+    for step in (3, 12):
+        for name in (
+            "commit_success.txt",
+            "_CHECKPOINT_METADATA",
+            "state/_METADATA",
+            "state/manifest.ocdbt",
+            "manifest/data.json",
+        ):
+            path = tmp_path / "checkpoints" / f"{step:08d}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+    assert _newest(str(tmp_path)) == 12
+    path.with_name("data.json").unlink()  # not complete
+    assert _newest(str(tmp_path)) == 3
+    assert _newest("ftp://host/x") == -1  # what cannot be asked is no progress
+
+
 WRONG = [
     (["--proceses=2"], "unknown flag '--proceses'; did you mean '--processes'?"),
     (["--resme=auto"], "unknown flag '--resme'; did you mean '--resume'?"),
@@ -284,10 +313,10 @@ WRONG = [
     (["--config.data.seq_len=0"], "seq_len"),
     (["--processes=0"], "expected 1 or more"),
     (["--processes=x"], "invalid int value: 'x'"),
-    (["--gpus=0,1", "--devices_per_process=2"], "--devices_per_process is for CPU"),
-    (["--gpus=0,1,2", "--processes=2"], "not divisible by --processes=2"),
-    (["--gpus=0,0"], "not distinct"),
-    (["--gpus=0,"], "not distinct"),
+    (["--gpus=0,1", "--devices_per_process=2"], "the latter is not for --gpus"),
+    (["--gpus=0,1,2", "--processes=2"], "'0,1,2' are not distinct GPUs, or not divisible by --processes"),
+    (["--gpus=0,0"], "are not distinct GPUs"),
+    (["--gpus=0,"], "are not distinct GPUs"),
     (["--process_id=1"], "--process_id is for processes started by hand"),
 ]
 
