@@ -145,7 +145,7 @@ class Supervisor:
         return None
 
     def _watch(self, grace: float) -> tuple[int, str]:
-        """Until all have ended: the exit code of the one to blame (not who ends as another is gone, 5), and the story."""
+        """Until all have ended: the exit code of the one to blame (not who ends as another is gone: 5); in words."""
         ended: dict[int, int] = {}  # the code of each that ended by itself, as subprocess has it
         at = deadline = killed = None
         while self.alive:
