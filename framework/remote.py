@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 INTERVAL = 20.0  # seconds between two uploads, and between two refreshments of the lock
 LEASE = 60.0  # a lock that was not refreshed for so long belongs to nobody
 OWNER = "process {pid} on host {host}, since {since} ({command})"
-_NOT_FETCHED = {"checkpoints", "tensorboard", "profile", "lock.json"}  # of a workdir, at the start
+_NOT_FETCHED = ("checkpoints", "tensorboard", "profile", "lock.json")  # what begins so, of a workdir
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _SECRET = re.compile(r"(?<=://)[^/\s]*@|(?<=[?&])[\w-]*(?:signature|token|credential|secret|sig|key)=[^\s&]*", re.I)
 
@@ -103,7 +103,7 @@ class Mirror:
         with explained(self.url), self._turn:
             for entry in self.fs.ls(self.root, detail=True) if self.fs.exists(self.root) else ():
                 path = entry["name"].rstrip("/")
-                if path.rpartition("/")[2] in _NOT_FETCHED:
+                if path.rpartition("/")[2].startswith(_NOT_FETCHED):
                     continue
                 for found in self.fs.find(path) if entry["type"] == "directory" else [path]:
                     name = found[len(self.root) + 1 :]

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 import tempfile
@@ -175,6 +176,17 @@ class Workdir:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def read_only(path: str) -> tuple[Path, str]:
+    """A workdir's folder and its checkpoints, for looking at. Of a URL, the folder is a local copy of the small files
+    that goes with this process. Raises as Workdir."""
+    if not is_url(path):
+        return Path(path).expanduser(), f"{Path(path).expanduser()}/checkpoints"
+    workdir = Workdir(path)
+    atexit.register(shutil.rmtree, workdir.path, ignore_errors=True)
+    workdir.sees("")
+    return workdir.path, str(workdir.checkpoints)
 
 
 def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> Path:

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     model, pretrained = loaded.experiment.model, loaded.experiment.pretrained
     facts, family = of_model(loaded.config.model, None if pretrained is None else pretrained.facts)
     params = loaded.program.weights(loaded.state, averaged=loaded.averaged)
-    beside = _tokenizer(Path(args.workdir or args.hf).expanduser(), loaded)
+    beside = _tokenizer(loaded.folder, loaded)
     if args.adapter:
         base = "" if pretrained is None else pretrained.path
         export_adapters(args.to, model, params, family, base, beside=beside)

@@ -13,6 +13,7 @@ from typing import Any
 import configs
 from framework.config import Config, ConfigError, config_for
 from framework.data.tokenizers import BPETokenizer
+from framework.workdir import read_only
 from launch import cli
 
 
@@ -25,6 +26,7 @@ class Loaded:
     program: Any
     state: dict[str, Any]
     averaged: bool
+    folder: Path  # the workdir's, or the published model's
 
     @property
     def tokenizer(self) -> Any:
@@ -68,11 +70,11 @@ def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     cli.prepare_jax()
     if args.hf is not None:
         return _load_hf(args, overrides)
-    workdir = Path(args.workdir).expanduser()
+    workdir, checkpoints = read_only(args.workdir)
     try:
         config = Config.from_json((workdir / "config.json").read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of launch.train") from None
+        raise FileNotFoundError(f"--workdir: {args.workdir} holds no config.json, so no run of launch.train") from None
     except ConfigError as error:
         raise ConfigError(f"{workdir / 'config.json'}: {error}") from None
     cli.apply_overrides(config, overrides)
@@ -90,7 +92,7 @@ def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     from framework.program import inference_program
     from framework.trainer import use_compilation_cache
 
-    checkpointer = Checkpointer(directory=workdir / "checkpoints", read_only=True)
+    checkpointer = Checkpointer(directory=checkpoints, read_only=True)
     if not checkpointer.steps():
         raise FileNotFoundError("; ".join([f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]))
     use_compilation_cache(config.trainer.compilation_cache)
@@ -99,8 +101,8 @@ def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     abstract = program.layout.abstract({group: program.layout.specs[group] for group in groups})
     restore = checkpointer.restore_latest if args.step is None else partial(checkpointer.restore, args.step)
     restored = restore(abstract, groups=groups)
-    tell("\n".join([*restored.problems, f"{workdir}, step {restored.step}{', averaged' if args.ema else ''}"]))
-    return Loaded(config, experiment, program, {"parameter": {}, "ema": {}, **restored.state}, args.ema)
+    tell("\n".join([*restored.problems, f"{args.workdir}, step {restored.step}{', averaged' if args.ema else ''}"]))
+    return Loaded(config, experiment, program, {"parameter": {}, "ema": {}, **restored.state}, args.ema, workdir)
 
 
 def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
@@ -119,7 +121,7 @@ def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     experiment.data.tokenizer.prepare(Path(args.hf), None, write=False)
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=args.host_weights, tell=tell)
-    return Loaded(config, experiment, program, experiment.pretrained.init(program), averaged=False)
+    return Loaded(config, experiment, program, experiment.pretrained.init(program), False, Path(args.hf).expanduser())
 
 
 def tell(message: str) -> None:

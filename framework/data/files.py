@@ -1,12 +1,13 @@
 """Files of data, local or behind any fsspec URL: finding them, reading them, and hashes that are computed only once.
 
 A path is a local path, a glob, or a URL that fsspec understands (memory://, s3://, gs:// ...). What cannot be read is
-an error that names it, before any model is built. May import: framework.config, framework.workdir; fsspec lazily.
+an error that names it, before any model is built. May import: framework.config, .remote, .workdir; fsspec lazily.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import lzma
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config import did_you_mean
+from framework.remote import connect, explained, is_url
 from framework.workdir import write_json
 
 BLOCK_BYTES = 4 << 20  # content is hashed in blocks, so that damage can be located to one of them
@@ -114,15 +116,12 @@ def find(paths: str | Iterable[str]) -> list[DataFile]:
 
 
 def _match(pattern: str) -> list[DataFile]:
-    from fsspec.core import url_to_fs
-
-    try:
-        fs, path = url_to_fs(os.path.expanduser(pattern))
-    except (ValueError, ImportError) as error:  # an unknown protocol, or one whose package is not installed
-        raise ValueError(f"cannot open {pattern!r}: {error}") from error
-    if fs.isdir(path):
+    fs, path = connect(os.path.expanduser(pattern))
+    with explained(pattern) if is_url(pattern) else readable(pattern):
+        is_folder, exists = fs.isdir(path), fs.exists(path)
+    if is_folder:
         raise IsADirectoryError(f"{pattern} is a folder; name its files, for instance {pattern.rstrip('/')}/*")
-    if fs.exists(path):  # before globs: a name may hold their letters
+    if exists:  # before globs: a name may hold their letters
         return [DataFile(fs, path)]
     fixed = re.split(r"[*?[]", path)[0]
     folder, _, name = fixed.rpartition("/")
@@ -134,6 +133,30 @@ def _match(pattern: str) -> list[DataFile]:
     if not matches:
         raise FileNotFoundError(f"no file matches {pattern} ({len(names)} entries in {folder or '/'})")
     return [DataFile(fs, match) for match in matches]
+
+
+def fetched(file: DataFile, folder: str | None, beside: str) -> DataFile:
+    """The file, or of a remote one a copy in `folder` (None: ~/.cache/plimsoll), with what is `beside` it, if that is
+    there: made once, and again when size, time or tag there have changed. Raises as `explained`."""
+    if file.is_local:
+        return file
+    cache = folder or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/plimsoll"
+    states = [file.name, file.state()]
+    with explained(file.name):
+        if beside != file.path and file.fs.exists(beside):
+            states.append(DataFile(file.fs, beside).state())
+    place = Path(cache).expanduser() / "fetched" / digest_of(states)[:16]
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place / ".lock", "w") as lock, explained(file.name):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a host fetch it once
+        for path in [beside, file.path][3 - len(states) :]:
+            target = place / path.rpartition("/")[2]
+            if not target.exists():
+                file.fs.get_file(path, f"{target}.tmp")
+                os.replace(f"{target}.tmp", target)
+    (copy,) = find(str(place / file.path.rpartition("/")[2]))
+    copy.name = file.name  # what messages call it
+    return copy
 
 
 class FileHashes:

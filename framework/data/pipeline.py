@@ -161,7 +161,7 @@ class DataPipeline:
         if isinstance(source, TextSource):
             leaf.stream = cached_tokens(source, self.tokenizer, cache, hashes, write=write)
         else:
-            leaf.stream = source.open(self.tokenizer, hashes)
+            leaf.stream = source.open(self.tokenizer, hashes, self.cache_dir)
         num_tokens, least = leaf.stream.num_tokens, self.seq_len + 1 if is_training else 2
         if isinstance(source, ChatSource):
             leaf.rows = Conversations(leaf.stream, self.seq_len, self.seed if is_training else None)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from framework.config import Config, NonNegativeInt, did_you_mean
-from framework.data.files import DataFile, FileHashes, digest_of, find, readable
+from framework.data.files import DataFile, FileHashes, digest_of, fetched, find, readable
 from framework.data.packing import Conversations, Windows
-from framework.data.token_files import TokenDType, TokenShard, TokenStream
+from framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
 from framework.data.tokenizers import Tokenizer
 
 _CHUNK_BYTES = 1 << 20
@@ -233,7 +233,8 @@ class TokenMemmap:
     """Tokens that exist already: nanoGPT-style `.bin` files, and those that `launch.prepare` writes; read in ranges.
 
     Args:
-        path: a `.bin`, a glob of shards (read in sorted order as one stream), or an fsspec URL of either.
+        path: a `.bin`, a glob of shards (read in sorted order as one stream), or an fsspec URL of either (which is
+            copied once: data.cache_dir, or ~/.cache/plimsoll).
         dtype: uint16 or uint32; None takes what the sidecar says, or uint16 without one.
         eos_id: the token between documents; None takes the sidecar's. Needed only to mask documents from each other.
         verify: read each file once before training, to check hashes and ids. False: sizes, and ids as they are read.
@@ -248,9 +249,11 @@ class TokenMemmap:
         """The shards, in order."""
         return find(self.path)
 
-    def open(self, tokenizer: Tokenizer, hashes: FileHashes) -> TokenStream:
-        """All shards as one stream. Errors are those of `find` and TokenShard."""
-        return TokenStream([TokenShard(file, self, tokenizer, hashes) for file in self.files()])
+    def open(self, tokenizer: Tokenizer, hashes: FileHashes, cache_dir: str | None = None) -> TokenStream:
+        """All shards as one stream, remote ones by their copies in `cache_dir`. Errors are those of `find`, `fetched`
+        and TokenShard."""
+        shards = [fetched(file, cache_dir, sidecar_name(file.path)) for file in self.files()]
+        return TokenStream([TokenShard(file, self, tokenizer, hashes) for file in shards])
 
 
 class Mixture:
