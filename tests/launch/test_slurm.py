@@ -164,6 +164,7 @@ def test_what_the_job_does_when_its_tasks_have_ended(capsys, cluster: Path, monk
     assert words.startswith(sys.executable)
     job = job.replace(words, "sh -c 'exec sh \"task$SLURM_PROCID.sh\"'")
     monkeypatch.setenv("FAKE_TASKS", "2")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "99" if "saved before" in name else "0")  # after that, only who has saved
     ran = subprocess.run(["sbatch"], input=job, text=True, capture_output=True, timeout=30)
     assert ran.returncode == code, ran
     assert (cluster / "requeued").exists() == again
