@@ -1,0 +1,259 @@
+"""`launch.train --dry_run --target=...`: the start of a run for devices that are not here."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from framework.plan import startup
+from framework.plan.plan import plan
+from framework.plan.targets import environment, resolve
+from framework.program import Program
+from tests.support import small
+from tests.support.runs import CONFIG, ROOT, train, write_text
+
+assert len(jax.devices()) == 8  # before a target of fewer: that would be all there ever is
+
+
+@pytest.fixture
+def tpu():
+    """The compiler of TPUs, on a machine without one."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install 'plimsoll-train[plan-tpu]'")
+    environment("v5e-16")
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TINY_TEXT", "")
+    return write_text(tmp_path / "text")
+
+
+def start(tmp_path: Path, target: str, *flags: str) -> int:
+    return train(tmp_path / "run", "--dry_run", f"--target={target}", *flags)
+
+
+def program(name: str, batch: int, **mesh: Any) -> Program:
+    return Program(small.experiment(batch=batch, mesh=mesh).instantiate(), resolve(name).devices())
+
+
+def lines(text: str) -> dict[str, str]:
+    """{first word of a row: the rest}."""
+    return dict(re.findall(r"^  (\S+) +(.*)$", text, re.MULTILINE))
+
+
+# --- whole pods ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "across", "processes"),
+    [("v5p-2048", {"data": 32}, "data 32  fsdp 8", 256), ("2xv5e-256", {"data": 16}, "data 16 (over 2 slices)", 128)],
+)
+def test_a_pod_is_started_without_it(tpu, text, tmp_path, capsys, target, mesh, across, processes):
+    """1024 and 512 chips: mesh, batch, checkpoint and the real compiler."""
+    flags = (f"--config.mesh.data={mesh['data']}", "--config.mesh.fsdp=8", "--config.mesh.seq=4")
+    assert start(tmp_path, target, *flags, "--config.data.global_batch_size=256") == 0
+    out = capsys.readouterr().out
+    rows = lines(out)
+    assert rows["accelerator"] == target
+    assert rows["mesh"].startswith(across)
+    assert rows["processes"] == f"{processes}, of 4 devices each"
+    assert rows["train"].startswith("TextFiles: 8,2")  # the data is here, so it was looked at
+    assert rows["batch"].startswith(f"{512 // processes} of 256 rows for each process")
+    assert re.search(
+        rf"dry run: the step compiles for {target} in \d+ s, and its peak is .* of [\d.]+ GiB per device", out
+    )
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    assert not (tmp_path / "run" / "lock.json").exists()
+
+
+def test_the_peak_is_the_plans(text, tmp_path, capsys):
+    assert start(tmp_path, "cpu:4", "--config.mesh.data=2", "--config.mesh.fsdp=2") == 0
+    peak = re.search(r"its peak is ([\d.]+ \w+) of", capsys.readouterr().out)
+    assert peak is not None
+    from framework.metrics.tables import human_bytes
+    from launch import cli
+
+    overrides = [f"--config={CONFIG}:tiny", "--config.mesh.data=2", "--config.mesh.fsdp=2"]
+    config, _ = cli.Parser("plan").parse(overrides).resolve("cpu-4")
+    report = plan("tiny", config, resolve("cpu:4"), None, phases=False)
+    assert peak[1] == human_bytes(report["device_peak_bytes"])
+
+
+# --- what is wrong, and what is not there ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "message"),
+    [
+        ("cpu:8", ["--config.data.global_batch_size=12"], r"mesh\.data \* mesh\.fsdp = 8 does not divide the 12 seq"),
+        ("cpu:8", ["--config.mesh.fsdp=3"], r"mesh {'fsdp': 3}: product 3 is not the number of devices, 8; nearest"),
+        (
+            "cpu:8",
+            ["--config.mesh.across.data=2"],
+            r"mesh\.across = {'data': 2}: product 2 is not the number of",
+        ),
+        (
+            "cpu:8",
+            ["--config.compiler.options.xla_nope=1"],
+            r"config\.compiler\.options\.xla_nope: the compiler",
+        ),
+        (
+            "cpu:8",
+            ["--config.data.global_batch_size=2048"],
+            r"data\.source: holds 257 sequences .* too few for one",
+        ),
+        ("v5e-24", [], r"target 'v5e-24': not a size; nearest: v5e-16, v5e-32"),
+    ],
+)
+def test_mistakes_are_one_line_before_any_compile(text, tmp_path, capsys, monkeypatch, target, flags, message):
+    monkeypatch.setattr("framework.plan.guard.need", lambda _: pytest.fail("compiled"))
+    assert start(tmp_path, target, *flags) == 2
+    error = capsys.readouterr().err
+    assert re.match(f"error: {message}", error), error
+    assert error.count("\n") == 1
+
+
+def test_a_target_is_for_dry_runs(text, tmp_path, capsys):
+    assert train(tmp_path / "run", "--target=v5e-16") == 2
+    assert "error: --target goes with --dry_run: nothing can be trained on devices that are not here" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_corpus_that_is_elsewhere_is_said_and_no_error(text, tmp_path, capsys):
+    (text / "valid.txt").unlink()
+    assert start(tmp_path, "cpu:2") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  not checked +not on this machine: data\.validation\.held: .*valid\.txt", out, re.MULTILINE), (
+        out
+    )
+
+
+def test_damaged_data_is_an_error(text, tmp_path, capsys):
+    (text / "train.txt").write_text("short")
+    assert start(tmp_path, "cpu:2") == 2
+    assert re.match(r"error: data\.source: \d+ tokens are too few", capsys.readouterr().err)
+
+
+def test_what_does_not_fit_is_exit_code_4_with_what_would(text, tmp_path, capsys):
+    assert start(tmp_path, "cpu:2", "--device_memory_gib=0.001") == 4
+    out = capsys.readouterr().out
+    assert re.search(r"the training step needs [\d.]+ MiB on each device, and there are 1.02 MiB", out)
+    assert "nothing was started" in out
+
+
+def test_rules_of_the_target_apply(text, tmp_path, capsys):
+    rules = '[{"$class": "framework.experiment.AcceleratorRule", "pattern": "cpu-2", "set": {"memory.remat": "full"}}]'
+    assert start(tmp_path, "cpu:2", f"--config.accelerator_rules={rules}") == 0
+    assert "rule cpu-2: memory.remat none -> full" in capsys.readouterr().out.replace("'none'", "none")
+
+
+# --- who reads what --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "mesh", "own", "sets", "readers"),
+    [  # rows of a process, different sets of them, processes that read a row
+        ("v5e-16", 32, {"fsdp": 16}, 8, 4, 1),
+        ("2xv5e-16", 64, {"data": 2, "fsdp": 16}, 8, 8, 1),
+        ("v5p-2048", 2048, {"data": 64, "fsdp": 16}, 8, 256, 1),
+        ("2xv5e-256", 64, {"data": 2, "fsdp": 32, "seq": 8}, None, None, None),
+        ("v5e-64", 16, {"data": 4, "seq": 16}, None, None, None),
+    ],
+)
+def test_rows_are_read_by_the_processes_whose_devices_hold_them(tpu, name, batch, mesh, own, sets, readers):
+    found = program(name, batch, **mesh)
+    rows = startup.reading(found)
+    assert set(rows) == {device.process_index for device in found.mesh.devices.flat}
+    assert set().union(*(set(one.tolist()) for one in rows.values())) == set(range(batch))
+    # By the arrays' own rule, device by device.
+    holders: dict[int, set[int]] = {}
+    for device, index in found.batch_sharding.devices_indices_map((batch, 16)).items():
+        for row in range(batch)[index[0]]:
+            holders.setdefault(row, set()).add(device.process_index)
+    for row, processes in holders.items():
+        assert processes == {process for process, one in rows.items() if row in one}
+    if own is not None:
+        assert {len(one) for one in rows.values()} == {own}
+        assert len({one.tobytes() for one in rows.values()}) == sets
+        assert {len(processes) for processes in holders.values()} == {readers}
+    else:  # a sequence is split, so several processes read its row
+        assert min(map(len, holders.values())) > 1
+
+
+def test_rows_that_go_to_the_wrong_process_are_noticed(tpu):
+    found = program("v5e-16", 32, fsdp=16)
+    rows = found.rows_of_processes
+    rows[0], rows[1] = rows[1], rows[0]
+    with pytest.raises(AssertionError, match="rows are read by the wrong ones"):
+        startup.reading(found)
+
+
+def test_rows_of_this_process_are_among_those_of_all():
+    found = small.program(small.experiment(mesh={"fsdp": 8}))
+    np.testing.assert_array_equal(found.rows, np.arange(8))
+    assert list(found.rows_of_processes) == [0]
+
+
+# --- who writes what -------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_checkpoint_add_up(tpu):
+    found = program("2xv5e-16", 64, data=2, fsdp=16)
+    written, _ = startup.writing(found)
+    assert sum(written.values()) == sum(leaf.spec.num_bytes for leaf in found.layout)
+    assert len(written) == 8
+    assert max(written.values()) < 1.2 * min(written.values())  # the first process writes what cannot be cut
+
+
+# Two processes with two devices each, whose replicas are in different processes. The hidden width of 520 cannot be cut
+# among replicas where it is in host memory, so that process 0 writes more.
+JOB = """
+import json, sys
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[3]))
+from framework.checkpoint import Checkpointer
+from framework.plan import startup
+from framework.program import Program
+from tests.support import small
+memory = {"optimizer_state": "pinned_host"}
+model = small.llama(dim=256, stack__pattern__0__mlp__hidden=520)
+found = Program(small.experiment(model, mesh={"data": 2, "fsdp": 2}, memory=memory).instantiate())
+def ones(spec):
+    value = np.ones(spec.shape, spec.dtype)  # of zeros nothing would be stored
+    return jax.make_array_from_callback(spec.shape, found.layout.sharding(spec), lambda index: value[index])
+state = jax.tree.map(ones, found.layout.specs)
+with Checkpointer(directory=sys.argv[1]) as checkpointer:
+    checkpointer.save(1, {group: state[group] for group in found.layout.kept}, {})
+print(json.dumps(startup.writing(found)[0]))
+"""
+
+
+def test_what_each_process_writes_is_what_lies_on_the_disk(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOB, str(tmp_path), port, str(i)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for i in range(2)
+    ]
+    last = [job.communicate(timeout=200)[0].splitlines()[-1] for job in jobs]  # gloo speaks too
+    told = [{int(process): size for process, size in json.loads(line).items()} for line in last]
+    assert told[0] == told[1]
+    written = Counter[int]()
+    for path in tmp_path.rglob("ocdbt.process_*/d/*"):
+        written[int(path.parts[-3].rpartition("_")[2])] += path.stat().st_size
+    for process, size in told[0].items():
+        assert written[process] == pytest.approx(size, rel=0.01, abs=4096), (told, written)  # and the index
+    assert told[0][0] > 1.2 * told[0][1]
