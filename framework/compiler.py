@@ -32,7 +32,7 @@ class Compiler:
         self.options = {name: words.get(str(value).lower(), str(value)) for name, value in options.items()}
 
     def check(self, mesh: Any) -> None:
-        """Compiles next to nothing for the devices of a mesh: 0.1 s for 8, 1 s for 1024; nothing without options.
+        """Compiles next to nothing for the devices of a mesh: 0.1 s for 8, 0.2 s for 1024; nothing without options.
 
         Raises:
             ValueError: their compiler does not know an option or refuses its value, or it is one of other devices'.
