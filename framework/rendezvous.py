@@ -74,10 +74,10 @@ def _serve(host: str, port: int, num_processes: int, seconds: float) -> None:
                 problem += str(num_processes)
             elif known is not None and (known[1] is None or _open(known[1])):
                 problem = f"two processes say that they are process {card['id']}: {known[0]} and {card['who']}"
-            came[card["id"]] = (card["who"], connection)
             if problem:
-                _tell(came, problem)
+                _tell({**came, -1: (card["who"], connection)}, problem)
                 raise ProcessesMissingError(problem)
+            came[card["id"]] = (card["who"], connection)
         server.close()
         _tell(came, "")
 

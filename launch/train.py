@@ -211,7 +211,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
                 f"dry run: the step compiles, and its peak is {human_bytes(need.peak)} per device. Nothing was trained."
             )
             return 0
-        trainer = Trainer(config, program, workdir, progress, need, goodput, pulse)
+        trainer, waits = Trainer(config, program, workdir, progress, need, goodput, pulse), True
         try:
             step = trainer.start(args.resume, force=args.force)
             if primary:
@@ -220,8 +220,12 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
             progress.print(f"error: {error}")
             return {NonFiniteError: EXIT_NONFINITE, ReplicaMismatchError: EXIT_REPLICAS}.get(type(error), 1)
+        except jax.errors.JaxRuntimeError:
+            waits = jax.process_count() == 1  # for pending saves, and not for one that another process has left
+            raise
         finally:
-            trainer.close()
+            if waits:
+                trainer.close()
             progress.print(goodput.line())
         if stopped is not None:
             progress.print(f"stopped by {signal.Signals(stopped).name}; the same command goes on from here")

@@ -71,6 +71,8 @@ def live_array_bytes() -> dict[tuple[Any, str], int]:
 def _address(array: Any) -> int:
     import jax
 
+    if next(iter(array.devices())).platform == "cpu":
+        array.block_until_ready()  # as the pointer does, which holds the GIL meanwhile: no watchdog could run
     try:
         return array.unsafe_buffer_pointer()
     except jax.errors.JaxRuntimeError:

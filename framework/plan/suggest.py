@@ -77,7 +77,7 @@ def suggestions(
         if about <= limit:
             setting = " ".join(f"--config.{path}={value}" for path, value in choice)
             found.append({"setting": setting, "device_peak_bytes": about, "compiled": compiled})
-        if len(found) == 2:
+        if len(found) == 3:
             break
     return found
 

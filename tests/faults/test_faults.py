@@ -1,11 +1,13 @@
 """Faults, tried through `launch.train`: what a person sees, and what is still there afterwards.
 
-Numbers are the rows of the table in docs/faults.md. Rows 1 to 3 are in tests/config, 10 in tests/checkpoint.
+Numbers are the rows of the table in docs/faults.md. Rows 1 to 3 are in tests/config, 10 in tests/checkpoint; those of
+several processes are in test_processes.py.
 """
 
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import time
@@ -45,6 +47,27 @@ def test_4_mesh_or_batch_does_not_divide(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_5_what_does_not_fit_is_refused_with_what_would(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    workdir, limit = tmp_path / "run", ("--config.data.global_batch_size=32", "--device_memory_gib=0.0015")
+    with monkeypatch.context() as patch:
+        patch.setattr("framework.program.Program.init", lambda *_: pytest.fail("made arrays"))
+        assert train(workdir, *limit) == 4
+    out = capsys.readouterr().out
+    needs = re.search(r"the training step needs ([\d.]+) (\w+) on each device, and there are ([\d.]+) (\w+)", out)
+    assert needs is not None, out
+    assert float(needs[1]) > float(needs[3]) == 1.54
+    assert needs[2] == needs[4] == "MiB"
+    assert re.search(r"the largest parts: [a-z ]+ [\d.]+ \w+, [a-z ]+ [\d.]+ \w+, [a-z ]+ [\d.]+ \w+\n", out), out
+    fitting = re.findall(r"would fit: (.*) \(", out)
+    assert len(fitting) == 3, out
+    assert not (workdir / "metrics.jsonl").exists()
+    assert steps(workdir) == []
+    # What is said to fit does, and --force goes on as things are.
+    assert train(tmp_path / "fits", *limit, "--dry_run", *fitting[0].split()) == 0
+    assert train(workdir, *limit, "--force", "--config.trainer.max_steps=1") == 0
+    assert steps(workdir) == [1]
+
+
 def test_6_missing_data_is_named_before_any_compile(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("framework.program.Program.compiled_step", property(lambda self: pytest.fail("compiled")))
     (text / "train.txt").unlink()
@@ -82,6 +105,21 @@ def test_8_a_flipped_byte_falls_back_loudly(text: Path, tmp_path: Path, capsys) 
     assert losses(workdir) == undisturbed
 
 
+def test_9_a_partial_checkpoint_is_ignored_and_listed(text: Path, tmp_path: Path, capsys) -> None:
+    workdir = tmp_path / "run"
+    assert train(workdir, "--config.trainer.max_steps=8") == 0
+    undisturbed = losses(workdir)
+    partial = workdir / "checkpoints" / "00000008"
+    (partial / "commit_success.txt").unlink()
+    capsys.readouterr()
+    assert train(workdir, "--config.trainer.max_steps=8") == 0
+    out = capsys.readouterr().out
+    assert f"{partial}: incomplete: commit_success.txt is missing" in out
+    assert "resumed from step 4" in out
+    assert losses(workdir) == undisturbed
+    assert (partial / "commit_success.txt").exists(), "step 8 was saved again"
+
+
 def test_13_no_room_keeps_the_last_good_one(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     workdir = tmp_path / "run"
     usage = shutil.disk_usage
@@ -104,24 +142,24 @@ def test_13_no_room_keeps_the_last_good_one(text: Path, tmp_path: Path, capsys, 
     assert steps(workdir) == [4]
 
 
-def poison(text: Path, capsys) -> tuple[str, int]:
-    """Writes a document with the poisonous byte; a data seed, and the 1-based step between 6 and 8 that it hits."""
+def poison(text: Path, byte: int, among: range, max_steps: int) -> tuple[str, int]:
+    """Writes a document with that byte; a data seed, and the 1-based step that it hits: `among` those, and no other."""
     from configs import load
 
-    (text / "train_poison.txt").write_text("xyz " * 9 + "\x01" + " xyz" * 30)
+    (text / "train_poison.txt").write_text("xyz " * 9 + chr(byte) + " xyz" * 30)
     for seed in range(200):
         pipeline = load(f"{CONFIG}:tiny")
         pipeline.data.seed = seed
         data = pipeline.data.instantiate()
         data.setup(text.parent / "probe")
-        hit = [step + 1 for step in range(12) if np.any(data.train_batch(step, range(8))["tokens"] == 1)]
-        if len(hit) == 1 and 6 <= hit[0] <= 7:
+        hit = [step + 1 for step in range(max_steps) if np.any(data.train_batch(step, range(8))["tokens"] == byte)]
+        if len(hit) == 1 and hit[0] in among:
             return f"--config.data.seed={seed}", hit[0]
     raise AssertionError("no seed puts the poison where it is wanted")
 
 
 def test_14_not_finite_skip_stop_and_roll_back(text: Path, tmp_path: Path, capsys) -> None:
-    seed, bad = poison(text, capsys)
+    seed, bad = poison(text, 1, range(6, 8), 12)
     assert train(tmp_path / "skip", seed) == 0
     assert f"step {bad}: loss nan" in capsys.readouterr().out
     logged = losses(tmp_path / "skip")
@@ -145,6 +183,43 @@ def test_14_not_finite_skip_stop_and_roll_back(text: Path, tmp_path: Path, capsy
     limit = ("--config.learner.nonfinite=skip", "--config.learner.max_nonfinite=1")
     assert train(tmp_path / "limit", seed, *limit) == 3
     assert "1 such steps in a row" in capsys.readouterr().out
+
+
+def parameters(workdir: Path, step: int) -> dict:
+    """Checksums of all leaves of a checkpoint but the counters."""
+    leaves = json.loads((workdir / "checkpoints" / f"{step:08d}" / "manifest" / "data.json").read_text())["leaves"]
+    return {name: leaf for name, leaf in leaves.items() if not name.startswith("counter")}
+
+
+@pytest.mark.parametrize("update", ["after_backward", "streamed", "in_backward"])
+def test_15_a_loss_spike_is_skipped_and_counted(text: Path, tmp_path: Path, capsys, update: str) -> None:
+    seed, bad = poison(text, 2, range(23, 26), 25)  # the first twenty updates are never skipped
+    flags = (seed, f"--config.memory.update={update}", f"--config.trainer.save_every={bad - 1}")
+    flags += (f"--config.trainer.max_steps={bad}",)
+    if update == "in_backward":
+        flags += ("--config.learner.clip_mode=previous_norm",)
+    spike = (*flags, "--config.learner.spike=8")
+    assert train(tmp_path / "skip", *spike, config="spiky") == 0
+    assert re.search(
+        rf"step {bad}: loss \d+\.\d+, .*nothing was updated \(a spike: learner.spike = 8", capsys.readouterr().out
+    )
+    row = next(row for row in rows(tmp_path / "skip") if row["step"] == bad and "train/loss" in row)
+    assert row["train/loss"] > 50.0
+    assert [row["train/skipped"] for row in rows(tmp_path / "skip") if "train/skipped" in row] == [0.0] * (bad - 1) + [
+        1.0
+    ]
+    assert parameters(tmp_path / "skip", bad) == parameters(tmp_path / "skip", bad - 1), "bit for bit"
+
+    assert train(tmp_path / "taken", *flags, config="spiky") == 0
+    assert losses(tmp_path / "taken") == pytest.approx(losses(tmp_path / "skip"), rel=1e-5)
+    assert not any(row.get("train/skipped") for row in rows(tmp_path / "taken"))
+    before, after = (parameters(tmp_path / "taken", step) for step in (bad - 1, bad))
+    assert all(before[name] != after[name] for name in before if name.startswith("parameter/"))
+
+    if update == "after_backward":
+        assert train(tmp_path / "limit", *spike, "--config.learner.max_nonfinite=1", config="spiky") == 3
+        assert "stopped after 1 such steps in a row (learner.max_nonfinite)" in capsys.readouterr().out
+        assert steps(tmp_path / "limit") == [bad - 1]
 
 
 def test_20_a_checkpoint_of_another_model(text: Path, tmp_path: Path, capsys) -> None:

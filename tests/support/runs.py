@@ -5,7 +5,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.train import main
 
@@ -31,42 +34,71 @@ def train(workdir: Path | str, *flags: str, config: str = "tiny") -> int:
     return main([f"--config={CONFIG}:{config}", f"--workdir={workdir}", *flags])
 
 
-def command(workdir: Path | str, *flags: str, config: str = "tiny", file: str = CONFIG) -> list[str]:
-    """The command line of a run in a process of its own."""
-    return [sys.executable, "-m", "launch.train", f"--config={file}:{config}", f"--workdir={workdir}", *flags]
+TRAIN = ("-m", "launch.train")
 
 
-def start(
-    workdir: Path | str,
-    *flags: str,
-    config: str = "tiny",
-    devices: int = 1,
-    file: str = CONFIG,
-    out: Path | None = None,
-) -> subprocess.Popen:
-    """A run in a process of its own, on so many CPU devices; output goes to `out`, or WORKDIR.out."""
+def command(
+    workdir: Path | str, *flags: str, config: str = "tiny", file: str = CONFIG, program: Sequence[str] = TRAIN
+) -> list[str]:
+    """The command line of a run in a process of its own; `program` is what python is given before the flags."""
+    return [sys.executable, *program, f"--config={file}:{config}", f"--workdir={workdir}", *flags]
+
+
+def start(workdir: Path | str, *flags: str, devices: int = 1, out: Path | None = None, **kind: Any) -> subprocess.Popen:
+    """A run in a process of its own, on so many CPU devices; output goes to `out`, or WORKDIR.out. `kind` as for
+    `command`."""
     environment = {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
     }
     with open(out or f"{workdir}.out", "a") as stream:
         return subprocess.Popen(
-            command(workdir, *flags, config=config, file=file),
-            cwd=ROOT,
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
+            command(workdir, *flags, **kind), cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT
         )
 
 
-def pair(workdir: Path, *flags: str, **kind: str) -> list[subprocess.Popen]:
-    """Two processes of one run, with two devices each; `kind` as for `start`."""
+def several(
+    workdir: Path | str,
+    count: int,
+    *flags: str,
+    devices: int = 1,
+    programs: Mapping[int, Sequence[str]] = {},
+    **kind: Any,
+) -> list[subprocess.Popen]:
+    """The processes of one run, with so many devices each. `programs`: what some run instead of launch.train."""
+    where = (f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={count}")
+    return [
+        start(workdir, *where, f"--process_id={i}", *flags, devices=devices, program=programs.get(i, TRAIN), **kind)
+        for i in range(count)
+    ]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = (f"--coordinator=127.0.0.1:{port}", "--num_processes=2")
-    return [start(workdir, *where, f"--process_id={i}", *flags, devices=2, **kind) for i in range(2)]
+        return probe.getsockname()[1]
+
+
+def pair(workdir: Path, *flags: str, **kind: str) -> list[subprocess.Popen]:
+    """Two processes of one run, with two devices each; `kind` as for `command`."""
+    return several(workdir, 2, *flags, devices=2, **kind)
+
+
+def output(workdir: Path) -> str:
+    """What its processes have printed."""
+    return Path(f"{workdir}.out").read_text(errors="replace")
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 300.0) -> Any:
+    """What `what()` gives as soon as that is true."""
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+    return found
 
 
 def rows(workdir: Path) -> list[dict]:

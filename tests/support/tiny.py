@@ -4,6 +4,7 @@ Its head turns the loss into NaN in batches that hold the byte \\x01, which a te
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -23,7 +24,7 @@ from framework.learner import Learner
 from framework.mesh import MeshShape
 from framework.trainer_options import TrainerOptions
 
-POISON = 1
+POISON, SPIKE = 1, 2
 CACHE = str(Path(__file__).parents[2] / ".cache" / "xla")
 
 
@@ -34,6 +35,15 @@ class PoisonHead(LMHead):
         """As LMHead.apply, times NaN for a poisoned batch."""
         carry = carry * jnp.where(jnp.any(ctx.batch["tokens"] == POISON), jnp.nan, 1.0)
         return super().apply(weights, carry, ctx, layer_state)
+
+
+class SpikeHead(LMHead):
+    """An LMHead whose loss is a hundred times as great when the batch holds the byte SPIKE."""
+
+    def apply(self, weights, carry: jax.Array, ctx: Context, layer_state) -> tuple[None, Out]:
+        """As LMHead.apply, times 100 for such a batch."""
+        _, out = super().apply(weights, carry, ctx, layer_state)
+        return None, replace(out, loss=out.loss * jnp.where(jnp.any(ctx.batch["tokens"] == SPIKE), 100.0, 1.0))
 
 
 def tiny() -> Config:
@@ -82,4 +92,11 @@ def wide() -> Config:
     return config
 
 
-CONFIGS = {"tiny": tiny, "wide": wide}
+def spiky() -> Config:
+    """tiny, with a SpikeHead."""
+    config = tiny()
+    config.model.head = config_for(SpikeHead, norm=config_for(LayerNorm), tied=True)
+    return config
+
+
+CONFIGS = {"tiny": tiny, "wide": wide, "spiky": spiky}

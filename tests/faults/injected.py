@@ -1,0 +1,89 @@
+"""launch.train with a fault in this process alone: `python tests/faults/injected.py FAULT ARGUMENT FLAGS`.
+
+flip STEP: after that step one bit of one parameter is another on this process's last device.
+stall STEP: the loop stands still for ten minutes after that step.
+kill STEP: it gets a SIGKILL after that step, when a save of it has just begun.
+clock RATE: this process's clocks are an hour ahead, and go so many times as fast. Every step takes 0.1 s more, and
+    each save is printed with the step and the true time.
+"""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from framework.hooks import Hook
+from framework.layout import flatten
+from framework.trainer import Trainer
+from launch.train import main
+
+LEAF = "embed/token"
+
+
+class Fault(Hook):
+    """Comes before all other hooks."""
+
+    def __init__(self, kind: str, step: int):
+        self.kind, self.step = kind, step
+
+    def before_step(self, run: Trainer, step: int) -> None:
+        """After all that follows its step."""
+        if self.kind == "kill" and step == self.step + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_step(self, run: Trainer, step: int) -> None:
+        """Before all else that follows its step."""
+        if self.kind == "clock":
+            time.sleep(0.1)
+        elif step == self.step and self.kind in ("flip", "stall"):
+            print(f"fault: {self.kind} after step {step}", flush=True)
+            if self.kind == "flip":
+                flip(run.state)
+            else:
+                time.sleep(600)
+
+
+def flip(state: dict[str, Any]) -> None:
+    """Flips the lowest bit of the first number of LEAF on this process's last device."""
+    table = flatten(state["parameter"])[LEAF]
+    shards = [shard.data for shard in table.addressable_shards]
+    words = np.asarray(shards[-1]).view(np.uint32).copy()
+    words.flat[0] ^= 1
+    shards[-1] = jax.device_put(words.view(np.float32), shards[-1].sharding)
+    at, name = state["parameter"], LEAF.split("/")
+    for part in name[:-1]:
+        at = at[part]
+    at[name[-1]] = jax.make_array_from_single_device_arrays(table.shape, table.sharding, shards)
+
+
+def inject(kind: str, argument: float) -> None:
+    """From now on this process has the fault."""
+    true, began, save = time.monotonic, time.monotonic(), Trainer.save
+    if kind == "clock":
+
+        def told(self: Trainer, step: int) -> None:
+            print(f"process {jax.process_index()} saves step {step} at {true():.2f}", flush=True)
+            save(self, step)
+
+        Trainer.save = told
+        if argument != 1.0:
+            epoch = time.time()
+            time.monotonic = lambda: began + 3600 + argument * (true() - began)
+            time.time = lambda: epoch + 3600 + argument * (true() - began)
+
+    start = Trainer.__init__
+
+    def begin(self: Trainer, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
+        self.hooks.insert(0, Fault(kind, int(argument)))
+
+    Trainer.__init__ = begin
+
+
+if __name__ == "__main__":
+    inject(sys.argv[1], float(sys.argv[2]))
+    sys.exit(main(sys.argv[3:]))
