@@ -1,6 +1,7 @@
 """Memory in use on forced CPU devices, where there are no allocator statistics, and with a stand-in that has them."""
 
 import dataclasses
+import gc
 
 import jax
 import numpy as np
@@ -9,6 +10,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from framework.metrics import memory
 from framework.metrics.memory import live_array_bytes, memory_in_use, rss_bytes
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """What earlier tests left in cycles does not go away in the middle of a measurement."""
+    gc.collect()
 
 
 @pytest.fixture
