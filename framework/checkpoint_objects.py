@@ -11,7 +11,6 @@ checkpoint_directory.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import json
 import math
@@ -25,7 +24,7 @@ import numpy as np
 
 from framework import distributed
 from framework.checkpoint_directory import MANIFEST, MANIFEST_FILE, STATE, CheckpointCorruptError, Manifest, one_line
-from framework.checkpoint_storage import read_bytes
+from framework.checkpoint_storage import empty, read_bytes
 
 _PIECE_BYTES = 64 << 20  # of an array in one object, at most
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -80,21 +79,20 @@ def read(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     sizes = {name: x.size * x.dtype.itemsize for name, x in wanted.items()}
     limit, found, name = read_bytes(max(sizes.values(), default=0)), dict[str, jax.Array](), ""
     started: dict[str, dict[str, Any]] = {}
-    waiting = list(wanted)
+    waiting = [name for name, x in wanted.items() if x.size]
     try:
         while started or waiting:
             while waiting and (not started or sum(sizes[name] for name in started) < limit):
                 name = waiting.pop(0)
                 started[name] = _start(path / name, wanted[name])
-            name = next(iter(started))
-            x, pieces = wanted[name], started[name]
+            name, x = next((name, wanted[name]) for name in started)
+            pieces = started.pop(name)
             found[name] = jax.make_array_from_callback(x.shape, x.sharding, lambda i, p=pieces: p[str(i)].result())
-            del started[name]
     except (jax.errors.JaxRuntimeError, MemoryError):
         raise  # out of memory, say: no fault of the checkpoint
     except Exception as error:
         raise CheckpointCorruptError(f"{path} cannot be read: {name} ({one_line(error)})") from error
-    return found
+    return {name: found[name] if x.size else empty(x) for name, x in wanted.items()}
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -104,9 +102,9 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 def _pieces(x: jax.Array) -> list[tuple[Any, np.ndarray]]:
     """This process's part of an array: (index, data on the host), each piece of it in one process only."""
     shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-    if next(iter(x.sharding.device_set)).platform != "cpu":
+    if next(iter(x.sharding.device_set)).platform != "cpu" and x.sharding.memory_kind == "device":
         return [(shard.index, np.asarray(shard.data)) for shard in shards]
-    # On CPU that would be a view of the buffer, which then is not donated: see checkpoint_storage.
+    # Of host memory that would be a view of the buffer, which then is not donated: see checkpoint_storage.
     copies = ((shard.index, jax.device_put(shard.data, shard.data.sharding, may_alias=False)) for shard in shards)
     return [(index, np.array(data, copy=True)) for index, data in copies]
 
@@ -114,10 +112,6 @@ def _pieces(x: jax.Array) -> list[tuple[Any, np.ndarray]]:
 def _start(path: Any, x: Any) -> dict[str, Any]:
     """Reads of this process's part of an array, by index."""
     indices = {str(index): index for index in x.sharding.addressable_devices_indices_map(x.shape).values()}
-    if not x.size:
-        empty = concurrent.futures.Future[np.ndarray]()
-        empty.set_result(np.zeros(x.sharding.shard_shape(x.shape), x.dtype))
-        return dict.fromkeys(indices, empty)
     store = _open(path, x).result()
     if tuple(store.shape) != tuple(x.shape) or store.dtype.numpy_dtype != x.dtype:
         raise ValueError(f"is {store.dtype.name}{list(store.shape)}")

@@ -113,10 +113,11 @@ def _load(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
         context.memory.read_concurrent_bytes = read_bytes(max(x.size * x.dtype.itemsize for x in stored.values()))
         with context:
             found = ocp.load_checkpointables(str(path), {STATE: stored})[STATE]
-    return {name: found.get(name) if x.size else _empty(x) for name, x in wanted.items()}
+    return {name: found.get(name) if x.size else empty(x) for name, x in wanted.items()}
 
 
-def _empty(x: Any) -> jax.Array:
+def empty(x: Any) -> jax.Array:
+    """An array without elements, which no store keeps."""
     shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
     return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
 

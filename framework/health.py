@@ -150,7 +150,8 @@ class Pulse:
         with contextlib.suppress(ValueError, OSError):
             faulthandler.dump_traceback(_STDERR)
         self.write(exit=EXIT_HANG, reason=message)
-        self._last_words()
+        with contextlib.suppress(Exception):
+            self._last_words()
         os._exit(EXIT_HANG)
 
 

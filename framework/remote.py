@@ -30,6 +30,8 @@ INTERVAL = 20.0  # seconds between two uploads, and between two refreshments of 
 LEASE = 60.0  # a lock that was not refreshed for so long belongs to nobody
 OWNER = "process {pid} on host {host}, since {since} ({command})"
 _NOT_FETCHED = ("checkpoints", "tensorboard", "profile", "lock.json")  # what begins so, of a workdir
+# Process numbers count only within their namespace: containers may share a host's name.
+_NAMESPACE = os.path.basename(os.path.realpath("/proc/self/ns/pid"))
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _SECRET = re.compile(r"(?<=://)[^/\s]*@|(?<=[?&])[\w-]*(?:signature|token|credential|secret|sig|key)=[^\s&]*", re.I)
 
@@ -55,14 +57,13 @@ def connect(url: str) -> tuple[Any, str]:
             f"{without_secrets(url)}: credentials in a URL are refused, as logs and configs would keep them; use the "
             "store's own environment variables or files"
         )
-    scheme = url.partition("://")[0]
     for name in _EXTRAS:  # so that etils and pyarrow, which ask fsspec themselves, have none either
         conf.setdefault(name, {}).setdefault("use_listings_cache", False)
     try:
         return url_to_fs(url)
     except (ValueError, ImportError) as error:
-        missing = isinstance(error, ImportError) and scheme in _EXTRAS
-        hint = f": pip install 'plimsoll-train[{_EXTRAS[scheme]}]'" if missing else ""
+        extra = _EXTRAS.get(url.partition("://")[0]) if isinstance(error, ImportError) else None
+        hint = f": pip install 'plimsoll-train[{extra}]'" if extra else ""
         raise ValueError(f"cannot open {url!r}: {error}{hint}") from error
 
 
@@ -101,16 +102,14 @@ class Mirror:
     def fetch(self) -> None:
         """Downloads what is there, except checkpoints, event files and traces. Raises as `explained`."""
         with explained(self.url), self._turn:
-            for entry in self.fs.ls(self.root, detail=True) if self.fs.exists(self.root) else ():
-                path = entry["name"].rstrip("/")
-                if path.rpartition("/")[2].startswith(_NOT_FETCHED):
-                    continue
-                for found in self.fs.find(path) if entry["type"] == "directory" else [path]:
-                    name = found[len(self.root) + 1 :]
-                    if name not in self._carried:  # else it may have changed here
-                        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                        self.fs.get_file(found, str(self.folder / name))
-                        self._carried[name] = _state(self.folder / name)
+            entries = self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else []
+            wanted = [path for path in entries if not path[len(self.root) + 1 :].startswith(_NOT_FETCHED)]
+            for found in (found for path in wanted for found in self.fs.find(path)):
+                name = found[len(self.root) + 1 :]
+                if name not in self._carried:  # else it may have changed here
+                    (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    self.fs.get_file(found, str(self.folder / name))
+                    self._carried[name] = _state(self.folder / name)
 
     def upload(self) -> None:
         """Uploads what has changed. Raises as `explained`; ValueError: the lock is not ours any more."""
@@ -150,8 +149,10 @@ class Mirror:
             return
         self._stop.set()
         for thread in self._threads:
-            thread.join(timeout=INTERVAL)
+            thread.join(timeout=300)
         try:
+            if any(thread.is_alive() for thread in self._threads):
+                raise OSError(f"{self.url}: an upload does not end")
             self.upload()
         except (OSError, ValueError) as error:
             raise OSError(f"--workdir: {error}. The last files of this run are in {self.folder}") from error
@@ -166,8 +167,7 @@ class Mirror:
     def claim(self, owner: dict[str, Any]) -> str | None:
         """Creates the lock; waits up to LEASE seconds where there is one, to see whether its owner still refreshes it.
         Returns whose lock was taken over. Raises ValueError: another job works there; and as `explained`."""
-        # Process numbers count only within their namespace: containers may share a host's name.
-        owner = {**owner, "pid_namespace": _pid_namespace(), "token": uuid.uuid4().hex}
+        owner = {**owner, "pid_namespace": _NAMESPACE, "token": uuid.uuid4().hex}
         text, message = (json.dumps(owner, indent=2) + "\n").encode(), None
         with explained(self.url):
             while True:
@@ -189,13 +189,12 @@ class Mirror:
     def _wait_for_end(self) -> str:
         """A message on whose lock it was, once it has ended."""
         body = self.fs.cat_file(self._lock)
-        try:
+        owner, who = {}, "a job that cannot be told from it"
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             owner = json.loads(body)
             who = OWNER.format_map(owner)
-        except (ValueError, TypeError, KeyError):
-            owner, who = {}, "a job that cannot be told from it"
         message = f"took over {self.url}: its lock was left behind by {who}"
-        if (owner.get("host"), owner.get("pid_namespace")) == (socket.gethostname(), _pid_namespace()):
+        if (owner.get("host"), owner.get("pid_namespace")) == (socket.gethostname(), _NAMESPACE):
             try:
                 os.kill(owner["pid"], 0)
             except ProcessLookupError:
@@ -211,8 +210,8 @@ class Mirror:
         while age + time.monotonic() - start < LEASE:
             time.sleep(INTERVAL / 10)
             if self.fs.modified(self._lock) != seen:
-                busy = f"--workdir: {self.url} is in use by {who}"
-                raise ValueError(f"{busy}; stop that job first, or choose another --workdir")
+                advice = "stop that job first, or choose another --workdir"
+                raise ValueError(f"--workdir: {self.url} is in use by {who}; {advice}")
         return f"{message}, which did not refresh it for {LEASE:.0f} seconds"
 
     def _refresh(self) -> None:
@@ -225,9 +224,3 @@ class Mirror:
 def _state(path: Path) -> tuple[int, int]:
     facts = path.stat()
     return facts.st_size, facts.st_mtime_ns
-
-
-def _pid_namespace() -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""

@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_shared(workdir: Any) -> None:
-    """Raises ValueError, in every process of the run: one of them does not see what the first wrote."""
+    """Raises FileNotFoundError, in every process of the run: one of them does not see what the first wrote."""
     import jax
 
     from framework import distributed
@@ -93,7 +93,7 @@ def _check_shared(workdir: Any) -> None:
     seen = workdir.sees(distributed.from_primary(workdir.owner()))
     if not distributed.everywhere(seen):
         who = f"process {jax.process_index()} on host {socket.gethostname()}" if not seen else "another process of it"
-        raise ValueError(
+        raise FileNotFoundError(
             f"--workdir: {who} does not see what process 0 of this run wrote to {workdir.path}: all hosts need the "
             "same folder (NFS, Lustre, ...), or an object store (gs://..., s3://...)"
         )

@@ -191,6 +191,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_two_processes_write_their_parts(s3, tmp_path, environment):
     import socket
 

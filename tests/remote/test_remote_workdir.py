@@ -9,7 +9,7 @@ import pytest
 
 from framework import remote
 from framework.remote import Mirror, connect, without_secrets
-from framework.workdir import Workdir
+from framework.workdir import Workdir, read_only
 
 OTHER = {"host": "elsewhere", "pid": 7, "since": "2026-01-01T00:00:00+0000", "command": "train", "token": "x"}
 
@@ -61,6 +61,15 @@ def test_what_is_written_comes_back(url):
         assert again.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
         assert (again.path / "data" / "tokens" / "a.bin").read_bytes() == b"12"
         assert not again.tensorboard.exists()  # event files are added to, not read
+
+
+def test_others_look_at_it_without_a_claim(url):
+    with Workdir(url) as workdir:
+        workdir.config.write_text("{}")
+        workdir.sync()
+        folder, checkpoints = read_only(url)
+        assert (folder / "config.json").read_text() == "{}"
+        assert checkpoints == f"{url}/checkpoints"
 
 
 def test_uploads_in_the_background_and_only_what_changed(url, quick):
