@@ -11,6 +11,7 @@ framework.distributed, framework.layout (for the names of leaves), framework.rem
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -85,6 +86,7 @@ class Checkpointer:
         self._saved: set[int] = set()  # by this object, committed
         self._frozen: int | None = None  # the number under which files.FROZEN has this run's frozen arrays
         self._bad: set[int] = set()  # found corrupt by this object
+        self._known: set[int] | None = None  # the steps in a store that this object writes to: the loop must not ask it
         if not read_only:
             if not self._in_store:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,12 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending, as this process sees them. Their arrays are not looked at."""
-        return files.scan(self.directory)[0]
+        if self._known is not None:
+            return sorted(self._known)
+        found = files.scan(self.directory)[0]
+        if self._in_store and not self.read_only:
+            self._known = set(found)
+        return found
 
     def problems(self) -> list[str]:
         """What else looks like a checkpoint and is not: incomplete ones, stray directories."""
@@ -186,6 +193,8 @@ class Checkpointer:
             return
         self._saved.add(step)
         self._bad.discard(step)
+        if self._known is not None:
+            self._known.add(step)
         if not distributed.is_primary():
             return
         # Steps beyond this one, which another course of the run left here, are neither counted nor removed.
@@ -195,14 +204,17 @@ class Checkpointer:
             for old in past[: -self.keep]:
                 if not (self.keep_every and old % self.keep_every == 0):
                     files.delete_step(self.directory, old)
-        except OSError as error:
+                    self._known = self._known and self._known - {old}
+        except Exception as error:  # of a store, any
             _log.warning("checkpoints: step %d was saved, but old ones could not be deleted: %s", step, error)
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
         """The error of a save, whose remains are removed; what it was to replace is put back."""
-        kept = [old for old in self.steps() if old != step]
-        if distributed.is_primary():
-            files.remove_leftovers(self.directory)
+        kept: Any = "unknown"
+        with contextlib.suppress(Exception) if self._in_store else contextlib.nullcontext():  # it may be out of reach
+            kept = [old for old in self.steps() if old != step]
+            if distributed.is_primary():
+                files.remove_leftovers(self.directory)
         failure = CheckpointSaveError(
             f"the checkpoint of step {step} was not saved: {files.one_line(error)}; still there: steps {kept or 'none'}"
         )

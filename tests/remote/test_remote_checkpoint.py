@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework import checkpoint_objects
+from framework import checkpoint_directory, checkpoint_objects
 from framework.checkpoint import Checkpointer, CheckpointSaveError
 from framework.checkpoint_directory import CheckpointCorruptError, CheckpointMissingError, describe
 from framework.remote import connect
@@ -109,6 +109,29 @@ def test_a_save_that_failed_leaves_the_old_ones_and_is_cleaned(small):
     ):
         checkpointer.wait()
     assert not [name for name in names(url) if name.startswith("00000003")]
+
+
+def test_a_store_out_of_reach_is_a_save_that_failed(small, monkeypatch):
+    url, state = small
+
+    def out_of_reach(*_, **__):
+        raise ConnectionError("no route")
+
+    with Checkpointer(directory=url) as checkpointer:
+        assert checkpointer.steps() == [1, 2]
+        with monkeypatch.context() as outage:
+            for name in ("scan", "remove_leftovers", "delete_step"):
+                outage.setattr(checkpoint_directory, name, out_of_reach)
+            outage.setattr(checkpoint_objects, "_open", out_of_reach)
+            checkpointer.save(3, state, {})
+            with pytest.raises(
+                CheckpointSaveError, match=r"step 3 was not saved: .*no route; still there: steps \[1, 2\]"
+            ):
+                checkpointer.wait()
+            assert checkpointer.steps() == [1, 2]
+        checkpointer.save(3, state, {})
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2, 3]
 
 
 def test_what_a_killed_save_left_is_ignored_and_removed(small):
