@@ -12,7 +12,7 @@ separate `jnp.sum` wrote every mixed word to memory and took 25 times as long. T
 (Austin Appleby, public domain), in the second lane with the "lowbias32" constants of Chris Wellons' hash prospector
 (public domain).
 
-May import: jax and numpy.
+May import: jax, numpy and framework.executables.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+
+from framework import executables
 
 # A leaf that lives on the host is moved to the device in pieces of this size, where its leading axis allows.
 _PIECE_BYTES = 64 << 20
@@ -47,7 +49,7 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
         groups.setdefault(frozenset(x.sharding.device_set), {})[name] = x
     sums: dict[str, list[int]] = {}
     for group in groups.values():
-        sums |= zip(group, np.asarray(_program(*arguments(group))).tolist(), strict=True)
+        sums |= zip(group, np.asarray(executables.call(_program, *arguments(group))).tolist(), strict=True)
     return {name: "{:08x}{:08x}".format(*sums[name]) for name in arrays}
 
 

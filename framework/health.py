@@ -90,6 +90,7 @@ class Pulse:
             "started": time.time(),
             "attempt": 1 + (before or {}).get("attempt", 0),
             "interval": health.status_seconds,
+            "hang_seconds": health.hang_seconds,
         }
         self._moved, self._seen = time.monotonic(), goodput.entered
         self._lock, self._stop = threading.Lock(), threading.Event()
@@ -105,7 +106,13 @@ class Pulse:
         self._facts |= facts
         with self._lock, contextlib.suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)
-            now = {"time": time.time(), "phase": self._goodput.phase, "moved": time.time() - self.still_for()}
+            phase, still = self._goodput.phase, self.still_for()
+            now = {
+                "time": time.time(),
+                "moved": time.time() - still,
+                "phase": phase,
+                "limited": phase not in _UNLIMITED,
+            }
             facts = {**self._facts, **now, "goodput": self._goodput.totals()}
             special = {name for name, value in facts.items() if isinstance(value, float) and not math.isfinite(value)}
             write_json(self.path, {name: str(x) if name in special else x for name, x in facts.items()})

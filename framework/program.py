@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from framework import executables
 from framework.experiment import Experiment
 from framework.layers.base import BATCH_AXES, Context
 from framework.layers.remat import check_platform
@@ -217,7 +218,7 @@ class Program:
     @cached_property
     def compiled_step(self) -> Any:
         """The step compiled ahead of time."""
-        return self.traced_step.lower().compile()
+        return executables.compiled(self.traced_step.lower(), self.experiment.compiler.options)
 
     def step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
         """One training step; the old state is gone afterwards."""

@@ -3,7 +3,7 @@
 Each device sums the shards that it holds (checkpoint_integrity's position-sensitive checksums), one small array goes to
 every process, and equal shards must have equal sums. A bit that flipped in one device's memory, a link that corrupts or
 a kernel that is not deterministic makes replicas drift apart without a word: the loss only looks noisier.
-May import: JAX, framework.checkpoint_integrity, framework.layout.
+May import: JAX, framework.checkpoint_integrity, framework.executables, framework.layout.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from framework import executables
 from framework.checkpoint_integrity import leaf_sum, pieces
 from framework.layout import flatten
 
@@ -37,7 +38,8 @@ def check(state: Any, step: int) -> None:
         return
     mesh = next(iter(leaves.values())).sharding.mesh
     specs, counts = zip(*((x.sharding.spec, pieces(x)) for x in leaves.values()), strict=True)
-    sums, devices = np.asarray(_program(mesh, specs, counts)(*leaves.values())), list(mesh.devices.flat)  # [D, N, 2]
+    sums = np.asarray(executables.call(_program(mesh, specs, counts), tuple(leaves.values())))  # [D, N, 2]
+    devices = list(mesh.devices.flat)
     problems = []
     for index, (name, x) in enumerate(leaves.items()):
         for copies in _copies(x):
@@ -64,9 +66,9 @@ def _copies(x: jax.Array) -> list[list[Any]]:
 def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], counts: tuple[int, ...]) -> Any:
     """The jitted sums of all leaves' shards: uint32[D, N, 2], device by device in the order of the mesh, replicated."""
 
-    def sums(*shards: jax.Array) -> jax.Array:
+    def sums(shards: tuple[jax.Array, ...]) -> jax.Array:
         return jnp.stack([jnp.stack(leaf_sum(x, n)) for x, n in zip(shards, counts, strict=True)])[None]
 
     by_device = PartitionSpec(mesh.axis_names)
-    mapped = jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=by_device, check_vma=False)
+    mapped = jax.shard_map(sums, mesh=mesh, in_specs=(specs,), out_specs=by_device, check_vma=False)
     return jax.jit(mapped, out_shardings=NamedSharding(mesh, PartitionSpec()))

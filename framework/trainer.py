@@ -77,6 +77,7 @@ class Trainer:
             experiment.model.flops_per_token(self.data.seq_len),
             peak * program.mesh.size if peak else None,
         )
+        pulse.note(max_steps=self.options.max_steps)
         self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Agree(), Save(), Profile(), Prediction(need)]
         self.ballot = distributed.Ballot(program.mesh)
         # What the processes have agreed on: the signal that ends the run, whether to save by the clock.
@@ -124,7 +125,7 @@ class Trainer:
             if not force:
                 raise ValueError(f"{message}: batches would not continue where they stopped; --force goes on anyway")
             self.progress.print(f"{message}; going on, as --force says")
-        self.pulse.note(step=step, saved=step)
+        self.pulse.note(step=step)
         self.progress.print(f"resumed from step {step}")
         return step
 
@@ -153,7 +154,6 @@ class Trainer:
         extra["goodput"] = self.goodput.totals()
         with self._failures_told(step):
             self.checkpointer.wait()  # the save before this one may have failed in the background
-            self.pulse.note(saved=max(self.checkpointer.steps(), default=0))
         with self._failures_told(step):
             self.checkpointer.save(step, {group: self.state[group] for group in self.program.layout.kept}, extra)
         self.progress.status("")
@@ -170,7 +170,6 @@ class Trainer:
         """Waits for pending saves; whether this step is on disk."""
         with self.goodput.during("save"), self._failures_told(step):
             self.checkpointer.wait()
-            self.pulse.note(saved=max(self.checkpointer.steps(), default=0))
         return step in self.checkpointer.steps()
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -282,5 +281,5 @@ def use_compilation_cache(directory: str | None) -> None:
     if directory is None:
         return
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -3,13 +3,15 @@
     python -m launch.local --config=gpt2-124m --workdir=runs/a --gpus=all
     python -m launch.local --config=stdlib-tiny --workdir=runs/b --processes=4 --devices_per_process=2
 
-When one dies, the others get --grace seconds to end; then all start again from the last checkpoint: at once if there is
-a new one, else after a growing wait. The exit code is launch.train's, of the process that failed first (128 + n: signal
-n killed it). SIGTERM and SIGINT are passed on, the second one kills; SIGTERM to a single process stops all of them.
+The processes are forks of one that has imported everything, which makes starts, and above all restarts, quick. When
+one dies, the others get --grace seconds to end; then all start again from the last checkpoint: at once if there is a
+new one, else after a growing wait. The exit code is launch.train's, of the process that failed first (128 + n: signal n
+killed it). SIGTERM and SIGINT are passed on, the second one kills; SIGTERM to a single process stops all of them.
 """
 
 import contextlib
-import ctypes
+import importlib
+import multiprocessing
 import os
 import queue
 import shlex
@@ -22,7 +24,8 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
-from subprocess import PIPE, STDOUT, Popen
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 
 from framework.checkpoint_directory import folder, scan
 from launch import cli, commands
@@ -43,7 +46,8 @@ def main(argv: list[str]) -> int:
     environments = _environments(args.processes, args.devices_per_process, args.gpus)
     if args.dry_run:
         for index, environment in enumerate(environments):
-            line = _line(words, "127.0.0.1:PORT", len(environments), index)
+            line = [*words, *_place("127.0.0.1:PORT", len(environments), index)]
+            line = [sys.executable, "-m", "launch.train", *line]
             print(*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(line))
         return 0
     newest = partial(_newest, os.path.expanduser(args.workdir or f"runs/{args.run_name}"))
@@ -75,21 +79,44 @@ def _environments(processes: int | None, devices: int | None, gpus: str | None) 
     return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i : i + share])} for i in range(0, len(names), share)]
 
 
-def _line(words: list[str], coordinator: str, count: int, index: int) -> list[str]:
+def _place(coordinator: str, count: int, index: int) -> list[str]:
     place = [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={index}"]
-    return [sys.executable, "-m", "launch.train", *words, *(place if count > 1 else [])]
+    return place if count > 1 else []
+
+
+def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connection) -> None:
+    """One process of the run, in a fork of the server. Ends with the exit code of the verb, a module."""
+    os.setsid()  # a terminal's Ctrl-C comes to the launcher alone
+    from launch import leash  # not above: the launcher itself goes on when its shell ends
+
+    leash.tie()
+    os.environ.update(environment)  # what is read when a backend starts; that JAX is imported does no harm
+    for descriptor in (1, 2):
+        os.dup2(out.fileno(), descriptor)
+    out.close()
+    sys.argv = [verb, *words]
+    sys.exit(importlib.import_module(verb).main(words))
 
 
 class Supervisor:
     """Runs `launch.train *words` once for each of the environments; `committed()`: the newest checkpoint's step."""
 
+    verb, preload = "launch.train", "launch.preload"
+
     def __init__(self, words: list[str], environments: list[dict[str, str]], committed: Callable[[], int]):
         self.words, self.environments, self.committed = words, environments, committed
-        self.stopped, self.alive = 0, dict[int, Popen[bytes]]()  # the signal that ends the run; processes by number
+        self.stopped, self.alive = (
+            0,
+            dict[int, ForkServerProcess](),
+        )  # the signal that ends the run; processes by number
         self._events = queue.SimpleQueue[tuple[int, int | None]]()  # (process, its code), or (signal, None)
 
     def run(self, grace: float, backoff: float, max_restarts: int) -> int:
         """Until the run is over; the exit code. Times in seconds."""
+        shared = dict(set.intersection(*(set(environment.items()) for environment in self.environments)))
+        os.environ.update(shared, PYTHONUNBUFFERED="1")  # what JAX reads when it is imported, in the server
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["launch.leash", self.preload])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: self._events.put((number, None)))
         fruitless, more = 0, list[str]()
@@ -113,22 +140,25 @@ class Supervisor:
     def _start(self, words: list[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-        # 1 is PR_SET_PDEATHSIG: they die with the launcher, on Linux. A terminal's Ctrl-C comes to the launcher alone.
-        tie = partial(getattr(ctypes.CDLL(None), "prctl", max), 1, signal.SIGKILL)
-        for i, more in enumerate(self.environments):
-            line = _line(words, coordinator, len(self.environments), i)
-            env = {**os.environ, "PYTHONUNBUFFERED": "1", **more}
-            self.alive[i] = Popen(line, env=env, stdout=PIPE, stderr=STDOUT, start_new_session=True, preexec_fn=tie)
-            threading.Thread(target=self._follow, args=(i, self.alive[i]), daemon=True).start()
+        for i, environment in enumerate(self.environments):
+            line = [*words, *_place(coordinator, len(self.environments), i)]
+            output, out = self._context.Pipe(duplex=False)
+            self.alive[i] = self._context.Process(target=_begin, args=(self.verb, line, environment, out), daemon=True)
+            self.alive[i].start()
+            out.close()
+            threading.Thread(target=self._follow, args=(i, self.alive[i], output), daemon=True).start()
         _say(f"started, pids {' '.join(str(child.pid) for child in self.alive.values())}")
 
-    def _follow(self, index: int, child: Popen[bytes]) -> None:
-        printing = threading.Thread(target=_pass_on, args=(child, index), daemon=True)
+    def _follow(self, index: int, child: ForkServerProcess, output: Connection) -> None:
+        """Passes on what a process prints, and tells of its end, when what it had started is gone too."""
+        printing = threading.Thread(target=_pass_on, args=(output, index), daemon=True)
         printing.start()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # not reaped, its group's number stays its own
-        os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+        assert child.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         printing.join(timeout=10.0)
-        self._events.put((index, child.wait()))
+        self._events.put((index, child.exitcode))
 
     def _next(self, deadline: float | None) -> tuple[int, int] | None:
         """The next process that ends, with its code; None at the deadline, or if a signal finds none to wait for."""
@@ -168,13 +198,15 @@ class Supervisor:
 
     def _send(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
         for child in self.alive.values():
+            assert child.pid is not None
             with contextlib.suppress(ProcessLookupError):
                 send(child.pid, number)
 
 
-def _pass_on(child: Popen[bytes], index: int) -> None:
-    for line in child.stdout or ():
-        _say(line.decode(errors="replace").removesuffix("\n"), str(index), 31 + index % 6)
+def _pass_on(output: Connection, index: int) -> None:
+    with open(output.fileno(), "rb", closefd=False) as lines:
+        for line in lines:
+            _say(line.decode(errors="replace").removesuffix("\n"), str(index), 31 + index % 6)
 
 
 def _say(line: str, who: str = "local", colour: int = 1) -> None:

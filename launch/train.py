@@ -126,6 +126,8 @@ def _guarded(command: cli.Command, workdir: Any, limit: int | None, goodput: Any
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    if count > 1:
+        jax.distributed.shutdown()  # waits for the others, whose saves may need this one
     return code
 
 

@@ -6,7 +6,7 @@ rows, and be silently wrong. That is tried out, not assumed: three steps on smal
 element of a gradient spoiled; whatever else then changes, to the bit, was reached. One step would not show it for
 transformations that act on what they saw before (D-Adaptation, SM3, apply_if_finite).
 
-May import: framework.layout, framework.optimizers.partition, JAX, optax.
+May import: framework.executables, framework.layout, framework.optimizers.partition, JAX, optax.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from framework import executables
 from framework.layout import Nested, flatten, unflatten
 from framework.optimizers.partition import owner_of
 
@@ -93,7 +94,8 @@ def _trial(optimizer: Any, shapes: Shapes) -> Callable[[str | None, float], dict
     start = unflatten(params), jax.jit(optimizer.init)(unflatten(params))
 
     @jax.jit
-    def step(params: Any, state: Any, grads: Any) -> Any:
+    def step(inputs: tuple[Any, Any, Any]) -> Any:
+        params, state, grads = inputs
         updates, state = optimizer.update(grads, state, params)
         is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
         seen = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, {"update": updates, "state": state})
@@ -105,7 +107,7 @@ def _trial(optimizer: Any, shapes: Shapes) -> Callable[[str | None, float], dict
             grads = {name: grad.copy() for name, grad in draw.items()}
             if index == 1 and path is not None:
                 grads[path][_spoiled(shapes[path])] = value
-            kept, leaves = step(*kept, unflatten(grads))
+            kept, leaves = executables.call(step, (*kept, unflatten(grads)))
             seen.append(flatten(leaves))
         return {name: np.stack([leaves[name] for leaves in seen]) for name in seen[0]}
 

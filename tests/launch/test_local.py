@@ -21,10 +21,10 @@ TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
 DRIVER = """
 import sys
 from launch import local
-local._line = lambda words, coordinator, count, index: [sys.executable, "-c", sys.argv[1], str(index), *words]
+local.Supervisor.verb, local.Supervisor.preload = "tests.launch.scripted", "json"
 newest = lambda: int(open("newest").read())
 grace, backoff, max_restarts = float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
-sys.exit(local.Supervisor([], [{}] * int(sys.argv[2]), newest).run(grace, backoff, max_restarts))
+sys.exit(local.Supervisor([sys.argv[1]], [{}] * int(sys.argv[2]), newest).run(grace, backoff, max_restarts))
 """
 
 

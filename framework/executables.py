@@ -1,0 +1,73 @@
+"""Compiled programs on disk for the processes that JAX's compilation cache leaves out, so that a restart is quick.
+
+JAX lets the first process of a run write its cache, for all. On CPU the others never find anything in it, as the key of
+a program differs by process: each restart would compile again. Here those processes keep their own, by the text of what
+was lowered; on any other platform, or in the first process, nothing differs from JAX. May import: JAX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+_log = logging.getLogger(__name__)
+_programs: dict[Any, Any] = {}
+
+
+def folder() -> Path | None:
+    """Where this process keeps programs; None: JAX does, or nobody."""
+    cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if not cache or not jax.process_index() or jax.default_backend() != "cpu":
+        return None
+    return Path(cache) / "processes"
+
+
+def compiled(lowered: Any, options: Any = None, devices: list[Any] | None = None) -> Any:
+    """`lowered.compile()`, a jax.stages.Compiled, from the disk if it was there before.
+
+    What is read was written by this user on this host, with the trust that JAX's own cache of machine code has.
+
+    Args:
+        options: of the compiler, with which it was jitted.
+        devices: where it runs, if not on all.
+    """
+    if (kept := folder()) is None:
+        return lowered.compile()
+    facts = [jax.__version__, socket.gethostname(), os.environ.get("XLA_FLAGS"), options]
+    facts += [jax.process_count(), jax.process_index(), lowered.as_text()]
+    path = kept / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.bin"
+    try:
+        read = path.read_bytes(), lowered.in_tree, lowered.out_tree
+        return serialize_executable.deserialize_and_load(*read, execution_devices=devices)
+    except FileNotFoundError:
+        pass
+    except Exception as error:  # cut short, or of another build: it is made again
+        _log.warning("%s cannot be used: %s", path, error)
+    result = lowered.compile()
+    kept.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=kept)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(serialize_executable.serialize(result)[0])
+    os.replace(temporary, path)
+    return result
+
+
+def call(jitted: Any, arrays: Any, *static: Any) -> Any:
+    """`jitted(arrays, *static)`, of a tree of arrays and of static arguments, by a program that is `compiled`."""
+    if folder() is None:
+        return jitted(arrays, *static)
+    leaves, tree = jax.tree.flatten(arrays)
+    key = jitted, static, tree, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+    if key not in _programs:
+        sets = [x.sharding.device_set for x in leaves if isinstance(x, jax.Array)]
+        devices = sorted(set.union(*sets), key=lambda device: device.id) if sets else jax.local_devices()[:1]
+        _programs[key] = compiled(jitted.lower(arrays, *static), devices=devices)
+    return _programs[key](arrays)

@@ -1,0 +1,12 @@
+"""In the place of launch.train: the words are a script, the flags that launch.local adds, and what it adds later."""
+
+import sys
+
+
+def main(words: list[str]) -> int:
+    """Runs the script as `python -c SCRIPT INDEX WORDS...` would."""
+    own = [word for word in words[1:] if not word.startswith(("--coordinator=", "--num_processes=", "--process_id="))]
+    index = next((word.partition("=")[2] for word in words if word.startswith("--process_id=")), "0")
+    sys.argv = ["-c", index, *own]
+    exec(compile(words[0], "<script>", "exec"), {"__name__": "__main__"})
+    return 0
