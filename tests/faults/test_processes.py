@@ -200,7 +200,11 @@ def test_17_18_under_launch_local_all_start_again_and_lose_nothing(calm: Path, t
     words = [sys.executable, "-m", "launch.local", f"--config={CONFIG}:tiny", f"--workdir={workdir}", *RUN]
     words += ["--processes=2", "--devices_per_process=1", "--grace=3", "--config.health.hang_seconds=8"]
     with open(f"{workdir}.out", "w") as out:
-        launcher = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": "",
+        }  # compiled as the undisturbed run was, without this process's flags
+        launcher = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
     def disturb(number: signal.Signals, step: int, starts: int, row: int) -> None:
         """Signals a process in that start of the run, and waits until the run is further than it was."""
