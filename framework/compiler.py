@@ -20,8 +20,7 @@ _PATH = "config.compiler.options."
 
 
 class Compiler:
-    """Options of the compiler: for the training step, initialization, evaluation and generation alike, as what one of
-    them needs (fast memory for a kernel, say) the others need too.
+    """Options for all programs alike: what the step needs (fast memory for a kernel, say) evaluation needs too.
 
     Args:
         options: by name, as in XLA_FLAGS and LIBTPU_INIT_ARGS without dashes: {"xla_tpu_scoped_vmem_limit_kib": 65536}.
@@ -42,24 +41,23 @@ class Compiler:
 
         platform, everywhere = mesh.devices.flat[0].platform, NamedSharding(mesh, PartitionSpec())
         for name in self.options:
-            # XLA knows the options of CPUs and GPUs everywhere, and leaves those of others aside without a word.
+            # XLA takes the options of CPUs and GPUs everywhere, and leaves those of others aside without a word.
             if (other := re.match("xla_(cpu|gpu|tpu)_", name)) and other[1] != platform:
-                kinds = f"an option for {other[1].upper()}s, and these devices are {platform.upper()}s"
-                raise ValueError(f"{_PATH}{name}: {kinds}; accelerator_rules give each kind of device its own")
-        if self.options:
-            scalar = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
-            try:
-                jax.jit(lambda x: x + 1).lower(scalar).compile(compiler_options=self.options)
-            except jax.errors.JaxRuntimeError as error:
-                words, near = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ").rstrip(": "), ""
-                name = max((name for name in self.options if name in words), key=len, default="")
-                if "No such" in words:
-                    near = did_you_mean(name, _options("libtpu" if platform == "tpu" else "jaxlib"))
-                raise ValueError(f"{_PATH}{name}: the compiler says: {words}{near}") from None
+                kinds = f"for {other[1].upper()}s, and these devices are {platform.upper()}s"
+                raise ValueError(f"{_PATH}{name}: an option {kinds}; accelerator_rules give each kind its own")
+        scalar = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
+        try:
+            _ = self.options and jax.jit(lambda x: x + 1).lower(scalar).compile(compiler_options=self.options)
+        except jax.errors.JaxRuntimeError as error:
+            words = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ").rstrip(": ")
+            name = max((name for name in self.options if name in words), key=len, default="")
+            package = "libtpu" if platform == "tpu" else "jaxlib"
+            near = did_you_mean(name, _options(package)) if "No such" in words else ""
+            raise ValueError(f"{_PATH}{name}: the compiler says: {words}{near}") from None
 
 
 def check_environment() -> None:
-    """Raises ValueError for a flag in XLA_FLAGS that XLA does not know: it would end the process when JAX starts."""
+    """Raises ValueError for a flag in XLA_FLAGS that XLA does not know: it would end the process."""
     for name in re.findall(r"(?:^|\s)--(\w+)", os.environ.get("XLA_FLAGS", "")):
         with _library("jaxlib") as library:
             known = library.find(name.encode()) >= 0

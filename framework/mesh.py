@@ -85,33 +85,25 @@ class MeshShape:
             left //= cuts[axis]
         cuts = {axis: cut for axis, cut in cuts.items() if cut > 1}
         if self.across and (product := math.prod(self.across.values())) != islands:
-            nearest = f"nearest: {cuts}" if cuts else "leave it out"
-            raise ValueError(
-                f"mesh.across = {self.across}: product {product} is not the number of slices (of GPUs: hosts), "
-                f"{islands}; {nearest}"
-            )
+            nearest = f"{islands}; " + (f"nearest: {cuts}" if cuts else "leave it out")
+            given = f"mesh.across = {self.across}: product {product}"
+            raise ValueError(f"{given} is not the number of slices (of GPUs: hosts), {nearest}")
         for axis, count in self.across.items():
             if sizes[axis] % count:
-                nearest = nearest_divisors(sizes[axis], count)
-                raise ValueError(
-                    f"mesh.across.{axis} = {count} does not divide mesh.{axis} = {sizes[axis]}; nearest: {nearest}"
-                )
+                given, nearest = f"mesh.across.{axis} = {count}", nearest_divisors(sizes[axis], count)
+                raise ValueError(f"{given} does not divide mesh.{axis} = {sizes[axis]}; nearest: {nearest}")
         return {axis: cut for axis, cut in self.across.items() if cut > 1} or cuts
 
     def build(self, devices: Sequence[Any]) -> Mesh:
         """The mesh over these devices, neighbours along the last axes. Slow networks lie across the first ones, or
-        where `across` says.
-
-        Raises:
-            ValueError: the sizes do not multiply to the number of devices, or `across` does not fit.
-        """
+        where `across` says. Raises ValueError: the sizes do not multiply to the number of devices, or do not fit."""
         from jax.experimental.mesh_utils import create_device_mesh  # knows the torus
 
         sizes, islands = self.resolve(len(devices)), dict[int, list[Any]]()
         for device in sorted(devices, key=island):
             islands.setdefault(island(device), []).append(device)
         if len(set(map(len, islands.values()))) > 1:
-            counts = {number: len(own) for number, own in islands.items()}
+            counts = [*map(len, islands.values())]
             raise ValueError(f"expected as many devices in each slice (TPU) or host (GPU), given {counts}")
         cuts = self.cut(sizes, len(islands))
         across = [cuts.get(axis, 1) for axis in AXES]

@@ -141,8 +141,7 @@ def _dry_run(command: cli.Command, workdir: Any, limit: int | None) -> int:
     cli.prepare_jax()
     target = targets.resolve(command.args.target)
     config, rules = command.resolve(target.name)
-    for line in rules:
-        print(line)
+    print("".join(f"{line}\n" for line in rules), end="")
     with workdir:
         return 0 if startup.dry_run(command.spec, config, target, workdir.path, limit) else EXIT_TOO_BIG
 

@@ -23,16 +23,9 @@ from framework.report import start_report
 
 
 def dry_run(name: str, config: Config, target: Target, folder: Path, limit: int | None) -> bool:
-    """Starts for a target, prints what its processes do, compiles its step; whether that fits.
-
-    Args:
-        name: of the config. config: resolved for the target. target: where.
-        folder: where the data keeps its tokens. A source that is not on this machine is told, and is no error.
-        limit: device memory in bytes; None takes the target's.
-
-    Raises:
-        ValueError: what the run itself would say before its first compile.
-    """
+    """Starts for a target, prints what its processes do, compiles its step; whether that fits in `limit` bytes, by
+    default the target's. The data keeps its tokens in `folder`; a source that is not on this machine is told, and is no
+    error. Raises ValueError: what the run itself would say before its first compile."""
     jax.config.update("jax_enable_compilation_cache", False)  # what was not compiled for this machine is not kept
     program = Program(config.instantiate(), target.devices())
     experiment, missing = program.experiment, ""
@@ -46,32 +39,30 @@ def dry_run(name: str, config: Config, target: Target, folder: Path, limit: int 
     start = time.perf_counter()
     found = guard.need(program)
     seconds, limit = time.perf_counter() - start, target.limit_bytes if limit is None else limit
-    if refusal := guard.refusal(config, program, found, limit, target):
-        print(refusal)
-        return False
-    print(
-        f"dry run: the step compiles for {target.name} in {seconds:.0f} s, and its peak is {human_bytes(found.peak)} "
-        f"of {human_bytes(limit)} per device. Nothing was trained."
-    )
-    return True
+    refusal = guard.refusal(config, program, found, limit, target)
+    peak = f"its peak is {human_bytes(found.peak)} of {human_bytes(limit)} per device"
+    done = f"dry run: the step compiles for {target.name} in {seconds:.0f} s, and {peak}. Nothing was trained."
+    print(refusal or done)
+    return refusal is None
 
 
 def processes(program: Program) -> Section:
     """What each process reads and writes."""
     held = Counter(device.process_index for device in program.mesh.devices.flat)
-    rows, size = reading(program), program.experiment.data.global_batch_size
-    readers = Counter(row for own in rows.values() for row in own.tolist())
-    written, pieces = writing(program)
-    leaves = sum(leaf.group in program.layout.kept for leaf in program.layout)
-    sets = len({own.tobytes() for own in rows.values()})
-    table = {
-        "processes": f"{len(held)}, of {_span(held.values())} devices each",
-        "batch": f"{_span(len(own) for own in rows.values())} of {size} rows for each process, {sets} different sets; "
-        f"each row is read by {_span(readers.values())}: those whose devices hold it",
-        "checkpoint": f"{human_bytes(sum(written.values()))} in {leaves} leaves, {pieces} pieces; each process writes "
-        f"{human_bytes(min(written.values()))} to {human_bytes(max(written.values()))}",
-    }
-    return Section("start", list(table.items()))
+    rows, (written, pieces) = reading(program), writing(program)
+    readers = _span(Counter(row for own in rows.values() for row in own.tolist()).values())
+    leaves, sets = (
+        sum(leaf.group in program.layout.kept for leaf in program.layout),
+        {x.tobytes() for x in rows.values()},
+    )
+    own = f"{_span(map(len, rows.values()))} of {program.experiment.data.global_batch_size} rows for each process"
+    total, least, most = map(human_bytes, (sum(written.values()), min(written.values()), max(written.values())))
+    table = [
+        ("processes", f"{len(held)}, of {_span(held.values())} devices each"),
+        ("batch", f"{own}, {len(sets)} different sets; each row is read by {readers}: those whose devices hold it"),
+        ("checkpoint", f"{total} in {leaves} leaves, {pieces} pieces; each process writes {least} to {most}"),
+    ]
+    return Section("start", table)
 
 
 def reading(program: Program) -> dict[int, np.ndarray]:
@@ -116,5 +107,5 @@ def writing(program: Program) -> tuple[dict[int, int], int]:
 
 
 def _span(numbers: Iterable[int]) -> str:
-    low, *_, high = [*sorted(numbers)] * 2
+    low, *_, high = sorted([*numbers] * 2)
     return f"{low}" if low == high else f"{low} to {high}"
