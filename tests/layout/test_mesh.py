@@ -1,5 +1,6 @@
 """Meshes over TPU slices and tori, on topologies of the real compiler: where slow networks end up."""
 
+import functools
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jax.experimental import mesh_utils
 
 from framework.accelerators import accelerator_name
 from framework.config import ConfigError, config_for
@@ -47,6 +49,24 @@ def test_the_first_axes_lie_across_slices(build, name, sizes, across):
     for axis in AXES:
         touched = {len(set(line)) for line in lines(devices, axis)}
         assert touched == {across.get(axis, 1)}, axis
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "inside", "across"),
+    [
+        ("2xv5e-256", {}, (1, 256, 1, 1, 1), (1, 2, 1, 1, 1)),
+        ("2xv5e-256", {"data": 8, "model": 4}, (4, 16, 1, 1, 4), (2, 1, 1, 1, 1)),
+        ("4xv5e-16", {"data": 8, "fsdp": 8}, (2, 8, 1, 1, 1), (4, 1, 1, 1, 1)),
+    ],
+)
+def test_the_order_is_that_of_jax_for_slices(build, name, sizes, inside, across):
+    order = functools.partial(mesh_utils.create_hybrid_device_mesh, inside, across, resolve(name).devices())
+    try:
+        expected = order()
+    except NotImplementedError:
+        expected = order(allow_split_physical_axes=True)
+    ids = np.vectorize(lambda device: device.id)
+    np.testing.assert_array_equal(ids(build(name, **sizes)), ids(expected))
 
 
 def test_an_axis_may_be_a_part_of_a_dimension_of_the_torus(build):
