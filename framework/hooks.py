@@ -154,7 +154,7 @@ class Agree(Hook):
 
     def after_step(self, run: Trainer, step: int) -> None:
         every = run.experiment.health.replica_check_every
-        if every and (step % every == 0 or save_is_due(run, step)):
+        if every and (step % every == 0 or run.save_is_due):
             self.at_end(run, step)
 
     def at_end(self, run: Trainer, step: int) -> None:
@@ -164,11 +164,6 @@ class Agree(Hook):
             self.checked = step
 
 
-def save_is_due(run: Trainer, step: int) -> bool:
-    """Whether a checkpoint of this step is to be saved, the same in every process."""
-    return step % run.options.save_every == 0 or bool(run.agreed["save"])
-
-
 class Save(Hook):
     """Saves a checkpoint every save_every steps, when save_every_minutes are over, and of the last step, finished or
     interrupted."""
@@ -176,7 +171,7 @@ class Save(Hook):
     last: int | None = None
 
     def after_step(self, run: Trainer, step: int) -> None:
-        if save_is_due(run, step):
+        if run.save_is_due:
             with run.throughput.paused():
                 self.at_end(run, step)
 

@@ -82,6 +82,7 @@ class Trainer:
         self.ballot = distributed.Ballot(program.mesh)
         # What the processes have agreed on: the signal that ends the run, whether to save by the clock.
         self.agreed = {"stop": 0, "save": 0}
+        self.save_is_due = False  # after the step that was dispatched last; the same in every process
 
     def _writers(self) -> Writer:
         if not distributed.is_primary():
@@ -218,15 +219,18 @@ class Trainer:
                 with self.goodput.during("input"):
                     _, batch = next(batches)
                 self.state, metrics = self.program.step(self.state, self.program.put(batch))
-                votes = {"stop": stop[0] if stop else 0, "save": int(self._save_is_due())}
+                votes = {"stop": stop[0] if stop else 0, "save": int(self._wishes_save())}
                 if jax.process_count() == 1:
                     self.agreed = votes
                 else:
                     metrics = {**metrics, **self.ballot.cast(votes, after=metrics["loss"])}
                 buffer.put(step, metrics)
-                # Waits for the step before this one, which bounds how far Python runs ahead of the device; a save waits
-                # for this one anyway, and its row must not be lost where the checkpoint is the last thing that is left.
-                self._metrics(buffer.take(keep=int(step % self.options.save_every != 0)))
+                # Waits for the step before this one, which bounds how far Python runs ahead of the device.
+                self._metrics(buffer.take(keep=1))
+                self.save_is_due = step % self.options.save_every == 0 or bool(self.agreed["save"])
+                if self.save_is_due:
+                    # It waits for this step anyway; if a kill leaves nothing but the checkpoint, its row is needed.
+                    self._metrics(buffer.take(keep=0))
                 for hook in self.hooks:
                     hook.after_step(self, step)
             self._metrics(buffer.take(keep=0))
@@ -242,7 +246,7 @@ class Trainer:
             for hook in self.hooks:
                 hook.on_metrics(self, step, metrics)
 
-    def _save_is_due(self) -> bool:
+    def _wishes_save(self) -> bool:
         """Whether this process wishes a save by the clock. Only the first one has a clock that counts."""
         minutes = self.options.save_every_minutes
         if minutes is None or not distributed.is_primary() or time.monotonic() - self._saved_at < 60 * minutes:

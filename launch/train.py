@@ -24,7 +24,6 @@ from launch import cli
 
 EXIT_NONFINITE = 3
 EXIT_TOO_BIG = 4
-_STARTED = time.monotonic()
 # What JAX says when the others have left: gloo on CPU, NCCL on GPU, the coordinator.
 _PEER = re.compile("(?i)gloo|nccl|connection (closed|reset|refused)|coordinat|heartbeat|barrier|unavailable|deadline")
 
@@ -46,6 +45,7 @@ def add_flags(parser: cli.Parser) -> None:
 @cli.main
 def main(argv: list[str]) -> int:
     """Parses, checks everything that needs no device, then starts JAX and trains."""
+    began = time.monotonic() - time.process_time()  # imports count; those of the process that this is a fork of do not
     parser = cli.Parser("train", __doc__)
     add_flags(parser)
     parser.add_argument("--target", help="with --dry_run: a machine that is not here, as for launch.plan: v5p-2048")
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     from framework.trainer import use_compilation_cache
     from framework.workdir import Workdir, safe_child
 
-    args, goodput, health = command.args, Goodput(since=_STARTED), command.config.instantiate().health
+    args, goodput, health = command.args, Goodput(since=began), command.config.instantiate().health
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
     folder = args.workdir or safe_child("runs", args.run_name, "--run_name")
     if args.target is not None:

@@ -4,8 +4,8 @@
 
 Trains `nanogpt-cpu` by launch.local in four processes, first undisturbed, then with SIGKILL to one of them, drawn at
 random, every so many seconds. Prints, as Markdown, a row for each restart, the committed steps of both, and whether
-every loss that was ever logged has the bits of the undisturbed run's. Exit code 1: fewer than 85% of the steps, or other
-bits.
+every loss that was ever logged has the bits of the undisturbed run's. Exit code 1: fewer than 85% of the steps, or
+other bits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Run:
 
     def start(self) -> None:
         """Starts it; `stop` ends it."""
-        words = [f"--workdir={self.workdir}", f"--processes={self.processes}", "--grace=1", "--max_restarts=20"]
+        words = [f"--workdir={self.workdir}", f"--processes={self.processes}", "--grace=0.2", "--max_restarts=20"]
         command = [sys.executable, "-P", "-m", "launch.local", *FLAGS, *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
