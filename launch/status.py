@@ -8,6 +8,7 @@ it does not: a process is silent, stands still or ended otherwise; 2 there is no
 """
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -25,11 +26,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_flags(argv)
 
-    if "://" in args.workdir:
-        from etils.epath import Path
-    else:
-        from pathlib import Path
-    found = status(Path(args.workdir).expanduser(), time.time())
+    from framework.checkpoint_directory import folder
+
+    found = status(folder(os.path.expanduser(args.workdir)), time.time())
     print(json.dumps(found, indent=1) if args.json else _table(found))
     return 0 if found["health"] in ("running", "done") else 1
 

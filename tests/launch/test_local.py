@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.local import _newest, main
-from tests.support.runs import CONFIG, ROOT, losses, write_text
+from tests.support.runs import CONFIG, ROOT, losses, wait_for, write_text
 
 TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
 # The supervisor as launch.local runs it, with `script` in the place of launch.train.
@@ -26,15 +26,6 @@ newest = lambda: int(open("newest").read())
 grace, backoff, max_restarts = float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
 sys.exit(local.Supervisor([sys.argv[1]], [{}] * int(sys.argv[2]), newest).run(grace, backoff, max_restarts))
 """
-
-
-def wait_for(what: Callable[[], object], seconds: float = 60.0) -> object:
-    """What `what()` gives as soon as that is true."""
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-    return found
 
 
 def alive(pid: int) -> bool:
