@@ -102,9 +102,10 @@ def wait_for(what: Callable[[], Any], seconds: float = 300.0) -> Any:
 
 
 def rows(workdir: Path) -> list[dict]:
-    """The rows of metrics.jsonl."""
+    """The rows of metrics.jsonl, but for one that is being written."""
     path = workdir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def losses(workdir: Path) -> dict[int, float]:
