@@ -179,14 +179,9 @@ def barrier(name: str, *, minutes: int = 120) -> None:
 
 def everywhere(condition: bool) -> bool:
     """Whether the condition holds in every process. Collective."""
-    return all(gather(np.array(condition)))
-
-
-def gather(mine: np.ndarray) -> np.ndarray:
-    """An array of each process, stacked by process. Collective."""
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(mine)).reshape(jax.process_count(), *mine.shape)
+    return bool(np.all(multihost_utils.process_allgather(np.array(condition))))
 
 
 def from_primary(value: Any) -> Any:

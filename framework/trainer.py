@@ -114,6 +114,8 @@ class Trainer:
             raise FileNotFoundError(f"--resume=must, but {self.checkpointer.directory} holds no valid checkpoint")
         if not steps:
             self.goodput.go_back({})
+            if self.workdir.metrics.exists() and self.workdir.metrics.stat().st_size:
+                self.writer.resume(0)  # an earlier start had no checkpoint yet: its steps are done again
             pretrained = self.experiment.pretrained
             self.state = self.program.init() if pretrained is None else pretrained.init(self.program)
             return 0

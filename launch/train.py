@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     add_flags(parser)
     parser.add_argument("--target", help="with --dry_run: a machine that is not here, as for launch.plan: v5p-2048")
     command = parser.parse(argv)
-    command.config.instantiate()  # every mistake in the config shows before JAX starts
+    health = command.config.instantiate().health  # every mistake in the config shows before JAX starts
 
     # Imported late: a typo on the command line should not wait for these.
     from framework import distributed
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     from framework.trainer import use_compilation_cache
     from framework.workdir import Workdir, safe_child
 
-    args, goodput, health = command.args, Goodput(since=began), command.config.instantiate().health
+    args, goodput = command.args, Goodput(since=began)
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
     folder = args.workdir or safe_child("runs", args.run_name, "--run_name")
     if args.target is not None:

@@ -207,9 +207,9 @@ def test_17_18_under_launch_local_all_start_again_and_lose_nothing(calm: Path, t
         }  # compiled as the undisturbed run was, without this process's flags
         launcher = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
-    def disturb(number: signal.Signals, step: int, starts: int, row: int) -> None:
-        """Signals a process in that start of the run, and waits until the run is further than it was."""
-        wait_for(lambda: newest(workdir) >= step)
+    def disturb(number: signal.Signals, saved: int, starts: int, row: int) -> None:
+        """Signals a process in that start of the run, once that step is on disk, and waits until it is further."""
+        wait_for(lambda: max(scan(workdir / "checkpoints")[0], default=0) >= saved)
         pids = re.findall(r"pids (.*)", output(workdir))
         assert len(pids) == starts
         os.kill(int(pids[-1].split()[1]), number)
@@ -219,8 +219,8 @@ def test_17_18_under_launch_local_all_start_again_and_lose_nothing(calm: Path, t
         wait_for(lambda: newest(workdir) > reached)
         measured(row, all_started_again=found - began, further_than_before=time.monotonic() - began)
 
-    disturb(signal.SIGSTOP, EVERY + 3, 1, 17)
-    disturb(signal.SIGKILL, 2 * EVERY + 3, 2, 18)
+    disturb(signal.SIGSTOP, EVERY, 1, 17)
+    disturb(signal.SIGKILL, newest(workdir) + EVERY, 2, 18)
     assert launcher.wait(timeout=300) == 0, output(workdir)
     first, second = map(int, re.findall(r"resumed from step (\d+)", output(workdir)))
     assert EVERY <= first < second
