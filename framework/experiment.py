@@ -15,7 +15,7 @@ from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
 from framework.health import Health
 from framework.layers.remat import group_size
-from framework.layout import Nested, TensorSpec, nearest_divisors
+from framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
 from framework.learner import Learner
 from framework.memory import Memory
 from framework.mesh import MeshShape
@@ -116,16 +116,21 @@ class Experiment:
 
     def state_specs(self) -> Nested:
         """The specs of everything that training keeps, by group."""
-        hosted = self.memory.gradients != "device"
+        hosted = self.memory.gradients == "pinned_host"
         return {
-            **({"gradient": self.learner.gradient_specs(self.memory.gradients)} if hosted else {}),
-            "parameter": self.learner.specs,
-            "frozen": self.learner.frozen_specs,
+            **({"gradient": self.learner.gradient_specs("pinned_host")} if hosted else {}),
+            "parameter": self._placed(self.learner.specs),
+            "frozen": self._placed(self.learner.frozen_specs),
             "buffer": self.model.buffer_specs(),
             "optimizer": self.learner.optimizer_specs(self.memory.optimizer_state),
             "ema": self.learner.ema_specs(),
             "counter": _counter_specs() | self.learner.counter_specs(),
         }
+
+    def _placed(self, weights: Nested) -> Nested:
+        """The specs of weights, large ones tagged with where `memory.parameters` has them."""
+        kind = self.memory.parameters
+        return {name: move_to_host(specs, kind, stacked=name == "stack") for name, specs in weights.items()}
 
 
 def _counter_specs() -> Nested:

@@ -1,12 +1,13 @@
 """What `config.memory` says: where state lives, when the update happens, what is recomputed.
 
-May import: framework.layers.remat, framework.layout.
+May import: framework.config, framework.layers.remat, framework.layout.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from framework.config import PositiveInt
 from framework.layers import remat as remat_policies
 from framework.layout import MemoryKind
 
@@ -17,11 +18,20 @@ class Memory:
     Args:
         update: when and in what pieces: "after_backward" is the plain schedule, the whole backward pass, then the whole
             update; "streamed" updates a piece at a time, with its optimizer state alone on the device; "in_backward"
-            updates each unit as soon as the backward pass has its gradient, which then is gone.
+            updates each unit as soon as the backward pass has its gradient, which then is gone; "layer_programs" runs
+            the step as a few small programs, one layer after the other, instead of one large one.
         gradients: "pinned_host" writes each unit's gradients to host memory as the backward pass makes them; needs
-            update = "streamed".
+            update = "streamed" or "layer_programs". "none", with the latter, keeps no gradient: each unit is updated at
+            once, with the limits of "in_backward".
         optimizer_state: "pinned_host" keeps optimizer state (master weights and moments) in host memory between steps;
             vectors, scalars and leaves under 1 MiB stay on the device.
+        parameters: "pinned_host" keeps the weights there too, frozen ones included; a layer's come to the device when
+            its turn comes. Not with update = "after_backward".
+        hosted_layers: how many of the stack's units `parameters` concerns, counted from the first, where only part
+            must go; the embedding, the head and the other units stay on the device. None means everything. Needs
+            update = "layer_programs".
+        activations: "pinned_host" keeps there what `remat` keeps of each unit for the backward pass: its input, under
+            full. Not with update = "after_backward".
         remat: what the backward pass recomputes: none, full, sqrt, sqrt:NUMBER, dots, dots_no_batch, offload,
             save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; see framework.layers.remat.
     """
@@ -29,16 +39,37 @@ class Memory:
     def __init__(
         self,
         *,
-        update: Literal["after_backward", "streamed", "in_backward"] = "after_backward",
-        gradients: MemoryKind = "device",
+        update: Literal["after_backward", "streamed", "in_backward", "layer_programs"] = "after_backward",
+        gradients: Literal["device", "pinned_host", "none"] = "device",
         optimizer_state: MemoryKind = "device",
+        parameters: MemoryKind = "device",
+        hosted_layers: PositiveInt | None = None,
+        activations: MemoryKind = "device",
         remat: str = "none",
     ):
-        if gradients != "device" and update != "streamed":
-            raise ValueError(f"memory.gradients = {gradients} needs memory.update = streamed, given {update}")
+        if gradients == "pinned_host" and update not in ("streamed", "layer_programs"):
+            raise ValueError(
+                f"memory.gradients = pinned_host needs memory.update = streamed or layer_programs, given {update}"
+            )
+        if gradients == "none" and update != "layer_programs":
+            raise ValueError(f"memory.gradients = none needs memory.update = layer_programs, given {update}")
+        for name, kind in (("parameters", parameters), ("activations", activations)):
+            if kind != "device" and update == "after_backward":
+                raise ValueError(
+                    f"memory.{name} = {kind} needs memory.update = streamed, in_backward or layer_programs: "
+                    "after_backward has everything on the device at once"
+                )
+        if hosted_layers is not None and (parameters == "device" or update != "layer_programs"):
+            raise ValueError(
+                f"memory.hosted_layers = {hosted_layers} needs memory.parameters = pinned_host and memory.update = "
+                f"layer_programs, given {parameters} and {update}: elsewhere a stack lives in one place"
+            )
         self.update: str = update
-        self.gradients: MemoryKind = gradients
+        self.gradients: str = gradients
         self.optimizer_state: MemoryKind = optimizer_state
+        self.parameters: MemoryKind = parameters
+        self.hosted_layers = hosted_layers
+        self.activations: MemoryKind = activations
         try:
             remat_policies.check(remat)
         except ValueError as error:
