@@ -8,6 +8,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 GIB = 2**30
 # Of a GPU's memory, for XLA. The rest is for the CUDA context, the kernels' code, NCCL, and cuDNN and cuBLAS handles.
 GPU_MEMORY_FRACTION = 0.92
+# XLA pins no more host memory than that on a GPU machine, GiB for all GPUs of a process; 64 where it is not set. It
+# grows by need, so launch.train sets nearly all that the machine has: the rest is for Python, data and checkpoints.
+HOST_LIMIT, HOST_MEMORY_FRACTION = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 0.9
 
 
 @dataclass(frozen=True)
@@ -119,3 +123,12 @@ def accelerator_name(devices: Sequence[Any]) -> str:
     count = len(devices) // slices * spec.cores_per_chip // spec.devices_per_chip
     name = f"{spec.name}{'x' if spec.platform == 'gpu' else '-'}{count}"
     return f"{slices}x{name}" if slices > 1 else name
+
+
+def machine_memory_bytes() -> int:
+    """Memory of this machine, or as much of it as this process's container (cgroup) may use."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max", or another cgroup version
+            found.append(int(Path(path).read_text()))
+    return min(found)

@@ -41,6 +41,8 @@ class Health:
         replica_check_every: copies of the same state on different devices are compared every so many steps, and before
             every save; None never does.
         status_seconds: how often WORKDIR/health is written.
+        canary: where anything is in host memory, a small model says first whether that computes the same; see
+            framework.canary.
     """
 
     def __init__(
@@ -51,10 +53,11 @@ class Health:
         hang_seconds: PositiveFloat | None = 1800.0,
         replica_check_every: PositiveInt | None = 500,
         status_seconds: PositiveFloat = 10.0,
+        canary: bool = True,
     ):
         self.connect_seconds, self.heartbeat_seconds = connect_seconds, heartbeat_seconds
         self.hang_seconds, self.replica_check_every = hang_seconds, replica_check_every
-        self.status_seconds = status_seconds
+        self.status_seconds, self.canary = status_seconds, canary
 
 
 class Pulse:

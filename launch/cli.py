@@ -175,7 +175,7 @@ def prepare_jax() -> None:
     """Checks the environment of JAX's backends, for verbs that start them, and sets it where it says nothing yet."""
     import jax  # noqa: F401
 
-    from framework.accelerators import GPU_MEMORY_FRACTION
+    from framework.accelerators import GIB, GPU_MEMORY_FRACTION, HOST_LIMIT, HOST_MEMORY_FRACTION, machine_memory_bytes
     from framework.compiler import check_environment
 
     check_environment()
@@ -183,6 +183,8 @@ def prepare_jax() -> None:
     # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of it.
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; jaxlib refuses both
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
+    # Nor more host memory than 64 GiB. Only GPUs read either.
+    os.environ.setdefault(HOST_LIMIT, str(int(HOST_MEMORY_FRACTION * machine_memory_bytes() / GIB)))
     # On a machine without TPU chips, which jax tells when it is imported, libtpu would complain about that in five
     # lines on stderr, if it is installed for planning.
     if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":

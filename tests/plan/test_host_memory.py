@@ -1,0 +1,79 @@
+"""What may live in host memory: what is set before JAX starts, and what is refused before anything is compiled."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework import accelerators, layout
+from framework.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
+from framework.plan import guard, host_room
+from framework.program import Program
+from launch import cli
+from tests.support import runs, small
+
+# Two moments in float32: per layer 32 x 32 for queries and outputs, 32 x 16 for keys and values, three times 32 x 48.
+STATE = 2 * 4 * (2 * 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48))
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Program:
+    """Its optimizer state is hosted, on eight devices, a copy each."""
+    monkeypatch.setitem(layout.move_to_host.__kwdefaults__, "min_bytes", 256)
+    memory = {"optimizer_state": "pinned_host"}
+    return small.program(small.experiment(small.llama(), mesh={"data": 8, "fsdp": 1}, memory=memory))
+
+
+def test_the_limit_is_set_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOST_LIMIT, "")  # so that it is as before afterwards
+    monkeypatch.delenv(HOST_LIMIT)
+    monkeypatch.setattr(accelerators, "machine_memory_bytes", lambda: 2000 * GIB)
+    cli.prepare_jax()
+    assert cli.os.environ[HOST_LIMIT] == "1800"
+    monkeypatch.setenv(HOST_LIMIT, "7")
+    cli.prepare_jax()
+    assert cli.os.environ[HOST_LIMIT] == "7", "the user's own stays"
+
+
+@pytest.mark.parametrize(("said", "bytes_"), [("max\n", 5 * 2**40), ("1073741824\n", GIB), (None, 5 * 2**40)])
+def test_memory_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str | None, bytes_: int) -> None:
+    monkeypatch.setattr(accelerators.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 5 * 2**28}.__getitem__)
+    monkeypatch.setattr(accelerators, "Path", lambda path: tmp_path / path.removeprefix("/"))
+    if said is not None:
+        (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+        (tmp_path / "sys/fs/cgroup/memory.max").write_text(said)
+    assert machine_memory_bytes() == bytes_
+
+
+def test_what_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch, program: Program) -> None:
+    hosted = 8 * program.layout.bytes_per_device(memory_kind="pinned_host")
+    assert hosted == 8 * STATE
+    monkeypatch.setenv(HOST_LIMIT, "0")
+    text = r"config.memory puts 1.19 MiB into host memory \(optimizer_state 1.19 MiB\), and "
+    with pytest.raises(ValueError, match=text + f"{HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it"):
+        host_room.check_host(program, "gpu")
+    host_room.check_host(program, "tpu")  # nothing but GPUs has that limit
+    host_room.check_host(program)  # and on a CPU the host's memory is the device's
+    monkeypatch.setenv(HOST_LIMIT, "1")
+    host_room.check_host(program, "gpu")
+    for room, fits in ((hosted - 1, False), (hosted, True)):
+        monkeypatch.setattr(host_room, "machine_memory_bytes", lambda room=room: room)
+        for platform in ("gpu", "tpu"):
+            if fits:
+                host_room.check_host(program, platform)
+                continue
+            with pytest.raises(ValueError, match=text + "this machine has 1.19 MiB;.* a larger mesh.fsdp.* needs less"):
+                host_room.check_host(program, platform)
+
+
+def test_a_run_is_refused_before_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, program: Program
+) -> None:
+    monkeypatch.setenv("TINY_TEXT", "")
+    runs.write_text(tmp_path / "text")
+    monkeypatch.setenv(HOST_LIMIT, "0")
+    monkeypatch.setattr(host_room, "check_host", functools.partial(host_room.check_host, platform="gpu"))
+    monkeypatch.setattr(guard, "need", lambda _: pytest.fail("compiled"))
+    assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 2
+    assert f"and {HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it" in "".join(capfd.readouterr())

@@ -1,0 +1,141 @@
+"""framework.canary: it agrees where offloading is right, and stops a run where a value or a place is wrong."""
+
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import pytest
+
+from framework import canary, layout
+from framework.config import config_for
+from framework.layers import remat
+from framework.layout import StateLayout
+from framework.learner import Rule
+from framework.program import Program
+from framework.schedules import pieces
+from tests.support import small
+from tests.support.runs import train
+
+HOSTED = {"optimizer_state": "pinned_host"}
+STREAMED = {"update": "streamed", "gradients": "pinned_host", **HOSTED}
+TWO_PASS = {"update": "in_backward", **HOSTED}
+OFFLOAD = {"remat": "offload"}
+BFLOAT16 = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
+FREEZE = config_for(Rule, pattern="query", freeze=True)
+CASES: dict[str, tuple[Any, ...]] = {
+    "hosted state": (HOSTED,),
+    "offloaded inputs": (OFFLOAD, {}, None, {"ema": 0.9}),
+    "in the backward pass": (TWO_PASS, {}, None, {"clip_mode": "two_pass"}),
+    "bfloat16, part frozen": (STREAMED, BFLOAT16, None, {"master_dtype": "float32", "rules": [FREEZE]}),
+    "eight devices": ({**STREAMED, "remat": "sqrt:2"}, {}, {"data": 2, "fsdp": 2, "model": 2}, {"accumulate": 2}),
+}
+
+
+def prepared(memory: Any, model: Any = None, mesh: Any = None, learner: Any = None) -> tuple[Any, Program]:
+    """(config, program) of a run on one device, or on all eight; 256 bytes are large enough for the host."""
+    config = small.experiment(small.llama(**(model or {})), mesh=mesh, memory=memory, **(learner or {}))
+    with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
+        return config, small.program(config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_agrees(case: str) -> None:
+    line = canary.check(*prepared(*CASES[case]))
+    assert line.startswith("canary: offloaded and resident agree to "), line
+    assert float(line.split("agree to ")[1].split()[0]) < (1e-2 if "bfloat16" in case else 1e-5)
+
+
+def test_says_nothing_where_nothing_is_on_the_host() -> None:
+    assert canary.check(*prepared({})) == ""
+    config = small.experiment(small.llama(), memory=HOSTED)
+    assert canary.check(config, small.program(config)) == "", "all of its leaves are too small to be hosted"
+
+
+@pytest.mark.parametrize("memory", [HOSTED, STREAMED])
+def test_hosts_what_the_run_hosts(memory: dict[str, Any]) -> None:
+    config, program = prepared(memory)
+    ours = Program(canary.shrunk(config, program).instantiate(), jax.devices()[:1])
+    hosted = [{leaf.group for leaf in p.layout if leaf.spec.memory_kind != "device"} for p in (program, ours)]
+    assert hosted[0] == hosted[1] != set()
+
+
+def test_says_when_it_cannot_run() -> None:
+    """The run itself then says what is wrong."""
+    line = canary.check(*prepared(TWO_PASS, {}, None, {"clip_mode": "global_norm"}))
+    assert line.startswith("canary: did not run, so offloading is not checked: learner.clip_mode = global_norm with ")
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of openxla/xla#46231: what comes back for the backward pass is not what was offloaded."""
+
+    @jax.custom_vjp
+    def spoiled(x: jax.Array) -> jax.Array:
+        return x
+
+    spoiled.defvjp(lambda x: (x, None), lambda _, ct: (0.9 * ct,))
+    tag = remat._tag
+    monkeypatch.setattr(remat, "_tag", lambda tree, name: tag(jax.tree.map(spoiled, tree), name))
+    with pytest.raises(canary.CanaryError, match=r"#46231\): optimizer/.* is off by .*tolerance 0.001.*as are [1-9]"):
+        canary.check(*prepared(OFFLOAD))
+
+
+@pytest.mark.parametrize(("memory", "module"), [(HOSTED, layout), (STREAMED, pieces)])
+def test_a_wrong_move_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], module: Any) -> None:
+    fetch = module.fetch_leaf
+    monkeypatch.setattr(
+        module, "fetch_leaf", lambda spec, x: fetch(spec, x) * (1 - 0.01 * (spec.memory_kind != "device"))
+    )
+    with pytest.raises(canary.CanaryError, match=r"optimizer/.* of a small model is off by"):
+        canary.check(*prepared(memory))
+
+
+def test_a_leaf_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, program = prepared(HOSTED)
+    right = StateLayout.sharding
+    lost = "optimizer/embed/default/state/0/trace/token"
+    monkeypatch.setattr(
+        StateLayout,
+        "sharding",
+        lambda self, spec: (
+            right(self, spec).with_memory_kind("device")
+            if getattr(spec, "owner", None) == "token"
+            else right(self, spec)
+        ),
+    )
+    with pytest.raises(
+        canary.CanaryError, match=f"not offloaded on these devices: {lost} is in device; the layout says"
+    ):
+        canary.check(config, program)
+
+
+def test_an_argument_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's compiler counts no argument as the host's; where others do so, the placement was lost."""
+    monkeypatch.setattr(canary.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(
+        canary.CanaryError, match=r"the compiled step takes 0 bytes from the host, the layout says [1-9]"
+    ):
+        canary.check(*prepared(HOSTED))
+
+
+def test_launch_train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """A start prints its line; where the canary fails it is a user's error, and before the step is compiled."""
+    monkeypatch.setitem(layout.move_to_host.__kwdefaults__, "min_bytes", 256)
+    flags = "--config.memory.optimizer_state=pinned_host", "--dry_run"
+    assert train(tmp_path / "run", *flags) == 0
+    assert re.search("canary: offloaded and resident agree.*dry run: the step compiles", output(capfd), re.DOTALL)
+    fetch = layout.fetch_leaf
+    monkeypatch.setattr(
+        layout, "fetch_leaf", lambda spec, x: fetch(spec, x) * (1 - 0.01 * (spec.memory_kind != "device"))
+    )
+    assert train(tmp_path / "run", *flags) == 2
+    said = output(capfd)
+    assert "error: canary: what config.memory offloads is computed wrong" in said
+    assert "the step compiles" not in said
+    assert train(tmp_path / "run", *flags, "--config.health.canary=false") == 0
+    assert "canary" not in output(capfd)
+
+
+def output(capfd: Any) -> str:
+    return "".join(capfd.readouterr())
