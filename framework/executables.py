@@ -13,7 +13,7 @@ import os
 import socket
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
@@ -71,3 +71,40 @@ def call(jitted: Any, arrays: Any, *static: Any) -> Any:
         devices = sorted(set.union(*sets), key=lambda device: device.id) if sets else jax.local_devices()[:1]
         _programs[key] = compiled(jitted.lower(arrays, *static), devices=devices)
     return _programs[key](arrays)
+
+
+class HostBytes(NamedTuple):
+    """Of a program's arguments, its results, and the arguments that are donated: what is in host memory, per device."""
+
+    arguments: int = 0
+    results: int = 0
+    donated: int = 0
+
+    @staticmethod
+    def in_place(size: int) -> HostBytes:
+        """Of a program that takes so much, donated, and gives it back."""
+        return HostBytes(size, size, size)
+
+
+def peak_bytes(stats: Any, platform: str, hosted: HostBytes) -> int:
+    """Device memory at the worst instant, from a program's `memory_analysis()`.
+
+    TPU: XLA's own peak counts what is in host memory, and knows it apart; a program from jax's compilation cache may
+    have lost it. (In programs of megabytes it counts on-chip memory too, 128 MiB at most: where the buffers are
+    known, their sum is better.) GPU and CPU: the sum, no overestimate there, as all temporaries are one allocation.
+    """
+    if platform == "tpu" and stats.peak_memory_in_bytes:
+        results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+        return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes - results
+    argument, output, alias = on_device(stats, platform, hosted)
+    return argument + output - alias + stats.temp_size_in_bytes
+
+
+def on_device(stats: Any, platform: str, hosted: HostBytes) -> tuple[int, int, int]:
+    """(arguments, results, aliased) without what is in host memory: on CPU the compiler counts all of that among the
+    device's, on GPU arguments that it lost sight of."""
+    argument, output, alias = stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes
+    if platform == "cpu":
+        return argument - hosted.arguments, output - hosted.results, alias - hosted.donated
+    lost = hosted.arguments - stats.host_argument_size_in_bytes if platform == "gpu" else 0
+    return argument - lost, output, alias

@@ -7,7 +7,7 @@ May import: everything in framework but trainer and hooks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework import executables
+from framework import executables, parts
 from framework.experiment import Experiment
 from framework.layers.base import BATCH_AXES, Context
 from framework.layers.remat import check_platform
@@ -34,7 +34,10 @@ from framework.layout import (
 )
 from framework.mesh import MeshShape
 from framework.schedules import after_backward, hosted_gradients, in_backward, streamed
-from framework.schedules.step import Metrics, State, microbatches
+from framework.schedules.layer_programs import LayerPrograms
+from framework.schedules.programs import Compile, Compiled, Ledger, Programs
+from framework.schedules.step import Metrics, State, evaluation_context, microbatches
+from framework.schedules.step import sums as evaluation_sums
 from framework.units import in_structure
 
 SCHEDULES = {  # (memory.update, memory.gradients)
@@ -66,7 +69,12 @@ class Program:
             experiment.model.check(self.mesh, experiment.data.seq_len)
         experiment.compiler.check(self.mesh)
         self.jit = functools.partial(jax.jit, compiler_options=experiment.compiler.options or None)
-        self.layout = StateLayout(experiment.state_specs(), self.mesh)
+        # What checkpoints hold; and what the state is, where the stack may be in parts.
+        self.layout = self.whole = StateLayout(experiment.state_specs(), self.mesh)
+        self.in_parts = training and experiment.memory.update == "layer_programs"
+        if self.in_parts:
+            units, hosted = experiment.model.stack.num_units, experiment.memory.hosted_layers
+            self.layout = StateLayout(parts.in_parts(self.whole.specs, units, hosted), self.mesh)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
 
     # --- batches -----------------------------------------------------------------------------------------------------
@@ -124,6 +132,14 @@ class Program:
             unit: they are one layer's, without the leading axis.
         """
         groups = self._groups
+        made = self.values_of(precise, unit=unit)
+        return {
+            name: {path: store_leaf(groups[name][path], x) for path, x in own.items()} for name, own in made.items()
+        }
+
+    def values_of(self, precise: dict[str, jax.Array], *, unit: bool) -> dict[str, dict[str, jax.Array]]:
+        """As `made_of`, and not moved."""
+        groups = self._groups
         if next(iter(precise)) in groups["frozen"]:
             made = {"frozen": precise}
         else:
@@ -131,17 +147,33 @@ class Program:
         if "gradient" in groups and "parameter" in made:
             made["gradient"] = jax.tree.map(jnp.zeros_like, made["parameter"])
         return {
-            name: {path: store_leaf(groups[name][path], x.astype(groups[name][path].dtype)) for path, x in own.items()}
-            for name, own in made.items()
+            name: {path: x.astype(groups[name][path].dtype) for path, x in own.items()} for name, own in made.items()
         }
 
     @cached_property
     def _groups(self) -> dict[str, dict[str, TensorSpec]]:
-        return {name: flatten(tree) for name, tree in self.layout.specs.items()}
+        return {name: flatten(tree) for name, tree in self.whole.specs.items()}
 
     def nested(self, flat: dict[str, dict[str, jax.Array]]) -> State:
         """{group: {path: array}} as the state's own tree."""
         return {name: in_structure(tree, flat[name]) for name, tree in self.layout.specs.items()}
+
+    def _init_order(self) -> Iterator[tuple[tuple[str, ...], int | None]]:
+        """Paths of parameters that are made together, and for how many layers of a stack."""
+        specs, learner = flatten(self.experiment.model.parameter_specs()), self.experiment.learner
+        for paths in [*learner.init_parts(), *((path,) for path in self._groups["frozen"])]:
+            yield paths, specs[paths[0]].num_layers if learner.scope == "unit" else None
+
+    def _first_values(self, given: Collection[str]) -> Callable[..., dict[str, Any]]:
+        """(key, paths, layer) -> what the state holds of these parameters, not moved; `given` ones are zeros."""
+        specs = flatten(_uncast(self.experiment.model.parameter_specs()))
+        specs = {p: replace(s, initializer=jax.nn.initializers.zeros) if p in given else s for p, s in specs.items()}
+
+        def make(key: jax.Array, paths: tuple[str, ...], layer: jax.Array | None = None) -> dict[str, Any]:
+            precise = flatten(initialize(unflatten({path: specs[path] for path in paths}), key, layer))
+            return self.values_of(precise, unit=layer is not None)
+
+        return make
 
     def init_function(self, seed: int, given: Collection[str] = ()) -> Callable[[], State]:
         """The function that makes the first state, straight into the layout when jitted with its shardings.
@@ -149,24 +181,21 @@ class Program:
         A stack is made a layer at a time, and what lives on the host goes there at once: nothing is held twice.
         Parameters that are `given` are zeros: who gives them overwrites them.
         """
-        learner, groups = self.experiment.learner, self._groups
-        specs = flatten(_uncast(self.experiment.model.parameter_specs()))
-        specs = {p: replace(s, initializer=jax.nn.initializers.zeros) if p in given else s for p, s in specs.items()}
+        groups, make = self._groups, self._first_values(given)
 
         def part(key: jax.Array, paths: tuple[str, ...], layer: jax.Array | None = None) -> dict[str, Any]:
-            precise = flatten(initialize(unflatten({path: specs[path] for path in paths}), key, layer))
-            return self.made_of(precise, unit=layer is not None)
+            made = make(key, paths, layer)
+            return {name: {p: store_leaf(groups[name][p], x) for p, x in own.items()} for name, own in made.items()}
 
         def init() -> State:
             key, run_key = jax.random.split(jax.random.key(seed))
             flat: dict[str, dict[str, Any]] = {name: {} for name in groups}
             made: dict[str, Any] = {}
-            for paths in [*learner.init_parts(), *((path,) for path in groups["frozen"])]:
+            for paths, layers in self._init_order():
                 # One after the other: many at once would be many float32 copies at once.
                 key, made = jax.lax.optimization_barrier((key, made))
                 for name, own in made.items():
                     flat[name] |= own
-                layers = specs[paths[0]].num_layers if learner.scope == "unit" else None
                 one = functools.partial(part, key, paths)
                 made = one() if layers is None else jax.lax.map(one, jnp.arange(layers))
             for name, own in made.items():
@@ -192,7 +221,60 @@ class Program:
 
     def init(self, seed: int | None = None, given: Collection[str] = ()) -> State:
         """The state at step 0."""
+        if self.in_parts:
+            return self._init_parts(self.experiment.trainer.seed if seed is None else seed, given)
         return self.init_jit(seed, given)()
+
+    @cached_property
+    def _init_programs(self) -> Programs:
+        return Programs(self.jit, self._compiled, self.layout)
+
+    def rehearse_init(self, compile: Compile | None = None, given: Collection[str] = ()) -> Ledger:
+        """Compiles what makes the first state of a stack in parts; what that needs."""
+        self._init_programs.compile = compile or self._compiled
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0)))
+        key = jax.ShapeDtypeStruct((), keys.dtype, sharding=self.replicated)
+        number = TensorSpec((), "int32")
+        return self._init_programs.rehearse(lambda *args: self._make_parts(given, *args), key, number)
+
+    def _init_parts(self, seed: int, given: Collection[str]) -> State:
+        """The same values for a stack in parts, by one program for each kind of leaf."""
+        self.rehearse_init(given=given)
+        key, run_key = jax.device_put(list(jax.random.split(jax.random.key(seed))), self.replicated)
+        flat = self._make_parts(given, key, jax.device_put(jnp.int32(0), self.replicated))
+        for name in ("buffer", "counter"):
+            for path, spec in flatten(self.layout.specs[name]).items():
+                flat[name][path] = jnp.zeros(spec.shape, spec.dtype, device=self.layout.sharding(spec))
+        flat["counter"]["rng"] = jax.device_put(jax.random.key_data(run_key), self.replicated)
+        return self.nested(flat)
+
+    def _make_parts(self, given: Collection[str], key: Any, number: Any) -> dict[str, dict[str, Any]]:
+        """{group: {path: array}} of all that is made of parameters; `number` is 0."""
+        make, specs = self._first_values(given), {name: flatten(tree) for name, tree in self.layout.specs.items()}
+        flat: dict[str, dict[str, Any]] = {name: {} for name in specs}
+        for paths, layers in self._init_order():
+            layer = None if layers is None else jnp.int32(0)
+            abstract = jax.eval_shape(lambda k, i, p=paths: make(k, p, i), jax.random.key(0), layer)
+            for index in range(layers or 1):
+
+                def at(path: str, index: int | None = None if layers is None else index) -> str:
+                    return path if index is None else parts.part_path(path, index)
+
+                places = {name: {path: specs[name][at(path)] for path in own} for name, own in abstract.items()}
+                kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(places))
+                run = functools.partial(_placed_values, make, paths, places, layers is not None)
+                made, number = self._init_programs(
+                    (paths, kinds, paths[0] in given),
+                    run,
+                    key,
+                    number,
+                    donate=(1,),
+                    out=(places, TensorSpec((), "int32")),
+                )
+                for name, own in made.items():
+                    flat[name] |= {at(path): x for path, x in own.items()}
+            number = self._init_programs("zero", jnp.zeros_like, number, out=TensorSpec((), "int32"))
+        return flat
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -220,17 +302,68 @@ class Program:
         """The step compiled ahead of time."""
         return executables.compiled(self.traced_step.lower(), self.experiment.compiler.options)
 
+    @cached_property
+    def layers(self) -> LayerPrograms:
+        """The step of a stack in parts; its programs are compiled by `compile`."""
+        experiment = self.experiment
+        return LayerPrograms(
+            experiment.model, experiment.learner, self.layout, experiment.memory, self.jit, self._compiled
+        )
+
+    def _compiled(self, lowered: Any, hosted: executables.HostBytes) -> Compiled:
+        run = executables.compiled(lowered, self.experiment.compiler.options)
+        platform = self.mesh.devices.flat[0].platform
+        return Compiled(run, executables.peak_bytes(run.memory_analysis(), platform, hosted))
+
+    @cached_property
+    def layers_ledger(self) -> Ledger:
+        """What a step of a stack in parts needs; all its programs are compiled then."""
+        return self.layers.rehearse(self.layout.specs, self.batch_specs)
+
+    def compile(self) -> None:
+        """Compiles the step ahead of time."""
+        self.layers_ledger if self.in_parts else self.compiled_step  # noqa: B018
+
     def step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
         """One training step; the old state is gone afterwards."""
-        return self.compiled_step(state, batch)
+        if not self.in_parts:
+            return self.compiled_step(state, batch)
+        self.compile()
+        return self.layers(state, batch)
+
+    # --- what checkpoints hold ---------------------------------------------------------------------------------------
+
+    def stored(self, state: State) -> State:
+        """What a checkpoint holds of a state; stacks in parts as whole ones, in host memory."""
+        kept = {group: state[group] for group in self.layout.kept}
+        return parts.joined(kept, self.whole) if self.in_parts else kept
+
+    @property
+    def abstract_stored(self) -> Nested:
+        """What a checkpoint is read into."""
+        return self.whole.abstract(parts.before_cut(self.whole) if self.in_parts else self.whole.kept)
+
+    def restored(self, stored: State) -> State:
+        """The state, of what was read, which is gone afterwards."""
+        state = parts.cut(stored, self.layout) if self.in_parts else stored
+        return {**state, **self.scratch_jit()}
+
+    def in_one(self, state: State) -> State:
+        """Weights, averages and buffers with whole stacks, for generation; the state is gone afterwards."""
+        if not self.in_parts:
+            return state
+        kept = {group: state[group] for group in ("parameter", "frozen", "ema", "buffer")}
+        whole = parts.joined(kept, self.whole)
+        for leaf in jax.tree.leaves([kept[group].get(parts.STACK, {}) for group in kept] + [state["optimizer"]]):
+            leaf.delete()
+        specs = {group: self.whole.specs[group] for group in kept}
+        return jax.device_put(whole, self.whole.shardings(specs))
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluation_context(self, batch: Nested) -> Context:
         """The context of everything that is no training: no dropout, sums instead of means."""
-        return Context(
-            batch=batch, num_targets=jnp.float32(1.0), mesh=self.mesh, compute_dtype=self.experiment.model.compute_dtype
-        )
+        return evaluation_context(batch, self.experiment.model, self.layout)
 
     @cached_property
     def evaluate_jit(self) -> Any:
@@ -239,8 +372,7 @@ class Program:
 
         def sums(params: Nested, buffers: Nested, batch: Nested) -> Metrics:
             _, out = model.loss(params, self.evaluation_context(batch), buffers)
-            sums = {"nll": out.metrics["head/nll"], "tokens": jnp.sum(batch["weights"])}
-            return {**sums, "bytes": jnp.sum(batch["bytes"])} if "bytes" in batch else sums
+            return evaluation_sums(out.metrics["head/nll"], batch)
 
         def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
             params = merge(params, frozen)
@@ -261,11 +393,20 @@ class Program:
             batch: global arrays.
             averaged: use the moving averages of the trainable parameters.
         """
+        if self.in_parts:
+            weights = {"parameter": state["ema" if averaged else "parameter"], "frozen": state["frozen"]}
+            return self.layers.evaluate(weights, state["buffer"], batch)
         return self.evaluate_jit(state["ema" if averaged else "parameter"], state["frozen"], state["buffer"], batch)
 
     def weights(self, state: State, *, averaged: bool = False) -> Nested:
         """All parameters as the model takes them; no copies."""
         return merge(state["ema" if averaged else "parameter"], state["frozen"])
+
+
+def _placed_values(make: Any, paths: Any, places: Nested, stacked: bool, key: jax.Array, number: jax.Array) -> Any:
+    """(values of one layer where they belong, the number of the next layer)."""
+    values = make(key, paths, number if stacked else None)
+    return jax.tree.map(lambda spec, x: store_leaf(spec, x.reshape(spec.shape)), places, values), number + 1
 
 
 def _uncast(specs: Nested) -> Nested:

@@ -134,10 +134,10 @@ class Trainer:
 
     def _restore(self) -> int:
         self.state = {}  # the old arrays go before the new ones come: there is never a second copy
-        restored = self.checkpointer.restore_latest(self.program.layout.abstract(self.program.layout.kept))
+        restored = self.checkpointer.restore_latest(self.program.abstract_stored)
         for problem in restored.problems:
             self.progress.print(f"checkpoint: {problem}")
-        self.state, self._extra = {**restored.state, **self.program.scratch_jit()}, restored.extra
+        self.state, self._extra = self.program.restored(restored.state), restored.extra
         self.program.layout.check(self.state)
         self.goodput.go_back(self._extra.get("goodput", {}))
         self.data_offset = int(self._extra["data"]["offset"])
@@ -158,7 +158,7 @@ class Trainer:
         with self._failures_told(step):
             self.checkpointer.wait()  # the save before this one may have failed in the background
         with self._failures_told(step):
-            self.checkpointer.save(step, {group: self.state[group] for group in self.program.layout.kept}, extra)
+            self.checkpointer.save(step, self.program.stored(self.state), extra)
         self.progress.status("")
 
     @contextmanager
@@ -183,7 +183,7 @@ class Trainer:
         Raises LastStepNotSavedError; NonFiniteError: learner.nonfinite ended the run; ReplicaMismatchError."""
         self.progress.status("compiling")
         with self.goodput.during("compile"):
-            self.program.compiled_step  # noqa: B018  (before the first batch is read)
+            self.program.compile()  # before the first batch is read
             distributed.barrier("compiled")
         self.progress.status("")
         with stop_signals() as stop:

@@ -231,8 +231,10 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         if stopped is not None:
             progress.print(f"stopped by {signal.Signals(stopped).name}; the same command goes on from here")
             return 128 + stopped
-        text = sample_text(program, trainer.state)  # every process takes part
-        trainer.state = {}  # the memory is free again for whoever runs another in this process
+        state, trainer.state = trainer.state, {}
+        state = program.in_one(state)
+        text = sample_text(program, state)  # every process takes part
+        del state  # the memory is free again for whoever runs another in this process
         if primary:
             progress.print(f"loss curves: {plot_losses(workdir.metrics, workdir.path / 'loss.png', command.spec)}")
         if text is not None:

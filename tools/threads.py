@@ -21,6 +21,7 @@ import optax
 import configs
 from configs.parts import llama_model
 from framework.config import Config, config_for
+from framework.executables import HostBytes
 from framework.layers.base import Context, Layer, Out
 from framework.layout import Nested, ParameterSpec, TensorSpec, copy_partition, flatten
 from framework.learner import Learner, Rule
@@ -50,7 +51,7 @@ def planned(config: Config, target: Any) -> tuple[Program, Compiled]:
     """An experiment's program on the target's first device, and its compiled step."""
     program = Program(config.instantiate(), target.devices()[:1])
     hosted = program.layout.bytes_per_device(memory_kind="pinned_host")
-    return program, compile_for(program.traced_step.lower(), target.platform, hosted)
+    return program, compile_for(program.traced_step.lower(), target.platform, HostBytes.in_place(hosted))
 
 
 def host_batch(program: Program) -> Any:

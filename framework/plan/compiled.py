@@ -1,4 +1,7 @@
-"""Compiling a program for a target, and what the compiler says it needs. May import: framework.plan.buffers, JAX."""
+"""Compiling a program for a target, and what the compiler says it needs.
+
+May import: framework.executables, framework.plan.buffers, framework.schedules.programs, JAX.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from typing import Any
 
 import jax
 
+from framework.executables import HostBytes, on_device, peak_bytes
 from framework.plan import buffers
+from framework.schedules.programs import Ledger
 
 _SIZE = r"([\d.]+)([KMGT]?)"
 
@@ -31,6 +36,7 @@ class Compiled:
       host_temp: temporaries in host memory, where the compiler knows them (TPU).
       buffers: what is alive; None when refused, or when the program came from jax's compilation cache.
       message: the compiler's words, if it refused the program; `peak` is then what it named.
+      ledger: of a step that is several programs, its rehearsal; `buffers` are then those of the worst program.
     """
 
     seconds: float
@@ -43,15 +49,18 @@ class Compiled:
     host_temp: int = 0
     buffers: buffers.Buffers | None = None
     message: str = ""
+    ledger: Ledger | None = None
 
 
-def compile_for(lowered: Any, platform: str, hosted_bytes: int = 0, memory_mib: int | None = None) -> Compiled:
+def compile_for(
+    lowered: Any, platform: str, hosted: HostBytes = HostBytes(), memory_mib: int | None = None
+) -> Compiled:
     """Compiles a lowered program with the compiler of the devices it was lowered for.
 
     Args:
         lowered: `jax.stages.Lowered`.
         platform: tpu, gpu or cpu.
-        hosted_bytes: of the arguments (or, where there are none, of the results), per device, that live in host memory.
+        hosted: what of its arguments and results lives in host memory.
         memory_mib: TPU: a program that needs more is refused, as one that needs more than the chip has.
     """
     with tempfile.TemporaryDirectory(prefix="plimsoll-plan-") as folder:
@@ -67,31 +76,11 @@ def compile_for(lowered: Any, platform: str, hosted_bytes: int = 0, memory_mib: 
         seconds = time.perf_counter() - start
         with suppress(FileNotFoundError):  # taken from jax's compilation cache
             found = buffers.read(Path(folder))
-    peak, gaps = peak_bytes(stats, platform, hosted_bytes), 0
+    peak, gaps = peak_bytes(stats, platform, hosted), 0
     if platform == "tpu" and found:
         peak, gaps = found.live_bytes, found.gap_bytes
-    among = _hosted_among(stats, platform, hosted_bytes)
-    argument, output = max(0, stats.argument_size_in_bytes - among), stats.output_size_in_bytes - among
-    alias, temp = max(0, stats.alias_size_in_bytes - among), stats.temp_size_in_bytes
-    return Compiled(seconds, peak, peak + gaps, argument, output, alias, temp, stats.host_temp_size_in_bytes, found)
-
-
-def peak_bytes(stats: Any, platform: str, hosted_bytes: int) -> int:
-    """Device memory at the worst instant, from a program's `memory_analysis()`.
-
-    TPU: XLA's own peak counts host arguments, and knows them apart; a program from jax's compilation cache may have
-    lost it. (In programs of megabytes it counts on-chip memory too, 128 MiB at most: where the buffers are known, their
-    sum is better.) GPU and CPU: the sum, no overestimate there, as all temporaries are one allocation.
-    """
-    if platform == "tpu" and stats.peak_memory_in_bytes:
-        return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
-    total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return total + stats.temp_size_in_bytes - _hosted_among(stats, platform, hosted_bytes)
-
-
-def _hosted_among(stats: Any, platform: str, hosted_bytes: int) -> int:
-    """Bytes in host memory that the compiler counts among the device's: on CPU all of them, on GPU those it lost."""
-    return 0 if platform == "tpu" else hosted_bytes - stats.host_argument_size_in_bytes
+    sizes = *on_device(stats, platform, hosted), stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
+    return Compiled(seconds, peak, peak + gaps, *sizes, found)
 
 
 def refused(error: Exception) -> tuple[int, str]:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import jax
 
 from framework.config import Config
+from framework.executables import HostBytes, peak_bytes
 from framework.metrics.memory import MemoryInUse
 from framework.metrics.tables import human_bytes
-from framework.plan.compiled import peak_bytes, refused
+from framework.plan.compiled import refused
 from framework.plan.report import needs
 from framework.plan.suggest import suggestions
 from framework.plan.targets import Target, resolve
@@ -40,7 +41,11 @@ def need(program: Program) -> Need:
     device, hosted = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
     batch = sum(spec.num_bytes for spec in program.batch_specs.values()) // program.batch_sharding.num_devices
     try:
-        peak = peak_bytes(program.compiled_step.memory_analysis(), program.mesh.devices.flat[0].platform, hosted)
+        if program.in_parts:
+            peak = program.layers_ledger.peak
+        else:
+            stats = program.compiled_step.memory_analysis()
+            peak = peak_bytes(stats, program.mesh.devices.flat[0].platform, HostBytes.in_place(hosted))
     except jax.errors.JaxRuntimeError as error:
         peak, message = refused(error)
     groups = {group: layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "optimizer", "ema")}

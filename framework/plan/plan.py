@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 
 from framework.checkpoint_storage import read_bytes
 from framework.config import Config
+from framework.executables import HostBytes
 from framework.experiment import Experiment
 from framework.layout import StateLayout, TensorSpec, merge
 from framework.metrics.tables import human_bytes
-from framework.plan import jaxprs
+from framework.plan import jaxprs, layers
 from framework.plan.cache import versions
 from framework.plan.compiled import Compiled, compile_for
 from framework.plan.hlo import Array
@@ -87,6 +89,8 @@ def plan(
     tell(f"compiling the training step for {target.name}")
     step = compile_step(program, target, limit)
     report |= _step(program, step)
+    if step.ledger is not None:
+        report |= layers.totals(step.ledger, program.batch_specs["tokens"].size)
     _add_host(report, hosted, step.host_temp, target)
     found = closed_form(program.experiment, target)
     error = None if step.message else found.peak_bytes / step.peak - 1.0
@@ -95,14 +99,9 @@ def plan(
     peaks = {"train": (step.allocated, report["host_peak_bytes"])} | _save_and_restore(layout, target)
     if phases:
         tell("compiling initialization")
-        # The GPU's compiler puts results for the host on the device first; on a CPU they are in the same memory anyway.
-        init = compile_for(program.init_jit().lower(), target.platform, hosted if target.platform == "cpu" else 0)
+        init = _init(program, target, hosted)
         tell("compiling evaluation")
-        groups = [layout.specs[group] for group in ("parameter", "frozen", "buffer")]
-        batch: dict[str, TensorSpec] = dict(program.batch_specs)
-        if program.experiment.data.tokenizer.has_text:
-            batch["bytes"] = batch["weights"]
-        evaluation = compile_for(program.evaluate_jit.lower(*layout.abstract((*groups, batch))), target.platform)
+        evaluation = _evaluation(program, target)
         taken = sum(layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "buffer"))
         # What is no argument of it, the rest of the state, stays too.
         peaks |= {"init": (init.allocated, hosted), "evaluation": (evaluation.allocated - taken + state, hosted)}
@@ -119,6 +118,25 @@ def plan(
         tell("looking for settings that fit")
         report["suggestions"] = suggestions(config, target, limit or 0, most)
     return report
+
+
+def _init(program: Program, target: Target, hosted: int) -> Compiled:
+    if program.in_parts:
+        return layers.rehearsed(target, None, program.rehearse_init)
+    return compile_for(program.init_jit().lower(), target.platform, HostBytes(results=hosted))
+
+
+def _evaluation(program: Program, target: Target) -> Compiled:
+    layout, batch = program.layout, dict[str, TensorSpec](program.batch_specs)
+    if program.experiment.data.tokenizer.has_text:
+        batch["bytes"] = batch["weights"]
+    if program.in_parts:
+        weights = {group: layout.specs[group] for group in ("parameter", "frozen")}
+        return layers.rehearsed(target, None, partial(program.layers.evaluate, weights, layout.specs["buffer"], batch))
+    groups = layout.abstract([layout.specs[group] for group in ("parameter", "frozen", "buffer")])
+    hosted = sum(layout.bytes_per_device(group, "pinned_host") for group in ("parameter", "frozen"))
+    lowered = program.evaluate_jit.lower(*groups, layout.abstract(batch))
+    return compile_for(lowered, target.platform, HostBytes(arguments=hosted))
 
 
 # --- the parts of a report -------------------------------------------------------------------------------------------
@@ -165,7 +183,8 @@ def _add_host(report: Report, state: int, temporary: int, target: Target) -> Non
 
 def traced(program: Program) -> Report:
     """FLOPs, and parameters that the loss does not reach."""
-    count, layout = jaxprs.flops(program.traced_step.jaxpr), program.layout
+    layout = program.whole
+    count = jaxprs.FlopCount() if program.in_parts else jaxprs.flops(program.traced_step.jaxpr)
     model, remat = program.experiment.model, program.experiment.memory.remat
 
     def loss(params: Any, state: Any, batch: Any) -> jax.Array:
@@ -198,7 +217,9 @@ def _step(program: Program, step: Compiled) -> Report:
             host[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
     host["activations"] += step.host_temp
     moved, rest = {}, "other"
-    if step.buffers is not None:
+    if step.ledger is not None:
+        named = layers.named(program, step.ledger)
+    elif step.buffers is not None:
         named = name_buffers(step.buffers, layout)
         module = step.buffers.module
         # Each host leaf is taken in and out, also where the program's text does not name its memory space (CPU, GPU).
@@ -220,7 +241,7 @@ def _step(program: Program, step: Compiled) -> Report:
     largest = sorted(alike.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
     return {
         **moved,
-        **_device_bytes(step if step.buffers is not None else replace(step, argument=state)),
+        **_device_bytes(replace(step, argument=state) if step.message else step),
         "breakdown": breakdown,
         "host_breakdown": host,
         "largest": [

@@ -9,10 +9,12 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from framework.config import Config
+from framework.executables import HostBytes
 from framework.experiment import Experiment
 from framework.layers.remat import check_platform
 from framework.plan.compiled import Compiled, compile_for
 from framework.plan.estimate import Estimate, estimate
+from framework.plan.layers import compile_layers
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.targets import Target
 from framework.program import Program
@@ -35,8 +37,10 @@ def closed_form(experiment: Experiment, target: Target) -> Estimate:
 def compile_step(program: Program, target: Target, limit: int | None) -> Compiled:
     """The training step. Of a limit (bytes) the compiler is told when it is less than what the target has."""
     mib = None if limit is None or limit >= (target.limit_bytes or 0) else limit >> 20
+    if program.in_parts:
+        return compile_layers(program, target, mib)
     hosted = program.layout.bytes_per_device(memory_kind="pinned_host")
-    return compile_for(program.traced_step.lower(), target.platform, hosted, mib)
+    return compile_for(program.traced_step.lower(), target.platform, HostBytes.in_place(hosted), mib)
 
 
 def state_bytes(need: Estimate) -> int:

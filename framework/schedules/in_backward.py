@@ -26,17 +26,17 @@ from framework.schedules.streamed import check as check_platform
 from framework.units import Bundle, Decision, Group, UnitUpdate, Update
 
 
-def check(learner: Learner) -> None:
+def check(learner: Learner, setting: str = "memory.update = in_backward") -> None:
     """Raises ValueError when the learner wants what an update in the backward pass cannot give."""
     if learner.accumulate > 1:
         raise ValueError(
-            f"learner.accumulate = {learner.accumulate} with memory.update = in_backward: the first microbatch's "
+            f"learner.accumulate = {learner.accumulate} with {setting}: the first microbatch's "
             "gradients are gone when the second comes; expected 1, or memory.update = streamed with memory.gradients = "
             "pinned_host"
         )
     if learner.clip_mode == "global_norm":
         raise ValueError(
-            "learner.clip_mode = global_norm with memory.update = in_backward: the norm of all gradients is known only "
+            f"learner.clip_mode = global_norm with {setting}: the norm of all gradients is known only "
             "when all units are updated; expected two_pass (exact, a second backward pass), previous_norm, update_rms, "
             "norm_growth, or learner.clip = None; or memory.update = streamed with memory.gradients = pinned_host, "
             "which clips exactly in one pass"

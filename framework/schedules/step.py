@@ -37,6 +37,17 @@ def training_context(batch: Nested, counter: Nested, model: CausalLM, layout: St
     )
 
 
+def evaluation_context(batch: Nested, model: CausalLM, layout: StateLayout) -> Context:
+    """The context of everything that is no training: no dropout, sums instead of means."""
+    return Context(batch=batch, num_targets=jnp.float32(1.0), mesh=layout.mesh, compute_dtype=model.compute_dtype)
+
+
+def sums(nll: jax.Array, batch: Nested) -> Metrics:
+    """What an evaluation sums up: nats over counted targets, their number, and their bytes if the batch has those."""
+    found = {"nll": nll, "tokens": jnp.sum(batch["weights"])}
+    return {**found, "bytes": jnp.sum(batch["bytes"])} if "bytes" in batch else found
+
+
 def microbatches(batch: Any, count: int, ctx: Context) -> Any:
     """Arrays [B, ...] as [count, B / count, ...]. Strided: each device keeps its own rows, and every microbatch holds
     an equal part of them."""

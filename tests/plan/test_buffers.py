@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from framework.executables import HostBytes
 from framework.plan import buffers
 from framework.plan.compiled import compile_for, refused
 
@@ -75,6 +76,6 @@ def test_the_compilers_refusal(message: str, needed: int | None):
 
 def test_hosted_arguments_are_not_the_devices():
     compiled = jax.jit(lambda a: a + 1.0).lower(jax.ShapeDtypeStruct((256, 1024), jnp.float32))
-    resident, hosted = compile_for(compiled, "cpu"), compile_for(compiled, "cpu", hosted_bytes=MIB)
+    resident, hosted = compile_for(compiled, "cpu"), compile_for(compiled, "cpu", hosted=HostBytes(arguments=MIB))
     assert resident.argument - hosted.argument == MIB
     assert resident.peak - hosted.peak == MIB

@@ -19,6 +19,7 @@ import optax
 from jax.experimental.compute_on import compute_on
 from jax.sharding import SingleDeviceSharding
 
+from framework.executables import HostBytes
 from framework.layout import ParameterSpec
 from framework.metrics.tables import human_bytes
 from framework.optimizers.offload import offload_optimizer
@@ -69,7 +70,7 @@ def main() -> None:
         abstract = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), trees, places)
         lowered = jax.jit(step_of(way, specs), donate_argnums=(0, 1), out_shardings=places[:2]).lower(*abstract)
         hosted = sum(spec.num_bytes for spec in jax.tree.leaves(specs) if spec.memory_kind != "device")
-        bytes_, compiled[way] = compile_for(lowered, target.platform, hosted), lowered.compile()
+        bytes_, compiled[way] = compile_for(lowered, target.platform, HostBytes.in_place(hosted)), lowered.compile()
         calls = str(compiled[way].as_text().count('custom_call_target="HostExecute"'))
         rows[way] = [*map(human_bytes, (hosted, bytes_.peak, bytes_.temp)), calls]
         if target.platform == "cpu":

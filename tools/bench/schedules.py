@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 import configs
+from framework.executables import HostBytes, peak_bytes
 from framework.metrics.tables import human_bytes
-from framework.plan.compiled import peak_bytes
 from framework.program import Program
 from launch import cli
 from tools.bench.ratios import ratio
@@ -73,7 +73,7 @@ class Contestant:
     def peak(self) -> int:
         """Compiled bytes of the step."""
         stats = self.program.compiled_step.memory_analysis()
-        return peak_bytes(stats, self.program.mesh.devices.flat[0].platform, self.hosted)
+        return peak_bytes(stats, self.program.mesh.devices.flat[0].platform, HostBytes.in_place(self.hosted))
 
 
 def main() -> None:
