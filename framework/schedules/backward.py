@@ -188,7 +188,7 @@ class _Stages:
             unit, x = turn(stacks, index, x)
             own, shared, rest = arguments(unit, index)
             (y, loss), pull, out = jax.vjp(lambda *a: run(a[0], a[1], a[2], rest), own, shared, x, has_aux=True)
-            kept, restore = _split_pull(pull, (own, shared, rest))
+            kept, restore = split_pull(pull, (own, shared, rest))
             away = [all_at_once and self._away(leaf) for leaf in kept]
             like[:] = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loss), restore, away]
             return y, (out, _moved(away, kept, jax.memory.Space.Host))
@@ -262,7 +262,7 @@ def _as_stored(x: jax.Array) -> jax.Array:
     return x if x.ndim < 2 or x.shape[-1] % 128 else with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def _split_pull(pull: Any, arguments: Any) -> tuple[list[Any], Callable[[list[Any], Any], Any]]:
+def split_pull(pull: Any, arguments: Any) -> tuple[list[Any], Callable[[list[Any], Any], Any]]:
     """What a pull-back holds besides its arguments, and the function that puts both together again.
 
     Args:
