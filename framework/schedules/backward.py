@@ -26,7 +26,6 @@ from framework.layout import (
     StateLayout,
     TensorSpec,
     fetch_leaf,
-    fetch_tree,
     flatten,
     merge,
     move_to_host,
@@ -178,14 +177,24 @@ class _Stages:
                 y, out = unit(x, merge(own, fixed), merge(shared, fixed_shared), state, ctx)
             return (y, out.loss), out
 
-        def turn(stacks: Nested, index: jax.Array, carry: Any) -> tuple[Nested, Any]:
-            """A unit's parameters when its turn comes, not before: (unit, carry)."""
-            own = {group: fetch_tree(self.specs["stack"], _take(stack, index)) for group, stack in stacks.items()}
-            return jax.lax.optimization_barrier((jax.tree.map(_as_stored, own), carry))
+        def coming(stacks: Nested, index: jax.Array) -> dict[str, jax.Array]:
+            """What of a unit's parameters is in host memory, on its way to the device."""
+            leaves = (leaf for group in stacks.values() for leaf in flatten(group).items())
+            places = self.specs["stack"]
+            return {p: fetch_leaf(places[p], _take(x, index)) for p, x in leaves if places[p].memory_kind != "device"}
 
-        def ahead(stacks: Nested, x: Any, index: jax.Array) -> tuple[Any, tuple[Out, list[Any]]]:
+        def turn(stacks: Nested, index: jax.Array, here: dict[str, jax.Array], carry: Any) -> tuple[Nested, Any]:
+            """A unit's parameters when its turn comes, not before: (unit, carry)."""
+            flat = {group: flatten(stack) for group, stack in stacks.items()}
+            flat = {
+                g: {p: here[p] if p in here else _take(x, index) for p, x in own.items()} for g, own in flat.items()
+            }
+            unit = {group: unflatten(own) for group, own in flat.items()}
+            return jax.lax.optimization_barrier((jax.tree.map(_as_stored, unit), carry))
+
+        def ahead(stacks: Nested, x: Any, index: jax.Array, here: Any) -> tuple[Any, tuple[Out, list[Any]]]:
             """One unit forward, and what its pull-back keeps."""
-            unit, x = turn(stacks, index, x)
+            unit, x = turn(stacks, index, here, x)
             own, shared, rest = arguments(unit, index)
             (y, loss), pull, out = jax.vjp(lambda *a: run(a[0], a[1], a[2], rest), own, shared, x, has_aux=True)
             kept, restore = split_pull(pull, (own, shared, rest))
@@ -194,28 +203,39 @@ class _Stages:
             return y, (out, _moved(away, kept, jax.memory.Space.Host))
 
         def ahead_all(x: Any, stacks: Nested, first: Any, count: int) -> tuple[Any, Any]:
-            return jax.lax.scan(lambda x, i: ahead(stacks, x, first + i), x, jnp.arange(count))
+            def body(carry: Any, i: jax.Array) -> Any:
+                x, here = carry
+                following = coming(stacks, first + jnp.minimum(i + 1, count - 1))  # while this one is computed with
+                y, outs = ahead(stacks, x, first + i, here)
+                return (y, following), outs
+
+            first, x = jax.lax.optimization_barrier((first, x))
+            (x, _), outs = jax.lax.scan(body, (x, coming(stacks, first)), jnp.arange(count))
+            return x, outs
 
         def back_all(work: Work, ct: Any, shared_grads: Nested, kept: Any, first: Any, count: int, visit: Visit) -> Any:
             def body(step: jax.Array, carry: Any) -> Any:
-                work, ct, shared_grads = carry
+                work, ct, shared_grads, here = carry
                 i = count - 1 - step
-                unit, ct = turn(_stacks(work), first + i, ct)
+                following = coming(_stacks(work), first + jnp.maximum(i - 1, 0))
+                unit, ct = turn(_stacks(work), first + i, here, ct)
                 loss, restore, away = like
-                here = _moved(away, _take(kept, i), jax.memory.Space.Device)
-                pull = restore(here, arguments(unit, first + i))
+                back = _moved(away, _take(kept, i), jax.memory.Space.Device)
+                pull = restore(back, arguments(unit, first + i))
                 grads, more, ct = pull((ct, jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), loss)))
                 shared_grads = jax.tree.map(jnp.add, shared_grads, more)
                 if grads:
                     work = visit(work, "stack", self.constrained("stack", grads), first + i)
-                return work, ct, shared_grads
+                return work, ct, shared_grads, following
 
-            return jax.lax.fori_loop(0, count, body, (work, ct, shared_grads))
+            first, ct = jax.lax.optimization_barrier((first, ct))
+            here = coming(_stacks(work), first + count - 1)
+            return jax.lax.fori_loop(0, count, body, (work, ct, shared_grads, here))[:3]
 
         starts = jnp.arange(0, stack.num_units, size)
         stacks = _stacks({"parameter": self.params, "frozen": self.frozen})
         if all_at_once:
-            x, (outs, kept) = ahead_all(x, stacks, 0, size)
+            x, (outs, kept) = ahead_all(x, stacks, jnp.int32(0), size)
         else:  # only each group's input is kept; back in the group, its units run forward again
             away = jax.tree.map(self._away, x)
 
@@ -229,7 +249,7 @@ class _Stages:
         def pull(work: Work, ct: Any, visit: Visit) -> tuple[Work, Any, Nested]:
             zeros = jax.tree.map(jnp.zeros_like, shared)
             if all_at_once:
-                return back_all(work, ct, zeros, kept, 0, size, visit)
+                return back_all(work, ct, zeros, kept, jnp.int32(0), size, visit)
 
             def body(step: jax.Array, carry: Any) -> Any:
                 work, ct, shared_grads = carry
