@@ -123,7 +123,7 @@ class Experiment:
             "frozen": self._placed(self.learner.frozen_specs),
             "buffer": self.model.buffer_specs(),
             "optimizer": self.learner.optimizer_specs(self.memory.optimizer_state),
-            "ema": self.learner.ema_specs(),
+            "ema": self.learner.ema_specs(self.memory.optimizer_state),
             "counter": _counter_specs() | self.learner.counter_specs(),
         }
 

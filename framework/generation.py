@@ -37,25 +37,14 @@ class Forward:
 
     def __init__(self, program: Program, params: Nested):
         self.program, self.model = program, program.experiment.model
-        self._hosted = jax.tree.map(lambda x: x.sharding.memory_kind == "pinned_host", params)
+        self._places = self.model.stage_specs(jax.tree.map(lambda x: x.sharding, params))
 
     def __call__(self, arrays: tuple[Nested, Nested], ctx: Context) -> tuple[jax.Array, Nested, dict[str, Out]]:
         """Inside jit: x_BSD before the head, the head's prepared weights, and the Out of each stage. Of a hosted stack
         one unit's weights are on the device at a time."""
         params, buffers = arrays
-
-        def put(hosted: bool, x: jax.Array) -> jax.Array:
-            return jax.device_put(x, jax.memory.Space.Device) if hosted else x
-
-        def move(stage: str, tree: Nested) -> Nested:
-            return jax.tree.map(put, self._hosted[stage], tree)
-
-        def fetch(unit: Nested) -> Nested:
-            return {**unit, **move("stack", {name: unit[name] for name in self._hosted["stack"]})}
-
-        params = {stage: tree if stage == "stack" else move(stage, tree) for stage, tree in params.items()}
-        x_BSD, outs = self.model.hidden(params, ctx, buffers, fetch)
-        return x_BSD, self.model.head.prepare(self.model.stage_params(params, "head"), ctx), outs
+        x_BSD, outs = self.model.hidden(params, ctx, buffers, self._places)
+        return x_BSD, self.model.head_weights(params, ctx, self._places), outs
 
 
 class Generator:

@@ -304,6 +304,11 @@ def fetch_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
     return x if spec.memory_kind == "device" else jax.device_put(x, jax.memory.Space.Device)
 
 
+def fetch_tree(specs: dict[str, Any], tree: Any) -> Any:
+    """`fetch_leaf` of nested dicts, or of a part of them; `specs`, or what else has a memory_kind, by path."""
+    return jax.tree_util.tree_map_with_path(lambda keypath, x: fetch_leaf(specs[path_name(keypath)], x), tree)
+
+
 def store_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
     """Inside jit: the inverse of `fetch_leaf`."""
     return x if spec.memory_kind == "device" else jax.device_put(x, jax.memory.Space.Host)

@@ -262,11 +262,17 @@ class Learner:
             return spec
         return replace(spec, shape=(length, *spec.shape), mesh_axes=(None, *spec.mesh_axes))
 
-    def ema_specs(self) -> Nested:
-        """The averages of trainable parameters, in the master dtype; {} without `ema`."""
+    def ema_specs(self, memory_kind: MemoryKind = "device") -> Nested:
+        """The averages of trainable parameters, in the master dtype, large ones tagged; {} without `ema`."""
         if self.ema is None:
             return {}
-        return jax.tree.map(lambda spec: _like(spec, self._reference_dtype(spec)), self.specs)
+
+        def average(spec: ParameterSpec) -> TensorSpec:
+            return move_to_host(
+                _like(spec, self._reference_dtype(spec)), memory_kind, stacked=spec.num_layers is not None
+            )
+
+        return jax.tree.map(average, self.specs)
 
     def init(self, precise: Nested) -> Update:
         """(trainable parameters, optimizer state, averages) from freshly initialized, uncast trainable parameters."""

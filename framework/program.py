@@ -33,7 +33,7 @@ from framework.layout import (
     unflatten,
 )
 from framework.mesh import MeshShape
-from framework.schedules import after_backward, hosted_gradients, in_backward, streamed
+from framework.schedules import after_backward, in_backward, streamed
 from framework.schedules.layer_programs import LayerPrograms
 from framework.schedules.programs import Compile, Compiled, Ledger, Programs
 from framework.schedules.step import Metrics, State, evaluation_context, microbatches
@@ -43,7 +43,7 @@ from framework.units import in_structure
 SCHEDULES = {  # (memory.update, memory.gradients)
     ("after_backward", "device"): after_backward.build_step,
     ("streamed", "device"): streamed.build_step,
-    ("streamed", "pinned_host"): hosted_gradients.build_step,
+    ("streamed", "pinned_host"): streamed.build_step,
     ("in_backward", "device"): in_backward.build_step,
 }
 
@@ -284,7 +284,7 @@ class Program:
         experiment = self.experiment
         build = SCHEDULES[experiment.memory.update, experiment.memory.gradients]
         check_platform(experiment.memory.remat, self.mesh.devices.flat[0].platform)
-        step = build(experiment.model, experiment.learner, self.layout, remat=experiment.memory.remat)
+        step = build(experiment.model, experiment.learner, self.layout, experiment.memory)
         return self.jit(
             step,
             in_shardings=(self.layout.shardings(), dict.fromkeys(self.batch_specs, self.batch_sharding)),
@@ -367,11 +367,20 @@ class Program:
 
     @cached_property
     def evaluate_jit(self) -> Any:
-        """The jitted evaluation of a batch: (parameters or their averages, frozen, buffers, batch) -> sums."""
+        """The jitted evaluation of a batch: (parameters, frozen, buffers, batch) -> sums."""
+        return self._evaluation("parameter")
+
+    @cached_property
+    def evaluate_averages_jit(self) -> Any:
+        """The same with the averages of the trainable parameters."""
+        return self._evaluation("ema")
+
+    def _evaluation(self, group: str) -> Any:
         model, count = self.experiment.model, self.experiment.learner.accumulate
+        places = model.stage_specs(self.layout.specs[group], self.layout.specs["frozen"])
 
         def sums(params: Nested, buffers: Nested, batch: Nested) -> Metrics:
-            _, out = model.loss(params, self.evaluation_context(batch), buffers)
+            _, out = model.loss(params, self.evaluation_context(batch), buffers, places)
             return evaluation_sums(out.metrics["head/nll"], batch)
 
         def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
@@ -396,7 +405,8 @@ class Program:
         if self.in_parts:
             weights = {"parameter": state["ema" if averaged else "parameter"], "frozen": state["frozen"]}
             return self.layers.evaluate(weights, state["buffer"], batch)
-        return self.evaluate_jit(state["ema" if averaged else "parameter"], state["frozen"], state["buffer"], batch)
+        evaluate, group = (self.evaluate_averages_jit, "ema") if averaged else (self.evaluate_jit, "parameter")
+        return evaluate(state[group], state["frozen"], state["buffer"], batch)
 
     def weights(self, state: State, *, averaged: bool = False) -> Nested:
         """All parameters as the model takes them; no copies."""

@@ -6,8 +6,8 @@ between stages, so nothing here differentiates. May import: framework.config, fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from framework.layers.embedding import Embedding
 from framework.layers.head import LMHead
 from framework.layers.lora import LoRA
 from framework.layers.stack import Stack
-from framework.layout import Nested, ParameterSpec, flatten, nearest_divisors
+from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, nearest_divisors, unflatten
+
+Places = dict[str, dict[str, Any]]  # {stage: {path: spec, or what else has a memory_kind}}
 
 
 class CausalLM:
@@ -115,36 +117,52 @@ class CausalLM:
                 own = {**own, reader.split("/", 1)[1]: flatten(params)[home]}
         return own
 
+    def stage_specs(self, *groups: Nested) -> Places:
+        """{stage: {path: spec}} of all parameters that it reads, of the specs of some groups (trained, frozen)."""
+        specs = unflatten({path: spec for group in groups for path, spec in flatten(group).items()})
+        return {stage: flatten(self.stage_params(specs, stage)) for stage in (*self.stages, "shared")}
+
     def hidden(
-        self,
-        params: Nested,
-        ctx: Context,
-        buffers: Nested,
-        fetch: Callable[[Nested], Nested] = lambda unit_params: unit_params,
+        self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None
     ) -> tuple[jax.Array, dict[str, Out]]:
-        """Everything before the head: x_BSD, and the Out of each stage. `fetch` is the stack's."""
+        """Everything before the head: x_BSD, and the Out of each stage. Parameters that `specs` (of `stage_specs`) have
+        in host memory come to the device, of the stack a unit's at a time."""
+
+        def fetch(stage: str, tree: Nested) -> Nested:
+            return tree if specs is None else fetch_tree(specs[stage], tree)
+
+        def fetch_unit(unit: Nested) -> Nested:
+            return {**unit, **fetch("stack", {name: unit[name] for name in unit if name not in self.stack.shared})}
+
         with jax.named_scope("embed"):  # scopes give the compiler's buffers the names of layers
-            weights = self.embed.prepare(self.stage_params(params, "embed"), ctx)
+            weights = self.embed.prepare(fetch("embed", self.stage_params(params, "embed")), ctx)
             x_BSD, embed = self.embed.apply(weights, None, ctx.fold("embed"), buffers.get("embed", {}))
         with jax.named_scope("stack"):
-            own, shared, state = self.stage_params(params, "stack"), params.get("shared"), buffers.get("stack", {})
-            x_BSD, stack = self.stack.forward(own, x_BSD, ctx.fold("stack"), state, fetch, shared)
+            own, shared = self.stage_params(params, "stack"), fetch("shared", params.get("shared", {}))
+            state = buffers.get("stack", {})
+            x_BSD, stack = self.stack.forward(own, x_BSD, ctx.fold("stack"), state, fetch_unit, shared)
         return x_BSD, {"embed": embed, "stack": stack}
 
-    def loss(self, params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:
+    def head_weights(self, params: Nested, ctx: Context, specs: Places | None = None) -> Nested:
+        """The head's prepared weights; `specs` as for `hidden`."""
+        own = self.stage_params(params, "head")
+        return self.head.prepare(own if specs is None else fetch_tree(specs["head"], own), ctx)
+
+    def loss(self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None) -> tuple[jax.Array, Out]:
         """The objective of ctx.batch, and all that leaves the model besides.
 
         Args:
             params: nested dict of arrays as `parameter_specs()`.
             ctx: with batch and num_targets.
             buffers: nested dict of arrays as `buffer_specs()`.
+            specs: as for `hidden`.
 
         Returns:
             (f32 scalar, Out): losses are divided by ctx.num_targets, so microbatches add up to their batch.
         """
-        carry, outs = self.hidden(params, ctx, buffers)
+        carry, outs = self.hidden(params, ctx, buffers, specs)
         with jax.named_scope("head"):
-            weights = self.head.prepare(self.stage_params(params, "head"), ctx)
+            weights = self.head_weights(params, ctx, specs)
             _, outs["head"] = self.head.apply(weights, carry, ctx.fold("head"), buffers.get("head", {}))
         out = Out.merge(outs)
         assert out.loss is not None
@@ -153,7 +171,7 @@ class CausalLM:
     def logits(self, params: Nested, ctx: Context, buffers: Nested) -> jax.Array:
         """float32 logits_BSV of ctx.batch["tokens"]: for sampling and tests; training never holds them."""
         carry, _ = self.hidden(params, ctx, buffers)
-        return self.head.logits(self.head.prepare(self.stage_params(params, "head"), ctx), carry, ctx)
+        return self.head.logits(self.head_weights(params, ctx), carry, ctx)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward: three times the forward pass's matrix products. Recomputation is not counted."""

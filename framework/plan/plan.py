@@ -189,7 +189,8 @@ def traced(program: Program) -> Report:
 
     def loss(params: Any, state: Any, batch: Any) -> jax.Array:
         ctx = training_context(batch, state["counter"], model, layout, remat)
-        params, frozen = (model.split_units(group, remat) for group in (params, state["frozen"]))
+        params, frozen = layout.fetch("parameter", params), layout.fetch("frozen", state["frozen"])
+        params, frozen = (model.split_units(group, remat) for group in (params, frozen))
         return model.loss(merge(params, frozen), ctx, state["buffer"])[0]
 
     state, batch = layout.abstract(), layout.abstract(program.batch_specs)

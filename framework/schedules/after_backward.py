@@ -1,7 +1,8 @@
 """The plain schedule: the whole backward pass, then the whole update.
 
 All gradients are on the device at once; optimizer state is where the layout says, and host leaves are moved whole.
-May import: framework.layout, framework.learner, framework.models, framework.layers.base, framework.schedules.step.
+May import: framework.layout, framework.learner, framework.models, framework.memory,
+framework.layers.base, framework.schedules.step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from framework.layers.base import Context, Out
 from framework.layout import Nested, StateLayout, merge
 from framework.learner import Learner
+from framework.memory import Memory
 from framework.models.causal_lm import CausalLM
 from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
 from framework.units import Decision, Update
@@ -24,23 +26,24 @@ from framework.units import Decision, Update
 def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> Update:
     """All units at once, and all of the state on the device for it."""
     optimizer = layout.fetch("optimizer", state["optimizer"])
-    params, optimizer, ema = learner.update(state["parameter"], grads, optimizer, state["ema"], decision)
-    return params, layout.store("optimizer", optimizer), ema
+    ema = layout.fetch("ema", state["ema"])
+    params, optimizer, ema = learner.update(state["parameter"], grads, optimizer, ema, decision)
+    return params, layout.store("optimizer", optimizer), layout.store("ema", ema)
 
 
 def build_step(
     model: CausalLM,
     learner: Learner,
     layout: StateLayout,
+    memory: Memory,
     *,
-    remat: str,
     update: Callable[[Learner, StateLayout, State, Nested, Decision], Update] = update_whole,
 ) -> Step:
     """The training step, to be jitted with the layout's shardings and a donated state.
 
     Args:
         model, learner, layout: whose step.
-        remat: what the backward pass recomputes.
+        memory: where things live, and what the backward pass recomputes.
         update: (learner, layout, state, gradients, decision) -> new parameters, optimizer state (where the layout has
             it) and averages.
 
@@ -49,7 +52,7 @@ def build_step(
     """
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
-        ctx = training_context(batch, state["counter"], model, layout, remat)
+        ctx = training_context(batch, state["counter"], model, layout, memory.remat)
         (loss, out), grads = accumulated_gradients(model, learner, state, ctx)
         with jax.named_scope("update"):
             decision = learner.decide(loss, learner.norm(grads), state["counter"])

@@ -7,7 +7,7 @@ it away or update the unit. The loop's carry holds the parameters, as visits may
 What is kept are the leaves of `jax.vjp`'s result that are not its arguments: those (the unit's weights above all) are
 put back in the backward loop, so no copies of them are stacked.
 
-May import: framework.layout, framework.layers, framework.models, JAX.
+May import: framework.layout, framework.memory, framework.layers, framework.models, JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from framework.layers import remat
 from framework.layers.base import Context, Out
-from framework.layout import Nested, flatten, merge, unflatten
+from framework.layout import (
+    Nested,
+    StateLayout,
+    TensorSpec,
+    fetch_leaf,
+    flatten,
+    merge,
+    move_to_host,
+    unflatten,
+)
+from framework.memory import Memory
 from framework.models.causal_lm import CausalLM
 
 Work = dict[str, Any]  # "parameter", "frozen", and whatever visits change
@@ -31,22 +41,23 @@ Visit = Callable[[Work, str, Nested, jax.Array | None], Work]
 
 
 def forward(
-    model: CausalLM, params: Nested, frozen: Nested, ctx: Context, buffers: Nested
-) -> tuple[jax.Array, Out, Work, Callable[[Work, Visit], Work]]:
+    model: CausalLM, layout: StateLayout, memory: Memory, weights: Work, ctx: Context, buffers: Nested
+) -> tuple[jax.Array, Out, Callable[[Work, Visit], Work]]:
     """The objective, and the backward pass that is to be run.
 
     Args:
         model: a chain of stages.
-        params, frozen: the trainable parameters and the others.
-        ctx: of the batch; its remat policy decides what is kept.
+        layout: where the weights are.
+        memory: where what is kept of each unit goes; the context's remat policy decides what that is.
+        weights: the groups "parameter" and "frozen".
+        ctx: of the batch.
         buffers: the model's.
 
     Returns:
-        (loss, Out, work, pull): `pull(work, visit)` runs backward, head first, and returns the work as visits left it.
-        What is returned has the groups "parameter" and "frozen"; add what visits need. A tied parameter is visited
-        with its home stage, with the sum of its gradients.
+        (loss, Out, pull): `pull(work, visit)` runs backward, head first, and returns the work as visits left it: the
+        weights, and what visits need. A tied parameter is visited with its home stage, with the sum of its gradients.
     """
-    run = _Stages(model, params, frozen, ctx, buffers)
+    run = _Stages(model, layout, memory, weights, ctx, buffers)
     x, embed_out, pull_embed = run.stage("embed", None)
     x, stack_out, pull_stack = run.stack(x)
     loss, head_out, pull_head = run.stage("head", x)
@@ -69,23 +80,43 @@ def forward(
         grads = run.own("embed", grads, pending)
         return visit(work, "embed", grads, None) if grads else work
 
-    return out.loss, out, {"parameter": params, "frozen": frozen}, pull
+    return out.loss, out, pull
 
 
 class _Stages:
-    def __init__(self, model: CausalLM, params: Nested, frozen: Nested, ctx: Context, buffers: Nested):
-        self.model, self.params, self.frozen, self.ctx, self.buffers = model, params, frozen, ctx, buffers
-        self.specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
+    def __init__(
+        self, model: CausalLM, layout: StateLayout, memory: Memory, weights: Work, ctx: Context, buffers: Nested
+    ):
+        self.model, self.ctx, self.buffers, self.activations = model, ctx, buffers, memory.activations
+        self.params, self.frozen = weights["parameter"], weights["frozen"]
+        self.specs = model.stage_specs(layout.specs["parameter"], layout.specs["frozen"])
 
-    def _inputs(self, name: str) -> tuple[Nested, Nested]:
-        """A stage's trainable parameters, tied ones included, and its frozen ones."""
+    def _inputs(self, name: str, carry: Any) -> tuple[Nested, Nested]:
+        """A stage's trainable parameters, tied ones included, and its frozen ones; on the device.
+
+        The compiler would fetch them as early as it can. So it does not know where they are before `carry` is there.
+        """
         trainable, fixed = dict(self.params.get(name, {})), dict(self.frozen.get(name, {}))
         for reader, home in self.model.ties.items():
             stage, key = reader.split("/", 1)
             if stage == name:
                 flat = flatten(self.params)
                 (trainable if home in flat else fixed)[key] = (flat if home in flat else flatten(self.frozen))[home]
-        return trainable, fixed
+        first, _ = jax.lax.optimization_barrier((jnp.int32(0), carry))
+
+        def fetched(path: str, x: jax.Array) -> jax.Array:
+            spec = self.specs[name][path]
+            return x if spec.memory_kind == "device" else fetch_leaf(spec, _take(x[None], first))
+
+        own, rest = ({path: fetched(path, x) for path, x in flatten(tree).items()} for tree in (trainable, fixed))
+        return unflatten(own), unflatten(rest)
+
+    def _away(self, x: jax.Array) -> bool:
+        """Whether this, kept of a unit, is to go to host memory: a large matrix, if the policy did not move it."""
+        if self.activations == "device" or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return False
+        there = move_to_host(TensorSpec(x.shape, x.dtype), "pinned_host").memory_kind == "pinned_host"
+        return there and jax.typeof(x).memory_space != jax.memory.Space.Host
 
     def own(self, name: str, grads: Nested, pending: dict[str, jax.Array]) -> Nested:
         """A stage's gradients without those of ties, which wait in `pending` for their home, and with those that
@@ -104,7 +135,7 @@ class _Stages:
     def stage(self, name: str, carry: Any) -> tuple[Any, Out, Callable[[Any], tuple[Nested, Any]]]:
         """A stage outside of the stack: (output, or the loss of the last one; Out; pull-back)."""
         stage, ctx, state = self.model.stages[name], self.ctx, self.buffers.get(name, {})
-        trainable, fixed = self._inputs(name)
+        trainable, fixed = self._inputs(name, carry)
 
         def run(own: Nested, carry: Any) -> tuple[Any, Out]:
             with jax.named_scope(name):
@@ -129,10 +160,13 @@ class _Stages:
         """The stack: (output, Out, pull-back, which visits the units and returns the shared parameters' gradients)."""
         stack, ctx = self.model.stack, self.ctx.fold("stack")
         state = self.buffers.get("stack", {})
-        shared, fixed_shared = self.params.get("shared", {}), self.frozen.get("shared", {})
+        shared, fixed_shared = self._inputs("shared", x)
         unit = stack.unit_function(merge(self.params.get("stack", {}), self.frozen.get("stack", {})), ctx)
 
-        like: list[Any] = []  # a unit's loss, and what puts its pull-back together; known once a unit was traced
+        size = remat.group_size(ctx.remat, stack.num_units) or stack.num_units
+        all_at_once = size == stack.num_units
+        # A unit's loss, what puts its pull-back together, and what of it is moved; known once a unit was traced.
+        like: list[Any] = []
 
         def arguments(units: Nested, index: jax.Array) -> tuple[Any, Any, Any]:
             return units["parameter"], shared, (units["frozen"], _take(state, index), ctx.fold_index(index))
@@ -143,48 +177,71 @@ class _Stages:
                 y, out = unit(x, merge(own, fixed), merge(shared, fixed_shared), state, ctx)
             return (y, out.loss), out
 
-        def turn(stacks: Nested, index: jax.Array, carry: Any) -> tuple[Nested, Any]:
-            """A unit's parameters when its turn comes, not before: (unit, carry)."""
-            return jax.lax.optimization_barrier((jax.tree.map(_as_stored, _take(stacks, index)), carry))
+        def coming(stacks: Nested, index: jax.Array) -> dict[str, jax.Array]:
+            """What of a unit's parameters is in host memory, on its way to the device."""
+            leaves = (leaf for group in stacks.values() for leaf in flatten(group).items())
+            places = self.specs["stack"]
+            return {p: fetch_leaf(places[p], _take(x, index)) for p, x in leaves if places[p].memory_kind != "device"}
 
-        def ahead(stacks: Nested, x: Any, index: jax.Array) -> tuple[Any, tuple[Out, list[Any]]]:
+        def turn(stacks: Nested, index: jax.Array, here: dict[str, jax.Array], carry: Any) -> tuple[Nested, Any]:
+            """A unit's parameters when its turn comes, not before: (unit, carry)."""
+            flat = {group: flatten(stack) for group, stack in stacks.items()}
+            flat = {
+                g: {p: here[p] if p in here else _take(x, index) for p, x in own.items()} for g, own in flat.items()
+            }
+            unit = {group: unflatten(own) for group, own in flat.items()}
+            return jax.lax.optimization_barrier((jax.tree.map(_as_stored, unit), carry))
+
+        def ahead(stacks: Nested, x: Any, index: jax.Array, here: Any) -> tuple[Any, tuple[Out, list[Any]]]:
             """One unit forward, and what its pull-back keeps."""
-            unit, x = turn(stacks, index, x)
+            unit, x = turn(stacks, index, here, x)
             own, shared, rest = arguments(unit, index)
             (y, loss), pull, out = jax.vjp(lambda *a: run(a[0], a[1], a[2], rest), own, shared, x, has_aux=True)
             kept, restore = split_pull(pull, (own, shared, rest))
-            like[:] = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loss), restore]
-            return y, (out, kept)
+            away = [all_at_once and self._away(leaf) for leaf in kept]
+            like[:] = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loss), restore, away]
+            return y, (out, _moved(away, kept, jax.memory.Space.Host))
 
         def ahead_all(x: Any, stacks: Nested, first: Any, count: int) -> tuple[Any, Any]:
-            return jax.lax.scan(lambda x, i: ahead(stacks, x, first + i), x, jnp.arange(count))
+            def body(carry: Any, i: jax.Array) -> Any:
+                x, here = carry
+                following = coming(stacks, first + jnp.minimum(i + 1, count - 1))  # while this one is computed with
+                y, outs = ahead(stacks, x, first + i, here)
+                return (y, following), outs
+
+            first, x = jax.lax.optimization_barrier((first, x))
+            (x, _), outs = jax.lax.scan(body, (x, coming(stacks, first)), jnp.arange(count))
+            return x, outs
 
         def back_all(work: Work, ct: Any, shared_grads: Nested, kept: Any, first: Any, count: int, visit: Visit) -> Any:
             def body(step: jax.Array, carry: Any) -> Any:
-                work, ct, shared_grads = carry
+                work, ct, shared_grads, here = carry
                 i = count - 1 - step
-                unit, ct = turn(_stacks(work), first + i, ct)
-                loss, restore = like
-                pull = restore(_take(kept, i), arguments(unit, first + i))
+                following = coming(_stacks(work), first + jnp.maximum(i - 1, 0))
+                unit, ct = turn(_stacks(work), first + i, here, ct)
+                loss, restore, away = like
+                back = _moved(away, _take(kept, i), jax.memory.Space.Device)
+                pull = restore(back, arguments(unit, first + i))
                 grads, more, ct = pull((ct, jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), loss)))
                 shared_grads = jax.tree.map(jnp.add, shared_grads, more)
                 if grads:
                     work = visit(work, "stack", self.constrained("stack", grads), first + i)
-                return work, ct, shared_grads
+                return work, ct, shared_grads, following
 
-            return jax.lax.fori_loop(0, count, body, (work, ct, shared_grads))
+            first, ct = jax.lax.optimization_barrier((first, ct))
+            here = coming(_stacks(work), first + count - 1)
+            return jax.lax.fori_loop(0, count, body, (work, ct, shared_grads, here))[:3]
 
-        size = remat.group_size(ctx.remat, stack.num_units) or stack.num_units
         starts = jnp.arange(0, stack.num_units, size)
-        all_at_once = size == stack.num_units
         stacks = _stacks({"parameter": self.params, "frozen": self.frozen})
         if all_at_once:
-            x, (outs, kept) = ahead_all(x, stacks, 0, size)
+            x, (outs, kept) = ahead_all(x, stacks, jnp.int32(0), size)
         else:  # only each group's input is kept; back in the group, its units run forward again
+            away = jax.tree.map(self._away, x)
 
             def group(x: Any, first: jax.Array) -> Any:
                 after, (outs, _) = ahead_all(x, stacks, first, size)
-                return after, (outs, x)
+                return after, (outs, _moved(away, x, jax.memory.Space.Host))
 
             x, (outs, kept) = jax.lax.scan(group, x, starts)
             outs = jax.tree.map(lambda o: o.reshape(stack.num_units, *o.shape[2:]), outs)
@@ -192,18 +249,22 @@ class _Stages:
         def pull(work: Work, ct: Any, visit: Visit) -> tuple[Work, Any, Nested]:
             zeros = jax.tree.map(jnp.zeros_like, shared)
             if all_at_once:
-                return back_all(work, ct, zeros, kept, 0, size, visit)
+                return back_all(work, ct, zeros, kept, jnp.int32(0), size, visit)
 
             def body(step: jax.Array, carry: Any) -> Any:
                 work, ct, shared_grads = carry
                 index = starts.size - 1 - step
-                x, ct = jax.lax.optimization_barrier((_take(kept, index), ct))
+                x, ct = jax.lax.optimization_barrier((_moved(away, _take(kept, index), jax.memory.Space.Device), ct))
                 _, (_, inner) = ahead_all(x, _stacks(work), starts[index], size)
                 return back_all(work, ct, shared_grads, inner, starts[index], size, visit)
 
             return jax.lax.fori_loop(0, starts.size, body, (work, ct, zeros))
 
         return x, stack.combine(outs), pull
+
+
+def _moved(away: Any, tree: Any, space: Any) -> Any:
+    return jax.tree.map(lambda away, x: jax.device_put(x, space) if away else x, away, tree)
 
 
 def _stacks(work: Work) -> Nested:

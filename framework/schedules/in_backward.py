@@ -5,7 +5,7 @@ the step before, or exact by a second backward pass (`learner.clip_mode`). A uni
 updated, nor are those after it; the units before it were, and the metric `updated_units` says how many (LOMO, Lv et al.
 2023, arXiv 2306.09782; AdaLomo, arXiv 2310.10195).
 
-May import: framework.layout, framework.learner, framework.models, framework.schedules.
+May import: framework.layout, framework.learner, framework.models, framework.memory, framework.schedules.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from framework.layout import Nested, StateLayout
 from framework.learner import Learner
+from framework.memory import Memory
 from framework.models.causal_lm import CausalLM
 from framework.schedules.backward import Work, forward
 from framework.schedules.pieces import update_group
@@ -43,14 +44,15 @@ def check(learner: Learner, setting: str = "memory.update = in_backward") -> Non
         )
 
 
-def build_step(model: CausalLM, learner: Learner, layout: StateLayout, *, remat: str) -> Step:
+def build_step(model: CausalLM, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
     """The training step; see `after_backward.build_step`, and `check` and `streamed.check` for what is raised."""
     check(learner)
-    check_platform(layout, layout.mesh.devices.flat[0].platform)
+    check_platform(layout, memory, layout.mesh.devices.flat[0].platform)
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
-        ctx = training_context(batch, state["counter"], model, layout, remat)
-        loss, out, weights, pull = forward(model, state["parameter"], state["frozen"], ctx, state["buffer"])
+        ctx = training_context(batch, state["counter"], model, layout, memory.remat)
+        weights = {group: state[group] for group in ("parameter", "frozen")}
+        loss, out, pull = forward(model, layout, memory, weights, ctx, state["buffer"])
         zero = jnp.zeros_like(loss)
         norm = zero
         if learner.clip_mode == "two_pass":

@@ -1,4 +1,4 @@
-"""An update that goes through a group's weights and state a piece at a time; only pieces are on the device.
+"""An update that goes through a group's weights and state a piece at a time; only pieces come to the device.
 
 A piece is the least that the optimizer's reach allows: rows of one tensor where each element is updated by itself, one
 tensor where its elements depend on each other, else a whole unit. What is small is updated together.
@@ -14,6 +14,7 @@ May import: framework.layout, framework.learner.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +29,7 @@ from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_uni
 Flat = dict[str, Any]
 FlatBundle = tuple[Flat, Flat, Flat, Flat]
 
+_GRADS, _ENTRY = 1, 2  # of a bundle's parts: weights, gradients, optimizer state, averages
 BLOCK = 1 << 21  # elements
 _SMALL = 1 << 20  # bytes of a unit's tensor that is not worth a loop of its own
 _ROWS = 32  # a block's rows are a multiple: the tile of the narrowest dtype
@@ -45,8 +47,8 @@ def pieces_of(learner: Learner, group: Group, specs: Bundle) -> list[Piece]:
     reach = learner.reach(group)
     if reach == "unit" or not learner.separable(group):
         return [Piece(group.paths, "unit")]
-    moved = {spec.owner for spec in jax.tree.leaves(specs[2]) if _hosted(spec)}
-    moved |= {path for path, spec in flatten(specs[1]).items() if _hosted(spec)}
+    moved = {spec.owner for spec in jax.tree.leaves(specs[_ENTRY]) if _hosted(spec)}
+    moved |= {path for part in (0, _GRADS, 3) for path, spec in flatten(specs[part]).items() if _hosted(spec)}
     unit = flatten(learner.unit_specs(group))
     large = [p for p in group.paths if p in moved or (len(unit[p].shape) > 1 and unit[p].num_bytes >= _SMALL)]
     rest = tuple(path for path in group.paths if path not in large)
@@ -122,21 +124,17 @@ class _Run:
 
     def on_device(self, grads: Flat) -> Flat:
         """The gradients that are not on the host."""
-        return {name: x for name, x in grads.items() if not _hosted(self.specs[1][name])}
+        return {name: x for name, x in grads.items() if not _hosted(self.specs[_GRADS][name])}
 
-    def _apply(self, flat: FlatBundle, decision: Decision) -> tuple[Flat, Flat, Flat]:
+    def _apply(self, update: Callable[..., Update], flat: FlatBundle, decision: Decision) -> tuple[Flat, Flat, Flat]:
         weights, grads, entry, average = flat
         state = jax.tree.unflatten(self.entry, [entry[name] for name in self.specs[2]])
-        new = self.update(unflatten(weights), unflatten(grads), state, unflatten(average), decision)
+        new = update((unflatten(weights), unflatten(grads), state, unflatten(average)), decision)
         return flatten(new[0]), flatten(new[1]), flatten(new[2])
 
     def all(self, group: Group, flat: FlatBundle, decision: Decision) -> tuple[Flat, Flat, Flat]:
         """All units mapped."""
-        weights, grads, entry, average = flat
-        state = jax.tree.unflatten(self.entry, [entry[name] for name in self.specs[2]])
-        bundle = unflatten(weights), unflatten(grads), state, unflatten(average)
-        new = all_units(group, self.update, bundle, decision)
-        return flatten(new[0]), flatten(new[1]), flatten(new[2])
+        return self._apply(lambda bundle, decision: all_units(group, self.update, bundle, decision), flat, decision)
 
     def sharded(self, mesh: Mesh) -> Any:
         """Itself, with each device updating the rows of its own shard."""
@@ -155,52 +153,52 @@ class _Run:
         blocks = _num_blocks(shape) if self.rows else 1
         # By rows, what is not shaped like the parameter (a counter) is the unit's: read and written for each block.
         shared = {name for name, x in flat[2].items() if self.rows and x.shape[self.stacked :] != shape}
+        before = {name: flat[2][name] for name in shared}
 
-        def view(x: jax.Array, stacked: bool) -> jax.Array:
+        def view(part: int, name: str, x: jax.Array) -> jax.Array:
+            if part == _ENTRY and name in shared:
+                return x
+            stacked = self.stacked and not (part == _GRADS and self.single)
             units, unit = (x.shape[0], x.shape[1:]) if stacked else (1, x.shape)
             return x.reshape(units * blocks, unit[0] // blocks, *unit[1:]) if blocks > 1 else x.reshape(units, *unit)
 
-        weights = {name: view(x, self.stacked) for name, x in flat[0].items()}
-        grads = {name: view(x, self.stacked and not self.single) for name, x in flat[1].items()}
-        entry = {name: x if name in shared else view(x, self.stacked) for name, x in flat[2].items()}
-        average = {name: view(x, self.stacked) for name, x in flat[3].items()}
-        before = {name: entry[name] for name in shared}
+        views: Any = tuple({name: view(part, name, x) for name, x in tree.items()} for part, tree in enumerate(flat))
+        grads = views[_GRADS]
         count = next(iter(grads.values())).shape[0]
-        first = start * blocks
 
-        def at(name: str, j: jax.Array) -> Any:
-            return (j // blocks if self.stacked else ()) if name in shared else j
+        def at(part: int, name: str, step: jax.Array) -> Any:
+            if part == _ENTRY and name in shared:
+                return start + step // blocks if self.stacked else ()
+            own = part == _GRADS and not _hosted(self.specs[part][name])  # of one unit, if that alone is updated
+            return step if own else start * blocks + step
 
-        def fetched(entry: Flat, step: jax.Array) -> tuple[Flat, Flat]:
-            j = first + step  # hosted gradients are those of all units
-            coming = {n: fetch_leaf(s, _take(grads[n], j)) for n, s in self.specs[1].items() if _hosted(s)}
-            return coming, {n: fetch_leaf(s, _take(entry[n], j)) for n, s in self.specs[2].items() if _hosted(s)}
+        def taken(done: tuple[Flat, Flat, Flat], step: jax.Array, *, hosted: bool) -> list[Flat]:
+            """A piece of each leaf that is in host memory, on the device; or of the others."""
+            parts = enumerate(zip((done[0], grads, done[1] | before, done[2]), self.specs, strict=True))
+            return [
+                {n: fetch_leaf(s, _take(x[n], at(part, n, step))) for n, s in specs.items() if _hosted(s) == hosted}
+                for part, (x, specs) in parts
+            ]
 
-        def one(step: jax.Array, done: tuple[Flat, Flat, Flat], here: tuple[Flat, Flat]) -> tuple[Flat, Flat, Flat]:
-            weights, entry, average = done
-            j = first + step
-            unit = (
-                {n: _take(x, j) for n, x in weights.items()},
-                {n: here[0][n] if n in here[0] else _take(x, step) for n, x in grads.items()},
-                {n: here[1][n] if n in here[1] else _take(before.get(n, x), at(n, j)) for n, x in entry.items()},
-                {n: _take(x, j) for n, x in average.items()},
-            )
-            new = self._apply(unit, decision)
-            stored = {n: store_leaf(self.specs[2][n], x) for n, x in new[1].items()}
-            return (
-                {n: _put(weights[n], x, j) for n, x in new[0].items()},
-                {n: _put(entry[n], x, at(n, j)) for n, x in stored.items()},
-                {n: _put(average[n], x, j) for n, x in new[2].items()},
-            )
+        def one(step: jax.Array, done: tuple[Flat, Flat, Flat], here: list[Flat]) -> tuple[Flat, Flat, Flat]:
+            unit: Any = tuple(a | b for a, b in zip(taken(done, step, hosted=False), here, strict=True))
+            new = self._apply(lambda bundle, decision: self.update(*bundle, decision), unit, decision)
+
+            def put(part: int, old: Flat, new: Flat) -> Flat:
+                specs = self.specs[part]
+                return {n: _put(old[n], store_leaf(specs[n], x), at(part, n, step)) for n, x in new.items()}
+
+            return put(0, done[0], new[0]), put(_ENTRY, done[1], new[1]), put(3, done[2], new[2])
 
         def body(step: jax.Array, carry: Any) -> Any:
             done, here = carry
-            coming = fetched(done[1], jnp.minimum(step + 1, count - 1))
+            coming = taken(done, jnp.minimum(step + 1, count - 1), hosted=True)
             return one(step, done, here), coming
 
-        done, here = (weights, entry, average), fetched(entry, jnp.int32(0))
+        done = views[0], views[_ENTRY], views[3]
+        here = taken(done, jnp.int32(0), hosted=True)
         done = one(jnp.int32(0), done, here) if count == 1 else jax.lax.fori_loop(0, count, body, (done, here))[0]
-        old = flat[0], flat[2], flat[3]
+        old = flat[0], flat[_ENTRY], flat[3]
         return tuple({n: x.reshape(o[n].shape) for n, x in d.items()} for d, o in zip(done, old, strict=True))  # type: ignore[return-value]
 
 

@@ -7,7 +7,7 @@ from framework.plan import hlo, targets
 from framework.plan.plan import Report, plan
 from framework.program import Program
 from launch.cli import apply_overrides
-from tools.bench.memory_table import GRADIENTS, LORA, PRECISE, STREAMED
+from tools.bench.memory_table import EVERYTHING, GRADIENTS, LORA, PRECISE, STREAMED
 
 TOY = {"data.global_batch_size": 1, "model.dim": 256, "model.stack.pattern.0.attention.num_heads": 2,
        "model.vocab_size": 1024, "data.tokenizer.vocab_size": 1024, "memory.remat": "full"}  # fmt: skip
@@ -52,6 +52,32 @@ def test_offloaded_inputs_are_on_the_host():
     assert full["host_breakdown"]["activations"] == 0
     assert offload["host_breakdown"]["activations"] >= 256 << 20
     assert offload["device_peak_bytes"] < full["device_peak_bytes"] - 0.8 * (256 << 20)
+
+
+@pytest.mark.parametrize("fields", [{}, {"memory.update": "in_backward", "memory.gradients": "device"}], ids=str)
+def test_hosted_stacks_are_never_on_the_device(fields):
+    """12 layers: weights, gradients (or none), state and inputs are stacks in host memory, once each."""
+    fields = {
+        "data.seq_len": 256, "data.global_batch_size": 8, "model.embed.max_positions": 256, "learner.clip": "None",
+        "model.stack.num_layers": 12, "model.stack.pattern.0.mlp.hidden": 1024, **EVERYTHING, **fields,
+    }  # fmt: skip
+    program = Program(resolved("gpt2-124m", TOY | fields).instantiate(), targets.resolve("v5e-1").devices())
+    layout, stats = program.layout, program.compiled_step.memory_analysis()
+    hosted, inputs = layout.bytes_per_device(memory_kind="pinned_host"), 12 * 8 * 256 * 256 * 2
+    assert {"parameter", "optimizer"} <= {leaf.group for leaf in layout if leaf.spec.memory_kind != "device"}
+    assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == hosted
+    assert inputs <= stats.host_temp_size_in_bytes <= 1.01 * inputs
+    module = hlo.Module(program.compiled_step.as_text())
+    fused = {i.called("calls") for i in module.instructions.values() if i.opcode == "fusion"}
+    here = [
+        f"{instruction.opcode} {array}"
+        for instruction in module.instructions.values()
+        if instruction.computation not in fused
+        for array in hlo.arrays(instruction.type)
+        if array.dims[:1] in [(12,), (12 * 8,)] and array.num_bytes >= 1 << 20 and not array.on_host
+    ]
+    assert not here
+    assert stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes < 0.2 * hosted
 
 
 @pytest.mark.parametrize(

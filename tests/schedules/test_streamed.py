@@ -84,9 +84,20 @@ def test_checkpoints_are_the_same():
 
 
 def test_gpus_refuse_by_name():
-    layout = small.program(experiment("streamed", "pinned_host")).layout
-    assert [leaf for leaf in layout if leaf.path.startswith("optimizer/stack/") and leaf.spec.memory_kind != "device"]
-    streamed.check(layout, "tpu")
-    with pytest.raises(ValueError, match=r"streamed with memory\.optimizer_state = pinned_host: XLA's GPU compiler"):
-        streamed.check(layout, "gpu")
-    streamed.check(small.program(experiment("streamed", "device")).layout, "gpu")
+    def check(platform: str, config: Config) -> None:
+        program = small.program(config)
+        streamed.check(program.layout, program.experiment.memory, platform)
+
+    hosted = experiment("streamed", "pinned_host")
+    hosted.memory.parameters = "pinned_host"
+    check("tpu", hosted)
+    message = (
+        r"streamed with memory\.parameters = pinned_host, memory\.optimizer_state = pinned_host: XLA's GPU compiler"
+    )
+    with pytest.raises(ValueError, match=f"{message}.*on GPU expected memory.update = layer_programs"):
+        check("gpu", hosted)
+    check("gpu", experiment("streamed", "device"))
+    inputs = experiment("streamed", "device")
+    inputs.memory.activations = "pinned_host"
+    with pytest.raises(ValueError, match=r"streamed with memory\.activations = pinned_host: XLA's GPU compiler"):
+        check("gpu", inputs)

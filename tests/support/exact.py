@@ -41,7 +41,14 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two_pass": ({"update": "in_backward"}, {"clip_mode": "two_pass"}),
 }
 NO_PARTS = ("in_backward", "two_pass")
-PLACEMENTS = ("device", "pinned_host")
+PLACEMENTS = {"device": (), "state": ("optimizer_state",)}  # what config.memory has in host memory
+PLACEMENTS |= {
+    "weights": ("parameters",),
+    "boundaries": ("activations",),
+    "all": ("optimizer_state", "parameters", "activations"),
+}
+PLACEMENTS |= {"state+weights": PLACEMENTS["all"][:2], "weights+boundaries": PLACEMENTS["all"][1:]}
+PLACEMENTS |= {"state+boundaries": PLACEMENTS["all"][::2]}
 REMATS = ("none", "full", "save:attention", "sqrt", "offload")
 MESHES = {"one": None, "eight": {"data": 2, "fsdp": 2, "model": 2}}
 
@@ -120,6 +127,8 @@ class Case(NamedTuple):
         before left them, nor gradients in bfloat16, whose sum is not the rounded sum."""
         usual = self.model == "tied" and self.precision != "bfloat16"
         parts = usual and self.memory not in NO_PARTS
+        if self.memory == "after_backward" and {"parameters", "activations"} & {*PLACEMENTS[self.placement]}:
+            return False
         one = self.model == "tied" or self.precision == "float64"
         return one and (usual or self.optimizer == "adamw") and (parts or self.microbatches == 1)
 
@@ -133,7 +142,7 @@ class Case(NamedTuple):
         model.param_dtype, master, _ = PRECISIONS[self.precision]
         model.compute_dtype = "float64"
         learner = {"clip": self.clip(), "accumulate": self.microbatches, "master_dtype": master, **learner, **changed}
-        memory = {**memory, "optimizer_state": self.placement, "remat": self.remat}
+        memory = {**memory, **dict.fromkeys(PLACEMENTS[self.placement], "pinned_host"), "remat": self.remat}
         optimizer = OPTIMIZERS[self.optimizer].copy()
         return small.program(
             small.experiment(model, mesh=MESHES[self.mesh], memory=memory, optimizer=optimizer, **learner)
@@ -147,8 +156,17 @@ def every(**axes: Any) -> list[Case]:
 
 
 def covering(cases: list[Case]) -> list[Case]:
-    """Some of the cases, in which any two values that meet in one of them meet; greedily."""
-    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
+    """Some of the cases, in which any two values that meet in one of them meet; greedily. Placements are three values,
+    where state, weights and boundaries are; whole they meet schedules and meshes."""
+
+    def pairs_of(case: Case) -> set[Any]:
+        places = {field: field in PLACEMENTS[case.placement] for field in PLACEMENTS["all"]}
+        values = {**case._asdict(), **places}
+        whole = {("placement", case.placement, field, values[field]) for field in ("memory", "mesh")}
+        del values["placement"]
+        return set(combinations(values.items(), 2)) | whole
+
+    pairs = {case: pairs_of(case) for case in cases}
     missing, chosen = set().union(*pairs.values()), []
     while missing:
         chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
@@ -190,10 +208,16 @@ def batch(program: Program, step: int) -> dict[str, jax.Array]:
 def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
     """The framework's side, and the weights before each step. No tracer leaks; host leaves are back on the host."""
     program = case.program()
-    hosted = any(leaf.spec.memory_kind != "device" for leaf in program.layout if "optimizer/stack" in leaf.path)
-    assert hosted == (case.placement == "pinned_host" and case.optimizer != "adafactor")  # whose factors are vectors
+    for group, field in (("optimizer", "optimizer_state"), ("parameter", "parameters")):
+        leaves = [leaf for leaf in program.layout if leaf.path.startswith(f"{group}/stack")]
+        vectors = group == "optimizer" and case.optimizer == "adafactor"  # its factors
+        hosted = any(leaf.spec.memory_kind != "device" for leaf in leaves)
+        assert hosted == (field in PLACEMENTS[case.placement] and not vectors)
     with jax.checking_leaks():
-        lowered = program.traced_step.lower()
+        traced = program.traced_step
+    if PLACEMENTS[case.placement] in [(), ("activations",)] and case.memory != "hosted_gradients":  # else there is more
+        assert ("<host>[" in str(traced.jaxpr)) == ("boundaries" in case.placement or case.remat == "offload")
+    lowered = traced.lower()
     # With excess precision, bfloat16 gradients are rounded in one program and in the other they are not.
     program.compiled_step = lowered.compile({"xla_allow_excess_precision": False})
     state, losses, norms, weights = placed(case, program), [], [], []

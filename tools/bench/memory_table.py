@@ -23,6 +23,7 @@ from tools.bench.turns import ROOT
 HOSTED = {"memory.optimizer_state": "pinned_host"}
 STREAMED = {"memory.update": "streamed", **HOSTED}
 GRADIENTS = {**STREAMED, "memory.gradients": "pinned_host"}
+EVERYTHING = {**GRADIENTS, "memory.parameters": "pinned_host", "memory.activations": "pinned_host"}
 IN_BACKWARD = {"memory.update": "in_backward", "learner.clip_mode": "update_rms"}
 PRECISE = {"model.param_dtype": "float32", "learner.master_dtype": "None"}
 ADAFACTOR = {
@@ -47,6 +48,8 @@ ROWS: dict[str, Row] = {
     "gradients-4": ("llama2-7b", "v5e-4", 4096, GRADIENTS),
     "in-backward-4": ("llama2-7b", "v5e-4", 4096, {**IN_BACKWARD, **HOSTED}),
     "gradients-1": ("llama2-7b", "v5e-1", 2048, GRADIENTS),
+    "hosted-7b": ("llama2-7b", "v5e-1", 2048, EVERYTHING),
+    "hosted-13b": ("llama2-13b", "v5e-1", 2048, EVERYTHING),
     "float32": ("llama2-7b", "v5e-8", 4096, {**GRADIENTS, **PRECISE}),
     "float32-4": ("llama2-7b", "v5e-4", 2048, {**GRADIENTS, **PRECISE}),
     "adafactor": ("llama2-7b", "v5e-1", 2048, ADAFACTOR),

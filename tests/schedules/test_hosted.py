@@ -1,0 +1,103 @@
+"""Weights, averages and activations in host memory: the numbers of the plain run, in every phase, and where all lies.
+
+Exactness against optax in every combination is test_exact's; here are frozen and quantized weights, averages, rules,
+evaluation, generation.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from framework import layout
+from framework.config import Config, config_for
+from framework.generation import Generator
+from framework.layers.lora import LoRA
+from framework.learner import Rule
+from framework.sampling import Sampling
+from tests.support import small
+
+EVERYTHING = dict.fromkeys(("parameters", "activations", "optimizer_state"), "pinned_host")
+SCHEDULES = {
+    "streamed": {"update": "streamed"},
+    "hosted_gradients": {"update": "streamed", "gradients": "pinned_host"},
+    "in_backward": {"update": "in_backward"},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_leaves_are_hosted() -> Iterator[None]:
+    """Matrices of 256 bytes are."""
+    with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
+        yield
+
+
+def averaged(memory: dict[str, str]) -> Config:
+    """A tied table, dropout, a rule, a frozen table of positions, averages."""
+    rules = [
+        config_for(Rule, pattern="norm", optimizer=config_for(optax.sgd, learning_rate=1e-2)),
+        config_for(Rule, pattern="position|attention/query", freeze=True),
+    ]
+    return small.experiment(memory={"remat": "full", **memory}, rules=rules, ema=0.9, clip=None)
+
+
+def adapted(memory: dict[str, str]) -> Config:
+    """Adapters beside weights of four bits."""
+    lora = config_for(LoRA, rank=16, targets=".", base="nf4")
+    model = small.llama(dim=64, stack__num_layers=4, lora=lora)
+    small.block(model).mlp.hidden = 128
+    return small.experiment(model, memory={"remat": "full", **memory}, clip=None)
+
+
+def hosted(tree: Any) -> set[str]:
+    """Paths of the arrays in host memory."""
+    return {path for path, x in layout.flatten(tree).items() if x.sharding.memory_kind == "pinned_host"}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("make", [averaged, adapted])
+def test_frozen_quantized_and_averaged_weights_too(make: Any, schedule: str):
+    plain = small.program(make({}))
+    expected, losses = small.run(plain, 4)
+    program = small.program(make({**SCHEDULES[schedule], **EVERYTHING}))
+    state, metrics = small.run(program, 4)
+    program.layout.check(state)
+    away = hosted(state)
+    assert any(path.startswith("parameter/stack") for path in away)
+    assert any(path.startswith("frozen") for path in away)
+    if make is averaged:
+        assert {"parameter/embed/token", "ema/embed/token", "frozen/embed/position"} <= away
+    else:
+        assert "frozen/stack/block0/mlp/up/weight/codes" in away
+    assert not any("norm" in path for path in away)
+    np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in losses], rtol=2e-6)
+    kept = {group: tree for group, tree in state.items() if group != "gradient"}
+    small.assert_close(small.arrays(kept), small.arrays(expected), 1e-5)
+
+    batch = program.put(small.host_batch(program, 9))
+    for averages in (False, True) if make is averaged else (False,):
+        found, known = (
+            jax.device_get(one.evaluate(at, batch, averaged=averages))
+            for one, at in ((program, state), (plain, expected))
+        )
+        np.testing.assert_allclose(found["nll"], known["nll"], rtol=1e-5)
+    assert hosted(state) == away
+    sampling, prompts = Sampling(max_new_tokens=8, temperature=0.0), [[1, 2, 3], [5]]
+    assert Generator(program, state)(prompts, sampling) == Generator(plain, expected)(prompts, sampling)
+
+
+@pytest.mark.parametrize("mesh", [None, {"data": 2, "fsdp": 2, "model": 2}], ids=["one", "eight"])
+def test_the_whole_update_moves_averages_too(mesh: Any):
+    """after_backward, whose weights stay on the device."""
+    config = averaged({"optimizer_state": "pinned_host"})
+    config.mesh = small.experiment(mesh=mesh).mesh
+    program = small.program(config)
+    state, _ = small.run(program, 3)
+    program.layout.check(state)
+    assert "ema/stack/block0/mlp/up/weight" in hosted(state)
+    expected, _ = small.run(small.program(averaged({})), 3)
+    small.assert_close(small.arrays(state), small.arrays(expected), 1e-5)
