@@ -91,6 +91,11 @@ class Experiment:
                 "needs all gradients; expected memory.update = after_backward, or learner.scope = unit and learner.clip"
             )
         group_size(self.memory.remat, self.model.stack.num_units)
+        hosted, units = self.memory.hosted_layers, self.model.stack.num_units
+        if hosted is not None and hosted >= units:
+            raise ValueError(
+                f"memory.hosted_layers = {hosted}: the stack has {units} units; expected less, or none for all weights"
+            )
         if reach:
             self.learner.check_reach()
         if self.data.tokenizer.vocab_size > self.model.vocab_size:

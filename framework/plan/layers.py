@@ -25,7 +25,7 @@ from framework.schedules.programs import Ledger
 # What programs leave behind, by the program and the place among its results.
 _GRADIENTS = re.compile(r"back( measured)?/2/1|turn/2/[12]|leave/2/0|sum/2|back( measured)?/2/2")
 _NEW = re.compile(r"update [a-z]+/2/([012])")
-_FETCHED = re.compile(r"[^/]*/1/(weights|home|state|kept|gradient|embed|head|shared)")
+_FETCHED = re.compile(r"[^/]*/1/(weights|home|state|kept|gradient|embed|head|shared)\b")
 _KINDS = {"state": "optimizer_state", "kept": "activations", "gradient": "gradients"}
 
 

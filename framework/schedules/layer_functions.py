@@ -149,7 +149,7 @@ class LayerFunctions:
         state: Nested,
         kept: list[Any],
         ct: Any,
-        sums: Nested | None,
+        sums: Nested,
         before: Nested | None,
         tally: Nested | None,
         inputs: Inputs,
@@ -159,7 +159,7 @@ class LayerFunctions:
         _, arguments = self._unit(weights, shared, state, inputs, index)
         pull = self._restore(kept, arguments)
         grads, more, ct = pull((ct, jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), self._unit_loss)))
-        more = more if sums is None else jax.tree.map(jnp.add, sums, more)
+        more = jax.tree.map(jnp.add, sums, more) if sums else more
         grads = self.added("stack", jax.tree.map(lambda g: g[None], grads), before)
         return ct, grads, more, self.judged(tally, grads)
 

@@ -104,7 +104,7 @@ class Step(Pass[LayerFunctions]):
             self.head = self.head if measures else {}
         if measures:
             ct = run("copy", _copies, ct, out=self.f.carry_specs)
-        sums = None
+        sums: Nested = {}
         for first in range(self.f.num_units - size, -1, -size):
             inner = [kept[first]] if size == 1 else self.again(first, kept[first], measures)
             if not measures:

@@ -8,6 +8,7 @@ framework.executables, framework.layout, JAX.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -220,9 +221,10 @@ class Moves:
     def put(self, key: str, new: Any, old: Any) -> None:
         """`new`, on the device, takes the place of `old`: what of that is in host memory is written there with the next
         call."""
-        leaves, self._room[key] = jax.tree.leaves(new), _numbered(old)
-        self._going[key] = {number: leaves[int(number)] for number in self._room[key]}
-        self._rest[key] = [None if str(i) in self._room[key] else x for i, x in enumerate(leaves)]
+        leaves, room = jax.tree.leaves(new), _numbered(old)
+        if room:
+            self._room[key], self._going[key] = room, {number: leaves[int(number)] for number in room}
+        self._rest[key] = [None if str(i) in room else x for i, x in enumerate(leaves)]
 
     def placed(self, key: str, like: Any) -> Any:
         """What was put, where it belongs, in the structure of `like`."""
@@ -233,14 +235,17 @@ class Moves:
 
     def flush(self) -> None:
         """Moves what waits, without a program to do it beside."""
-        if self._coming or any(self._room.values()):
+        if self._coming or self._room:
             self("move", tuple, out=())
 
     def __call__(
         self, name: str, function: Callable[..., Any], *args: Any, donate: Iterable[int] = (), out: Any
     ) -> Any:
         """See `Programs`."""
-        coming, going, room = self._coming, self._going, self._room
+        # A program's arguments go by what they are, not by whose: those of all layers are the same.
+        come, go = _roles(self._coming), _roles(self._room)
+        coming = {role: self._coming[key] for key, role in come.items()}
+        going, room = ({role: tree[key] for key, role in go.items()} for tree in (self._going, self._room))
         self._coming, self._going, self._room = {}, {}, {}
 
         def moving(room: Any, going: Any, coming: Any, *args: Any) -> Any:
@@ -256,9 +261,18 @@ class Moves:
         # The places come first: a GPU's compiler without a GPU gives donated memory to results by their shapes alone.
         numbers = (0, *(number + 3 for number in donate))
         gone, here, results = self._programs(name, moving, room, going, coming, *args, donate=numbers, out=shardings)
-        self._gone |= gone
-        self._here |= here
+        self._gone |= {key: gone[role] for key, role in go.items()}
+        self._here |= {key: here[role] for key, role in come.items()}
         return results
+
+
+def _roles(keys: Iterable[str]) -> dict[str, str]:
+    """{key: what is left without numbers, made unique}."""
+    roles: dict[str, str] = {}
+    for key in keys:
+        role = re.sub(" [0-9]+", "", key)
+        roles[key] = role if role not in roles.values() else f"{role} {len(roles)}"
+    return roles
 
 
 def _numbered(tree: Any) -> dict[str, Any]:

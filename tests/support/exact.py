@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, product
 from typing import Any, NamedTuple
 from unittest import mock
@@ -23,6 +23,7 @@ from framework.config import Config, config_for
 from framework.layers.base import Context
 from framework.layers.stack import Stack
 from framework.layout import flatten
+from framework.parts import before_cut
 from framework.program import Program
 from framework.schedules import pieces
 from tests.support import small
@@ -40,7 +41,14 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in_backward": ({"update": "in_backward"}, {"clip": None}),
     "two_pass": ({"update": "in_backward"}, {"clip_mode": "two_pass"}),
 }
-NO_PARTS = ("in_backward", "two_pass")
+# The same by programs of layers, which compile twenty programs each: tests of their own.
+LAYERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "layers": ({"update": "layer_programs"}, {}),
+    "layers_hosted_gradients": ({"update": "layer_programs", "gradients": "pinned_host"}, {}),
+    "layers_at_once": ({"update": "layer_programs", "gradients": "none"}, {"clip": None}),
+    "layers_two_pass": ({"update": "layer_programs", "gradients": "none"}, {"clip_mode": "two_pass"}),
+}
+NO_PARTS = ("in_backward", "two_pass", "layers_at_once", "layers_two_pass")
 PLACEMENTS = {"device": (), "state": ("optimizer_state",)}  # what config.memory has in host memory
 PLACEMENTS |= {
     "weights": ("parameters",),
@@ -130,15 +138,16 @@ class Case(NamedTuple):
         if self.memory == "after_backward" and {"parameters", "activations"} & {*PLACEMENTS[self.placement]}:
             return False
         one = self.model == "tied" or self.precision == "float64"
+        one &= self.memory not in LAYERED or self.remat != "offload"  # which is memory.activations there
         return one and (usual or self.optimizer == "adamw") and (parts or self.microbatches == 1)
 
     def clip(self) -> float | None:
         """The largest global norm, for schedules that have it."""
-        return MEMORY[self.memory][1].get("clip", MODELS[self.model][1])
+        return (MEMORY | LAYERED)[self.memory][1].get("clip", MODELS[self.model][1])
 
     def program(self, **changed: Any) -> Program:
         """The framework's side; with other fields of config.learner."""
-        model, (memory, learner) = MODELS[self.model][0].copy(), MEMORY[self.memory]
+        model, (memory, learner) = MODELS[self.model][0].copy(), (MEMORY | LAYERED)[self.memory]
         model.param_dtype, master, _ = PRECISIONS[self.precision]
         model.compute_dtype = "float64"
         learner = {"clip": self.clip(), "accumulate": self.microbatches, "master_dtype": master, **learner, **changed}
@@ -195,6 +204,8 @@ def simplest(model: str, optimizer: str, precision: str) -> tuple[Program, Any]:
 def placed(case: Case, program: Program) -> Any:
     """The first state where a program has it. Groups that only some schedules have start as zeros."""
     _, first = simplest(case.model, case.optimizer, case.precision)
+    if program.in_parts:
+        return program.restored(jax.device_put(first, program.whole.shardings(before_cut(program.whole))))
     zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), program.layout.specs)
     return jax.device_put({**zeros, **first}, program.layout.shardings())
 
@@ -213,6 +224,25 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
         vectors = group == "optimizer" and case.optimizer == "adafactor"  # its factors
         hosted = any(leaf.spec.memory_kind != "device" for leaf in leaves)
         assert hosted == (field in PLACEMENTS[case.placement] and not vectors)
+    if program.in_parts:
+        program.jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+        with jax.checking_leaks():
+            program.compile()
+    else:
+        _compile(program, case)
+    state, losses, norms, weights = placed(case, program), [], [], []
+    for step in range(STEPS):
+        weights.append(apart(jax.tree.map(np.array, program.stored(state)["parameter"])))
+        state, metrics = program.step(state, batch(program, step))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    program.layout.check(state)
+    assert (int(state["counter"]["step"]), int(state["counter"]["skipped"])) == (STEPS, 1)
+    state = program.stored(state)
+    return (precise(state), jax.device_get(state["buffer"])), losses, norms, weights
+
+
+def _compile(program: Program, case: Case) -> None:
     with jax.checking_leaks():
         traced = program.traced_step
     if PLACEMENTS[case.placement] in [(), ("activations",)] and case.memory != "hosted_gradients":  # else there is more
@@ -220,15 +250,6 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
     lowered = traced.lower()
     # With excess precision, bfloat16 gradients are rounded in one program and in the other they are not.
     program.compiled_step = lowered.compile({"xla_allow_excess_precision": False})
-    state, losses, norms, weights = placed(case, program), [], [], []
-    for step in range(STEPS):
-        weights.append(apart(jax.tree.map(np.array, state["parameter"])))
-        state, metrics = program.step(state, batch(program, step))
-        losses.append(float(metrics["loss"]))
-        norms.append(float(metrics["grad_norm"]))
-    program.layout.check(state)
-    assert (int(state["counter"]["step"]), int(state["counter"]["skipped"])) == (STEPS, 1)
-    return (precise(state), jax.device_get(state["buffer"])), losses, norms, weights
 
 
 def plain(model: str, optimizer: str, precision: str, clip: float | None, weights: Any = None) -> Any:

@@ -1,0 +1,228 @@
+"""The step as programs of layers: exact, as many programs at any depth, and a rehearsal that knows what is alive."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from framework import layout, parts
+from framework.config import Config
+from framework.layout import flatten
+from framework.metrics.memory import live_array_bytes
+from framework.plan import guard
+from framework.program import Program
+from framework.schedules import programs
+from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
+from tests.support import exact, small
+from tests.support.exact import Case
+
+HOSTED = dict.fromkeys(("parameters", "activations", "optimizer_state", "gradients"), "pinned_host")
+# Every combination of hosted weights, state and boundaries, and every value of the other axes.
+AXES: dict[str, list[Any]] = {
+    "memory": [*exact.LAYERED],
+    "model": ["tied", "recurrent", "twins", "shared"],
+    "remat": ["full", "none", "sqrt", "save:attention"],
+    "mesh": ["eight", "one"],
+    "optimizer": ["adamw", "adafactor", "muon", "sgd", "lion"],
+}
+CASES = [
+    Case(placement=placement, **{axis: values[(number * (1 + at)) % len(values)] for at, (axis, values) in axes})
+    for number, placement in enumerate(exact.PLACEMENTS)
+    for axes in [list(enumerate(AXES.items()))]
+]
+CASES += [
+    Case(memory=memory, placement="all", mesh="eight", precision=precision, microbatches=count, remat="full")
+    for memory, precision, count in [
+        ("layers", "float64", 2),
+        ("layers_hosted_gradients", "float32", 2),
+        ("layers_at_once", "bfloat16", 1),
+    ]
+]
+CASES = [case if case.is_tried() else case._replace(optimizer="adamw") for case in CASES]
+SLOW = [
+    case
+    for memory, placement, remat, mesh in product(exact.LAYERED, exact.PLACEMENTS, AXES["remat"], AXES["mesh"])
+    if (case := Case(memory=memory, placement=placement, remat=remat, mesh=mesh)).is_tried()
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW if case not in CASES)],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_twenty_steps_equal_plain_optax(case: Case):
+    """As for the other schedules."""
+    twenty_steps_equal_plain_optax(case)
+
+
+@pytest.fixture(autouse=True)
+def small_leaves_are_hosted() -> Iterator[None]:
+    """Matrices of 256 bytes are."""
+    with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
+        yield
+
+
+def deep(num_layers: int, memory: dict[str, Any], **fields: Any) -> Config:
+    """A Llama of so many layers."""
+    memory = {"update": "layer_programs", "remat": "full", **memory}
+    return small.experiment(small.llama(stack__num_layers=num_layers), memory=memory, **fields)
+
+
+@pytest.mark.parametrize("memory", [{}, HOSTED, {**HOSTED, "gradients": "none"}], ids=["device", "hosted", "at once"])
+def test_there_are_as_many_programs_at_any_depth(memory: dict[str, Any]):
+    """And a step compiles nothing more."""
+    found = {}
+    for depth in (4, 9):
+        program = small.program(deep(depth, memory, clip=None))
+        state = program.init()
+        program.compile()
+        found[depth] = len(program.layers.programs)
+        compiled: list[str] = []
+        with mock.patch.object(programs.Programs, "_make", side_effect=lambda *args: compiled.append("one more")):
+            program.step(state, program.put(small.host_batch(program)))
+        assert not compiled
+        assert len(program.layers_ledger.calls) > 2 * depth
+    assert found[4] == found[9] < 40
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [{}, HOSTED, {**HOSTED, "gradients": "none"}, {**HOSTED, "remat": "sqrt"}, {"remat": "none"}],
+    ids=["device", "hosted", "at once", "sqrt", "remat none"],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: int, monkeypatch: pytest.MonkeyPatch):
+    """Bytes of live arrays at each call of a program, in both kinds of memory: those of ghosts are those of arrays."""
+    if memory.get("gradients") == "none" and accumulate > 1:
+        pytest.skip("gradients that nobody keeps cannot be summed")
+    program = small.program(deep(4, memory, clip=None, accumulate=accumulate))
+    counted: list[tuple[str, int, int]] = []
+    call = programs.Programs.__call__
+
+    def counting(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._ledger is not None:
+            counted.append((name, self._ledger.live["device"], self._ledger.live["pinned_host"]))
+        else:
+            jax.block_until_ready(jax.live_arrays())
+            sizes = {kind: size for (_, kind), size in live_array_bytes().items()}
+            counted.append((name, sizes.get("device", 0) - before["device"], sizes.get("pinned_host", 0)))
+        return call(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(programs.Programs, "__call__", counting)
+    before = {"device": 0}
+    program.compile()
+    rehearsed, counted[:] = list(counted), []
+    before["device"] = sum(live_array_bytes().values())
+    monkeypatch.undo()
+    state = program.init()
+    monkeypatch.setattr(programs.Programs, "__call__", counting)
+    batch = program.put(small.host_batch(program))
+    numbers = 4 * len(program.layers._numbers)
+    program.step(state, batch)
+    del state
+    assert len(rehearsed) == len(counted) > 10
+    for ghosts, arrays in zip(rehearsed, counted, strict=True):
+        assert ghosts[0] == arrays[0]
+        assert abs(ghosts[1] - numbers - arrays[1]) <= 256, f"{ghosts} {arrays}"
+        assert ghosts[2] == arrays[2], f"{ghosts} {arrays}"
+
+
+def test_gradients_and_state_of_one_unit_are_on_the_device():
+    """With everything hosted the peak hardly grows with depth; with gradients on the device it grows by theirs."""
+
+    def peak(depth: int, memory: dict[str, Any]) -> int:
+        model = small.llama(dim=64, stack__num_layers=depth)
+        small.block(model).mlp.hidden = 256
+        config = small.experiment(model, memory={"update": "layer_programs", "remat": "full", **memory}, clip=None)
+        return guard.need(small.program(config)).peak
+
+    shallow, more = peak(4, HOSTED), peak(12, HOSTED)
+    assert more - shallow < 0.03 * shallow, "norms alone"
+    assert peak(12, {}) > 3 * more
+
+
+def test_some_layers_are_hosted():
+    program = small.program(deep(4, {"parameters": "pinned_host", "hosted_layers": 1}))
+    state = program.init()
+    program.layout.check(state)
+    kinds = [{x.sharding.memory_kind for x in jax.tree.leaves(part)} for part in state["parameter"]["stack"]]
+    assert kinds == [{"pinned_host", "device"}, {"device"}, {"device"}, {"device"}]
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state["parameter"]["embed"])} == {"device"}
+    state, _ = program.step(state, program.put(small.host_batch(program)))
+    program.layout.check(state)
+
+
+def test_a_stack_in_parts_and_whole():
+    """There and back on eight devices, with parts in both kinds of memory; each phase with one copy."""
+    config = deep(4, {"parameters": "pinned_host", "hosted_layers": 2}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9)
+    program = small.program(config)
+    state = program.init()
+    plain = deep(4, {"update": "after_backward"}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9)
+    small.assert_same_bits(program.stored(state), small.program(plain).init())
+    stored = program.stored(state)
+    assert all(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(stored["parameter"]["stack"]))
+    before = jax.device_get(state)
+    again = program.restored(stored)
+    program.layout.check(again)
+    small.assert_same_bits(again, before)
+    assert all(x.is_deleted() for x in jax.tree.leaves(stored["optimizer"]["stack"]))
+    whole = program.in_one(again)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(whole["ema"]["stack"])} == {"device"}
+    assert all(x.is_deleted() for x in jax.tree.leaves(again["parameter"]["stack"]))
+
+
+@pytest.mark.parametrize(
+    ("memory", "learner", "message"),
+    [
+        ({"gradients": "none"}, {"accumulate": 2, "clip": None}, "memory.gradients = none"),
+        ({"gradients": "none"}, {}, "clip_mode = global_norm with memory.gradients = none"),
+        ({"remat": "offload"}, {}, "memory.activations = pinned_host"),
+        ({"remat": "save:attention;offload:mlp_up"}, {}, "memory.activations = pinned_host"),
+        ({"parameters": "pinned_host", "hosted_layers": 4}, {}, "hosted_layers = 4"),
+        ({}, {"scope": "model"}, "learner.scope = model"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_compiled(
+    memory: dict[str, Any], learner: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        small.program(deep(4, memory, **learner)).layers  # noqa: B018
+
+
+def test_the_plan_of_a_step_in_layers(tmp_path: Any):
+    """Bytes by group add up to the peak; FLOPs are those of the step in one program."""
+    from framework.plan import plan, targets
+
+    target = targets.resolve("cpu-1")
+    found = {
+        update: plan.plan("small", deep(4, {"update": update, **memory}), target, None)
+        for update, memory in {"after_backward": {}, "layer_programs": HOSTED}.items()
+    }
+    layers, whole = found["layer_programs"], found["after_backward"]
+    assert sum(layers["breakdown"].values()) == layers["device_peak_bytes"]
+    assert layers["flops_per_step"] == whole["flops_per_step"]
+    assert layers["host_argument_bytes"] <= layers["host_peak_bytes"] < 1.5 * layers["host_argument_bytes"]
+    assert layers["device_peak_bytes"] < 0.5 * whole["device_peak_bytes"]
+    assert layers["phases"]["init"]["device_peak_bytes"] < whole["phases"]["init"]["device_peak_bytes"]
+    names = {one["name"] for one in layers["largest"]}
+    assert any("from the host" in name for name in names), names
+    assert layers["breakdown"]["optimizer_state"] > 0
+
+
+def test_evaluation_sums_microbatches():
+    programs_ = [small.program(deep(4, memory, accumulate=2)) for memory in ({"update": "after_backward"}, HOSTED)]
+    sums = []
+    for program in programs_:
+        state = program.init()
+        sums.append(program.evaluate(state, program.put(small.host_batch(program))))
+    assert {k: float(v) for k, v in sums[0].items()} == pytest.approx({k: float(v) for k, v in sums[1].items()})
+
+
+def arrays_of(program: Program, state: Any) -> dict[str, np.ndarray]:
+    """By path, stacks whole."""
+    return {path: np.asarray(x) for path, x in flatten(parts.joined(state, program.whole)).items()}
