@@ -149,7 +149,7 @@ def _dry_run(command: cli.Command, workdir: Any, limit: int | None) -> int:
 def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, pulse: Any) -> int:
     import jax
 
-    from framework import distributed
+    from framework import canary, distributed
     from framework.accelerators import accelerator_name
     from framework.checkpoint import Checkpointer
     from framework.experiment import Experiment
@@ -159,6 +159,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
     from framework.metrics.progress import Progress
     from framework.metrics.tables import human_bytes, render
     from framework.plan import guard
+    from framework.plan.host_room import check_host
     from framework.program import Program
     from framework.replicas import ReplicaMismatchError
     from framework.report import compression_lines, sample_text, start_report
@@ -196,8 +197,11 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
             experiment.data, options, program = data, experiment.trainer, Program(experiment)
             progress.set_total(options.max_steps)
         progress.print(render(start_report(command.spec, program)))
+        check_host(program)
         progress.status("compiling")
         goodput.enter("compile")
+        if experiment.health.canary and (line := canary.check(config, program)):
+            progress.print(line)
         need = guard.need(program)
         progress.status("")
         refusal = guard.refusal(config, program, need, limit)
