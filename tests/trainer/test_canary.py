@@ -22,12 +22,22 @@ HOSTED = {"optimizer_state": "pinned_host"}
 STREAMED = {"update": "streamed", "gradients": "pinned_host", **HOSTED}
 TWO_PASS = {"update": "in_backward", **HOSTED}
 OFFLOAD = {"remat": "offload"}
+PLACES = dict.fromkeys(("optimizer_state", "parameters", "gradients", "activations"), "pinned_host")
+IN_LAYERS = {"update": "layer_programs", "remat": "full", **PLACES}
 BFLOAT16 = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
 FREEZE = config_for(Rule, pattern="query", freeze=True)
 CASES: dict[str, tuple[Any, ...]] = {
     "hosted state": (HOSTED,),
     "offloaded inputs": (OFFLOAD, {}, None, {"ema": 0.9}),
     "in the backward pass": (TWO_PASS, {}, None, {"clip_mode": "two_pass"}),
+    "all of it": ({"update": "streamed", "remat": "full", **PLACES},),
+    "in layers": (IN_LAYERS,),
+    "in layers, some hosted": (
+        {**IN_LAYERS, "gradients": "none", "hosted_layers": 1, "remat": "sqrt"},
+        {},
+        None,
+        {"clip_mode": "update_rms"},
+    ),
     "bfloat16, part frozen": (STREAMED, BFLOAT16, None, {"master_dtype": "float32", "rules": [FREEZE]}),
     "eight devices": ({**STREAMED, "remat": "sqrt:2"}, {}, {"data": 2, "fsdp": 2, "model": 2}, {"accumulate": 2}),
 }
@@ -110,13 +120,14 @@ def test_a_leaf_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         canary.check(config, program)
 
 
-def test_an_argument_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("memory", [HOSTED, IN_LAYERS])
+def test_an_argument_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]) -> None:
     """A CPU's compiler counts no argument as the host's; where others do so, the placement was lost."""
     monkeypatch.setattr(canary.jax, "default_backend", lambda: "gpu")
     with pytest.raises(
         canary.CanaryError, match=r"the compiled step takes 0 bytes from the host, the layout says [1-9]"
     ):
-        canary.check(*prepared(HOSTED))
+        canary.check(*prepared(memory))
 
 
 def test_launch_train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
