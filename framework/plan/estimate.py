@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
@@ -20,7 +19,7 @@ from framework.accelerators import AcceleratorSpec
 from framework.experiment import Experiment
 from framework.layout import OptStateSpec, StateLayout
 from framework.optimizers.reach import Reach
-from framework.plan.liveness import Rules, most_held
+from framework.plan.liveness import Rules, most_held, on_host
 from framework.plan.local_step import trace
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.report import KEYS
@@ -65,20 +64,21 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     arrays = 5 if data.document_mask else 3  # tokens, targets, weights, positions, segments: four bytes each
     shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]
     breakdown["batch"] = 4 * arrays * data.global_batch_size * data.seq_len // shards
-    backward = _backward(experiment, sizes, spec.platform)
-    if learner.accumulate > 1:  # the sums of the microbatches' gradients, which are there all the time
+    backward = _backward(experiment, layout, sizes, spec.platform)
+    if (
+        learner.accumulate > 1 and memory.gradients == "device"
+    ):  # the sums of the microbatches' gradients, which are there all the time
         for leaf in layout:
             if leaf.group == "parameter":
                 master = learner.master_dtype or leaf.spec.dtype
                 backward["gradients"] += leaf.bytes_per_device // leaf.spec.dtype.itemsize * master.itemsize
     if spec.platform == "cpu":  # its compiler copies what the optimizer keeps before it updates that
         backward["activations"] += layout.bytes_per_device("optimizer", "device")
-    if "offload" in memory.remat:
-        host["activations"] = _backward(experiment, sizes, spec.platform, on_host=True).total()
+    if "offload" in memory.remat or memory.activations != "device":
+        host["activations"] = _backward(experiment, layout, sizes, spec.platform, host=True).total()
     units = experiment.model.stack.num_units
-    if memory.update == "in_backward" or memory.gradients != "device":  # of the stack, two units' are there at once
-        stack = sum(leaf.bytes_per_device for leaf in layout if leaf.path.startswith("parameter/stack/"))
-        backward["gradients"] = max(0, backward["gradients"] - max(0, stack - 2 * stack // units))
+    if memory.update == "in_backward":  # a unit's gradients wait until all of it is updated
+        backward["gradients"] += sum(_stack(layout).values()) // units
     if memory.update == "after_backward":
         update = _update(layout, spec, sum(breakdown.values()))
     else:
@@ -90,14 +90,44 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     return Estimate(breakdown, host)
 
 
-def _backward(experiment: Experiment, sizes: dict[str, int], platform: str, *, on_host: bool = False) -> Counter[str]:
-    """The most that the gradients of one microbatch hold besides state and batch, on the device or in host memory."""
+def _taken(experiment: Experiment) -> bool:
+    """Whether gradients are taken away as the backward pass makes them."""
+    return experiment.memory.update == "in_backward" or experiment.memory.gradients != "device"
+
+
+def _stack(layout: StateLayout) -> dict[tuple[int, ...], int]:
+    """{a device's share of the shape: bytes} of the stack's trainable parameters, those of a shape together."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for leaf in layout:
+        if leaf.path.startswith("parameter/stack/"):
+            found[layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)] += leaf.bytes_per_device
+    return found
+
+
+def _backward(
+    experiment: Experiment, layout: StateLayout, sizes: dict[str, int], platform: str, *, host: bool = False
+) -> Counter[str]:
+    """The most that the gradients of one microbatch hold besides state and batch, on the device or in host memory.
+    Gradients of the stack that are taken away are not counted."""
+    units, gradients, taken = experiment.model.stack.num_units, _stack(layout), _taken(experiment)
+    weights = {layout.sharding(leaf.spec).shard_shape(leaf.spec.shape) for leaf in layout if leaf.group == "parameter"}
+    weights |= {shape[1:] for shape in gradients}
+    shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]
+
+    def away(aval: Any) -> bool:
+        """Whether it is what was kept of all units, in host memory."""
+        if on_host(aval):
+            return True
+        kept = experiment.memory.activations != "device" and aval.shape[:1] == (units,) and aval.shape not in gradients
+        size = math.prod(aval.shape[1:]) * shards * getattr(aval.dtype, "itemsize", 4)
+        return kept and len(aval.shape) > 2 and size >= 1 << 20
+
     table = (experiment.model.vocab_size // sizes["model"], experiment.model.dim)
     length = experiment.data.seq_len
     lengths = (length, length // sizes["seq"])
 
     def nbytes(aval: Any) -> int:
-        if (getattr(aval, "memory_space", None) == jax.memory.Space.Host) != on_host:
+        if away(aval) != host or aval.shape in (weights if host else gradients if taken else ()):
             return 0
         *rest, last = (*aval.shape,) or (1,)
         itemsize = getattr(aval.dtype, "itemsize", 4)
@@ -114,12 +144,13 @@ def _backward(experiment: Experiment, sizes: dict[str, int], platform: str, *, o
         late_reduction=platform == "tpu",
         early_zeros=platform != "tpu" and math.prod(sizes.values()) > 1,
         pads_products=platform == "gpu",
+        adds_products=platform == "tpu",
         table=table,
         table_parts=sizes["fsdp"],
         nbytes=nbytes,
     )
     jaxpr = trace(experiment, sizes, platform).jaxpr
-    return most_held(jaxpr, rules, ["gradients"] * len(jaxpr.outvars))
+    return most_held(jaxpr, rules, ["gradients"] * len(jaxpr.outvars), taken=taken)
 
 
 def _update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> Counter[str]:
@@ -140,12 +171,13 @@ def _update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> Counte
 
 
 def _piece(layout: StateLayout, units: int, reaches: set[Reach]) -> Counter[str]:
-    """What an update by pieces moves: the state of two pieces on their way in, and of two on their way out."""
+    """What an update by pieces moves: what is hosted of two pieces on its way in, and of two on its way out."""
     tensors: Counter[str] = Counter()
     for leaf in layout:
-        if isinstance(leaf.spec, OptStateSpec) and leaf.spec.memory_kind != "device":
-            stage = leaf.path.split("/")[1]
+        if leaf.group != "frozen" and leaf.spec.memory_kind != "device":
+            _, stage, path = leaf.path.split("/", 2)
             part = leaf.bytes_per_device // (units if stage == "stack" else 1)
-            tensors[f"{stage}/{leaf.spec.owner}"] += min(part, 4 * BLOCK) if reaches <= {"element", "row"} else part
+            owner = leaf.spec.owner if isinstance(leaf.spec, OptStateSpec) and leaf.group == "optimizer" else path
+            tensors[f"{stage}/{owner}"] += min(part, 4 * BLOCK) if reaches <= {"element", "row"} else part
     largest = sum(tensors.values()) if reaches & {"unit"} else max(tensors.values(), default=0)
     return Counter(optimizer_state=4 * largest)

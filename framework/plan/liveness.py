@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from framework.plan.jaxprs import inner_jaxprs
 
 _VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "copy", "sharding_constraint", "stop_gradient")
@@ -27,6 +29,11 @@ _STORED = (
 )  # fmt: skip
 _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice", "psum", "psum_invariant")
 _LOOPS = ("scan", "while", "cond")
+
+
+def on_host(aval: Any) -> bool:
+    """Whether an abstract value says that it is in host memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def _nbytes(aval: Any) -> int:
@@ -42,6 +49,7 @@ class Rules:
         late_reduction: reduce-scatters run behind the rest of a loop's body, so what they reduce stays until its end.
         early_zeros: what scatters and loops write into is filled with zeros before anything else.
         pads_products: products copy operands and results with a dimension that is no multiple of 8.
+        adds_products: a product that is added to the table's gradient is never stored by itself.
         table: shape of the array whose gradient is summed over the chunks of a loop. table_parts: a device holds one.
         nbytes: what an array of this abstract value takes up.
     """
@@ -50,6 +58,7 @@ class Rules:
     late_reduction: bool = False
     early_zeros: bool = False
     pads_products: bool = False
+    adds_products: bool = False
     table: tuple[int, ...] = ()
     table_parts: int = 1
     nbytes: Callable[[Any], int] = _nbytes
@@ -79,15 +88,15 @@ class _Equation:
     scratch: int = 0  # bytes needed while it runs
 
 
-def most_held(jaxpr: Any, rules: Rules, groups: list[str] | None = None) -> Counter[str]:
+def most_held(jaxpr: Any, rules: Rules, groups: list[str] | None = None, *, taken: bool = False) -> Counter[str]:
     """Bytes by group at the fullest instant of a program whose inputs are its caller's. `groups` are those of its
-    outputs."""
+    outputs, which are `taken` away as soon as they are there, or stay."""
     program = _Program(rules)
     outputs = program.read(jaxpr, [program.value(v.aval, -1, held=False) for v in jaxpr.invars])
     for value, group in zip(outputs, groups or [], strict=False):
         if value is not None:
             value.group = group
-    return program.run(outputs, set())
+    return program.run([] if taken else outputs, set())
 
 
 class _Program:
@@ -130,6 +139,8 @@ class _Program:
         for value in results:
             if name == "dot_general" and value.aval.shape == self.rules.table:
                 value.group = "gradients"
+                if self.rules.adds_products and self.rules.table_parts == 1:
+                    value.nbytes = 0
             if name == "reduce_scatter":
                 for reduced in (value, *known):
                     reduced.group = "gradients"
@@ -265,7 +276,12 @@ class _Program:
             # The body owns its carry, and takes the initial one over where nobody reads it afterwards.
             live -= {value for value in equation.operands[consts:first] if value is not None and value.last <= now}
             live |= set(equation.results[carries:])
-            most.append(inner.run(outputs, stacked, self.rules.late_reduction))
+            coming = sum(  # of inputs in host memory the next slice is on its way
+                self.rules.nbytes(inside.aval.update(memory_space=jax.memory.Space.Device))
+                for value, inside in zip(equation.operands[first:], body.invars[first:], strict=True)
+                if value is not None and value.made_at == -1 and on_host(value.aval)
+            )
+            most.append(inner.run(outputs, stacked, self.rules.late_reduction) + Counter(activations=coming))
         return max(most, key=Counter.total)
 
 

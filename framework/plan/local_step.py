@@ -25,7 +25,7 @@ from framework.experiment import Experiment
 from framework.layers import attention, kernels_xla
 from framework.layers.base import BATCH_AXES, Context
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
-from framework.layout import Nested, ParameterSpec, TensorSpec, flatten, merge
+from framework.layout import Nested, ParameterSpec, StateLayout, TensorSpec, flatten, merge
 
 KERNEL = Primitive("attention_kernel")  # flash attention, forward or backward: its operands and results, nothing else
 KERNEL.multiple_results = True
@@ -56,6 +56,8 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
     specs = model.parameter_specs()
 
     def gather(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
+        if jax.typeof(weight).memory_space == jax.memory.Space.Host:
+            weight = jax.device_put(weight, jax.memory.Space.Device)
         weight = weight if spec.quantized else weight.astype(model.compute_dtype)
         for axis, names in enumerate(spec.mesh_axes):
             if sizes["fsdp"] > 1 and "fsdp" in ((names,) if isinstance(names, str) else names or ()):
@@ -95,9 +97,10 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
     names = ["tokens", "targets", *(["positions", "segments"] if data.document_mask else [])]
     batch = {name: TensorSpec(length, "int32", (BATCH_AXES, "seq")) for name in names}
     batch["weights"] = TensorSpec(length, "float32", (BATCH_AXES, "seq"))
-    arguments = (learner.specs, learner.frozen_specs, model.buffer_specs(), batch)
+    state = experiment.state_specs()
+    arguments = (state["parameter"], state["frozen"], state["buffer"], batch)
     axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), arguments)
-    shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), arguments)
+    shapes = StateLayout({}, mesh).abstract(arguments)
     local = jax.shard_map(gradients, mesh=mesh, in_specs=axes, out_specs=PartitionSpec(), check_vma=False)
     # A kernel would ask for the devices of the mesh.
     with patch.object(attention, "dot_product_attention", _attention(platform, sizes["seq"])):
