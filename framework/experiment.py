@@ -134,8 +134,11 @@ class Experiment:
 
     def _placed(self, weights: Nested) -> Nested:
         """The specs of weights, large ones tagged with where `memory.parameters` has them."""
-        kind = self.memory.parameters
-        return {name: move_to_host(specs, kind, stacked=name == "stack") for name, specs in weights.items()}
+        kind, some = self.memory.parameters, self.memory.hosted_layers is not None
+        return {
+            name: specs if some and name != "stack" else move_to_host(specs, kind, stacked=name == "stack")
+            for name, specs in weights.items()
+        }
 
 
 def _counter_specs() -> Nested:

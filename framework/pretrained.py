@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 
 from framework.config import Config
 from framework.layers.quantize import quantize
-from framework.layout import ParameterSpec, TensorSpec, flatten
+from framework.layout import Nested, ParameterSpec, TensorSpec, flatten, store_leaf
 from framework.models.causal_lm import CausalLM
+from framework.parts import part_path
 from framework.program import Program, State
 
 LAYER = "{layer}"
@@ -152,11 +154,11 @@ class Pretrained:
     def init(self, program: Program) -> State:
         """The state at step 0, with the directory's weights. Beside the state, one layer's tensor is in memory. Raises
         what `places` does."""
-        model, learner, layout = program.experiment.model, program.experiment.learner, program.layout
+        model, learner = program.experiment.model, program.experiment.learner
         directory, places = Directory(self.path), self.places(model)
         state = program.init(given=places)
         state = {group: flatten(tree) for group, tree in state.items()}
-        trained = flatten(layout.specs["parameter"])
+        trained = flatten(program.whole.specs["parameter"])
         fixed = [path for path in places if path not in trained]  # in order: processes must run the same programs
         for paths in [*learner.init_parts(), *((path,) for path in fixed)]:
             if paths[0] not in places:  # adapters
@@ -183,21 +185,31 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
             assert lora.storage is not None
             parts = quantize(precise.pop(path), lora.storage)
             precise |= {f"{path}/{name}": part for name, part in parts.items()}
-        return program.made_of(precise, unit=by_layer)
+        return program.values_of(precise, unit=by_layer)
 
-    def put(old: Any, values: dict[str, jax.Array], layer: jax.Array) -> Any:
-        new = made(values)
+    def put(places: Nested, old: Any, values: dict[str, jax.Array], layer: jax.Array) -> Any:
+        new = jax.tree.map(store_leaf, places, made(values))
         if not by_layer:
             return new
+        if program.in_parts:
+            return jax.tree.map(lambda x: x[None], new)
         return jax.tree.map(lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, layer, 0), old, new)
 
-    def same(flat: Any) -> Any:
-        return {group: {path: flat[group][path] for path in own} for group, own in written.items()}
+    written, runs = jax.eval_shape(made, like), dict[Any, Any]()
+    specs = {group: flatten(tree) for group, tree in program.layout.specs.items()}
 
-    written = jax.eval_shape(made, like)
-    shardings = {group: flatten(tree) for group, tree in program.layout.shardings().items()}
-    run = jax.jit(put, donate_argnums=0, out_shardings=same(shardings))
-    return lambda state, values, layer: run(same(state), values, jnp.int32(layer))
+    def write(state: Any, values: dict[str, jax.Array], layer: int) -> Any:
+        at = {p: part_path(p, layer) if by_layer and program.in_parts else p for own in written.values() for p in own}
+        places = {group: {path: specs[group][at[path]] for path in own} for group, own in written.items()}
+        kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(places))
+        if kinds not in runs:
+            shardings = program.layout.shardings(places)
+            runs[kinds] = jax.jit(partial(put, places), donate_argnums=0, out_shardings=shardings)
+        old = {group: {path: state[group][at[path]] for path in own} for group, own in written.items()}
+        new = runs[kinds](old, values, jnp.int32(layer))
+        return {group: {at[path]: x for path, x in own.items()} for group, own in new.items()}
+
+    return write
 
 
 def checked(directory: Directory, family: Family, model: CausalLM) -> dict[str, list[Source]]:

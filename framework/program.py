@@ -123,22 +123,14 @@ class Program:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def made_of(self, precise: dict[str, jax.Array], *, unit: bool) -> dict[str, dict[str, jax.Array]]:
-        """Inside jit: all that the state holds of some parameters, {group: {path: array}}, cast and moved as the layout
-        says.
+    def values_of(self, precise: dict[str, jax.Array], *, unit: bool) -> dict[str, dict[str, jax.Array]]:
+        """Inside jit: all that the state holds of some parameters, {group: {path: array}}, cast as the layout says, and
+        not moved yet.
 
         Args:
             precise: by path, float32 or wider; those of one of `learner.init_parts`, or a frozen one.
             unit: they are one layer's, without the leading axis.
         """
-        groups = self._groups
-        made = self.values_of(precise, unit=unit)
-        return {
-            name: {path: store_leaf(groups[name][path], x) for path, x in own.items()} for name, own in made.items()
-        }
-
-    def values_of(self, precise: dict[str, jax.Array], *, unit: bool) -> dict[str, dict[str, jax.Array]]:
-        """As `made_of`, and not moved."""
         groups = self._groups
         if next(iter(precise)) in groups["frozen"]:
             made = {"frozen": precise}

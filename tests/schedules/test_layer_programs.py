@@ -82,10 +82,9 @@ def test_there_are_as_many_programs_at_any_depth(memory: dict[str, Any]):
         state = program.init()
         program.compile()
         found[depth] = len(program.layers.programs)
-        compiled: list[str] = []
-        with mock.patch.object(programs.Programs, "_make", side_effect=lambda *args: compiled.append("one more")):
+        with mock.patch.object(programs.Programs, "_make") as compiled:
             program.step(state, program.put(small.host_batch(program)))
-        assert not compiled
+        assert not compiled.called
         assert len(program.layers_ledger.calls) > 2 * depth
     assert found[4] == found[9] < 40
 
@@ -159,7 +158,9 @@ def test_some_layers_are_hosted():
 
 def test_a_stack_in_parts_and_whole():
     """There and back on eight devices, with parts in both kinds of memory; each phase with one copy."""
-    config = deep(4, {"parameters": "pinned_host", "hosted_layers": 2}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9)
+    config = deep(
+        4, {"parameters": "pinned_host", "hosted_layers": 2}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9
+    )
     program = small.program(config)
     state = program.init()
     plain = deep(4, {"update": "after_backward"}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9)
@@ -207,7 +208,7 @@ def test_the_plan_of_a_step_in_layers(tmp_path: Any):
     assert sum(layers["breakdown"].values()) == layers["device_peak_bytes"]
     assert layers["flops_per_step"] == whole["flops_per_step"]
     assert layers["host_argument_bytes"] <= layers["host_peak_bytes"] < 1.5 * layers["host_argument_bytes"]
-    assert layers["device_peak_bytes"] < 0.5 * whole["device_peak_bytes"]
+    assert layers["device_peak_bytes"] < 0.6 * whole["device_peak_bytes"]
     assert layers["phases"]["init"]["device_peak_bytes"] < whole["phases"]["init"]["device_peak_bytes"]
     names = {one["name"] for one in layers["largest"]}
     assert any("from the host" in name for name in names), names
