@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from framework.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
+from framework.layout import GROUPS
 from framework.metrics.tables import human_bytes
 from framework.plan.suggest import closed_form
 from framework.plan.targets import resolve
@@ -24,7 +25,10 @@ def check_host(program: Program, platform: str | None = None) -> None:
     platform, count = platform or program.mesh.devices.flat[0].platform, len(program.mesh.local_devices)
     if platform == "cpu":
         return
-    found = closed_form(program.experiment, resolve("local")).host_breakdown
+    memory, layout = program.experiment.memory, program.layout
+    found = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
+    if memory.activations != "device" or "offload" in memory.remat:
+        found["activations"] = closed_form(program.experiment, resolve("local")).host_breakdown["activations"]
     need, machine = count * sum(found.values()), machine_memory_bytes()
     pinned = int(os.environ.get(HOST_LIMIT, 64)) * GIB if platform == "gpu" else machine
     if need > machine:

@@ -50,7 +50,7 @@ def test_what_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch, program:
     hosted = 8 * program.layout.bytes_per_device(memory_kind="pinned_host")
     assert hosted == 8 * STATE
     monkeypatch.setenv(HOST_LIMIT, "0")
-    text = r"config.memory puts 1.19 MiB into host memory \(optimizer_state 1.19 MiB\), and "
+    text = r"config.memory puts 1.19 MiB into host memory \(optimizer 1.19 MiB\), and "
     with pytest.raises(ValueError, match=text + f"{HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it"):
         host_room.check_host(program, "gpu")
     host_room.check_host(program, "tpu")  # nothing but GPUs has that limit

@@ -80,13 +80,14 @@ class Torch:
         size: the shape.
         tokens: the file to read.
         compiled: through torch.compile.
+        device: "cuda" has bfloat16 by autocast, and flash attention by torch's own choice.
     """
 
-    def __init__(self, size: Size, tokens: Path, *, compiled: bool):
+    def __init__(self, size: Size, tokens: Path, *, compiled: bool, device: str = "cpu"):
         import torch
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        self._size, self._torch = size, torch
+        self._size, self._torch, self._device = size, torch, device
         config = GPT2Config(
             vocab_size=size.vocab,
             n_positions=size.positions,
@@ -99,7 +100,8 @@ class Torch:
             use_cache=False,
         )
         torch.manual_seed(0)
-        self.model = GPT2LMHeadModel(config).train()
+        self.model: Any = GPT2LMHeadModel(config).train()
+        self.model.to(device)
         named = dict(self.model.named_parameters())
         decayed = [p for name, p in named.items() if p.dim() == 2 and "wpe" not in name]
         others = [p for name, p in named.items() if p.dim() != 2 or "wpe" in name]
@@ -108,7 +110,8 @@ class Torch:
         self._batches = Batches(tokens, size)
 
         def loss_of(tokens: Any, targets: Any) -> Any:
-            logits = self.model(tokens).logits
+            with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+                logits = self.model(tokens).logits
             return torch.nn.functional.cross_entropy(logits.view(-1, size.vocab), targets.view(-1))
 
         self._loss_of: Any = torch.compile(loss_of) if compiled else loss_of
@@ -124,7 +127,7 @@ class Torch:
         torch = self._torch
         loss: Any = None
         for _ in range(steps):
-            tokens, targets = (torch.from_numpy(x).long() for x in self._batches())
+            tokens, targets = (torch.from_numpy(x).long().to(self._device) for x in self._batches())
             loss = self._loss_of(tokens, targets)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)

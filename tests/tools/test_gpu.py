@@ -1,0 +1,124 @@
+"""The script for GPUs, as far as a CPU can try it: its rows are valid, its dry run passes, and a bad row says so."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.memory import Memory
+from tests.support.small import ROOT
+from tools.bench import gpu, gpu_rows
+
+ROWS = [row for part in gpu.PARTS for row in gpu.rows_of(part)]
+
+
+def test_names_are_unique_and_what_is_compared_exists() -> None:
+    names = [row["name"] for row in ROWS if row["part"] != "memory"]
+    assert len(set(names)) == len(names)
+    assert {row["against"] for row in ROWS if "against" in row} <= set(names)
+    assert {row["part"] for row in ROWS if row.get("dry")} == set(gpu.PARTS)
+
+
+def test_rows_are_valid_and_cover_what_memory_knows() -> None:
+    """Every config builds; every schedule is tried, and every placement with layer_programs, in both dtypes."""
+    tried: dict[str, list[Memory]] = {"float32": [], "bfloat16": []}
+    for row in ROWS:
+        if row["kind"] == "exact":
+            config = gpu_rows.built(row, gpu_rows._MEDIUM)
+            tried[config.model.compute_dtype].append(config.instantiate().memory)
+        elif row["kind"] == "train":
+            config = gpu_rows.built(row, {"seq": row["seq"], "batch": row["batch"]})
+            config.instantiate()
+            assert config.data.global_batch_size * config.data.seq_len == row["batch"] * row["seq"]
+    for found in tried.values():
+        assert {one.update for one in found} == {"after_backward", "streamed", "in_backward", "layer_programs"}
+        layers = [one for one in found if one.update == "layer_programs"]
+        for place in ("optimizer_state", "parameters", "activations", "gradients"):
+            kinds = {getattr(one, place) for one in layers}
+            assert kinds == {"device", "pinned_host", *(["none"] if place == "gradients" else [])}
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    """All parts on a CPU; what is refused or missing is no pass, and here nothing is."""
+    command = [sys.executable, "-P", "-m", "tools.bench.gpu", "--dry", f"--out={tmp_path / 'gpu.json'}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["dry"]
+    assert found["machine"]["device"] == "cpu"
+    assert found["machine"]["versions"]["jax"]
+    expected = [row["name"] for row in ROWS if row.get("dry")]
+    assert [row["name"] for row in found["rows"]] == expected
+    table = [line for line in done.stdout.partition("mean nothing")[2].splitlines() if line.startswith("|")][2:]
+    assert [line.split(" | ")[1] for line in table] == expected
+    for row in found["rows"]:
+        if row["part"] == "exact":
+            assert row["status"] == "agrees"
+            assert 0.0 <= row["off_by"] < 1e-3
+        elif row["part"] == "torch":
+            assert row["status"] in ("ran", "not available")
+        else:
+            assert row["status"] == "ran"
+    by_name = {row["name"]: row for row in found["rows"]}
+    hosted = [name for name in by_name if "state_hosted" in name or "weights_hosted" in name]
+    assert len(hosted) == 4
+    assert all(by_name[name]["host_bytes"] > 0 for name in hosted)
+
+
+def row(sets: dict[str, str], **fields: Any) -> dict[str, Any]:
+    types = {"model.param_dtype": "float32", "model.compute_dtype": "float32", "learner.master_dtype": "none"}
+    return {"part": "exact", "kind": "exact", "name": "x", "config": "llama3-8b", "sets": {**types, **sets}, **fields}
+
+
+@pytest.mark.parametrize(
+    ("bad", "seconds", "status", "message"),
+    [
+        (row({"memory.update": "in_backward"}), 60.0, "refused", "learner.clip_mode = global_norm with memory.update"),
+        (row({"memory.update": "forwards"}), 60.0, "refused", "forwards"),
+        ({"part": "link", "kind": "link", "name": "x", "mib": 1}, 0.01, "over 0 s, ended", ""),
+        ({"part": "link", "kind": "no such kind", "name": "x"}, 60.0, "FAILED", "KeyError: 'no such kind'"),
+    ],
+)
+def test_a_bad_row_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: Any, seconds: float, status: str, message: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    found = gpu.run(bad, True, seconds, tmp_path / "log")
+    assert found["status"] == status
+    assert message in found.get("message", "")
+    assert message in gpu.text(found)
+
+
+def test_wrong_numbers_and_lost_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule that computes something else is WRONG, and the exit code says so."""
+    monkeypatch.setattr(gpu_rows.canary, "compare", lambda ours, plain: {"loss of step 0": 0.0, "parameter/x": 0.5})
+    found = gpu_rows.exact(row({}), True)
+    assert (found["status"], found["off_by"], found["at"]) == ("WRONG", 0.5, "parameter/x")
+    monkeypatch.setattr(gpu_rows.canary, "compare", lambda ours, plain: {"loss of step 0": float("nan")})
+    assert gpu_rows.exact(row({}), True)["status"] == "WRONG"
+
+
+def test_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """Wrong or failed rows are an error; refused ones, and those without time, are told and are none. A ratio is of
+    tokens per second."""
+    answers = {"machine": "ran", "gpt2-1.5b 32x1024 full": "ran", "gpt2-1.5b 32x1024 streamed full": "refused"}
+
+    def run(row: Any, dry: bool, seconds: float, log: Path) -> Any:
+        rate = {"tokens_per_second": 50.0 if "layer_programs" in row["name"] else 100.0}
+        return {**row, "status": answers.get(row["name"], "ran"), **rate}
+
+    monkeypatch.setattr(gpu, "run", run)
+    out = tmp_path / "gpu.json"
+    assert gpu.main(["speed", f"--out={out}"]) == 0
+    said = capsys.readouterr().out
+    assert "| speed | gpt2-1.5b 32x1024 streamed full | refused |" in said
+    assert "0.50 times 'gpt2-1.5b 32x1024 full'" in said
+    answers["gpt2-124m 32x1024 none"] = "LOSS DOES NOT FALL"
+    assert gpu.main(["speed", f"--out={out}"]) == 1
+    assert gpu.main(["link", f"--out={out}", "--minutes=0.01"]) == 0
+    assert {row["status"] for row in json.loads(out.read_text())["rows"]} == {"not run: no time left (--minutes)"}

@@ -1,0 +1,198 @@
+"""All that needs a GPU, in one call: is it right, does the plan hold, how fast is the link, how fast is training?
+
+    python -m tools.bench.gpu [exact memory link speed largest torch] [--out=F.json] [--minutes=10] [--dry]
+
+exact     every schedule and placement against the plain one with everything on the device, float32 and bfloat16
+memory    the most device memory that was in use, beside what the plan says of the same program
+link      bandwidth between device and pinned host memory, and how much of a transfer computation hides
+speed     tokens/s, MFU and peak of GPT-2 124M to Llama 3 8B; with state on the host at 32k tokens a step, the ratio
+largest   a model of 65 billion parameters, and whether its loss falls
+torch     GPT-2 in transformers and torch, compiled, bf16, beside ours
+
+Each row is a process with a time limit, so what fails costs one row; each part takes at most --minutes. Rows are
+written to --out as they come, and one table ends it. --dry runs tiny shapes on the CPU and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import shlex
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from framework.metrics.tables import human_bytes
+
+Row = dict[str, Any]
+PARTS = ("exact", "memory", "link", "speed", "largest", "torch")
+BAD = ("WRONG", "FAILED", "LOSS DOES NOT FALL")
+HOSTED = {"state": "optimizer_state", "weights": "parameters", "inputs": "activations", "gradients": "gradients"}
+WORDS = {f"{word}_hosted": {f"memory.{field}": "pinned_host"} for word, field in HOSTED.items()}
+WORDS |= {x: {"memory.update": x} for x in ("after_backward", "streamed", "in_backward", "layer_programs")}
+WORDS |= {x: {"memory.remat": x} for x in ("none", "full", "sqrt:2", "offload")}
+WORDS |= {"at_once": {"memory.gradients": "none", "learner.clip": "none"}}
+WORDS |= {"adafactor": {"learner.optimizer": "optax.adafactor", "learner.optimizer.learning_rate": "0.02"}}
+SCHEDULES = [  # what they set is in WORDS; NAME=VALUE is of the learner, hosted_layers=N of memory
+    "after_backward state_hosted",
+    "after_backward offload",
+    "streamed full",
+    "streamed full state_hosted",
+    "streamed full state_hosted gradients_hosted",
+    "in_backward full clip_mode=two_pass",
+    "in_backward full clip_mode=previous_norm",
+    "in_backward full clip_mode=update_rms",
+    "in_backward full clip_mode=norm_growth clip=1.01",
+    "in_backward full clip_mode=two_pass state_hosted",
+    "layer_programs full",
+    *(f"layer_programs full {word}_hosted" for word in HOSTED),
+    "layer_programs full weights_hosted hosted_layers=2",
+    "layer_programs full state_hosted weights_hosted gradients_hosted inputs_hosted",
+    "layer_programs sqrt:2 state_hosted weights_hosted gradients_hosted inputs_hosted accumulate=2",
+    "layer_programs full at_once",
+    "layer_programs full at_once state_hosted weights_hosted inputs_hosted",
+]
+LAYERS = "layer_programs full state_hosted"
+
+
+def sets_of(words: str) -> dict[str, str]:
+    """Overrides by dotted path, of the words of a row."""
+    found = dict[str, str]()
+    for word in words.split():
+        name, _, value = word.partition("=")
+        place = "memory" if name == "hosted_layers" else "learner"
+        found |= WORDS.get(word, {f"{place}.{name}": value})
+    return found
+
+
+def rows_of(part: str) -> list[Row]:
+    """The rows of a part: what is measured and how large, and the seconds that it may take. Those with `dry` are tried
+    with tiny shapes; `against` names the row whose speed is 1."""
+    adamw = {"learner.optimizer": "optax.adamw", "learner.optimizer.learning_rate": "3e-4"}
+    rows: list[Row] = []
+
+    def train(config: str, size: str, words: str, steps: int, seconds: int = 150, **more: Any) -> None:
+        batch, _, seq = size.partition("x")
+        sets = sets_of(words) if "adafactor" in words else {**adamw, **sets_of(words)}
+        row = {"kind": "train", "name": f"{config} {size} {words}", "config": config, "sets": sets, "steps": steps}
+        rows.append({**row, "batch": int(batch), "seq": int(seq), "seconds": seconds, **more})
+
+    if part == "exact":
+        for dtype, master in (("float32", "none"), ("bfloat16", "float32")):
+            types = {f"model.{name}_dtype": dtype for name in ("param", "compute")} | {"learner.master_dtype": master}
+            for words in SCHEDULES:
+                dry = dtype == "float32" and words in (SCHEDULES[0], SCHEDULES[5], SCHEDULES[-4])
+                row = {"kind": "exact", "name": f"{words} {dtype}", "config": "llama3-8b", "dry": dry, "seconds": 120}
+                rows.append({**row, "sets": {**types, **sets_of(words)}})
+    elif part == "memory":
+        for words in ("none", "full", "streamed full", "in_backward full clip_mode=two_pass", LAYERS):
+            train("gpt2-350m", "16x1024", words, 3, dry=words == LAYERS)
+        train("llama3-8b", "2x8192", "in_backward full clip_mode=update_rms moment_dtype=bfloat16 master_dtype=none", 3)
+        train("llama3-8b", "2x8192", LAYERS, 3, 240)
+    elif part == "link":
+        rows += [
+            {"kind": "link", "name": f"{n} MiB", "mib": n, "seconds": 90, "dry": n == 1} for n in (1, 16, 256, 2048)
+        ]
+    elif part == "speed":
+        train("gpt2-124m", "32x1024", "none", 20, dry=True)
+        train("gpt2-350m", "32x1024", "none", 20)
+        for words in ("full", "streamed full", "streamed full state_hosted", LAYERS):
+            train("gpt2-1.5b", "32x1024", words, 8, against="gpt2-1.5b 32x1024 full")
+        for words in ("full moment_dtype=bfloat16", LAYERS):  # with float32 moments, resident, it does not fit
+            train("llama3-8b", "4x8192", words, 5, 240, against="llama3-8b 4x8192 full moment_dtype=bfloat16")
+    elif part == "largest":
+        lean = "layer_programs full at_once adafactor master_dtype=none moment_dtype=none inputs_hosted weights_hosted"
+        train("llama-65b", "2x2048", f"{lean} hosted_layers=8", 12, 400, dry=True)
+        train("llama-65b", "2x2048", f"{lean} hosted_layers=16", 12, 400)
+    elif part == "torch":
+        sizes = {"gpt2-124m": (12, 12, 768), "gpt2-350m": (24, 16, 1024), "gpt2-1.5b": (48, 25, 1600)}
+        for config, (layers, heads, dim) in sizes.items():
+            size = {"layers": layers, "heads": heads, "dim": dim, "seq_len": 1024, "batch": 32}
+            row = {"kind": "torch", "name": f"{config} 32x1024 torch", "size": size, "steps": 10, "seconds": 180}
+            rows.append({**row, "dry": dim == 768, "against": f"{config} 32x1024 {'full' if dim == 1600 else 'none'}"})
+    return [{"part": part, **row} for row in rows]
+
+
+def run(row: Row, dry: bool, seconds: float, log: Path) -> Row:
+    """A row in a process of its own, which has so long: the row with its figures."""
+    from tools.bench.gpu_rows import measure  # in this process it only names the function
+
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=measure, args=(row, dry, str(log), there), daemon=True)
+    start = time.monotonic()
+    process.start()
+    there.close()
+    try:
+        result = here.recv() if here.poll(seconds) else {"status": f"over {seconds:.0f} s, ended"}
+    except EOFError:
+        process.join()
+        result = {"status": "FAILED", "message": f"the process ended with {process.exitcode}"}
+    process.join(5)
+    process.kill()
+    return {**row, **result, "seconds": round(time.monotonic() - start, 1)}
+
+
+def text(row: Row) -> str:
+    """A row's figures for people."""
+    plan, peak, found = row.get("plan_bytes"), row.get("peak_bytes"), [row["message"]] if "message" in row else []
+    found += [f"off by {row['off_by']:.0e} at {row['at']}, losses {row['loss_off_by']:.0e}"] if "off_by" in row else []
+    if rate := row.get("tokens_per_second"):
+        found += [f"{rate:,.0f} tokens/s"] + ([f"MFU {100 * row['mfu']:.1f}%"] if "mfu" in row else [])
+    found += [f"{row['ratio']:.2f} times '{row['against']}'"] if "ratio" in row else []
+    found += [f"peak {human_bytes(peak)}"] if peak else []
+    found += [f"plan {human_bytes(plan)}" + (f" ({100 * (plan / peak - 1):+.1f}%)" if peak else "")] if plan else []
+    found += [f"host {human_bytes(row['host_bytes'])}"] if row.get("host_bytes") else []
+    found += ["loss {:.2f} to {:.2f}".format(*row["losses"])] if "losses" in row else []
+    return "; ".join(found + [f"{name} {row[name]:.2f}" for name in row if "GB/s" in name or "hidden" in name])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the parts and prints the table; 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "all"], default="all")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args(argv)
+    if args.dry:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    multiprocessing.set_forkserver_preload(["tools.bench.gpu_rows"])  # what is imported is imported once
+    log = Path(tempfile.mkdtemp()) / "log.txt"
+    row = run({"part": "machine", "kind": "machine", "name": "machine", "sets": {}}, args.dry, 300, log)
+    date, command = datetime.datetime.now().astimezone().isoformat(timespec="seconds"), shlex.join(sys.argv)
+    facts, rows = {"date": date, "command": command, "dry": args.dry, "machine": row}, list[Row]()
+    print(f"{date}  {json.dumps(row)}\nwhat the rows print: {log}", flush=True)
+    for part in PARTS if "all" in args.parts else args.parts:
+        end = time.monotonic() + 60 * args.minutes
+
+        def one(row: Row, end: float = end) -> Row:
+            left = min(row["seconds"], end - time.monotonic())
+            if left < 10:
+                return {**row, "status": "not run: no time left (--minutes)"}
+            return run(row, args.dry, left, log)
+
+        todo = [row for row in rows_of(part) if not args.dry or row.get("dry")]
+        with ThreadPoolExecutor(4 if part == "exact" and not args.dry else 1) as pool:
+            for row in pool.map(one, todo):
+                rates = {r["name"]: r.get("tokens_per_second") for r in [*rows, row]}
+                if not args.dry and rates[row["name"]] and (base := rates.get(row.get("against"))):
+                    row["ratio"] = rates[row["name"]] / base
+                rows.append(row)
+                args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1))
+                print(f"[{row['part']}] {row['name']}: {row['status']}; {text(row)}", flush=True)
+    print("dry run: the figures mean nothing\n" if args.dry else "")
+    print("| part | row | result | figures |\n|---|---|---|---|")
+    for row in rows:
+        print(f"| {row['part']} | {row['name']} | {row['status']} | {text(row)} |")
+    return int(any(row["status"] in BAD for row in [facts["machine"], *rows]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What tools.bench.gpu measures: each function takes a row and returns its figures, in a process of its own.
+
+A row has a config's name, `sets` (overrides by dotted path, as text), and sizes. May import: everything.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import configs
+from framework import canary, layout
+from framework.accelerators import machine_memory_bytes, spec_for
+from framework.config import Config, config_for
+from framework.data.sources import StdlibSource
+from framework.memory import Memory
+from framework.metrics.memory import memory_in_use
+from framework.metrics.throughput import Throughput
+from framework.plan import guard
+from framework.plan.targets import resolve
+from framework.program import Program
+from launch import cli
+from tools.bench.contestants import Torch, missing
+from tools.bench.sizes import SIZES, write_tokens
+
+Row = dict[str, Any]
+_MEDIUM = {"dim": 512, "heads": 8, "hidden": 1024, "layers": 8, "vocab": 4096, "seq": 512, "batch": 8}
+_TINY = {"dim": 64, "heads": 2, "hidden": 128, "layers": 4, "vocab": 257, "seq": 32, "batch": 4}
+_TORCH = {"layers": 2, "heads": 2, "dim": 64, "seq_len": 32, "batch": 4, "vocab": 257, "positions": 32}
+
+
+def built(row: Row, shape: dict[str, int]) -> Config:
+    """The named config, of that shape where it says one, with the row's overrides."""
+    config = configs.load(row["config"])
+    block, positions = config.model.stack.pattern[0], ["model.embed.max_positions"]
+    names = {"dim": ["model.dim"], "layers": ["model.stack.num_layers"], "batch": ["data.global_batch_size"]}
+    names |= {"vocab": ["model.vocab_size", "data.tokenizer.vocab_size"]}
+    names |= {"seq": ["data.seq_len", *(positions if config.model.embed.max_positions else [])]}
+    for path, value in [(path, shape[name]) for name in names if name in shape for path in names[name]]:
+        config.set_path(path, value)
+    if "heads" in shape:
+        block.attention.num_heads, block.mlp.hidden = shape["heads"], shape["hidden"]
+        block.attention.num_kv_heads = block.attention.num_kv_heads and shape["heads"] // 2
+    config.learner.rules = []
+    return cli.apply_overrides(config, [*row["sets"].items()])
+
+
+def exact(row: Row, dry: bool) -> Row:
+    """Four steps by the row's schedule and placements, and with everything on the device: do they agree?"""
+    config, canary.STEPS = built(row, _TINY if dry else _MEDIUM), 4
+    config.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)  # see framework.canary
+    ours = Program(config.instantiate(), jax.devices()[:1])
+    config.memory = config_for(Memory)
+    bits = jnp.finfo(config.model.compute_dtype).bits
+    with jax.default_matmul_precision("highest" if bits == 32 else "default"):
+        errors = canary.compare(ours, Program(config.instantiate(), jax.devices()[:1]))
+    worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
+    loss = max(error for name, error in errors.items() if name.startswith("loss"))
+    hosted = ours.layout.bytes_per_device(memory_kind="pinned_host")
+    status = "agrees" if errors[worst] <= canary.TOLERANCE[bits] else "WRONG"
+    return {"status": status, "off_by": errors[worst], "at": worst, "loss_off_by": loss, "host_bytes": hosted}
+
+
+def train(row: Row, dry: bool) -> Row:
+    """Steps on the standard library's sources: speed, model FLOPs utilization, peak and what the plan says of it."""
+    config = built(row, _TINY if dry else {"seq": row["seq"], "batch": row["batch"]})
+    if dry:
+        config.model.param_dtype = config.model.compute_dtype = "float32"
+        config.memory.hosted_layers = config.memory.hosted_layers and 1
+    program = Program(config.instantiate(), jax.devices()[:1])
+    experiment, device, layouts = program.experiment, jax.devices()[0], program.layout
+    need, limit = guard.need(program), resolve("local").limit_bytes
+    figures: Row = {"plan_bytes": need.peak, "limit_bytes": limit, "parameters": layouts.size("parameter")}
+    if need.message or (limit or need.peak) < need.peak:
+        return figures | {"status": "out of memory by the plan"}
+    source, (batch, seq) = StdlibSource(), program.batch_specs["tokens"].shape
+    text = "".join(part for file in source.files()[:300] for part in source.read(file))
+    tokens, rng = np.frombuffer(text.encode(), np.uint8), np.random.default_rng(0)
+    peak_flops = spec_for([device]).peak_flops(str(experiment.model.compute_dtype))
+    clock = Throughput(batch * seq, experiment.model.flops_per_token(seq), peak_flops)
+    state, losses, weights = program.init(), [], np.ones((batch, seq), np.float32)
+    for _ in range(2 if dry else row["steps"]):
+        starts = rng.integers(0, len(tokens) - seq - 1, batch)
+        windows = np.stack([tokens[i : i + seq + 1] for i in starts]).astype(np.int32)
+        data = program.put({"tokens": windows[:, :-1], "targets": windows[:, 1:], "weights": weights})
+        state, metrics = program.step(state, data)
+        losses.append(float(metrics["loss"]))  # waits for the step
+        clock.step()
+    layouts.check(state)
+    figures |= {"peak_bytes": memory_in_use([device]).device_peak_bytes, "losses": [losses[0], losses[-1]]}
+    figures |= {"host_bytes": layouts.bytes_per_device(memory_kind="pinned_host")}
+    figures |= {name.removeprefix("train/"): value for name, value in clock.metrics().items()}
+    return figures | {"status": "ran" if losses[-1] < losses[0] else "LOSS DOES NOT FALL"}
+
+
+def link(row: Row, dry: bool) -> Row:
+    """GB/s between device and pinned host memory: by device_put, in a program, and both ways at once; and how much of a
+    transfer is hidden behind products of matrices."""
+    size, n = (1 << 20 if dry else row["mib"] << 20), 256 if dry else 8192
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    host = device.with_memory_kind("pinned_host")
+    ours, theirs = (jax.device_put(jnp.ones(size // 4, jnp.float32), place) for place in (device, host))
+    matrix, to, fro = jnp.full((n, n), 1 / n, jnp.bfloat16), jax.memory.Space.Device, jax.memory.Space.Host
+    move = {"to device": lambda x, y: jax.device_put(y, to), "to host": lambda x, y: jax.device_put(x, fro)}
+    places = {"to device": device, "to host": host}
+    inside = {name: jax.jit(f, out_shardings=places[name]) for name, f in move.items()}
+    both = jax.jit(lambda x, y: [f(x, y) for f in move.values()], out_shardings=[*places.values()])
+    eager = {"to device": lambda: jax.device_put(theirs, device), "to host": lambda: jax.device_put(ours, host)}
+    figures: Row = {}
+    for name in places:
+        figures[f"{name}, device_put GB/s"] = size / _seconds(eager[name]) / 1e9
+        figures[f"{name}, in jit GB/s"] = size / _seconds(lambda name=name: inside[name](ours, theirs)) / 1e9
+    figures["both at once GB/s"] = 2 * size / _seconds(lambda: both(ours, theirs)) / 1e9
+    moving = _seconds(lambda: inside["to device"](ours, theirs))
+    one = _seconds(lambda: _products(matrix, 8)) / 8
+    count = max(1, round(moving / one))
+    computing = _seconds(lambda: _products(matrix, count))
+    together = _seconds(lambda: (_products(matrix, count), inside["to device"](ours, theirs)))
+    in_one = jax.jit(lambda m, x, y: (_products(m, count), move["to device"](x, y)), out_shardings=device)
+    for name, seconds in (("two programs", together), ("one program", _seconds(lambda: in_one(matrix, ours, theirs)))):
+        figures[f"hidden, {name}"] = (computing + moving - seconds) / min(computing, moving)
+    return figures | {"status": "ran", "compute_ms": 1e3 * computing, "transfer_ms": 1e3 * moving}
+
+
+@jax.jit
+def _products(matrix: jax.Array, count: jax.Array | int) -> jax.Array:
+    return jax.lax.fori_loop(0, count, lambda _, x: x @ matrix, matrix)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    """The median of five calls after one that compiles."""
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def torch(row: Row, dry: bool) -> Row:
+    """The same shape by transformers and torch: compiled, bf16 autocast, scaled_dot_product_attention, fused AdamW."""
+    if problem := missing("compiled"):
+        return {"status": "not available", "message": problem}
+    import torch as pytorch
+
+    if not dry and not pytorch.cuda.is_available():
+        return {"status": "not available", "message": "torch is installed, and sees no CUDA device"}
+    size, steps = replace(SIZES["gpt2-124m"], **(_TORCH if dry else row["size"])), 1 if dry else row["steps"]
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokens(Path(folder) / "tokens.bin", size.vocab)
+        contestant = Torch(size, Path(folder) / "tokens.bin", compiled=not dry, device="cpu" if dry else "cuda")
+        contestant.run(steps)  # compiles
+        start = time.perf_counter()
+        contestant.run(steps)  # ends by waiting for its loss
+    rate, peak = steps * size.tokens_per_step / (time.perf_counter() - start), pytorch.cuda.max_memory_allocated
+    return {"status": "ran", "tokens_per_second": rate, "peak_bytes": 0 if dry else peak()}
+
+
+def machine(row: Row, dry: bool) -> Row:
+    """What this is measured on."""
+    names, device = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch"), jax.devices()[0]
+    versions = {one.name: one.version for one in importlib.metadata.distributions() if one.name in names}
+    facts = {"device": device.device_kind, "cores": os.cpu_count(), "python": sys.version.split()[0]}
+    return {"status": "ran", **facts, "host_memory_bytes": machine_memory_bytes(), "versions": versions}
+
+
+KINDS = {"exact": exact, "train": train, "link": link, "torch": torch, "machine": machine}
+
+
+def measure(row: Row, dry: bool, log: str, answer: Any) -> None:
+    """The process of one row: its figures, or why there are none, are sent; what it prints goes to a file."""
+    with open(log, "a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    try:
+        if row["part"] == "exact":  # several at once
+            os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        if dry:  # tiny leaves are hosted too
+            layout.move_to_host.__kwdefaults__.update(min_bytes=256)  # pyright: ignore[reportOptionalMemberAccess]
+        cli.prepare_jax()
+        result = KINDS[row["kind"]](row, dry)
+    except Exception as error:
+        traceback.print_exc()
+        full, wrong = "RESOURCE_EXHAUSTED" in str(error), isinstance(error, canary.CanaryError)
+        status = "refused" if cli.is_user_error(error) else "out of memory" if full else "FAILED"
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        result = {"status": "WRONG" if wrong else status, "message": words}
+    answer.send(result)
