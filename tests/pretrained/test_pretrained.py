@@ -86,15 +86,16 @@ def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
     fields = {"learner__scope": scope, "learner__ema": 0.9, "learner__rules": []}
     if scope == "unit":
         fields |= {"memory__update": "streamed", "memory__optimizer_state": "pinned_host"}
+        fields |= {"memory__parameters": "pinned_host"}
     if layers:
-        hosted = {"memory__parameters": "pinned_host", "memory__hosted_layers": 1}
-        fields |= {"memory__update": "layer_programs", **hosted}
+        fields |= {"memory__update": "layer_programs", "memory__hosted_layers": 1}
     one = program(f"hf:{source}", **fields)
     eight = program(f"hf:{source}", 8, mesh__data=2, mesh__fsdp=2, mesh__model=2, **fields)
     alone, together = (p.experiment.pretrained.init(p) for p in (one, eight))
     eight.layout.check(together)
     hosted = {leaf.path for leaf in eight.layout if leaf.spec.memory_kind == "pinned_host"}
     assert any(path.endswith("master/block0/mlp/up/weight") for path in hosted) == (scope == "unit")
+    assert any(path.startswith("parameter/stack") for path in hosted) == (scope == "unit")
     alone, together = flatten(one.stored(alone)), flatten(eight.stored(together))
     for path in alone:
         np.testing.assert_array_equal(alone[path], together[path], err_msg=path)

@@ -96,7 +96,7 @@ def line(name: str, row: Row, report: dict[str, Any]) -> str:
         f"{row[0]}, {row[1]}, {row[2]}",
         f"{peak / gib:.2f}" + ("" if report["fits"] else " (does not fit)"),
         f"{report['device_allocated_bytes'] / gib:.2f}",
-        f"{peak / state:.3f}",
+        f"{peak / state:.3f}" if state > 0.01 * peak else "",
         f"{report['host_peak_bytes'] / gib:.2f}",
         f"{report['host_argument_bytes'] / gib:.2f}",
     )
