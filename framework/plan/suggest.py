@@ -87,7 +87,8 @@ def suggestions(
 
 
 def _choices(config: Config) -> Iterator[list[tuple[str, Any]]]:
-    """What to change, the mildest first: recompute, smaller microbatches, hosted state, sharded instead of copied."""
+    """What to change, the mildest first: recompute, smaller microbatches, hosted state, sharded instead of copied, all
+    on the host."""
     memory, count = config.memory, config.learner.accumulate
     milder = [
         ("memory.remat", name) for name in ("dots", "full") if memory.remat in ("none", "dots") and name != memory.remat
@@ -105,3 +106,5 @@ def _choices(config: Config) -> Iterator[list[tuple[str, Any]]]:
     if sharded:
         yield from ([*most, *sharded, *rest] for rest in [[], *([one] for one in micro)])
     yield from ([*most, *long, one] for one in micro[:2])  # a sequence is split when there is but one for each device
+    rest = [(f"memory.{field}", "pinned_host") for field in ("parameters", "activations") if memory[field] == "device"]
+    yield [*most, *away, *rest]

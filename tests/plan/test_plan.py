@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import pytest
 
+import configs
 from framework.config import Config, config_for
 from framework.layers.mlp import MLP
 from framework.plan.naming import place
@@ -140,6 +141,18 @@ def test_nothing_fits_into_less_than_the_state():
     trial = config(mesh__data=1)
     peak = quick("small", trial, resolve("cpu:1"), None)["device_peak_bytes"]
     assert suggestions(trial, resolve("cpu:1"), limit=1000, peak=peak) == []
+
+
+def test_weights_go_to_the_host_when_nothing_else_is_enough():
+    """Llama 2 13B on one chip, by the closed form alone."""
+    target, trial = resolve("v5e-1"), configs.load("llama2-13b")
+    for path, value in (("data.global_batch_size", 1), ("data.seq_len", 2048), ("memory.remat", "full")):
+        trial.set_path(path, value)
+    (found,) = suggestions(trial, target, limit=15 << 30, peak=200 << 30, seconds=0.0)
+    assert "--config.memory.parameters=pinned_host --config.memory.activations=pinned_host" in found["setting"]
+    assert "--config.memory.update=streamed" in found["setting"]
+    assert not found["compiled"]
+    assert found["device_peak_bytes"] < 8 << 30
 
 
 def test_a_batch_that_does_not_divide_is_told_by_the_closed_form_too():
