@@ -66,7 +66,7 @@ def test_dry_run(tmp_path: Path) -> None:
             assert row["status"] == "ran"
     by_name = {row["name"]: row for row in found["rows"]}
     hosted = [name for name in by_name if "state_hosted" in name or "weights_hosted" in name]
-    assert len(hosted) == 4
+    assert len(hosted) == 3
     assert all(by_name[name]["host_bytes"] > 0 for name in hosted)
 
 

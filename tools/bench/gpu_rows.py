@@ -29,7 +29,7 @@ from framework.config import Config, config_for
 from framework.data.sources import StdlibSource
 from framework.memory import Memory
 from framework.metrics.memory import memory_in_use
-from framework.metrics.throughput import Throughput
+from framework.metrics.throughput import MetricsBuffer, Throughput
 from framework.plan import guard
 from framework.plan.targets import resolve
 from framework.program import Program
@@ -83,7 +83,7 @@ def train(row: Row, dry: bool) -> Row:
         config.memory.hosted_layers = config.memory.hosted_layers and 1
     program = Program(config.instantiate(), jax.devices()[:1])
     experiment, device, layouts = program.experiment, jax.devices()[0], program.layout
-    need, limit = guard.need(program), resolve("local").limit_bytes
+    need, limit, losses = guard.need(program), resolve("local").limit_bytes, list[float]()
     figures: Row = {"plan_bytes": need.peak, "limit_bytes": limit, "parameters": layouts.size("parameter")}
     if need.message or (limit or need.peak) < need.peak:
         return figures | {"status": "out of memory by the plan"}
@@ -91,19 +91,21 @@ def train(row: Row, dry: bool) -> Row:
     text = "".join(part for file in source.files()[:300] for part in source.read(file))
     tokens, rng = np.frombuffer(text.encode(), np.uint8), np.random.default_rng(0)
     peak_flops = spec_for([device]).peak_flops(str(experiment.model.compute_dtype))
-    clock = Throughput(batch * seq, experiment.model.flops_per_token(seq), peak_flops)
-    state, losses, weights = program.init(), [], np.ones((batch, seq), np.float32)
-    for _ in range(2 if dry else row["steps"]):
-        starts = rng.integers(0, len(tokens) - seq - 1, batch)
-        windows = np.stack([tokens[i : i + seq + 1] for i in starts]).astype(np.int32)
+    steps, flops = 2 if dry else row["steps"], experiment.model.flops_per_token(seq)
+    clock, buffer = Throughput(batch * seq, flops, peak_flops, window=max(1, steps - 3)), MetricsBuffer()
+    state, weights = program.init(), np.ones((batch, seq), np.float32)
+    for step in range(steps):
+        windows = np.array([tokens[i : i + seq + 1] for i in rng.integers(0, len(tokens) - seq - 1, batch)], np.int32)
         data = program.put({"tokens": windows[:, :-1], "targets": windows[:, 1:], "weights": weights})
         state, metrics = program.step(state, data)
-        losses.append(float(metrics["loss"]))  # waits for the step
+        buffer.put(step, {"loss": metrics["loss"]})
+        losses += [found["loss"] for _, found in buffer.take()]  # a step late, as the trainer's loop
         clock.step()
+    losses += [found["loss"] for _, found in buffer.take(0)]
     layouts.check(state)
-    figures |= {"peak_bytes": memory_in_use([device]).device_peak_bytes, "losses": [losses[0], losses[-1]]}
-    figures |= {"host_bytes": layouts.bytes_per_device(memory_kind="pinned_host")}
     figures |= {name.removeprefix("train/"): value for name, value in clock.metrics().items()}
+    peak, hosted = memory_in_use([device]).device_peak_bytes, layouts.bytes_per_device(memory_kind="pinned_host")
+    figures |= {"peak_bytes": peak, "host_bytes": hosted, "losses": [losses[0], losses[-1]]}
     return figures | {"status": "ran" if losses[-1] < losses[0] else "LOSS DOES NOT FALL"}
 
 
@@ -126,8 +128,7 @@ def link(row: Row, dry: bool) -> Row:
         figures[f"{name}, in jit GB/s"] = size / _seconds(lambda name=name: inside[name](ours, theirs)) / 1e9
     figures["both at once GB/s"] = 2 * size / _seconds(lambda: both(ours, theirs)) / 1e9
     moving = _seconds(lambda: inside["to device"](ours, theirs))
-    one = _seconds(lambda: _products(matrix, 8)) / 8
-    count = max(1, round(moving / one))
+    count = max(1, round(8 * moving / _seconds(lambda: _products(matrix, 8))))
     computing = _seconds(lambda: _products(matrix, count))
     together = _seconds(lambda: (_products(matrix, count), inside["to device"](ours, theirs)))
     in_one = jax.jit(lambda m, x, y: (_products(m, count), move["to device"](x, y)), out_shardings=device)
@@ -143,7 +144,7 @@ def _products(matrix: jax.Array, count: jax.Array | int) -> jax.Array:
 
 def _seconds(call: Callable[[], Any]) -> float:
     """The median of five calls after one that compiles."""
-    times = []
+    times = list[float]()
     for _ in range(6):
         start = time.perf_counter()
         jax.block_until_ready(call())
@@ -172,10 +173,10 @@ def torch(row: Row, dry: bool) -> Row:
 
 def machine(row: Row, dry: bool) -> Row:
     """What this is measured on."""
-    names, device = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch"), jax.devices()[0]
+    names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
     versions = {one.name: one.version for one in importlib.metadata.distributions() if one.name in names}
-    facts = {"device": device.device_kind, "cores": os.cpu_count(), "python": sys.version.split()[0]}
-    return {"status": "ran", **facts, "host_memory_bytes": machine_memory_bytes(), "versions": versions}
+    facts = {"cores": os.cpu_count(), "host_memory_bytes": machine_memory_bytes(), "python": sys.version.split()[0]}
+    return {"status": "ran", "device": jax.devices()[0].device_kind, **facts, "versions": versions}
 
 
 KINDS = {"exact": exact, "train": train, "link": link, "torch": torch, "machine": machine}
@@ -195,7 +196,7 @@ def measure(row: Row, dry: bool, log: str, answer: Any) -> None:
         result = KINDS[row["kind"]](row, dry)
     except Exception as error:
         traceback.print_exc()
-        full, wrong = "RESOURCE_EXHAUSTED" in str(error), isinstance(error, canary.CanaryError)
+        wrong, full = isinstance(error, canary.CanaryError), "RESOURCE_EXHAUSTED" in str(error)
         status = "refused" if cli.is_user_error(error) else "out of memory" if full else "FAILED"
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         result = {"status": "WRONG" if wrong else status, "message": words}
