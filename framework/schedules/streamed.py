@@ -102,8 +102,16 @@ def _gradients(
                 if count > 1:
                     before = fetch_leaf(spec, buffer if index is None else _take(buffer, index))
                     grad = grad + jnp.where(number == 0, jnp.zeros_like(before), before)
-                new = store_leaf(spec, grad)
-                return grad, new if index is None else jax.lax.dynamic_update_index_in_dim(buffer, new, index, 0)
+                if index is not None:
+                    return grad, jax.lax.dynamic_update_index_in_dim(buffer, store_leaf(spec, grad), index, 0)
+                rows = layout.sharding(spec).shard_shape(spec.shape)[0]
+                if spec.memory_kind == "device" or rows < max(2, spec.shape[0]):
+                    return grad, store_leaf(spec, grad)
+                # In two parts, by an index that is no constant: written at once it would be a new array beside the old.
+                start, half = jax.lax.optimization_barrier((jnp.int32(0), grad))[0], grad.shape[0] // 2
+                for first, rows in ((start, grad[:half]), (start + half, grad[half:])):
+                    buffer = jax.lax.dynamic_update_slice_in_dim(buffer, store_leaf(spec, rows), first, 0)
+                return grad, buffer
 
             with jax.named_scope("gradient"):
                 both = jax.tree.map(add, specs[stage], work["gradient"][stage], grads)
