@@ -53,6 +53,8 @@ def check(config: Config, program: Program) -> str:
     except CanaryError:
         raise
     except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        if jax.process_count() > 1:
+            raise  # the other processes would wait for this one
         return f"canary: did not run, so offloading is not checked: {' '.join(str(error).split())[:300]}"
     wrong = [name for name, error in errors.items() if not error <= TOLERANCE[bits]]
     worst = max(wrong or errors, key=lambda name: np.nan_to_num(errors[name], nan=math.inf))

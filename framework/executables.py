@@ -42,7 +42,8 @@ def compiled(lowered: Any, options: Any = None, devices: list[Any] | None = None
     if (kept := folder()) is None:
         return lowered.compile()
     facts = [jax.__version__, socket.gethostname(), os.environ.get("XLA_FLAGS"), options]
-    facts += [jax.process_count(), jax.process_index(), lowered.as_text()]
+    # The text alone does not tell a random key from its words, nor which names the arguments have.
+    facts += [jax.process_count(), jax.process_index(), str(lowered.in_avals), str(lowered.in_tree), lowered.as_text()]
     path = kept / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.bin"
     try:
         read = path.read_bytes(), lowered.in_tree, lowered.out_tree

@@ -20,6 +20,7 @@ from framework.learner import Learner
 from framework.memory import Memory
 from framework.mesh import MeshShape
 from framework.models.causal_lm import CausalLM
+from framework.parts import in_parts
 from framework.trainer_options import TrainerOptions
 
 
@@ -120,7 +121,7 @@ class Experiment:
             )
 
     def state_specs(self) -> Nested:
-        """The specs of everything that training keeps, by group."""
+        """The specs of everything that training keeps, by group, as checkpoints have it."""
         hosted = self.memory.gradients == "pinned_host"
         return {
             **({"gradient": self.learner.gradient_specs("pinned_host")} if hosted else {}),
@@ -131,6 +132,13 @@ class Experiment:
             "ema": self.learner.ema_specs(self.memory.optimizer_state),
             "counter": _counter_specs() | self.learner.counter_specs(),
         }
+
+    def run_specs(self) -> Nested:
+        """The same as the run holds it: with `memory.update = layer_programs` stacks are in parts."""
+        specs, memory = self.state_specs(), self.memory
+        if memory.update != "layer_programs":
+            return specs
+        return in_parts(specs, self.model.stack.num_units, memory.hosted_layers)
 
     def _placed(self, weights: Nested) -> Nested:
         """The specs of weights, large ones tagged with where `memory.parameters` has them."""

@@ -73,8 +73,7 @@ class Program:
         self.layout = self.whole = StateLayout(experiment.state_specs(), self.mesh)
         self.in_parts = training and experiment.memory.update == "layer_programs"
         if self.in_parts:
-            units, hosted = experiment.model.stack.num_units, experiment.memory.hosted_layers
-            self.layout = StateLayout(parts.in_parts(self.whole.specs, units, hosted), self.mesh)
+            self.layout = StateLayout(experiment.run_specs(), self.mesh)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
 
     # --- batches -----------------------------------------------------------------------------------------------------
@@ -224,24 +223,23 @@ class Program:
     def rehearse_init(self, compile: Compile | None = None, given: Collection[str] = ()) -> Ledger:
         """Compiles what makes the first state of a stack in parts; what that needs."""
         self._init_programs.compile = compile or self._compiled
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0)))
-        key = jax.ShapeDtypeStruct((), keys.dtype, sharding=self.replicated)
-        number = TensorSpec((), "int32")
-        return self._init_programs.rehearse(lambda *args: self._make_parts(given, *args), key, number)
+        words, number = TensorSpec((2,), "uint32"), TensorSpec((), "int32")
+        return self._init_programs.rehearse(lambda *args: self._make_parts(given, *args), words, number)
 
     def _init_parts(self, seed: int, given: Collection[str]) -> State:
         """The same values for a stack in parts, by one program for each kind of leaf."""
         self.rehearse_init(given=given)
-        key, run_key = jax.device_put(list(jax.random.split(jax.random.key(seed))), self.replicated)
-        flat = self._make_parts(given, key, jax.device_put(jnp.int32(0), self.replicated))
+        words = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(seed))))
+        words, run_words, number = jax.device_put((words[0], words[1], np.int32(0)), self.replicated)
+        flat = self._make_parts(given, words, number)
         for name in ("buffer", "counter"):
             for path, spec in flatten(self.layout.specs[name]).items():
                 flat[name][path] = jnp.zeros(spec.shape, spec.dtype, device=self.layout.sharding(spec))
-        flat["counter"]["rng"] = jax.device_put(jax.random.key_data(run_key), self.replicated)
+        flat["counter"]["rng"] = run_words
         return self.nested(flat)
 
-    def _make_parts(self, given: Collection[str], key: Any, number: Any) -> dict[str, dict[str, Any]]:
-        """{group: {path: array}} of all that is made of parameters; `number` is 0."""
+    def _make_parts(self, given: Collection[str], words: Any, number: Any) -> dict[str, dict[str, Any]]:
+        """{group: {path: array}} of all that is made of parameters; `words` are a key's data, `number` is 0."""
         make, specs = self._first_values(given), {name: flatten(tree) for name, tree in self.layout.specs.items()}
         flat: dict[str, dict[str, Any]] = {name: {} for name in specs}
         for paths, layers in self._init_order():
@@ -258,7 +256,7 @@ class Program:
                 made, number = self._init_programs(
                     (paths, kinds, paths[0] in given),
                     run,
-                    key,
+                    words,
                     number,
                     donate=(1,),
                     out=(places, TensorSpec((), "int32")),
@@ -405,9 +403,9 @@ class Program:
         return merge(state["ema" if averaged else "parameter"], state["frozen"])
 
 
-def _placed_values(make: Any, paths: Any, places: Nested, stacked: bool, key: jax.Array, number: jax.Array) -> Any:
+def _placed_values(make: Any, paths: Any, places: Nested, stacked: bool, words: jax.Array, number: jax.Array) -> Any:
     """(values of one layer where they belong, the number of the next layer)."""
-    values = make(key, paths, number if stacked else None)
+    values = make(jax.random.wrap_key_data(words), paths, number if stacked else None)
     return jax.tree.map(lambda spec, x: store_leaf(spec, x.reshape(spec.shape)), places, values), number + 1
 
 

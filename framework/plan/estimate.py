@@ -59,7 +59,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
         experiment.check(mesh)  # says so; it takes too long to be asked each time
     layout = StateLayout(experiment.state_specs(), mesh)
     breakdown, host = dict.fromkeys(KEYS, 0), dict.fromkeys(KEYS, 0)
-    for leaf in layout:
+    for leaf in StateLayout(experiment.run_specs(), mesh):
         (breakdown if leaf.spec.memory_kind == "device" else host)[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
     arrays = 5 if data.document_mask else 3  # tokens, targets, weights, positions, segments: four bytes each
     shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]
@@ -83,7 +83,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
         update = _update(layout, spec, sum(breakdown.values()))
     else:
         update = _piece(layout, units, {learner.reach(group) for group in learner.groups})
-    if memory.update == "streamed" and memory.gradients == "device":
+    if memory.update in ("streamed", "layer_programs") and memory.gradients == "device":
         update["gradients"] = layout.bytes_per_device("parameter")
     for group, size in max(backward, update, key=Counter.total).items():
         breakdown[group] += size

@@ -17,8 +17,9 @@ from framework.checkpoint_storage import read_bytes
 from framework.config import Config
 from framework.executables import HostBytes
 from framework.experiment import Experiment
-from framework.layout import StateLayout, TensorSpec, merge
+from framework.layout import Leaf, TensorSpec, merge
 from framework.metrics.tables import human_bytes
+from framework.parts import STACK
 from framework.plan import jaxprs, layers
 from framework.plan.cache import versions
 from framework.plan.compiled import Compiled, compile_for
@@ -96,7 +97,7 @@ def plan(
     error = None if step.message else found.peak_bytes / step.peak - 1.0
     report["estimate"] = {"device_peak_bytes": found.peak_bytes, "breakdown": found.breakdown, "error": error}
 
-    peaks = {"train": (step.allocated, report["host_peak_bytes"])} | _save_and_restore(layout, target)
+    peaks = {"train": (step.allocated, report["host_peak_bytes"])} | _save_and_restore(program, target)
     if phases:
         tell("compiling initialization")
         init = _init(program, target, hosted)
@@ -254,12 +255,20 @@ def _step(program: Program, step: Compiled) -> Report:
     }
 
 
-def _save_and_restore(layout: StateLayout, target: Target) -> dict[str, tuple[int, int]]:
+def _save_and_restore(program: Program, target: Target) -> dict[str, tuple[int, int]]:
     """(device, host) bytes, by the layout. Saving copies to host memory what this process writes, each array once;
-    restoring fills the layout's leaves, with a bounded number of bytes on their way through host memory."""
+    restoring fills the layout's leaves, with a bounded number of bytes on their way through host memory; but stacks
+    that are in parts are read as whole ones, into host memory, and cut a leaf at a time."""
+    layout = program.layout
     device, host = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
     local = target.num_devices // target.num_processes
     copied = sum(min(leaf.spec.num_bytes, leaf.bytes_per_device * local) for leaf in layout)
     passing = read_bytes(max(leaf.spec.num_bytes for leaf in layout))
+    if program.in_parts:
+        passing += local * sum(leaf.bytes_per_device for leaf in layout if _comes_by_host(leaf))
     passing = min(passing, local * (device + host))  # a process reads the shards of its own devices
     return {"save": (device, host + copied // local), "restore": (device, host + passing // local)}
+
+
+def _comes_by_host(leaf: Leaf) -> bool:
+    return leaf.spec.memory_kind == "device" and leaf.path.split("/")[1] == STACK

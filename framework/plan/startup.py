@@ -52,7 +52,7 @@ def processes(program: Program) -> Section:
     rows, (written, pieces) = reading(program), writing(program)
     readers = _span(Counter(row for own in rows.values() for row in own.tolist()).values())
     leaves, sets = (
-        sum(leaf.group in program.layout.kept for leaf in program.layout),
+        sum(leaf.group in program.whole.kept for leaf in program.whole),
         {x.tobytes() for x in rows.values()},
     )
     own = f"{_span(map(len, rows.values()))} of {program.experiment.data.global_batch_size} rows for each process"
@@ -86,10 +86,10 @@ def writing(program: Program) -> tuple[dict[int, int], int]:
     the first dimension that their number divides; if there is none, the first of them writes it all.
     """
     written, pieces = Counter({device.process_index: 0 for device in program.mesh.devices.flat}), 0
-    for leaf in program.layout:
-        if leaf.group not in program.layout.kept or not leaf.bytes_per_device:
+    for leaf in program.whole:
+        if leaf.group not in program.whole.kept or not leaf.bytes_per_device:
             continue
-        sharding = program.layout.sharding(leaf.spec)
+        sharding = program.whole.sharding(leaf.spec)
         shard, owners = sharding.shard_shape(leaf.spec.shape), dict[tuple[object, ...], list[int]]()
         for device, index in sharding.devices_indices_map(leaf.spec.shape).items():
             owners.setdefault(tuple((part.start, part.stop) for part in index), []).append(device.process_index)
