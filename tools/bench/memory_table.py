@@ -34,6 +34,9 @@ ADAFACTOR = {
     "learner.clip": "None",
     "learner.master_dtype": "None",
 }
+LAYERS = {"memory.update": "layer_programs"}
+AT_ONCE = {"memory.gradients": "none"}
+EIGHT = {"memory.parameters": "pinned_host", "memory.hosted_layers": "8", "memory.activations": "pinned_host"}
 LORA = {
     "model.lora": "framework.layers.lora.LoRA",
     "model.lora.rank": "64",
@@ -58,6 +61,15 @@ ROWS: dict[str, Row] = {
     "lora": ("llama2-7b", "v5e-1", 128, LORA),
     "resident": ("llama2-7b", "v5e-8", 128, IN_BACKWARD),
     "resident-h200": ("llama2-7b", "h200x1", 128, IN_BACKWARD),
+    "layers-8b": ("llama3-8b", "h200x1", 16384, {**LAYERS, **HOSTED}),
+    "layers-8b-gradients": ("llama3-8b", "h200x1", 16384, {**LAYERS, **HOSTED, "memory.gradients": "pinned_host"}),
+    "layers-8b-at-once": (
+        "llama3-8b",
+        "h200x1",
+        16384,
+        {**LAYERS, **HOSTED, **AT_ONCE, "learner.clip_mode": "update_rms"},
+    ),
+    "layers-70b": ("llama2-70b", "h200x1", 4096, {**ADAFACTOR, **LAYERS, **AT_ONCE, **EIGHT}),
 }
 
 

@@ -17,14 +17,16 @@ import jax
 import numpy as np
 
 import configs
-from framework.executables import HostBytes, peak_bytes
 from framework.metrics.tables import human_bytes
+from framework.plan.guard import need
 from framework.program import Program
 from launch import cli
 from tools.bench.ratios import ratio
 
 HOST = {"memory.optimizer_state": "pinned_host"}
 CLIP = {"learner.clip_mode": "update_rms"}
+LAYERS = {"memory.update": "layer_programs"}
+AWAY = ("memory.gradients", "memory.parameters", "memory.activations")
 SETTINGS = {
     "`after_backward`, state on the device": {},
     "`after_backward`, state on the host": HOST,
@@ -41,6 +43,9 @@ SETTINGS = {
         "memory.update": "in_backward",
         "learner.clip_mode": "two_pass",
     },
+    "`layer_programs`, all on the device": LAYERS,
+    "`layer_programs`, all on the host": {**LAYERS, **HOST, **dict.fromkeys(AWAY, "pinned_host")},
+    "`layer_programs`, each layer updated at once, `update_rms`": {**LAYERS, **CLIP, "memory.gradients": "none"},
 }
 
 
@@ -72,8 +77,7 @@ class Contestant:
     @property
     def peak(self) -> int:
         """Compiled bytes of the step."""
-        stats = self.program.compiled_step.memory_analysis()
-        return peak_bytes(stats, self.program.mesh.devices.flat[0].platform, HostBytes.in_place(self.hosted))
+        return need(self.program).peak
 
 
 def main() -> None:
