@@ -56,15 +56,17 @@ def test_offloaded_inputs_are_on_the_host():
 
 @pytest.mark.parametrize("fields", [{}, {"memory.update": "in_backward", "memory.gradients": "device"}], ids=str)
 def test_hosted_stacks_are_never_on_the_device(fields):
-    """12 layers: weights, gradients (or none), state and inputs are stacks in host memory, once each."""
+    """12 layers: weights, gradients (or none), state and inputs are stacks in host memory, once each; a table, too."""
     fields = {
         "data.seq_len": 256, "data.global_batch_size": 8, "model.embed.max_positions": 256, "learner.clip": "None",
         "model.stack.num_layers": 12, "model.stack.pattern.0.mlp.hidden": 1024, **EVERYTHING, **fields,
+        "model.vocab_size": 16384, "data.tokenizer.vocab_size": 16384,
     }  # fmt: skip
     program = Program(resolved("gpt2-124m", TOY | fields).instantiate(), targets.resolve("v5e-1").devices())
     layout, stats = program.layout, program.compiled_step.memory_analysis()
     hosted, inputs = layout.bytes_per_device(memory_kind="pinned_host"), 12 * 8 * 256 * 256 * 2
-    assert {"parameter", "optimizer"} <= {leaf.group for leaf in layout if leaf.spec.memory_kind != "device"}
+    away = {leaf.path for leaf in layout if leaf.spec.memory_kind != "device"}
+    assert {"parameter/embed/token", "parameter/stack/block0/mlp/up/weight"} <= away
     assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == hosted
     assert inputs <= stats.host_temp_size_in_bytes <= 1.01 * inputs
     module = hlo.Module(program.compiled_step.as_text())
@@ -77,7 +79,7 @@ def test_hosted_stacks_are_never_on_the_device(fields):
         if array.dims[:1] in [(12,), (12 * 8,)] and array.num_bytes >= 1 << 20 and not array.on_host
     ]
     assert not here
-    assert stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes < 0.2 * hosted
+    assert stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes < 0.8 * hosted
 
 
 @pytest.mark.parametrize(
