@@ -33,7 +33,7 @@ from framework.layout import (
     unflatten,
 )
 from framework.mesh import MeshShape
-from framework.schedules import after_backward, in_backward, streamed
+from framework.schedules import after_backward, in_backward, layer_programs, streamed
 from framework.schedules.layer_programs import LayerPrograms
 from framework.schedules.programs import Compile, Compiled, Ledger, Programs
 from framework.schedules.step import Metrics, State, evaluation_context, microbatches
@@ -73,6 +73,7 @@ class Program:
         self.layout = self.whole = StateLayout(experiment.state_specs(), self.mesh)
         self.in_parts = training and experiment.memory.update == "layer_programs"
         if self.in_parts:
+            layer_programs.check(experiment.learner, experiment.memory)
             self.layout = StateLayout(experiment.run_specs(), self.mesh)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
 

@@ -59,7 +59,6 @@ class LayerPrograms:
         jit: Any,
         compile: Compile,
     ):
-        check(learner, memory)
         self._functions = LayerFunctions(model, learner, layout, memory)
         self._scoring = EvaluationFunctions(model, learner, layout, memory)
         self.programs, self._evaluation = (Programs(jit, compile, layout) for _ in range(2))

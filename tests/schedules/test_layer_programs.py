@@ -192,7 +192,7 @@ def test_what_cannot_be_is_refused_before_anything_is_compiled(
     memory: dict[str, Any], learner: dict[str, Any], message: str
 ):
     with pytest.raises(ValueError, match=message):
-        small.program(deep(4, memory, **learner)).layers  # noqa: B018
+        small.program(deep(4, memory, **learner))
 
 
 def test_the_plan_of_a_step_in_layers(tmp_path: Any):
