@@ -39,7 +39,7 @@ def main() -> int:
         for name, fields in schedules.items():
             for depth in args.depths:
                 config = configs.load("nanogpt-cpu")
-                for path, value in {"model.stack.num_layers": str(depth), "mesh.fsdp": "1", **fields}.items():
+                for path, value in {"model.stack.num_layers": str(depth), "model.stack.unroll": "1", **fields}.items():
                     config.override(path, value)
                 jax.clear_caches()
                 start = time.perf_counter()
