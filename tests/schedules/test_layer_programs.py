@@ -1,5 +1,7 @@
 """The step as programs of layers: exact, as many programs at any depth, and a rehearsal that knows what is alive."""
 
+import gc
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -12,7 +14,6 @@ import pytest
 from framework import layout, parts
 from framework.config import Config
 from framework.layout import flatten
-from framework.metrics.memory import live_array_bytes
 from framework.plan import guard
 from framework.program import Program
 from framework.schedules import programs
@@ -107,17 +108,21 @@ def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: in
         if self._ledger is not None:
             counted.append((name, self._ledger.live["device"], self._ledger.live["pinned_host"]))
         else:
-            jax.block_until_ready(jax.live_arrays())
-            sizes = {kind: size for (_, kind), size in live_array_bytes().items()}
-            counted.append((name, sizes.get("device", 0) - before["device"], sizes.get("pinned_host", 0)))
+            new = [x for x in jax.live_arrays() if id(x) not in others]
+            jax.block_until_ready(new)
+            sizes = Counter[str]()
+            for x in new:
+                sizes[x.sharding.memory_kind] += x.nbytes
+            counted.append((name, sizes["device"], sizes["pinned_host"]))
         return call(self, name, *args, **kwargs)
 
     monkeypatch.setattr(programs.Programs, "__call__", counting)
-    before = {"device": 0}
     program.compile()
     rehearsed, counted[:] = list(counted), []
-    before["device"] = sum(live_array_bytes().values())
     monkeypatch.undo()
+    gc.collect()
+    kept = jax.live_arrays()  # of other tests, so that none of them goes, and its number to another
+    others = {id(x) for x in kept}
     state = program.init()
     monkeypatch.setattr(programs.Programs, "__call__", counting)
     batch = program.put(small.host_batch(program))
