@@ -106,6 +106,10 @@ class Programs:
         self._jit, self.compile, self._layout = jit, compile, layout
         self._found: dict[Any, Compiled] = {}
         self._ledger: Ledger | None = None
+        # The devices of a CPU share a pool of threads, and in a collective each holds one until all have come: programs
+        # that run at once could wait for each other's threads, until XLA ends the process.
+        devices = layout.mesh.devices
+        self._waits = devices.size > 1 and devices.flat[0].platform == "cpu"
 
     def __len__(self) -> int:
         return len(self._found)
@@ -137,7 +141,8 @@ class Programs:
         """
         key = name, jax.tree.structure(args)
         if self._ledger is None:
-            return self._found[key].run(*args)
+            results = self._found[key].run(*args)
+            return jax.block_until_ready(results) if self._waits else results
         if key not in self._found:
             self._make(key, function, args, tuple(donate), out)
         return self._rehearsed(self._ledger, key, args, tuple(donate))
