@@ -6,6 +6,10 @@ takes a quarter of the time; what is computed stays the same, up to the rounding
 
 import importlib.metadata
 import os
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 flags = os.environ.get("XLA_FLAGS", "").split()
 wanted = {"--xla_force_host_platform_device_count": "8"}
@@ -14,3 +18,18 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # a flag that XLA 
 flags += [f"{name}={value}" for name, value in wanted.items() if not any(flag.startswith(name) for flag in flags)]
 os.environ["XLA_FLAGS"] = " ".join(flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def compilation_cache_of_one_test() -> Iterator[None]:
+    """A run in the test's own process keeps compiled programs on disk; the next test's compiler is to be its own: what
+    comes from there comes without its buffers."""
+    yield
+    if (jax := sys.modules.get("jax")) and (
+        jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache
+    ):
+        from jax.experimental.compilation_cache import compilation_cache
+
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
