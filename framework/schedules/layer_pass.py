@@ -1,6 +1,6 @@
 """Stages and units one after the other: a forward pass and an evaluation by the programs of layers.
 
-May import: framework.layout, framework.schedules.
+May import: framework.layout, framework.parts, framework.schedules.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from framework.layout import Nested, flatten
+from framework.parts import STACK
 from framework.schedules.layer_functions import EvaluationFunctions, Inputs, LayerFunctions, Weights
 from framework.schedules.programs import Moves, Programs
 from framework.schedules.step import Metrics
 
-STACK = "stack"
 Functions = TypeVar("Functions", bound=LayerFunctions)
 
 

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from framework.layout import Nested
+from framework.parts import STACK
 from framework.schedules.layer_functions import LayerFunctions, chosen
-from framework.schedules.layer_pass import STACK, Pass, copied, part
+from framework.schedules.layer_pass import Pass, copied, part
 from framework.schedules.step import Metrics, State
 
 

@@ -8,14 +8,11 @@ from typing import Any
 from unittest import mock
 
 import jax
-import numpy as np
 import pytest
 
-from framework import layout, parts
+from framework import layout
 from framework.config import Config
-from framework.layout import flatten
 from framework.plan import guard
-from framework.program import Program
 from framework.schedules import programs
 from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact, small
@@ -90,16 +87,14 @@ def test_there_are_as_many_programs_at_any_depth(memory: dict[str, Any]):
     assert found[4] == found[9] < 40
 
 
-@pytest.mark.parametrize(
-    "memory",
-    [{}, HOSTED, {**HOSTED, "gradients": "none"}, {**HOSTED, "remat": "sqrt"}, {"remat": "none"}],
-    ids=["device", "hosted", "at once", "sqrt", "remat none"],
-)
-@pytest.mark.parametrize("accumulate", [1, 2])
+ALIVE = {"device": {}, "hosted": HOSTED, "sqrt": {**HOSTED, "remat": "sqrt"}, "remat none": {"remat": "none"}}
+ALIVE = {f"{name}-{count}": (memory, count) for name, memory in ALIVE.items() for count in (1, 2)}
+ALIVE |= {"at once": ({**HOSTED, "gradients": "none"}, 1)}  # gradients that nobody keeps cannot be summed
+
+
+@pytest.mark.parametrize(("memory", "accumulate"), ALIVE.values(), ids=ALIVE)
 def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: int, monkeypatch: pytest.MonkeyPatch):
     """Bytes of live arrays at each call of a program, in both kinds of memory: those of ghosts are those of arrays."""
-    if memory.get("gradients") == "none" and accumulate > 1:
-        pytest.skip("gradients that nobody keeps cannot be summed")
     program = small.program(deep(4, memory, clip=None, accumulate=accumulate))
     counted: list[tuple[str, int, int]] = []
     call = programs.Programs.__call__
@@ -227,8 +222,3 @@ def test_evaluation_sums_microbatches():
         state = program.init()
         sums.append(program.evaluate(state, program.put(small.host_batch(program))))
     assert {k: float(v) for k, v in sums[0].items()} == pytest.approx({k: float(v) for k, v in sums[1].items()})
-
-
-def arrays_of(program: Program, state: Any) -> dict[str, np.ndarray]:
-    """By path, stacks whole."""
-    return {path: np.asarray(x) for path, x in flatten(parts.joined(state, program.whole)).items()}
