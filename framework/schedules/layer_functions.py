@@ -255,13 +255,9 @@ class LayerFunctions:
         """Of scalars."""
         return jax.tree.map(lambda x: TensorSpec(x.shape, x.dtype), tree)
 
-    def stage_specs(self, group: str, stage: str) -> Any:
-        """Of a stage's leaves in a group of the state, on the device."""
-        return self.part_specs(group, stage)
-
     def gradient_specs(self, stage: str, grads: Nested) -> Any:
         """Of some of a stage's gradients, as of its parameters."""
-        own = flatten(self.stage_specs("parameter", stage))
+        own = flatten(self.part_specs("parameter", stage))
         return unflatten({path: own[path] for path in flatten(grads)})
 
 

@@ -8,7 +8,7 @@ compiler cannot slice host memory.
 
 Gradients wait, on the device or on the host, until their norm is known, and a second pass through the layers updates;
 with `memory.gradients = none` each layer is updated at once, as under `in_backward` and with its limits.
-May import: framework.executables, framework.layers, framework.layout, framework.memory, framework.schedules.
+May import: framework.layout, framework.learner, framework.memory, framework.models, framework.schedules.
 """
 
 from __future__ import annotations

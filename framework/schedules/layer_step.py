@@ -242,7 +242,7 @@ class Step(Pass[LayerFunctions]):
             grads,
             decision,
             donate=(0,),
-            out=tuple(f.stage_specs(group, stage) for group in ("parameter", "optimizer", "ema")),
+            out=tuple(f.part_specs(group, stage) for group in ("parameter", "optimizer", "ema")),
         )
         run.put(f"new {key}", new, (home, *old))
         self.going.append((stage, index))
