@@ -89,7 +89,7 @@ def compare(ours: Program, plain: Program) -> dict[str, float]:
     state, errors, shape = ours.init(), dict[str, float](), (len(ours.rows), ours.experiment.data.seq_len)
     resident, first = _copies(plain, state), _copies(plain, state)
     for step in range(STEPS):
-        tokens = np.random.default_rng(step).integers(0, ours.experiment.model.vocab_size, shape, np.int32)
+        tokens = np.random.default_rng(step).integers(0, ours.experiment.language_model.vocab_size, shape, np.int32)
         batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": np.ones(shape, np.float32)}
         state, found = ours.step(state, ours.put(batch))
         resident, expected = plain.step(resident, plain.put(batch))

@@ -118,6 +118,10 @@ class Config(ConfigBase):
         self._field(key)
         return self._fields.get(key, default)
 
+    def takes(self, name: str) -> bool:
+        """Whether there is a field of that name."""
+        return name in self._schema
+
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 

@@ -14,13 +14,13 @@ from framework.compiler import Compiler
 from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
 from framework.health import Health
-from framework.layers.remat import group_size
 from framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
 from framework.learner import Learner
 from framework.memory import Memory
 from framework.mesh import MeshShape
 from framework.models.causal_lm import CausalLM
-from framework.parts import in_parts
+from framework.models.chain import Chain
+from framework.parts import STACK, in_parts
 from framework.trainer_options import TrainerOptions
 
 
@@ -68,7 +68,7 @@ class Experiment:
     ):
         for rule in accelerator_rules:
             rule.instantiate()
-        self.model: CausalLM = model.instantiate()
+        self.model: Chain = model.instantiate()
         self.data: DataPipeline = data.instantiate()
         self.mesh: MeshShape = mesh.instantiate()
         self.learner: Learner = learner.instantiate(specs=self.model.parameter_specs())
@@ -85,25 +85,22 @@ class Experiment:
             mesh: the sizes of its axes matter.
             reach: also try whether an optimizer mixes parameters; that takes a second.
         """
-        self.model.check(mesh, self.data.seq_len)
+        self.model.check(mesh, self.data)
         if self.learner.scope == "model" and self.memory.update != "after_backward":
             raise ValueError(
                 f"learner.scope = model with memory.update = {self.memory.update}: one optimizer for all parameters "
                 "needs all gradients; expected memory.update = after_backward, or learner.scope = unit and learner.clip"
             )
-        group_size(self.memory.remat, self.model.stack.num_units)
-        hosted, units = self.memory.hosted_layers, self.model.stack.num_units
-        if hosted is not None and hosted >= units:
-            raise ValueError(
-                f"memory.hosted_layers = {hosted}: the stack has {units} units; expected less, or none for all weights"
-            )
+        for stack in self.model.stacks.values():
+            stack.check_remat(self.memory.remat)
+            hosted, units = self.memory.hosted_layers, stack.num_units
+            if hosted is not None and hosted >= units:
+                raise ValueError(
+                    f"memory.hosted_layers = {hosted}: the stack has {units} units; expected less, or none for all "
+                    "weights"
+                )
         if reach:
             self.learner.check_reach()
-        if self.data.tokenizer.vocab_size > self.model.vocab_size:
-            raise ValueError(
-                f"data.tokenizer has {self.data.tokenizer.vocab_size} ids, but model.vocab_size = "
-                f"{self.model.vocab_size}; expected at least as many"
-            )
         batch, accumulate = self.data.global_batch_size, self.learner.accumulate
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         if batch % accumulate:
@@ -119,6 +116,13 @@ class Experiment:
                 f"microbatch (data.global_batch_size = {batch}, learner.accumulate = {accumulate}); "
                 f"nearest global_batch_size: {[size for size in (below, above) if size]}"
             )
+
+    @property
+    def language_model(self) -> CausalLM:
+        """The model, for what concerns text. Raises ValueError: it is another kind."""
+        if not isinstance(self.model, CausalLM):
+            raise ValueError(f"model is a {type(self.model).__name__}; this is for language models (CausalLM)")
+        return self.model
 
     def state_specs(self) -> Nested:
         """The specs of everything that training keeps, by group, as checkpoints have it."""
@@ -138,13 +142,13 @@ class Experiment:
         specs, memory = self.state_specs(), self.memory
         if memory.update != "layer_programs":
             return specs
-        return in_parts(specs, self.model.stack.num_units, memory.hosted_layers)
+        return in_parts(specs, self.model.stacks[STACK].num_units, memory.hosted_layers)
 
     def _placed(self, weights: Nested) -> Nested:
         """The specs of weights, large ones tagged with where `memory.parameters` has them."""
-        kind, some = self.memory.parameters, self.memory.hosted_layers is not None
+        kind, some, stacks = self.memory.parameters, self.memory.hosted_layers is not None, self.model.stacks
         return {
-            name: specs if some and name != "stack" else move_to_host(specs, kind, stacked=name == "stack")
+            name: specs if some and name not in stacks else move_to_host(specs, kind, stacked=name in stacks)
             for name, specs in weights.items()
         }
 

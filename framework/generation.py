@@ -36,7 +36,7 @@ class Forward:
     """
 
     def __init__(self, program: Program, params: Nested):
-        self.program, self.model = program, program.experiment.model
+        self.program, self.model = program, program.experiment.language_model
         self._places = self.model.stage_specs(jax.tree.map(lambda x: x.sharding, params))
 
     def __call__(self, arrays: tuple[Nested, Nested], ctx: Context) -> tuple[jax.Array, Nested, dict[str, Out]]:
@@ -82,7 +82,7 @@ class Generator:
         Raises:
             ValueError: a prompt is empty, has ids that the model has not, or more positions than it has are needed.
         """
-        model, longest = self._program.experiment.model, max(map(len, prompts), default=0)
+        model, longest = self._program.experiment.language_model, max(map(len, prompts), default=0)
         if not all(prompts):
             raise ValueError("generation needs prompts of at least one token each")
         if (largest := max((max(row) for row in prompts), default=0)) >= model.vocab_size:
@@ -103,7 +103,7 @@ class Generator:
         tokens, first = np.zeros((len(rows), length), np.int32), np.array([length - len(row) for row in rows], np.int32)
         for index, row in enumerate(rows):
             tokens[index, first[index] :] = row
-        vocab, top_k = self._program.experiment.model.vocab_size, sampling.top_k
+        vocab, top_k = self._program.experiment.language_model.vocab_size, sampling.top_k
         filtered = top_k is not None or sampling.top_p < 1.0
         kind = "greedy" if sampling.temperature == 0.0 else "filtered" if filtered else "all"
         chosen = {

@@ -57,7 +57,8 @@ class Guard(Hook):
         if not metrics["skipped"]:
             return
         policy, limit = run.experiment.learner.nonfinite, run.experiment.learner.max_nonfinite
-        moved = _moved(run.experiment.model.stack.num_units, int(metrics.get("updated_units", 0)))
+        units = sum(stack.num_units for stack in run.experiment.model.stacks.values())
+        moved = _moved(units, int(metrics.get("updated_units", 0)))
         what = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; {moved} updated"
         if spike := math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
             what = f"{what} (a spike: learner.spike = {run.experiment.learner.spike})"

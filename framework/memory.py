@@ -32,7 +32,7 @@ class Memory:
             update = "layer_programs".
         activations: "pinned_host" keeps there what `remat` keeps of each unit for the backward pass: its input, under
             full. Not with update = "after_backward".
-        remat: what the backward pass recomputes: none, full, sqrt, sqrt:NUMBER, dots, dots_no_batch, offload,
+        remat: what the backward pass recomputes: none, full, sqrt, sqrt:NUMBER, invert, dots, dots_no_batch, offload,
             save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; see framework.layers.remat.
     """
 
@@ -74,4 +74,9 @@ class Memory:
             remat_policies.check(remat)
         except ValueError as error:
             raise ValueError(f"remat: {error}") from None
+        if remat == "invert" and activations != "device":
+            raise ValueError(
+                f"memory.activations = {activations} with memory.remat = invert: nothing is kept of the units that "
+                "could go there; expected device"
+            )
         self.remat = remat

@@ -154,7 +154,7 @@ class Pretrained:
     def init(self, program: Program) -> State:
         """The state at step 0, with the directory's weights. Beside the state, one layer's tensor is in memory. Raises
         what `places` does."""
-        model, learner = program.experiment.model, program.experiment.learner
+        model, learner = program.experiment.language_model, program.experiment.learner
         directory, places = Directory(self.path), self.places(model)
         state = program.init(given=places)
         state = {group: flatten(tree) for group, tree in state.items()}
@@ -176,7 +176,10 @@ class Pretrained:
 
 def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Callable[..., Any]:
     """(state, values of parameters, their layer) -> what the state then holds of them: copies and averages too."""
-    lora, paths = program.experiment.model.lora, flatten(program.experiment.model.parameter_specs()).keys()
+    lora, paths = (
+        program.experiment.language_model.lora,
+        flatten(program.experiment.language_model.parameter_specs()).keys(),
+    )
 
     def made(values: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
         precise = {path: x.astype(jnp.promote_types(x.dtype, jnp.float32)) for path, x in values.items()}
@@ -246,7 +249,7 @@ def layer_shape(spec: ParameterSpec) -> tuple[int, ...]:
 
 def _value(directory: Directory, program: Program, path: str, sources: list[Source], by_layer: bool) -> jax.Array:
     """A layer's array, or a whole stack, in the directory's dtype; each process reads what its devices hold."""
-    spec = program.experiment.model.base_specs[path]
+    spec = program.experiment.language_model.base_specs[path]
     layer, stacked = layer_shape(spec), spec.num_layers is not None and not by_layer
     axes = spec.mesh_axes if stacked or spec.num_layers is None else spec.mesh_axes[1:]
 

@@ -37,7 +37,6 @@ from framework.schedules import after_backward, in_backward, layer_programs, str
 from framework.schedules.layer_programs import LayerPrograms
 from framework.schedules.programs import Compile, Compiled, Ledger, Programs
 from framework.schedules.step import Metrics, State, evaluation_context, microbatches
-from framework.schedules.step import sums as evaluation_sums
 from framework.units import in_structure
 
 SCHEDULES = {  # (memory.update, memory.gradients)
@@ -66,14 +65,14 @@ class Program:
         if training:
             experiment.check(self.mesh)
         else:
-            experiment.model.check(self.mesh, experiment.data.seq_len)
+            experiment.model.check(self.mesh, experiment.data)
         experiment.compiler.check(self.mesh)
         self.jit = functools.partial(jax.jit, compiler_options=experiment.compiler.options or None)
         # What checkpoints hold; and what the state is, where the stack may be in parts.
         self.layout = self.whole = StateLayout(experiment.state_specs(), self.mesh)
         self.in_parts = training and experiment.memory.update == "layer_programs"
         if self.in_parts:
-            layer_programs.check(experiment.learner, experiment.memory)
+            layer_programs.check(experiment.model, experiment.learner, experiment.memory)
             self.layout = StateLayout(experiment.run_specs(), self.mesh)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
 
@@ -298,7 +297,7 @@ class Program:
         """The step of a stack in parts; its programs are compiled by `compile`."""
         experiment = self.experiment
         return LayerPrograms(
-            experiment.model, experiment.learner, self.layout, experiment.memory, self.jit, self._compiled
+            experiment.language_model, experiment.learner, self.layout, experiment.memory, self.jit, self._compiled
         )
 
     def _compiled(self, lowered: Any, hosted: executables.HostBytes) -> Compiled:
@@ -372,7 +371,7 @@ class Program:
 
         def sums(params: Nested, buffers: Nested, batch: Nested) -> Metrics:
             _, out = model.loss(params, self.evaluation_context(batch), buffers, places)
-            return evaluation_sums(out.metrics["head/nll"], batch)
+            return model.scores(out, batch)
 
         def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
             params = merge(params, frozen)

@@ -95,7 +95,7 @@ def sample_text(program: Program, state: dict[str, Any]) -> str | None:
     if not options.sample_tokens or not tokenizer.has_text:
         return None
     prompt, wanted = tokenizer.encode_prompt(options.sample_prompt), options.sample_tokens
-    limit = program.experiment.model.embed.max_positions
+    limit = program.experiment.language_model.embed.max_positions
     if limit is not None:  # a sample is not worth an error at the end of a run
         prompt = prompt[-max(1, limit - wanted) :]
         wanted = min(wanted, limit - len(prompt))

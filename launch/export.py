@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     from framework.metrics.tables import human_bytes
 
     loaded = weights.load(args, overrides)
-    model, pretrained = loaded.experiment.model, loaded.experiment.pretrained
+    model, pretrained = loaded.experiment.language_model, loaded.experiment.pretrained
     facts, family = of_model(loaded.config.model, None if pretrained is None else pretrained.facts)
     params = loaded.program.weights(loaded.state, averaged=loaded.averaged)
     beside = _tokenizer(loaded.folder, loaded)

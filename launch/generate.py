@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     prompts = [tokenizer.encode_prompt(text) for text in texts]
     if not all(prompts):
         raise ValueError("a prompt is empty, and this tokenizer has nothing that opens a text")
-    limit = loaded.experiment.model.embed.max_positions
+    limit = loaded.experiment.language_model.embed.max_positions
     if limit is not None and args.max_new_tokens is None:
         wanted = max(1, min(wanted, limit - max(map(len, prompts))))
     stop_ids = tuple(tokenizer.stop_ids)

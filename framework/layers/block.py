@@ -60,19 +60,30 @@ class Block(Layer):
             **self.post_norms,
         }
 
+    @property
+    def branches(self) -> dict[str, list[str]]:
+        """{name: the children that it uses} of what is added to the residual stream, in order."""
+        used = {name: [f"{name}_norm", name, f"{name}_post_norm"] for name in ("attention", "mlp")}
+        return {name: [child for child in own if child in self.children()] for name, own in used.items()}
+
+    def branch(
+        self, name: str, weights: Nested, x_BSD: jax.Array, ctx: Context, layer_state: Nested
+    ) -> tuple[jax.Array, Out]:
+        """What that branch adds to x_BSD, in the compute dtype; the block's weights (its own suffice) and buffers."""
+        norm, branch = (self.attention_norm, self.attention) if name == "attention" else (self.mlp_norm, self.mlp)
+        with jax.named_scope(f"{name}_norm"):
+            h_BSD = norm(weights[f"{name}_norm"], x_BSD, ctx).astype(ctx.compute_dtype)
+        with jax.named_scope(name):
+            h_BSD, out = branch.apply(weights[name], h_BSD, ctx.fold(name), layer_state.get(name, {}))
+        if post_norm := self.post_norms.get(f"{name}_post_norm"):
+            with jax.named_scope(f"{name}_post_norm"):
+                h_BSD = post_norm(weights[f"{name}_post_norm"], h_BSD, ctx)
+        return ctx.dropout(h_BSD, self.dropout, name), out
+
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """x_BSD -> x_BSD."""
         x_BSD, outs = carry, {}
-        for name, norm, branch in (
-            ("attention", self.attention_norm, self.attention),
-            ("mlp", self.mlp_norm, self.mlp),
-        ):
-            with jax.named_scope(f"{name}_norm"):
-                h_BSD = norm(weights[f"{name}_norm"], x_BSD, ctx)
-            with jax.named_scope(name):
-                h_BSD, outs[name] = branch.apply(weights[name], h_BSD, ctx.fold(name), layer_state.get(name, {}))
-            if post_norm := self.post_norms.get(f"{name}_post_norm"):
-                with jax.named_scope(f"{name}_post_norm"):
-                    h_BSD = post_norm(weights[f"{name}_post_norm"], h_BSD, ctx)
-            x_BSD = x_BSD + ctx.dropout(h_BSD, self.dropout, name)
+        for name in self.branches:
+            h_BSD, outs[name] = self.branch(name, weights, x_BSD, ctx, layer_state)
+            x_BSD = x_BSD + h_BSD
         return x_BSD, Out.merge(outs)

@@ -8,6 +8,8 @@
     dots_no_batch   the same, but not of products with a batch dimension (attention scores)
     save:A,B        only the activations with these names: query, key, value, attention, mlp_gate, mlp_up
     offload         only each unit's input is kept, in host memory
+    invert          nothing but the stack's output is kept: each unit's input is found from its output, backwards. Needs
+                    layers that can be run so (framework.layers.reversible)
     offload:A,B     the activations with these names are kept in host memory ("input" is the unit's, which would else be
                     on the device); with others on the device: save:A;offload:B
 
@@ -28,7 +30,7 @@ from framework.layout import nearest_divisors
 
 INPUT = "input"  # a unit's. Of the names in a loop's body, that of its result would offload nothing (jax#23869)
 ACTIVATION_NAMES = ("query", "key", "value", "attention", "mlp_gate", "mlp_up")
-POLICIES = ("none", "full", "sqrt", "dots", "dots_no_batch", "offload")
+POLICIES = ("none", "full", "sqrt", "dots", "dots_no_batch", "offload", "invert")
 _WEIGHTS = "weights"
 
 

@@ -2,7 +2,7 @@
 
 A unit is one period of `pattern`, a list of layer configs, so unlike layers alternate freely. One `forward(fetch)`
 serves every use: training, evaluation with averaged weights, sampling.
-May import: framework.config, layers.base, layers.remat.
+May import: framework.config, layers.base, layers.remat, layers.reversible.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,15 @@ import jax.numpy as jnp
 from framework.config import Config, PositiveInt
 from framework.layers import remat
 from framework.layers.base import Context, Layer, Out
+from framework.layers.reversible import Reversible, TwoStream
 from framework.layout import Nested, TensorSpec
 
 
-class Unit(Layer):
-    """One period of the pattern: its layers in order, under the names block0, block1, ..."""
+class Unit(Reversible):
+    """One period of the pattern: its layers in order, under the names block0, block1, ...; it can be run backwards if
+    they can."""
 
-    def __init__(self, layers: list[Layer]):
+    def __init__(self, layers: list[Any]):
         self.layers = {f"block{i}": layer for i, layer in enumerate(layers)}
 
     def children(self) -> dict[str, Layer]:
@@ -36,8 +38,19 @@ class Unit(Layer):
         """Runs the layers one after the other."""
         outs = {}
         for name, layer in self.layers.items():
-            carry, outs[name] = layer.apply(weights[name], carry, ctx.fold(name), layer_state.get(name, {}))
+            carry, outs[name] = layer.apply(weights.get(name, {}), carry, ctx.fold(name), layer_state.get(name, {}))
         return carry, Out.merge(outs)
+
+    def reverse(
+        self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
+    ) -> tuple[Any, Nested, Any]:
+        """The layers backwards, from the last to the first."""
+        ct, loss_ct, grads = *cts, {}
+        for name, layer in reversed(self.layers.items()):
+            own, state = weights.get(name, {}), layer_state.get(name, {})
+            carry, grad, ct = layer.reverse(own, carry, (ct, loss_ct), ctx.fold(name), state)
+            grads |= {name: grad} if name in weights else {}
+        return carry, grads, ct
 
 
 class Stack(Layer):
@@ -50,6 +63,9 @@ class Stack(Layer):
         shared: positions in the pattern, from 0, of layers whose parameters all units share: there is one copy, whose
             gradient is the sum over its uses (Zamba's attention block, arXiv 2405.16712).
         depth_scaled_init: divide the initial output projections by sqrt(2 * num_layers), as GPT-2 does.
+        streams: "float32" or "fixed" adds the blocks' branches to two streams in turn instead of to one, so that the
+            stack can be run backwards (memory.remat = invert), see `framework.layers.reversible.TwoStream`: another
+            function of the same parameters. Blocks' branches only.
         unroll: how many units one iteration of the loop holds. 0 means all: no loop, compile time grows with depth, and
             on CPU, where a loop copies the weights that it slices, the step is about 10% faster. With any memory.remat
             but none there is a loop all the same: without one XLA recomputes all units at once, or merges that with the
@@ -64,6 +80,7 @@ class Stack(Layer):
         pattern: list[Config],
         shared: list[int] = [],  # noqa: B006  (a config's default is copied)
         depth_scaled_init: bool = True,
+        streams: Literal["one", "float32", "fixed"] = "one",
         unroll: int = 1,
     ):
         if not pattern:
@@ -83,7 +100,14 @@ class Stack(Layer):
             raise ValueError(f"unroll = {unroll} is not between 0 and the number of units, {self.num_units}")
         self.unroll = unroll or self.num_units
         scale = 1.0 / math.sqrt(2.0 * num_layers) if depth_scaled_init else 1.0
-        self.unit = Unit([layer.instantiate(dim=dim, output_init_scale=scale) for layer in pattern])
+        layers = [_layer(config, i, dim=dim, output_init_scale=scale) for i, config in enumerate(pattern)]
+        if streams != "one":
+            for i, layer in enumerate(layers):
+                if not hasattr(layer, "branches"):
+                    raise ValueError(f"streams = {streams}: pattern.{i} is {type(layer).__name__}; expected Block")
+            layers = [TwoStream(layer, streams) for layer in layers]
+        self.streams: TwoStream | None = layers[0] if isinstance(layers[0], TwoStream) else None
+        self.unit = Unit(layers)
 
     def children(self) -> dict[str, Layer]:
         """None: the unit's specs are stacked instead."""
@@ -106,9 +130,27 @@ class Stack(Layer):
 
         return jax.tree.map(stacked, self.unit.buffer_specs())
 
+    def check_remat(self, policy: str) -> None:
+        """Raises ValueError when the stack cannot do what the remat policy says."""
+        remat.group_size(policy, self.num_units)
+        for i, layer in enumerate(self.unit.layers.values() if policy == "invert" else ()):
+            if not isinstance(layer, Reversible):
+                raise ValueError(
+                    f"memory.remat = invert: pattern.{i}, {type(layer).__name__}, cannot be run backwards; expected "
+                    "streams = float32 or fixed beside the pattern of Blocks, or memory.remat = sqrt"
+                )
+
     def is_unrolled(self, remat: str) -> bool:
         """Whether there is no loop under this remat policy."""
-        return self.unroll == self.num_units and (remat == "none" or self.num_units == 1)
+        return self.unroll == self.num_units and (remat == "none" or (self.num_units == 1 and remat != "invert"))
+
+    def enter(self, x: Any) -> Any:
+        """What flows through the units, of what comes into the stack."""
+        return x if self.streams is None else self.streams.enter(x)
+
+    def leave(self, carry: Any, ctx: Context) -> Any:
+        """What comes out of the stack, of what flowed through the units."""
+        return carry if self.streams is None else self.streams.leave(carry, ctx)
 
     def split(self, params: Nested) -> list[Nested]:
         """Stacked parameters as a list of the units' own.
@@ -138,6 +180,10 @@ class Stack(Layer):
             shared: as `shared_specs`.
         """
 
+        carry = self.enter(carry)
+        if ctx.training and ctx.remat == "invert":
+            carry, outs = self._inverting(fetch, ctx, layer_state)(params, carry, shared or {})
+            return self.leave(carry, ctx), self.combine(outs)
         unit = self.unit_function(params, ctx, fetch)
 
         def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
@@ -155,13 +201,81 @@ class Stack(Layer):
             xs = (jnp.arange(self.num_units), params, layer_state)
             group = remat.group_size(ctx.remat, self.num_units) if ctx.training else None
             if group is None:
-                unroll = 1 if self.unroll == self.num_units and not self.is_unrolled(ctx.remat) else self.unroll
+                unroll = self.unroll if self.is_unrolled(ctx.remat) else self._loop_unroll
                 carry, outs = jax.lax.scan(body, carry, xs, unroll=unroll)
             else:
                 xs = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), xs)
                 carry, outs = jax.lax.scan(remat.wrap(partial(jax.lax.scan, body), "full", unrolled=False), carry, xs)
                 outs = jax.tree.map(lambda x: x.reshape(self.num_units, *x.shape[2:]), outs)
-        return carry, self.combine(outs)
+        return self.leave(carry, ctx), self.combine(outs)
+
+    def _inverting(self, fetch: Callable[[Nested], Nested], ctx: Context, layer_state: Nested) -> Callable[..., Any]:
+        """(stacked parameters, carry, shared parameters) -> (carry, the units' Outs), differentiated by running the
+        units backwards. Only what is differentiated is an argument."""
+        indices = jnp.arange(self.num_units)
+
+        def whole(params: Nested, carry: Any, shared: Nested) -> tuple[Any, Out]:
+            unit = self.unit_function(params, ctx, fetch)
+
+            def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
+                index, own, state = xs
+                return unit(carry, own, shared, state, ctx.fold_index(index))
+
+            return jax.lax.scan(body, carry, (indices, params, layer_state), unroll=self._loop_unroll)
+
+        def forward(*args: Any) -> Any:
+            y, outs = whole(*args)
+            return (y, outs), (args[0], y, args[2])
+
+        def backward(kept: Any, cts: Any) -> Any:
+            params, y, shared = kept
+
+            def body(carry: Any, xs: Any) -> Any:
+                y, ct, sums = carry
+                index, own, state, loss_ct = xs
+
+                def join(*floats: Nested) -> Nested:
+                    own_floats, shared_floats = floats
+                    return fetch({**_filled(own_floats, own), **_filled(shared_floats, shared)})
+
+                trained, ctx_i = (_floats(own), _floats(shared)), ctx.fold_index(index)
+                y, (grads, more), ct = self.reverse_unit(y, trained, join, state, ctx_i, (ct, loss_ct))
+                return (y, ct, jax.tree.map(jnp.add, sums, more)), grads
+
+            first = y, cts[0], jax.tree.map(jnp.zeros_like, _floats(shared))
+            xs = (indices, params, layer_state, cts[1].loss)
+            (_, ct, sums), grads = jax.lax.scan(body, first, xs, reverse=True, unroll=self._loop_unroll)
+            return grads, ct, sums
+
+        run = jax.custom_vjp(whole)
+        run.defvjp(forward, backward)
+        return run
+
+    @property
+    def _loop_unroll(self) -> int:
+        return 1 if self.unroll == self.num_units else self.unroll
+
+    def reverse_unit(
+        self,
+        carry: Any,
+        trained: tuple[Nested, Nested],
+        join: Callable[[Nested, Nested], Nested],
+        state: Nested,
+        ctx: Context,
+        cts: tuple[Any, Any],
+    ) -> tuple[Any, tuple[Nested, Nested], Any]:
+        """One unit backwards: (its input, gradients of `trained`, the input's cotangent).
+
+        Args:
+            carry: the unit's output.
+            trained: what is differentiated of its own parameters, and of those that all units share.
+            join: makes all of the unit's parameters of these.
+            state, ctx: the unit's.
+            cts: the cotangents of the output and of the loss (None for none).
+        """
+        weights, pull = jax.vjp(lambda *trained: self.unit.prepare(join(*trained), ctx), *trained)
+        carry, grads, ct = self.unit.reverse(weights, carry, cts, ctx, state)
+        return carry, pull(grads), ct
 
     @staticmethod
     def combine(outs: Out) -> Out:
@@ -191,7 +305,7 @@ class Stack(Layer):
             return self.unit.apply(weights, carry, ctx, state)
 
         weights_are_made = _makes_weights(params, ctx)
-        if ctx.training and (ctx.remat != "none" or weights_are_made):
+        if ctx.training and ctx.remat != "invert" and (ctx.remat != "none" or weights_are_made):
             unit = remat.wrap(unit, ctx.remat, unrolled=isinstance(params, list))
         return unit
 
@@ -204,3 +318,21 @@ def _makes_weights(params: Any, ctx: Context) -> bool:
     """Whether `prepare` computes anything: a cast, or a gather over fsdp."""
     gathers = ctx.mesh is not None and ctx.mesh.shape.get("fsdp", 1) > 1
     return gathers or any(p.dtype != ctx.compute_dtype for p in jax.tree.leaves(params))
+
+
+def _floats(tree: Any) -> Any:
+    """The tree with None in place of integers, which have no gradient."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)
+
+
+def _filled(floats: Any, tree: Any) -> Any:
+    """The inverse: `tree` with its floats replaced."""
+    return jax.tree.map(lambda f, x: x if f is None else f, floats, tree, is_leaf=lambda x: x is None)
+
+
+def _layer(config: Config, number: int, **given: Any) -> Layer:
+    """A layer of the pattern, with what its constructor takes of what the stack gives."""
+    layer = config.instantiate(**{name: value for name, value in given.items() if config.takes(name)})
+    if not isinstance(layer, Layer):
+        raise ValueError(f"pattern.{number}: expected a layer, given {type(layer).__name__}")
+    return layer

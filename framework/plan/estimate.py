@@ -54,7 +54,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     """
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     data, learner, memory = experiment.data, experiment.learner, experiment.memory
-    experiment.model.check(mesh, data.seq_len)
+    experiment.model.check(mesh, data)
     if data.global_batch_size % (learner.accumulate * sizes["data"] * sizes["fsdp"]):
         experiment.check(mesh)  # says so; it takes too long to be asked each time
     layout = StateLayout(experiment.state_specs(), mesh)
@@ -76,7 +76,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
         backward["activations"] += layout.bytes_per_device("optimizer", "device")
     if "offload" in memory.remat or memory.activations != "device":
         host["activations"] = _backward(experiment, layout, sizes, spec.platform, host=True).total()
-    units = experiment.model.stack.num_units
+    units = experiment.language_model.stack.num_units
     if memory.update == "in_backward":  # a unit's gradients wait until all of it is updated
         backward["gradients"] += sum(_stack(layout).values()) // units
     if memory.update == "after_backward":
@@ -109,7 +109,7 @@ def _backward(
 ) -> Counter[str]:
     """The most that the gradients of one microbatch hold besides state and batch, on the device or in host memory.
     Gradients of the stack that are taken away are not counted."""
-    units, gradients, taken = experiment.model.stack.num_units, _stack(layout), _taken(experiment)
+    units, gradients, taken = experiment.language_model.stack.num_units, _stack(layout), _taken(experiment)
     weights = {layout.sharding(leaf.spec).shard_shape(leaf.spec.shape) for leaf in layout if leaf.group == "parameter"}
     weights |= {shape[1:] for shape in gradients}
     shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]
@@ -122,7 +122,7 @@ def _backward(
         size = math.prod(aval.shape[1:]) * shards * getattr(aval.dtype, "itemsize", 4)
         return kept and len(aval.shape) > 2 and size >= 1 << 20
 
-    table = (experiment.model.vocab_size // sizes["model"], experiment.model.dim)
+    table = (experiment.language_model.vocab_size // sizes["model"], experiment.language_model.dim)
     length = experiment.data.seq_len
     lengths = (length, length // sizes["seq"])
 

@@ -47,7 +47,7 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         experiment: what to train. sizes: of all mesh axes.
         platform: tpu, gpu or cpu: decides the attention kernel as `implementation="auto"` does.
     """
-    model, learner, data = copy.deepcopy(experiment.model), experiment.learner, experiment.data
+    model, learner, data = copy.deepcopy(experiment.language_model), experiment.learner, experiment.data
     for layer in model.stack.unit.walk():
         if isinstance(layer, attention.Attention):
             layer.num_heads //= sizes["model"]

@@ -31,7 +31,7 @@ def dry_run(name: str, config: Config, target: Target, folder: Path, limit: int 
     experiment, missing = program.experiment, ""
     try:
         if experiment.pretrained is not None:
-            experiment.pretrained.places(experiment.model)
+            experiment.pretrained.places(experiment.language_model)
         experiment.data.setup(folder)
     except FileNotFoundError as error:
         missing = f"not on this machine: {error}"

@@ -18,7 +18,7 @@ from framework.layers.base import Context, Out
 from framework.layout import Nested, StateLayout, merge
 from framework.learner import Learner
 from framework.memory import Memory
-from framework.models.causal_lm import CausalLM
+from framework.models.chain import Chain
 from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
 from framework.units import Decision, Update
 
@@ -32,7 +32,7 @@ def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nes
 
 
 def build_step(
-    model: CausalLM,
+    model: Chain,
     learner: Learner,
     layout: StateLayout,
     memory: Memory,
@@ -63,7 +63,7 @@ def build_step(
 
 
 def accumulated_gradients(
-    model: CausalLM, learner: Learner, state: State, ctx: Context
+    model: Chain, learner: Learner, state: State, ctx: Context
 ) -> tuple[tuple[jax.Array, Out], Nested]:
     """((loss, out), gradients of the trainable parameters), summed over the learner's microbatches.
 

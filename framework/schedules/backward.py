@@ -32,7 +32,7 @@ from framework.layout import (
     unflatten,
 )
 from framework.memory import Memory
-from framework.models.causal_lm import CausalLM
+from framework.models.chain import Chain
 
 Work = dict[str, Any]  # "parameter", "frozen", and whatever visits change
 # (work, stage, gradients, index of the unit or None) -> work. Gradients are in the structure of the stage's trainable
@@ -41,7 +41,7 @@ Visit = Callable[[Work, str, Nested, jax.Array | None], Work]
 
 
 def forward(
-    model: CausalLM, layout: StateLayout, memory: Memory, weights: Work, ctx: Context, buffers: Nested
+    model: Chain, layout: StateLayout, memory: Memory, weights: Work, ctx: Context, buffers: Nested
 ) -> tuple[jax.Array, Out, Callable[[Work, Visit], Work]]:
     """The objective, and the backward pass that is to be run.
 
@@ -58,35 +58,37 @@ def forward(
         weights, and what visits need. A tied parameter is visited with its home stage, with the sum of its gradients.
     """
     run = _Stages(model, layout, memory, weights, ctx, buffers)
-    x, embed_out, pull_embed = run.stage("embed", None)
-    x, stack_out, pull_stack = run.stack(x)
-    loss, head_out, pull_head = run.stage("head", x)
-    out = Out.merge({"embed": embed_out, "stack": stack_out, "head": head_out})
+    x: Any = None
+    outs, pulls = {}, {}
+    for name in model.stages:
+        x, outs[name], pulls[name] = run.stack(name, x) if name in model.stacks else run.stage(name, x)
+    loss, out, first = x, Out.merge(outs), next(iter(model.stages))
     assert out.loss is not None
 
     def pull(work: Work, visit: Visit) -> Work:
         pending: dict[str, jax.Array] = {}
-        grads, ct = pull_head(jnp.ones_like(loss))
-        grads = run.own("head", grads, pending)
-        if grads:
-            work = visit(work, "head", grads, None)
-            # The head is done before the loop begins: what its update holds is as large as its table.
-            head, ct = jax.lax.optimization_barrier((work["parameter"]["head"], ct))
-            work = {**work, "parameter": {**work["parameter"], "head": head}}
-        work, ct, shared = pull_stack(work, ct, visit)
-        if shared:
-            work = visit(work, "shared", run.constrained("shared", shared), None)
-        grads, _ = pull_embed(ct)
-        grads = run.own("embed", grads, pending)
-        return visit(work, "embed", grads, None) if grads else work
+        ct: Any = jnp.ones_like(loss)
+        for name in reversed(model.stages):
+            if name in model.stacks:
+                work, ct, shared = pulls[name](work, ct, visit)
+                if shared:
+                    work = visit(work, "shared", run.constrained("shared", shared), None)
+                continue
+            grads, ct = pulls[name](ct)
+            grads = run.own(name, grads, pending)
+            if grads:
+                work = visit(work, name, grads, None)
+            if grads and name != first:
+                # It is done before the loop begins: what the head's update holds is as large as its table.
+                own, ct = jax.lax.optimization_barrier((work["parameter"][name], ct))
+                work = {**work, "parameter": {**work["parameter"], name: own}}
+        return work
 
     return out.loss, out, pull
 
 
 class _Stages:
-    def __init__(
-        self, model: CausalLM, layout: StateLayout, memory: Memory, weights: Work, ctx: Context, buffers: Nested
-    ):
+    def __init__(self, model: Chain, layout: StateLayout, memory: Memory, weights: Work, ctx: Context, buffers: Nested):
         self.model, self.ctx, self.buffers, self.activations = model, ctx, buffers, memory.activations
         self.params, self.frozen = weights["parameter"], weights["frozen"]
         self.specs = model.stage_specs(layout.specs["parameter"], layout.specs["frozen"])
@@ -156,12 +158,13 @@ class _Stages:
 
         return unflatten({path: constrained(path, grad) for path, grad in flatten(grads).items()})
 
-    def stack(self, x: Any) -> tuple[Any, Out, Callable[[Work, Any, Visit], tuple[Work, Any, Nested]]]:
-        """The stack: (output, Out, pull-back, which visits the units and returns the shared parameters' gradients)."""
-        stack, ctx = self.model.stack, self.ctx.fold("stack")
-        state = self.buffers.get("stack", {})
-        shared, fixed_shared = self._inputs("shared", x)
-        unit = stack.unit_function(merge(self.params.get("stack", {}), self.frozen.get("stack", {})), ctx)
+    def stack(self, name: str, x: Any) -> tuple[Any, Out, Callable[[Work, Any, Visit], tuple[Work, Any, Nested]]]:
+        """A stack: (output, Out, pull-back, which visits the units and returns the shared parameters' gradients)."""
+        stack, ctx = self.model.stacks[name], self.ctx.fold(name)
+        state, invert = self.buffers.get(name, {}), ctx.remat == "invert"
+        shared, fixed_shared = self._inputs("shared", x) if stack.shared else ({}, {})
+        unit = stack.unit_function(merge(self.params.get(name, {}), self.frozen.get(name, {})), ctx)
+        x, pull_enter = jax.vjp(stack.enter, x)
 
         size = remat.group_size(ctx.remat, stack.num_units) or stack.num_units
         all_at_once = size == stack.num_units
@@ -173,14 +176,14 @@ class _Stages:
 
         def run(own: Any, shared: Any, x: Any, rest: Any) -> tuple[tuple[Any, Any], Out]:
             fixed, state, ctx = rest
-            with jax.named_scope("stack"):
+            with jax.named_scope(name):
                 y, out = unit(x, merge(own, fixed), merge(shared, fixed_shared), state, ctx)
             return (y, out.loss), out
 
         def coming(stacks: Nested, index: jax.Array) -> dict[str, jax.Array]:
             """What of a unit's parameters is in host memory, on its way to the device."""
             leaves = (leaf for group in stacks.values() for leaf in flatten(group).items())
-            places = self.specs["stack"]
+            places = self.specs[name]
             return {p: fetch_leaf(places[p], _take(x, index)) for p, x in leaves if places[p].memory_kind != "device"}
 
         def turn(stacks: Nested, index: jax.Array, here: dict[str, jax.Array], carry: Any) -> tuple[Nested, Any]:
@@ -196,11 +199,33 @@ class _Stages:
             """One unit forward, and what its pull-back keeps."""
             unit, x = turn(stacks, index, here, x)
             own, shared, rest = arguments(unit, index)
+            if invert:
+                (y, loss), out = run(own, shared, x, rest)
+                like[:] = [_shapes(loss), None, []]
+                return y, (out, [])
             (y, loss), pull, out = jax.vjp(lambda *a: run(a[0], a[1], a[2], rest), own, shared, x, has_aux=True)
             kept, restore = split_pull(pull, (own, shared, rest))
             away = [all_at_once and self._away(leaf) for leaf in kept]
-            like[:] = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loss), restore, away]
+            like[:] = [_shapes(loss), restore, away]
             return y, (out, _moved(away, kept, jax.memory.Space.Host))
+
+        def behind(unit: Nested, index: jax.Array, y: Any, kept: Any, ct: Any) -> tuple[Any, Nested, Nested, Any]:
+            """One unit backward: (its input, if it is found from `y`, gradients, those of `shared`, cotangent)."""
+            own, shared, rest = arguments(unit, index)
+            loss, restore, away = like
+            loss_ct = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), loss)
+            if not invert:
+                pull = restore(_moved(away, kept, jax.memory.Space.Device), (own, shared, rest))
+                grads, more, ct = pull((ct, loss_ct))
+                return y, grads, more, ct
+            fixed, state, ctx = rest
+
+            def join(own: Nested, shared: Nested) -> Nested:
+                return {**merge(own, fixed), **merge(shared, fixed_shared)}
+
+            with jax.named_scope(name):
+                y, (grads, more), ct = stack.reverse_unit(y, (own, shared), join, state, ctx, (ct, loss_ct))
+            return y, grads, more, ct
 
         def ahead_all(x: Any, stacks: Nested, first: Any, count: int) -> tuple[Any, Any]:
             def body(carry: Any, i: jax.Array) -> Any:
@@ -214,28 +239,30 @@ class _Stages:
             return x, outs
 
         def back_all(work: Work, ct: Any, shared_grads: Nested, kept: Any, first: Any, count: int, visit: Visit) -> Any:
+            """`kept`: of each unit; where units are inverted, the output of the last one."""
+
             def body(step: jax.Array, carry: Any) -> Any:
-                work, ct, shared_grads, here = carry
+                work, ct, shared_grads, y, here = carry
                 i = count - 1 - step
-                following = coming(_stacks(work), first + jnp.maximum(i - 1, 0))
-                unit, ct = turn(_stacks(work), first + i, here, ct)
-                loss, restore, away = like
-                back = _moved(away, _take(kept, i), jax.memory.Space.Device)
-                pull = restore(back, arguments(unit, first + i))
-                grads, more, ct = pull((ct, jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), loss)))
+                following = coming(_stacks(work, name), first + jnp.maximum(i - 1, 0))
+                unit, (ct, y) = turn(_stacks(work, name), first + i, here, (ct, y))
+                own = None if invert else _take(kept, i)
+                y, grads, more, ct = behind(unit, first + i, y, own, ct)
                 shared_grads = jax.tree.map(jnp.add, shared_grads, more)
                 if grads:
-                    work = visit(work, "stack", self.constrained("stack", grads), first + i)
-                return work, ct, shared_grads, following
+                    work = visit(work, name, self.constrained(name, grads), first + i)
+                return work, ct, shared_grads, y, following
 
             first, ct = jax.lax.optimization_barrier((first, ct))
-            here = coming(_stacks(work), first + count - 1)
-            return jax.lax.fori_loop(0, count, body, (work, ct, shared_grads, here))[:3]
+            here = coming(_stacks(work, name), first + count - 1)
+            y = kept if invert else None
+            return jax.lax.fori_loop(0, count, body, (work, ct, shared_grads, y, here))[:3]
 
         starts = jnp.arange(0, stack.num_units, size)
-        stacks = _stacks({"parameter": self.params, "frozen": self.frozen})
+        stacks = _stacks({"parameter": self.params, "frozen": self.frozen}, name)
         if all_at_once:
             x, (outs, kept) = ahead_all(x, stacks, jnp.int32(0), size)
+            kept = x if invert else kept
         else:  # only each group's input is kept; back in the group, its units run forward again
             away = jax.tree.map(self._away, x)
 
@@ -245,8 +272,14 @@ class _Stages:
 
             x, (outs, kept) = jax.lax.scan(group, x, starts)
             outs = jax.tree.map(lambda o: o.reshape(stack.num_units, *o.shape[2:]), outs)
+        x, pull_leave = jax.vjp(lambda x: stack.leave(x, ctx), x)
 
         def pull(work: Work, ct: Any, visit: Visit) -> tuple[Work, Any, Nested]:
+            (ct,) = pull_leave(ct)
+            work, ct, grads = back(work, ct, visit)
+            return work, *pull_enter(ct), grads
+
+        def back(work: Work, ct: Any, visit: Visit) -> tuple[Work, Any, Nested]:
             zeros = jax.tree.map(jnp.zeros_like, shared)
             if all_at_once:
                 return back_all(work, ct, zeros, kept, jnp.int32(0), size, visit)
@@ -255,7 +288,7 @@ class _Stages:
                 work, ct, shared_grads = carry
                 index = starts.size - 1 - step
                 x, ct = jax.lax.optimization_barrier((_moved(away, _take(kept, index), jax.memory.Space.Device), ct))
-                _, (_, inner) = ahead_all(x, _stacks(work), starts[index], size)
+                _, (_, inner) = ahead_all(x, _stacks(work, name), starts[index], size)
                 return back_all(work, ct, shared_grads, inner, starts[index], size, visit)
 
             return jax.lax.fori_loop(0, starts.size, body, (work, ct, zeros))
@@ -267,8 +300,12 @@ def _moved(away: Any, tree: Any, space: Any) -> Any:
     return jax.tree.map(lambda away, x: jax.device_put(x, space) if away else x, away, tree)
 
 
-def _stacks(work: Work) -> Nested:
-    return {group: work[group].get("stack", {}) for group in ("parameter", "frozen")}
+def _stacks(work: Work, name: str) -> Nested:
+    return {group: work[group].get(name, {}) for group in ("parameter", "frozen")}
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _take(tree: Any, index: jax.Array) -> Any:

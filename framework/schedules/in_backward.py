@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from framework.layout import Nested, StateLayout
 from framework.learner import Learner
 from framework.memory import Memory
-from framework.models.causal_lm import CausalLM
+from framework.models.chain import Chain
 from framework.schedules.backward import Work, forward
 from framework.schedules.pieces import update_group
 from framework.schedules.step import Metrics, State, Step, finish, training_context
@@ -44,7 +44,7 @@ def check(learner: Learner, setting: str = "memory.update = in_backward") -> Non
         )
 
 
-def build_step(model: CausalLM, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
+def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
     """The training step; see `after_backward.build_step`, and `check` and `streamed.check` for what is raised."""
     check(learner)
     check_platform(layout, memory, layout.mesh.devices.flat[0].platform)

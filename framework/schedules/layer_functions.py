@@ -20,7 +20,7 @@ from framework.memory import Memory
 from framework.models.causal_lm import CausalLM
 from framework.schedules.backward import split_pull
 from framework.schedules.pieces import update_group
-from framework.schedules.step import evaluation_context, finish, microbatches, sums, training_context
+from framework.schedules.step import evaluation_context, finish, microbatches, training_context
 from framework.units import Bundle, Decision, Group, UnitUpdate, Update
 
 Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one unit
@@ -272,9 +272,9 @@ class EvaluationFunctions(LayerFunctions):
         return ctx if count == 1 else replace(ctx, batch=take(microbatches(batch, count, ctx), number))
 
     def score(self, weights: Weights, state: Nested, x: Any, inputs: Inputs) -> dict[str, jax.Array]:
-        """See `framework.schedules.step.sums`."""
+        """See `Chain.scores`."""
         ctx = self.context(inputs)
-        return sums(self.stage("head", weights, x, state, ctx)[1].metrics["nll"], ctx.batch)
+        return self.model.scores(Out.merge({"head": self.stage("head", weights, x, state, ctx)[1]}), ctx.batch)
 
 
 def take(tree: Any, index: Any) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from framework.layers.base import BATCH_AXES, Context, Out
 from framework.layout import Nested, StateLayout
 from framework.learner import Learner
-from framework.models.causal_lm import CausalLM
+from framework.models.chain import Chain
 from framework.units import Decision, Update
 
 State = dict[str, Any]
@@ -22,13 +22,13 @@ Metrics = dict[str, jax.Array]
 Step = Callable[[State, Nested], tuple[State, Metrics]]
 
 
-def training_context(batch: Nested, counter: Nested, model: CausalLM, layout: StateLayout, remat: str) -> Context:
+def training_context(batch: Nested, counter: Nested, model: Chain, layout: StateLayout, remat: str) -> Context:
     """The context of one step: its key is the run's, folded by the step; rows are numbered in the global batch."""
     key = jax.random.wrap_key_data(counter["rng"])
     return Context(
         batch=batch,
         rng=jax.random.fold_in(key, counter["step"]),
-        rows=jnp.arange(batch["tokens"].shape[0]),
+        rows=jnp.arange(batch["weights"].shape[0]),
         num_targets=jnp.maximum(jnp.sum(batch["weights"]), 1.0),
         training=True,
         mesh=layout.mesh,
@@ -37,15 +37,9 @@ def training_context(batch: Nested, counter: Nested, model: CausalLM, layout: St
     )
 
 
-def evaluation_context(batch: Nested, model: CausalLM, layout: StateLayout) -> Context:
+def evaluation_context(batch: Nested, model: Chain, layout: StateLayout) -> Context:
     """The context of everything that is no training: no dropout, sums instead of means."""
     return Context(batch=batch, num_targets=jnp.float32(1.0), mesh=layout.mesh, compute_dtype=model.compute_dtype)
-
-
-def sums(nll: jax.Array, batch: Nested) -> Metrics:
-    """What an evaluation sums up: nats over counted targets, their number, and their bytes if the batch has those."""
-    found = {"nll": nll, "tokens": jnp.sum(batch["weights"])}
-    return {**found, "bytes": jnp.sum(batch["bytes"])} if "bytes" in batch else found
 
 
 def microbatches(batch: Any, count: int, ctx: Context) -> Any:

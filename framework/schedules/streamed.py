@@ -21,7 +21,7 @@ from framework.layers.base import Context, Out
 from framework.layout import Nested, StateLayout, fetch_leaf, store_leaf
 from framework.learner import Learner
 from framework.memory import Memory
-from framework.models.causal_lm import CausalLM
+from framework.models.chain import Chain
 from framework.schedules import after_backward
 from framework.schedules.backward import Work, forward
 from framework.schedules.pieces import update_group
@@ -59,7 +59,7 @@ def check(layout: StateLayout, memory: Memory, platform: str) -> None:
         )
 
 
-def build_step(model: CausalLM, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
+def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
     """The training step; see `after_backward.build_step`, and `check` for what is raised."""
     check(layout, memory, layout.mesh.devices.flat[0].platform)
     groups = {leaf.group for leaf in layout if leaf.spec.memory_kind != "device"}
@@ -84,7 +84,7 @@ def _gradient_specs(learner: Learner, layout: StateLayout) -> Nested:
 
 
 def _gradients(
-    model: CausalLM, learner: Learner, layout: StateLayout, memory: Memory, state: State, ctx: Context
+    model: Chain, learner: Learner, layout: StateLayout, memory: Memory, state: State, ctx: Context
 ) -> tuple[jax.Array, Out, jax.Array, State]:
     """(loss, out, the gradients' norm, {"gradient", and the groups that the backward pass carries}), a unit at a time,
     summed over the learner's microbatches."""

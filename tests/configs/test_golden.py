@@ -94,7 +94,7 @@ def test_every_config_builds_and_survives_json(resolved, name):
     config = resolved[name]
     experiment = config.instantiate()
     assert Config.from_json(config.to_json()) == config
-    experiment.model.check(Program(experiment, jax.devices()[:1]).mesh, experiment.data.seq_len)
+    experiment.model.check(Program(experiment, jax.devices()[:1]).mesh, experiment.data)
     assert experiment.model.vocab_size >= experiment.data.tokenizer.vocab_size
 
 

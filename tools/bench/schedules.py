@@ -60,7 +60,9 @@ class Contestant:
         self.hosted = self.program.layout.bytes_per_device(memory_kind="pinned_host")
         self.state: Any = self.program.init()
         shape = self.program.batch_specs["tokens"].shape
-        tokens = np.random.default_rng(0).integers(0, self.program.experiment.model.vocab_size, shape, np.int32)
+        tokens = np.random.default_rng(0).integers(
+            0, self.program.experiment.language_model.vocab_size, shape, np.int32
+        )
         self.batch = self.program.put({"tokens": tokens, "targets": tokens, "weights": np.ones(shape, np.float32)})
         self.wall: list[float] = []
         self.cpu: list[float] = []

@@ -99,7 +99,7 @@ def program_of(config: Config) -> Program:
 
 def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarray, np.ndarray, Nested]:
     """(logits [B, S, V], loss, gradients) on the host, all by the functions that a training step is made of."""
-    model, experiment = program.experiment.model, program.experiment
+    model, experiment = program.experiment.language_model, program.experiment
 
     def run(params: Nested, batch: Batch) -> Any:
         counter = {"rng": jax.random.key_data(jax.random.key(0)), "step": jnp.int32(0)}
@@ -116,7 +116,7 @@ def logits(program: Program, params: Nested, batch: Batch) -> np.ndarray:
 
     def run(params: Nested, batch: Batch) -> jax.Array:
         context: Context = program.evaluation_context(batch)
-        return program.experiment.model.logits(params, context, {})
+        return program.experiment.language_model.logits(params, context, {})
 
     return jax.device_get(jax.jit(run)(params, batch))
 
