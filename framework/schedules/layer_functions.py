@@ -39,6 +39,7 @@ class LayerFunctions:
         self.model, self.learner, self.layout, self.memory = model, learner, layout, memory
         self.num_units = model.stack.num_units
         self.group_size = group_size(memory.remat, self.num_units) or 1
+        self.inverts = memory.remat == "invert"
         self._specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
         self._restore: Any = None
         self._unit_loss: Any = None
@@ -65,7 +66,7 @@ class LayerFunctions:
     def enter(self, weights: Weights, state: Nested, inputs: Inputs) -> tuple[Any, Part, Nested]:
         """The embedding: what flows through the stack; its loss and metrics; its buffers."""
         y, out = self.stage("embed", weights, None, state, self.context(inputs))
-        return y, (out.loss, out.metrics), out.layer_state
+        return self.model.stack.enter(y), (out.loss, out.metrics), out.layer_state
 
     def turn(
         self, weights: Weights, state: Nested, x: Any, before: Nested | None, inputs: Inputs
@@ -73,8 +74,10 @@ class LayerFunctions:
         """The head, forward and backward: (cotangent of x, its gradients, what ties add to the embedding's by path,
         loss and metrics, buffers)."""
 
+        ctx = self.context(inputs)
+
         def run(own: Nested, x: Any) -> tuple[jax.Array, Out]:
-            return self.stage("head", {**weights, "parameter": own}, x, state, self.context(inputs))
+            return self.stage("head", {**weights, "parameter": own}, self.model.stack.leave(x, ctx), state, ctx)
 
         loss, pull, out = jax.vjp(run, weights["parameter"], x, has_aux=True)
         grads, ct = pull(jnp.ones_like(loss))
@@ -97,7 +100,8 @@ class LayerFunctions:
         """The gradients of the embedding, and the tally; `waiting`: see `turn`."""
 
         def run(own: Nested) -> Any:
-            return self.stage("embed", {**weights, "parameter": own}, None, state, self.context(inputs))[0]
+            x = self.stage("embed", {**weights, "parameter": own}, None, state, self.context(inputs))[0]
+            return self.model.stack.enter(x)
 
         flat = flatten(jax.vjp(run, weights["parameter"])[1](ct)[0])
         grads = unflatten({path: grad + waiting[path] if path in waiting else grad for path, grad in flat.items()})
@@ -129,10 +133,11 @@ class LayerFunctions:
         if keeps in ("all", "now"):
             (y, loss), pull, out = jax.vjp(run, *arguments[:2], x, has_aux=True)
             kept, self._restore = split_pull(pull, arguments)
-            self._unit_loss = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), loss)
+            self._unit_loss = shapes(loss)
         else:
             (y, loss), out = run(*arguments[:2], x)
             kept = [x] if keeps == "input" else []
+            self._unit_loss = shapes(loss)
         kept = [jax.device_put(x, jax.memory.Space.Host) if self.away(x, keeps) else x for x in jax.tree.leaves(kept)]
         return y, kept, (loss, out.metrics), jax.tree.map(lambda s: s[None], out.layer_state)
 
@@ -154,14 +159,26 @@ class LayerFunctions:
         tally: Nested | None,
         inputs: Inputs,
         index: jax.Array,
-    ) -> tuple[Any, Nested, Nested, Nested | None]:
-        """A unit backward: (cotangent, its gradients, those of the shared parameters added to `sums`, the tally)."""
+    ) -> tuple[Any, Nested, Nested, Nested | None, list[Any]]:
+        """A unit backward: (cotangent, its gradients, those of the shared parameters added to `sums`, the tally, and
+        what is kept of the unit before, where that is found). `kept`: what `ahead` kept of it, or its output."""
         _, arguments = self._unit(weights, shared, state, inputs, index)
-        pull = self._restore(kept, arguments)
-        grads, more, ct = pull((ct, jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), self._unit_loss)))
+        loss_ct, found = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), self._unit_loss), []
+        if self.inverts:
+            (fixed, state, ctx), y = arguments[2], jax.tree.unflatten(jax.tree.structure(ct), kept)
+
+            def join(own: Nested, more: Nested) -> Nested:
+                return {**merge(own, fixed), **merge(more, shared["frozen"])}
+
+            with jax.named_scope("stack"):
+                reverse = self.model.stack.reverse_unit
+                y, (grads, more), ct = reverse(y, arguments[:2], join, state, ctx, (ct, loss_ct))
+            found = jax.tree.leaves(y)
+        else:
+            grads, more, ct = self._restore(kept, arguments)((ct, loss_ct))
         more = jax.tree.map(jnp.add, sums, more) if sums else more
         grads = self.added("stack", jax.tree.map(lambda g: g[None], grads), before)
-        return ct, grads, more, self.judged(tally, grads)
+        return ct, grads, more, self.judged(tally, grads), found
 
     # --- gradients, decisions, updates -------------------------------------------------------------------------------
 
@@ -274,7 +291,13 @@ class EvaluationFunctions(LayerFunctions):
     def score(self, weights: Weights, state: Nested, x: Any, inputs: Inputs) -> dict[str, jax.Array]:
         """See `Chain.scores`."""
         ctx = self.context(inputs)
-        return self.model.scores(Out.merge({"head": self.stage("head", weights, x, state, ctx)[1]}), ctx.batch)
+        out = self.stage("head", weights, self.model.stack.leave(x, ctx), state, ctx)[1]
+        return self.model.scores(Out.merge({"head": out}), ctx.batch)
+
+
+def shapes(tree: Any) -> Any:
+    """The ShapeDtypeStructs of a tree."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def take(tree: Any, index: Any) -> Any:

@@ -32,11 +32,14 @@ class Step(Pass[LayerFunctions]):
         self.going: list[tuple[str, int | None]] = []  # what was updated
         total: Any = None
         size = f.group_size
-        keeps = (lambda index: "all") if size == 1 else (lambda index: "nothing" if index % size else "input")
+        every = "nothing" if f.inverts else "all"
+        keeps = (lambda index: every) if size == 1 else (lambda index: "nothing" if index % size else "input")
         buffers = self.state["buffer"]
         for number in range(f.learner.accumulate):
             self.begin(buffers, (batch, self.state["counter"], self.numbers[number]))
             x, kept, parts = self.forward(keeps)
+            if f.inverts:
+                kept[-1] = jax.tree.leaves(x)
             run.want(f"kept {f.num_units - size}", kept[-size])
             ct, waiting, parts["head"] = self.turn(x)
             del x
@@ -74,7 +77,7 @@ class Step(Pass[LayerFunctions]):
             x,
             before,
             self.inputs,
-            donate=(2, 3),
+            donate=(3,) if f.inverts else (2, 3),
             out=lambda r: (
                 f.carry_specs(r[0]),
                 f.gradient_specs("head", r[1]),
@@ -106,15 +109,18 @@ class Step(Pass[LayerFunctions]):
         if measures:
             ct = run("copy", _copies, ct, out=self.f.carry_specs)
         sums: Nested = {}
+        found = kept[-1]  # the output of the unit whose turn it is, where that is found from the one after it
         for first in range(self.f.num_units - size, -1, -size):
-            inner = [kept[first]] if size == 1 else self.again(first, kept[first], measures)
+            inner = (
+                [found] if self.f.inverts else [kept[first]] if size == 1 else self.again(first, kept[first], measures)
+            )
             if not measures:
                 kept[first] = None
             for index in range(first + size - 1, first - 1, -1):
-                if index == first and first:
+                if index == first and first and not self.f.inverts:
                     run.want(f"kept {first - size}", kept[first - size])
                 own = inner.pop() if size > 1 or not measures else inner[0]
-                ct, grads, sums, tally = self.back(index, own, ct, sums, tally, decision, measures)
+                ct, grads, sums, tally, found = self.back(index, own, ct, sums, tally, decision, measures)
                 del own
                 self.visit(STACK, index, grads, tally, decision, measures)
                 del grads
@@ -140,8 +146,8 @@ class Step(Pass[LayerFunctions]):
 
     def back(
         self, index: int, kept: list[Any], ct: Any, sums: Any, tally: Any, decision: Any, measures: bool
-    ) -> tuple[Any, Nested, Any, Any]:
-        """A unit backward: (cotangent, its gradients, those of shared parameters, the tally)."""
+    ) -> tuple[Any, Nested, Any, Any, list[Any]]:
+        """A unit backward: see `LayerFunctions.back`."""
         f, run, weights = self.f, self.run, self.unit(index)
         kept, key = run.take(f"kept {index}", kept), f"gradient {STACK} {index}"
         before = run.take(key, self.placed(key)) if key in self.gradients else None
@@ -163,12 +169,13 @@ class Step(Pass[LayerFunctions]):
             tally,
             self.inputs,
             self.numbers[index],
-            donate=(4, 5) if measures else (4, 5, 6),
+            donate=(4, 5) if measures else (3, 4, 5, 6) if f.inverts else (4, 5, 6),
             out=lambda r: (
                 f.carry_specs(r[0]),
                 f.gradient_specs(STACK, r[1]),
                 f.gradient_specs("shared", r[2]),
                 f.everywhere(r[3]),
+                f.carry_specs(r[4]),
             ),
         )
 

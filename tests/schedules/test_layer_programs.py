@@ -40,6 +40,14 @@ CASES += [
         ("layers_at_once", "bfloat16", 1),
     ]
 ]
+CASES += [
+    Case("streams", memory=memory, placement=placement, mesh=mesh, remat="invert")
+    for memory, placement, mesh in [
+        ("layers", "state+weights", "one"),
+        ("layers_at_once", "device", "eight"),
+        ("layers_two_pass", "device", "one"),
+    ]
+]
 CASES = [case if case.is_tried() else case._replace(optimizer="adamw") for case in CASES]
 SLOW = [
     case

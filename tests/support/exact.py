@@ -57,7 +57,7 @@ PLACEMENTS |= {
 }
 PLACEMENTS |= {"state+weights": PLACEMENTS["all"][:2], "weights+boundaries": PLACEMENTS["all"][1:]}
 PLACEMENTS |= {"state+boundaries": PLACEMENTS["all"][::2]}
-REMATS = ("none", "full", "save:attention", "sqrt", "offload")
+REMATS = ("none", "full", "save:attention", "sqrt", "offload", "invert")
 MESHES = {"one": None, "eight": {"data": 2, "fsdp": 2, "model": 2}}
 
 # Dtypes of parameters and master copy, and by how much parameters may differ, see `differences`.
@@ -115,7 +115,9 @@ MODELS = {  # and a clip that is active in some steps and not in others
     "recurrent": (tied(Recurrent), 1.1),
     "twins": (tied(Twins), 1.5),
     "shared": (tied(None, None, shared=(1,)), 7.3),
+    "streams": (tied(None, None, shared=(1,)), 7.5),
 }
+MODELS["streams"][0].stack.streams = "float32"  # which in float64 are float64
 
 
 class Case(NamedTuple):
@@ -136,6 +138,8 @@ class Case(NamedTuple):
         usual = self.model == "tied" and self.precision != "bfloat16"
         parts = usual and self.memory not in NO_PARTS
         if self.memory == "after_backward" and {"parameters", "activations"} & {*PLACEMENTS[self.placement]}:
+            return False
+        if self.remat == "invert" and (self.model != "streams" or "activations" in PLACEMENTS[self.placement]):
             return False
         one = self.model == "tied" or self.precision == "float64"
         one &= self.memory not in LAYERED or self.remat != "offload"  # which is memory.activations there
