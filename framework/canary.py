@@ -19,6 +19,8 @@ import numpy as np
 import optax
 
 from framework.config import Config, config_for
+from framework.data.pipeline import DataPipeline
+from framework.data.sources import TokenMemmap
 from framework.data.tokenizers import NoTokenizer
 from framework.layers.block import Block
 from framework.layout import flatten
@@ -74,8 +76,9 @@ def shrunk(config: Config, program: Program) -> Config:
     block.attention.num_heads, block.attention.head_dim, block.mlp.hidden = math.lcm(4, sizes["model"]), 64, 2 * width
     small.model.stack.num_layers, small.model.stack.pattern = UNITS, [block]
     small.mesh.data, small.mesh.expert = sizes["data"] * sizes["expert"], 1  # there are no experts
-    small.data.tokenizer, small.data.document_mask = config_for(NoTokenizer, vocab_size=8 * width), False
-    small.data.seq_len, small.data.global_batch_size = 64 * sizes["seq"], parts * small.mesh.data * sizes["fsdp"]
+    source, tokenizer = config_for(TokenMemmap, path=""), config_for(NoTokenizer, vocab_size=8 * width)  # never opened
+    small.data = config_for(DataPipeline, source=source, tokenizer=tokenizer, seq_len=64 * sizes["seq"])
+    small.data.global_batch_size = parts * small.mesh.data * sizes["fsdp"]
     small.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)
     small.learner.rules = [config_for(Rule, pattern="/mlp/", freeze=True)] * bool(program.layout.specs["frozen"])
     small.learner.accumulate, small.pretrained = parts, None

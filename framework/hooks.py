@@ -92,7 +92,8 @@ class Report(Hook):
             row = {f"train/{name}": value for name, value in metrics.items()}
             row |= run.throughput.metrics() | memory_in_use(run.program.mesh.local_devices).metrics()
             row["run/goodput"] = run.goodput.fraction()
-            run.pulse.note(tokens_per_second=row.get("train/tokens_per_second"))
+            speed = f"{run.data.item}s_per_second"
+            run.pulse.note(**{speed: row.get(f"train/{speed}")})
             run.writer.write(step, row)
             run.progress.update(step, row)
 
@@ -112,7 +113,7 @@ class Evaluate(Hook):
                 self.evaluate(run, step, None)
 
     def evaluate(self, run: Trainer, step: int, limit: int | None) -> None:
-        """Writes `eval/SET/loss` and `eval/SET/bits_per_byte`; `eval_ema/...` with averaged weights."""
+        """Writes `eval/SET/loss`, of text `eval/SET/bits_per_byte` too, ...; `eval_ema/...` with averaged weights."""
         row: Row = {}
         for averaged in [False, True] if run.state["ema"] else [False]:
             for name in run.data.validation_names:
@@ -128,24 +129,18 @@ class Evaluate(Hook):
 
     @staticmethod
     def evaluate_set(run: Trainer, name: str, limit: int | None, averaged: bool) -> Row:
-        """One set: {"loss": nats per token, "tokens": ..., and where tokens stand for text "bits_per_byte": ...}."""
-        tokenizer, buffer = run.data.tokenizer, MetricsBuffer()
+        """One set: what the model makes of its sums over it, "loss" among them."""
+        buffer = MetricsBuffer()
         totals: Counter[str] = Counter()
         with run.data.eval_batches(name, run.program.rows, limit) as batches:
             for number, batch in enumerate(batches):
-                arrays: dict[str, Any] = dict(batch)
-                if tokenizer.has_text:
-                    arrays["bytes"] = tokenizer.byte_lengths[arrays["targets"]] * arrays["weights"]
-                buffer.put(number, run.program.evaluate(run.state, run.program.put(arrays), averaged=averaged))
+                buffer.put(number, run.program.evaluate(run.state, run.program.put(batch), averaged=averaged))
                 run.pulse.note()  # a batch is a move
                 for _, sums in buffer.take(keep=1):  # one behind: the device always has work, and memory is bounded
                     totals.update(sums)
         for _, sums in buffer.take(keep=0):
             totals.update(sums)
-        row = {"loss": totals["nll"] / max(totals["tokens"], 1.0), "tokens": totals["tokens"]}
-        if totals["bytes"]:
-            row["bits_per_byte"] = totals["nll"] / math.log(2) / totals["bytes"]
-        return row
+        return run.experiment.model.summary(totals)
 
 
 class Agree(Hook):

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from framework import executables, parts
 from framework.experiment import Experiment
-from framework.layers.base import BATCH_AXES, Context
+from framework.layers.base import Context, batch_specs
 from framework.layers.remat import check_platform
 from framework.layout import (
     Nested,
@@ -80,17 +80,18 @@ class Program:
 
     @cached_property
     def batch_specs(self) -> dict[str, TensorSpec]:
-        """The arrays of one global batch, [B, S], split over data and fsdp, and over seq."""
-        data = self.experiment.data
-        shape = (data.global_batch_size, data.seq_len)
-        names = ["tokens", "targets", *(["positions", "segments"] if data.document_mask else [])]
-        specs = {name: TensorSpec(shape, "int32", (BATCH_AXES, "seq")) for name in names}
-        return {**specs, "weights": TensorSpec(shape, "float32", (BATCH_AXES, "seq"))}
+        """The arrays of one global batch."""
+        return batch_specs(self.experiment.data.arrays())
+
+    @property
+    def evaluation_specs(self) -> dict[str, TensorSpec]:
+        """Those of a batch of evaluation."""
+        return batch_specs(self.experiment.data.arrays(evaluation=True))
 
     @cached_property
-    def batch_sharding(self) -> NamedSharding:
-        """The sharding of every array of a batch."""
-        return self.layout.sharding(self.batch_specs["tokens"])
+    def batch_sharding(self) -> dict[str, NamedSharding]:
+        """The sharding of each array of a batch."""
+        return {name: self.layout.sharding(spec) for name, spec in self.evaluation_specs.items()}
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -100,25 +101,25 @@ class Program:
     @cached_property
     def rows_of_processes(self) -> dict[int, np.ndarray]:
         """`rows` of every process that has devices of the mesh."""
-        shape, found = self.batch_specs["tokens"].shape, dict[int, list[np.ndarray]]()
-        for device, index in self.batch_sharding.devices_indices_map(shape).items():
+        shape, found = self.batch_specs["weights"].shape, dict[int, list[np.ndarray]]()
+        for device, index in self.batch_sharding["weights"].devices_indices_map(shape).items():
             found.setdefault(device.process_index, []).append(np.arange(shape[0])[index[0]])
         return {process: np.unique(np.concatenate(rows)) for process, rows in sorted(found.items())}
 
     def put(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """This process's rows of a batch (host arrays [R, S]) as global arrays [B, S]."""
-        shape = self.batch_specs["tokens"].shape
-        if len(self.rows) == shape[0]:
-            return jax.device_put(local, self.batch_sharding)
+        """This process's rows of a batch (host arrays [R, ...]) as global arrays [B, ...]."""
+        size, shardings = self.experiment.data.global_batch_size, {name: self.batch_sharding[name] for name in local}
+        if len(self.rows) == size:
+            return jax.device_put(local, shardings)
 
-        def shard(array: np.ndarray) -> jax.Array:
+        def shard(name: str, array: np.ndarray) -> jax.Array:
             def piece(index: Any) -> np.ndarray:
-                rows = np.searchsorted(self.rows, np.arange(shape[0])[index[0]])
-                return array[rows][:, index[1]]
+                rows = np.searchsorted(self.rows, np.arange(size)[index[0]])
+                return array[(rows, *index[1:])]
 
-            return jax.make_array_from_callback(shape, self.batch_sharding, piece)
+            return jax.make_array_from_callback((size, *array.shape[1:]), shardings[name], piece)
 
-        return {name: shard(array) for name, array in local.items()}
+        return {name: shard(name, array) for name, array in local.items()}
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -277,7 +278,7 @@ class Program:
         step = build(experiment.model, experiment.learner, self.layout, experiment.memory)
         return self.jit(
             step,
-            in_shardings=(self.layout.shardings(), dict.fromkeys(self.batch_specs, self.batch_sharding)),
+            in_shardings=(self.layout.shardings(), {name: self.batch_sharding[name] for name in self.batch_specs}),
             out_shardings=(self.layout.shardings(), self.replicated),
             donate_argnums=0,
         )
@@ -384,8 +385,7 @@ class Program:
         return self.jit(evaluate, out_shardings=self.replicated)
 
     def evaluate(self, state: State, batch: dict[str, jax.Array], *, averaged: bool = False) -> Metrics:
-        """Sums over a batch's counted targets: "nll" in nats, "tokens", how many there are, and their "bytes" if the
-        batch has an array of that name.
+        """Sums over a batch, those of the model's `scores`.
 
         Args:
             state: the training state; it stays.

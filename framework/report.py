@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from framework.accelerators import accelerator_name, spec_for
+from framework.data.batches import Pipeline
 from framework.data.pipeline import DataPipeline
 from framework.generation import Generator
 from framework.layout import GROUPS, MemoryKind
@@ -24,7 +25,7 @@ _MAX_COMPRESSED_BYTES = 64_000_000
 
 
 def start_report(name: str, program: Program, without_data: str = "") -> list[Section]:
-    """Parameters by group, bytes per device by group and memory kind, mesh, tokens per step, FLOPs per token, data, or
+    """Parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item, data, or
     why there are none."""
     layout, experiment = program.layout, program.experiment
     devices, shape = list(program.mesh.devices.flat), dict(program.mesh.shape)
@@ -35,7 +36,7 @@ def start_report(name: str, program: Program, without_data: str = "") -> list[Se
     ]
     kinds: list[MemoryKind] = sorted({leaf.spec.memory_kind for leaf in layout})
     sizes = {(group, kind): layout.bytes_per_device(group, kind) for group in GROUPS for kind in kinds}
-    data: DataPipeline = experiment.data
+    data: Pipeline = experiment.data
     return start_table(
         config=name,
         accelerator=accelerator_name(devices),
@@ -47,20 +48,10 @@ def start_report(name: str, program: Program, without_data: str = "") -> list[Se
         device_limit_bytes=spec_for(devices).limit_bytes,
         data={"not checked": without_data}
         if without_data
-        else {row.name: _source(row) for row in data.source_report()},
+        else {row.name: str(row) for row in data.source_report()},
+        item=data.item,
         versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
     )
-
-
-def _source(row: Any) -> str:
-    text = f"{row.kind}: {row.tokens:,} tokens, {row.sequences:,} sequences"
-    if row.documents is not None:
-        text += f", {row.documents:,} documents"
-    if row.bytes is not None:
-        text += f", {human_bytes(row.bytes)} of text"
-    if row.note:
-        text += f", {row.note}"
-    return f"{text}, sha256 {row.sha256[:12]}"
 
 
 def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
@@ -69,12 +60,14 @@ def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
     return {name: 8.0 * size / len(text) for name, size in sizes.items()}
 
 
-def compression_lines(data: DataPipeline, evaluation: dict[str, float]) -> list[str]:
+def compression_lines(data: Pipeline, evaluation: dict[str, float]) -> list[str]:
     """Bits per byte of the model beside those of general compressors, on the same validation text.
 
     Compressing takes seconds per megabyte and the whole text in memory: not done beyond 64 MB.
     """
     lines = []
+    if not isinstance(data, DataPipeline):
+        return lines
     sizes = {row.name: row.bytes or 4 * row.tokens for row in data.source_report()}
     for name in data.validation_names:
         bits = evaluation.get(f"eval/{name}/bits_per_byte", math.nan)

@@ -76,6 +76,7 @@ class Trainer:
             self.data.global_batch_size * self.data.seq_len,
             experiment.model.flops_per_token(self.data.seq_len),
             peak * program.mesh.size if peak else None,
+            item=self.data.item,
         )
         pulse.note(max_steps=self.options.max_steps)
         self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Agree(), Save(), Profile(), Prediction(need)]

@@ -55,13 +55,14 @@ def status(workdir: Any, now: float) -> dict[str, Any]:
     states = [row["health"] for row in rows]
     missing = first["num_processes"] - len(rows)
     worst = next((state for state in states if state not in ("running", "done")), "missing" if missing else states[0])
-    known = {name: first.get(name) for name in ("step", "max_steps", "loss", "tokens_per_second", "attempt", "goodput")}
+    known = {name: first.get(name) for name in ("step", "max_steps", "loss", "attempt", "goodput", *_SPEEDS)}
     return {"workdir": str(workdir), "health": worst, **known, "checkpoints": steps, "problems": problems} | {
         "processes": rows,
         "missing": missing,
     }
 
 
+_SPEEDS = ("tokens_per_second", "images_per_second")
 _SHOWN = ("process", "host", "pid", "phase", "step", "exit", "reason")
 
 
@@ -82,12 +83,12 @@ def _table(found: dict[str, Any]) -> str:
 
     seconds: dict[str, float] = found["goodput"] or {}
     total, steps = sum(seconds.values()) or 1.0, found["checkpoints"]
-    speed = human_count(found["tokens_per_second"]) if found["tokens_per_second"] else "-"
+    counted = next((name for name in _SPEEDS if found[name]), _SPEEDS[0])
     run = [
         ("health", found["health"]),
         ("step", f"{found['step'] if found['step'] is not None else '-'} of {found['max_steps'] or '-'}"),
         ("loss", "-" if found["loss"] is None else f"{float(found['loss']):.4f}"),
-        ("tokens per second", speed),
+        (counted.replace("_", " "), human_count(found[counted]) if found[counted] else "-"),
         ("last checkpoint", f"step {steps[-1]}" if steps else "none"),
         ("start number", str(found["attempt"])),
         *(("checkpoints", problem) for problem in found["problems"]),

@@ -242,7 +242,8 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         text = sample_text(program, state)  # every process takes part
         del state  # the memory is free again for whoever runs another in this process
         if primary:
-            progress.print(f"loss curves: {plot_losses(workdir.metrics, workdir.path / 'loss.png', command.spec)}")
+            about = (command.spec, experiment.data.loss_unit)
+            progress.print(f"loss curves: {plot_losses(workdir.metrics, workdir.path / 'loss.png', *about)}")
         if text is not None:
             progress.print(f"sample, continuing {options.sample_prompt!r}:\n{text}")
         for line in compression_lines(experiment.data, trainer.evaluation):

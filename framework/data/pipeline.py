@@ -1,13 +1,13 @@
 """The input pipeline: from configured sources to global batches, each a pure function of (seed, step).
 
 `setup` makes tokenizer and token files, cached by content, and raises every data error. The global batch is the same
-whatever the number of processes or devices: a process asks for the rows its devices hold. May import: framework.data.
+whatever the number of processes or devices: a process asks for the rows its devices hold. May import: framework.data,
+framework.metrics.tables.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
 import shutil
@@ -19,17 +19,18 @@ from pathlib import Path
 import numpy as np
 
 from framework.config import Config, NonNegativeInt, PositiveInt
+from framework.data.batches import Pipeline, Shapes
 from framework.data.chats import ChatSource
 from framework.data.files import FileHashes, digest_of
-from framework.data.order import GlobalOrder, Prefetcher
+from framework.data.order import GlobalOrder
 from framework.data.packing import Batch, Conversations, Windows
 from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.data.sources import Leaf, Mixture, TextSource, TokenMemmap, leaves_of, located
 from framework.data.token_files import TokenStream, write_tokens
 from framework.data.tokenizers import Tokenizer
+from framework.metrics.tables import human_bytes
 from framework.workdir import write_json
 
-_ENDLESS = 1 << 62
 _FINGERPRINT = 1  # raise when a change of this package changes the batches that a config gives
 
 
@@ -46,8 +47,14 @@ class SourceReport:
     sha256: str  # of the tokens
     note: str = ""  # how conversations were packed
 
+    def __str__(self) -> str:
+        parts = [f"{self.kind}: {self.tokens:,} tokens", f"{self.sequences:,} sequences"]
+        parts += [] if self.documents is None else [f"{self.documents:,} documents"]
+        parts += [] if self.bytes is None else [f"{human_bytes(self.bytes)} of text"]
+        return ", ".join([*parts, *filter(None, [self.note]), f"sha256 {self.sha256[:12]}"])
 
-class DataPipeline:
+
+class DataPipeline(Pipeline):
     """Documents in, batches out.
 
     A batch is a dict: tokens int32[B,S], targets int32[B,S] (the inputs' successors), weights float32[B,S] (0 = not
@@ -65,6 +72,8 @@ class DataPipeline:
         prefetch: batches that wait ready in the background.
         cache_dir: folder for tokenized sources; None puts them into the workdir. A shared one saves work across runs.
     """
+
+    item, loss_unit = "token", "nats per token"
 
     def __init__(
         self,
@@ -98,7 +107,6 @@ class DataPipeline:
                     f"{leaf.label}: ChatSource needs the chat template of a PretrainedTokenizer, given {given}"
                 )
             self.document_mask = True  # conversations are packed together
-        self._order: GlobalOrder | None = None
 
     @property
     def validation_names(self) -> list[str]:
@@ -154,6 +162,7 @@ class DataPipeline:
                 f"data.source: holds {sum(counts)} sequences of data.seq_len={self.seq_len}, too few for one batch of "
                 f"data.global_batch_size={self.global_batch_size}"
             )
+        self._num_rows = sum(counts)
         self._order = GlobalOrder(counts, [leaf.weight for leaf in self.train_leaves], self.seed)
 
     def _open_leaf(self, leaf: Leaf, cache: Path, hashes: FileHashes, write: bool) -> None:
@@ -188,39 +197,26 @@ class DataPipeline:
         sources = [[leaf.stream.digest, leaf.weight] for leaf in self.train_leaves]
         return digest_of([_FINGERPRINT, sources, self.seq_len, self.global_batch_size, self.seed, separators])
 
-    def epoch_steps(self, epochs: float) -> int:
-        """Steps in which all rows of the training sources are read that many times; the last batch is a whole one."""
-        return math.ceil(epochs * sum(leaf.rows.num_whole for leaf in self.train_leaves) / self.global_batch_size)
+    def arrays(self, *, evaluation: bool = False) -> Shapes:
+        names = ["tokens", "targets", *(["positions", "segments"] if self.document_mask else []), "weights"]
+        names += ["bytes"] if evaluation and self.tokenizer.has_text else []
+        shape = (self.global_batch_size, self.seq_len)
+        return {name: (shape, "float32" if name in ("weights", "bytes") else "int32") for name in names}
 
-    def train_batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """The given rows (b of them, each in [0, B)) of the global batch of `step` >= 0: arrays [b,S]. ValueError: a
-        token file changed since `setup` (naming shard and offset)."""
-        order = self._order
-        assert order is not None, "setup() first"
-        places = [order.locate(step * self.global_batch_size + row) for row in rows]
-        return _stacked([self.train_leaves[source].rows.row(index) for source, index in places])
+    def training_row(self, sequence: int, source: int, index: int) -> Batch:
+        return self.train_leaves[source].rows.row(index)
 
-    def train_iterator(self, start_step: int, rows: Sequence[int] | np.ndarray) -> Prefetcher[tuple[int, Batch]]:
-        """(step, train_batch(step, rows)) from `start_step` on, without end; close it when done. At most `prefetch`
-        batches wait in the background, beside the one handed out last."""
-        return Prefetcher(lambda step: (step, self.train_batch(step, rows)), start_step, _ENDLESS, ahead=self.prefetch)
+    def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
+        """Where tokens stand for text, batches have an array more: bytes f32[B,S], of each target that is counted."""
+        rows, tokenizer = self._validation(name).rows, self.tokenizer
 
-    def eval_batches(self, name: str, rows: Sequence[int] | np.ndarray, limit: int | None = None) -> Prefetcher[Batch]:
-        """The given rows of each batch of validation set `name`, in order; of more than `limit` batches, that many
-        from the first to the last, evenly spaced.
+        def read(index: int) -> Batch:
+            row = rows.row(index)
+            if tokenizer.has_text:
+                row["bytes"] = (tokenizer.byte_lengths[row["targets"]] * row["weights"]).astype(np.float32)
+            return row
 
-        Shapes are those of training. What is left over in the last batch has weight 0 (a row may be padding from end to
-        end). Prefetched as `train_iterator`.
-        """
-        leaf, size = self._validation(name), self.global_batch_size
-        total = -(-leaf.rows.num_rows // size)
-        stop = total if limit is None else min(limit, total)
-
-        def batch(turn: int) -> Batch:
-            number = turn if stop == total else turn * (total - 1) // max(1, stop - 1)
-            return _stacked([leaf.rows.row(number * size + row) for row in rows])
-
-        return Prefetcher(batch, 0, stop, ahead=self.prefetch)
+        return rows.num_rows, read
 
     def document_text(self, name: str) -> bytes:
         """The text of validation set `name`: exactly the bytes that its targets stand for, separators left out."""
@@ -243,10 +239,6 @@ class DataPipeline:
         if name not in self.validation_leaves:
             raise ValueError(f"no validation set {name!r}; data.validation has {', '.join(self.validation_leaves)}")
         return self.validation_leaves[name]
-
-
-def _stacked(rows: list[Batch]) -> Batch:
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def cached_tokens(

@@ -22,6 +22,15 @@ from framework.layout import Nested, ParameterSpec, TensorSpec, fold_in_name
 BATCH_AXES = ("data", "fsdp")
 
 
+def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, TensorSpec]:
+    """The layout of a batch's arrays (shape, dtype), [B, ...]: over data and fsdp, and those [B, S] over seq too."""
+
+    def spec(shape: tuple[int, ...], dtype: str) -> TensorSpec:
+        return TensorSpec(shape, dtype, (BATCH_AXES, *(["seq"] if len(shape) == 2 else [None] * (len(shape) - 1))))
+
+    return {name: spec(*array) for name, array in arrays.items()}
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Context:

@@ -14,7 +14,7 @@ TRAIN = "train/loss"
 _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 
 
-def plot_losses(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str) -> Path:
+def plot_losses(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str, unit: str = "nats per token") -> Path:
     """Draws `train/loss` (raw and smoothed) and every other metric that ends in "loss", by step; replaces `png_path`
     atomically, and returns it.
 
@@ -43,7 +43,7 @@ def plot_losses(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: st
         low, typical = np.min(finite), np.percentile(finite, 98)
         axes.set_ylim(low - 0.05, min(np.max(finite), low + 2 * (typical - low)) + 0.05)
         axes.legend(frameon=False, fontsize=9)
-    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
+    axes.set(title=title, xlabel="step", ylabel=f"loss ({unit})")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     temporary = png_path.with_name(png_path.name + ".tmp")

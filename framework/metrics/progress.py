@@ -55,7 +55,8 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], total=total_steps)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows `metrics` of `step`: train/loss, train/tokens_per_second, train/mfu, memory/device_bytes."""
+        """Shows `metrics` of `step`: train/loss, train/tokens_per_second or images_per_second, train/mfu,
+        memory/device_bytes."""
         fields = self._fields(step, metrics)
         if self._bar is not None:
             text = "  ".join(" ".join(field.split()) for field in fields)
@@ -90,10 +91,12 @@ class Progress:
         # Fixed widths, so that lines are columns and the bar does not jump.
         rate, mfu = metrics.get("train/steps_per_second"), metrics.get("train/mfu")
         left = None if not rate else datetime.timedelta(seconds=round((self._total - step) / rate))
+        images = metrics.get("train/images_per_second")
+        speed, unit = (metrics.get("train/tokens_per_second"), "tok/s") if images is None else (images, "img/s")
         return [
             f"step {step:>{len(str(self._total))}}/{self._total}",
             f"loss {metrics.get('train/loss', math.nan):8.4f}",
-            f"{human_count(metrics.get('train/tokens_per_second')):>6} tok/s",
+            f"{human_count(speed):>6} {unit}",
             *([] if mfu is None else [f"MFU {mfu:6.1%}"]),
             f"mem {human_bytes(metrics.get('memory/device_bytes')):>11}",
             f"left {'-' if left is None else str(left):>8}",

@@ -29,6 +29,7 @@ def start_table(
     device_limit_bytes: int | None,
     data: Mapping[str, str],
     versions: Mapping[str, str],
+    item: str = "token",
 ) -> list[Section]:
     """The table shown before the first step.
 
@@ -37,14 +38,14 @@ def start_table(
       device_bytes: bytes on one device, by (group, memory kind).
       tokens_per_step: over all devices. flops_per_token: model FLOPs, forward and backward.
       device_limit_bytes: what a device has; shown with the sum, if known.
-      data: what is read, by name. versions: of packages.
+      data: what is read, by name. versions: of packages. item: what is counted, if no tokens.
     """
     run = {
         "config": config,
         "accelerator": accelerator,
         "mesh": mesh,
-        "tokens per step": f"{tokens_per_step:,}",
-        "FLOPs per token": human_count(flops_per_token),
+        f"{item}s per step": f"{tokens_per_step:,}",
+        f"FLOPs per {item}": human_count(flops_per_token),
     }
     counts = [*parameters, ("sum", sum(row[1] for row in parameters), sum(row[2] for row in parameters))]
     groups = list(dict.fromkeys(group for group, _ in device_bytes))

@@ -1,4 +1,4 @@
-"""Throughput: tokens and steps per second, and model FLOPs utilization, over the last steps; and metrics fetched late.
+"""Throughput: tokens (or images) and steps per second, and model FLOPs utilization, over the last steps; and metrics fetched late.
 
 MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs that the achieved tokens per second need, over the peak of
 all devices; recomputation (remat) does not count as work.
@@ -19,6 +19,7 @@ class Throughput:
     Args:
       tokens_per_step: targets counted in the loss per step, over all processes.
       flops_per_token: model FLOPs per token, forward and backward.
+      item: what is counted, if no tokens; both arguments are of these then.
       peak_flops_total: peak FLOP/s of all devices together; None if not known, and then there is no MFU.
     """
 
@@ -28,12 +29,13 @@ class Throughput:
         flops_per_token: float,
         peak_flops_total: float | None,
         *,
+        item: str = "token",
         window: int = 50,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._tokens_per_step = tokens_per_step
         self._flops_per_token, self._peak_flops_total = flops_per_token, peak_flops_total
-        self._clock = clock
+        self._clock, self._rate = clock, f"train/{item}s_per_second"
         self._ends: deque[float] = deque(maxlen=window + 1)  # seconds of training at which each of the last steps ended
         self._paused_seconds = 0.0
 
@@ -51,14 +53,14 @@ class Throughput:
             self._paused_seconds += self._clock() - start
 
     def metrics(self) -> dict[str, float]:
-        """`train/steps_per_second`, `train/tokens_per_second`, `train/mfu` (0 to 1): those that are known."""
+        """`train/steps_per_second`, `train/tokens_per_second` (of its item), `train/mfu` (0 to 1): those known."""
         seconds = self._ends[-1] - self._ends[0] if self._ends else 0.0
         if seconds <= 0:
             return {}
         rate = (len(self._ends) - 1) / seconds
-        values = {"train/steps_per_second": rate, "train/tokens_per_second": rate * self._tokens_per_step}
+        values = {"train/steps_per_second": rate, self._rate: rate * self._tokens_per_step}
         if self._peak_flops_total is not None:
-            flops = values["train/tokens_per_second"] * self._flops_per_token
+            flops = values[self._rate] * self._flops_per_token
             values["train/mfu"] = flops / self._peak_flops_total
         return values
 

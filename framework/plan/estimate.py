@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 
 from framework.accelerators import AcceleratorSpec
 from framework.experiment import Experiment
+from framework.layers.base import batch_specs
 from framework.layout import OptStateSpec, StateLayout
 from framework.optimizers.reach import Reach
 from framework.plan.liveness import Rules, most_held, on_host
@@ -61,9 +62,9 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     breakdown, host = dict.fromkeys(KEYS, 0), dict.fromkeys(KEYS, 0)
     for leaf in StateLayout(experiment.run_specs(), mesh):
         (breakdown if leaf.spec.memory_kind == "device" else host)[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
-    arrays = 5 if data.document_mask else 3  # tokens, targets, weights, positions, segments: four bytes each
-    shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]
-    breakdown["batch"] = 4 * arrays * data.global_batch_size * data.seq_len // shards
+    for batch in batch_specs(data.arrays()).values():
+        shard = layout.sharding(batch).shard_shape(batch.shape)
+        breakdown["batch"] += math.prod(shard) * batch.dtype.itemsize
     backward = _backward(experiment, layout, sizes, spec.platform)
     if (
         learner.accumulate > 1 and memory.gradients == "device"

@@ -23,9 +23,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from framework.experiment import Experiment
 from framework.layers import attention, kernels_xla
-from framework.layers.base import BATCH_AXES, Context
+from framework.layers.base import Context, batch_specs
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
-from framework.layout import Nested, ParameterSpec, StateLayout, TensorSpec, flatten, merge
+from framework.layout import Nested, ParameterSpec, StateLayout, flatten, merge
 
 KERNEL = Primitive("attention_kernel")  # flash attention, forward or backward: its operands and results, nothing else
 KERNEL.multiple_results = True
@@ -68,7 +68,7 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         return jax.tree.map(gather, model.stack.unit.parameter_specs(), unit)
 
     def gradients(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Any:
-        rows = jnp.arange(batch["tokens"].shape[0])
+        rows = jnp.arange(batch["weights"].shape[0])
         fields: dict[str, Any] = {"batch": batch, "num_targets": jnp.float32(1), "training": True}
         fields |= {"rng": jax.random.key(0), "rows": rows, "compute_dtype": model.compute_dtype}
         ctx = _LocalContext(**fields, mesh=mesh, remat=experiment.memory.remat)
@@ -93,10 +93,8 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         grads, *table_grad = jax.grad(loss, argnums=argnums)(model.split_units(params, ctx.remat), table)
         return model.join_units(grads), table_grad
 
-    length = (data.global_batch_size // learner.accumulate, data.seq_len)
-    names = ["tokens", "targets", *(["positions", "segments"] if data.document_mask else [])]
-    batch = {name: TensorSpec(length, "int32", (BATCH_AXES, "seq")) for name in names}
-    batch["weights"] = TensorSpec(length, "float32", (BATCH_AXES, "seq"))
+    size = data.global_batch_size // learner.accumulate
+    batch = batch_specs({name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in data.arrays().items()})
     state = experiment.state_specs()
     arguments = (state["parameter"], state["frozen"], state["buffer"], batch)
     axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), arguments)

@@ -17,7 +17,7 @@ from framework.checkpoint_storage import read_bytes
 from framework.config import Config
 from framework.executables import HostBytes
 from framework.experiment import Experiment
-from framework.layout import Leaf, TensorSpec, merge
+from framework.layout import Leaf, merge
 from framework.metrics.tables import human_bytes
 from framework.parts import STACK
 from framework.plan import jaxprs, layers
@@ -91,7 +91,7 @@ def plan(
     step = compile_step(program, target, limit)
     report |= _step(program, step)
     if step.ledger is not None:
-        report |= layers.totals(step.ledger, program.batch_specs["tokens"].size)
+        report |= layers.totals(step.ledger, report["tokens_per_step"])
     _add_host(report, hosted, step.host_temp, target)
     found = closed_form(program.experiment, target)
     error = None if step.message else found.peak_bytes / step.peak - 1.0
@@ -128,9 +128,7 @@ def _init(program: Program, target: Target, hosted: int) -> Compiled:
 
 
 def _evaluation(program: Program, target: Target) -> Compiled:
-    layout, batch = program.layout, dict[str, TensorSpec](program.batch_specs)
-    if program.experiment.data.tokenizer.has_text:
-        batch["bytes"] = batch["weights"]
+    layout, batch = program.layout, program.evaluation_specs
     if program.in_parts:
         weights = {group: layout.specs[group] for group in ("parameter", "frozen")}
         return layers.rehearsed(target, None, partial(program.layers.evaluate, weights, layout.specs["buffer"], batch))
@@ -160,6 +158,7 @@ def _head(name: str, experiment: Experiment, target: Target, limit: int | None) 
         "mesh_across": experiment.mesh.cut(sizes, target.num_slices),
         "device_limit_bytes": limit,
         "host_limit_bytes": target.host_limit_bytes,
+        "item": experiment.data.item,
         "tokens_per_step": tokens,
         "model_flops_per_token": per_token,
         "flops_per_token": per_token,
@@ -200,7 +199,7 @@ def traced(program: Program) -> Report:
     loops = f"{count.uncounted_loops} loops run as often as the data says; their FLOPs are counted once"
     return {
         "flops_per_step": count.flops,
-        "flops_per_token": count.flops / program.batch_specs["tokens"].size,
+        "flops_per_token": count.flops / (program.experiment.data.global_batch_size * program.experiment.data.seq_len),
         "zero_gradients": [
             {"path": leaf.path.removeprefix("parameter/"), "bytes": leaf.bytes_per_device}
             for leaf, is_zero in zip(leaves, zero, strict=True)

@@ -97,7 +97,7 @@ def _work(report: Report) -> list[list[str]]:
     own = f"({human_count(report['model_flops_per_token'])} of the model's own)"
     rows = [
         ["FLOPs per step", f"{human_count(report['flops_per_step'])}, all devices"],
-        ["FLOPs per token", f"{human_count(report['flops_per_token'])} {own}"],
+        [f"FLOPs per {report['item']}", f"{human_count(report['flops_per_token'])} {own}"],
     ]
     if report["collective_bytes"]:
         parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in sorted(report["collective_bytes"].items()))
