@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -140,7 +140,7 @@ class Evaluate(Hook):
                     totals.update(sums)
         for _, sums in buffer.take(keep=0):
             totals.update(sums)
-        return run.experiment.model.summary(totals)
+        return run.experiment.model.summary(dict(totals))
 
 
 class Agree(Hook):

@@ -46,9 +46,7 @@ def start_report(name: str, program: Program, without_data: str = "") -> list[Se
         tokens_per_step=data.global_batch_size * data.seq_len,
         flops_per_token=experiment.model.flops_per_token(data.seq_len),
         device_limit_bytes=spec_for(devices).limit_bytes,
-        data={"not checked": without_data}
-        if without_data
-        else {row.name: str(row) for row in data.source_report()},
+        data={"not checked": without_data} if without_data else {row.name: str(row) for row in data.source_report()},
         item=data.item,
         versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
     )
@@ -84,9 +82,10 @@ def compression_lines(data: Pipeline, evaluation: dict[str, float]) -> list[str]
 
 def sample_text(program: Program, state: dict[str, Any]) -> str | None:
     """The prompt of the config and what the model makes of it; None where tokens stand for no text."""
-    options, tokenizer = program.experiment.trainer, program.experiment.data.tokenizer
-    if not options.sample_tokens or not tokenizer.has_text:
+    options, data = program.experiment.trainer, program.experiment.data
+    if not options.sample_tokens or not isinstance(data, DataPipeline) or not data.tokenizer.has_text:
         return None
+    tokenizer = data.tokenizer
     prompt, wanted = tokenizer.encode_prompt(options.sample_prompt), options.sample_tokens
     limit = program.experiment.language_model.embed.max_positions
     if limit is not None:  # a sample is not worth an error at the end of a run

@@ -177,6 +177,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         log_every=options.log_every,
         stream=None if primary else open("/dev/null", "w"),
         log_path=workdir.log if primary else None,
+        item=experiment.data.item,
     ) as progress:
         for line in rules:
             progress.print(line)

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import annotated_types
 import numpy as np
@@ -36,11 +36,7 @@ class ImageSource(abc.ABC):
     """Images of one shape with values 0 to `levels` - 1. The constructor only keeps its arguments."""
 
     levels: int
-
-    @property
-    @abc.abstractmethod
-    def image_shape(self) -> tuple[int, int, int]:
-        """(H, W, C)."""
+    image_shape: Any  # (H, W, C); may be a property
 
     @abc.abstractmethod
     def load(self) -> np.ndarray:
@@ -63,7 +59,8 @@ class DigitsSource(ImageSource):
     def load(self) -> np.ndarray:
         from sklearn.datasets import load_digits
 
-        images = load_digits().images.astype(np.uint8)[..., None]
+        found: Any = load_digits()
+        images = found.images.astype(np.uint8)[..., None]
         parts = np.array([split_of(image.tobytes().hex(), 0.2) for image in images])
         return images if self.split == "all" else images[parts == self.split]
 
@@ -244,7 +241,7 @@ class ImagePipeline(Pipeline):
         image = self.images["train"][index]
         if self.flip and hashlib.blake2b(f"{self.seed}/flip/{sequence}".encode()).digest()[0] & 1:
             image = image[:, ::-1]
-        return {"images": image, "weights": np.float32(1)}
+        return {"images": image, "weights": np.ones((), np.float32)}
 
     def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
         if name not in self.validation_names:
@@ -253,7 +250,7 @@ class ImagePipeline(Pipeline):
 
         def row(index: int) -> Batch:
             is_image = index < len(images)
-            return {"images": images[index if is_image else 0], "weights": np.float32(is_image)}
+            return {"images": images[index if is_image else 0], "weights": np.array(is_image, np.float32)}
 
         return len(images), row
 

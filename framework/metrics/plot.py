@@ -14,7 +14,9 @@ TRAIN = "train/loss"
 _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 
 
-def plot_losses(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str, unit: str = "nats per token") -> Path:
+def plot_losses(
+    metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str, unit: str = "nats per token"
+) -> Path:
     """Draws `train/loss` (raw and smoothed) and every other metric that ends in "loss", by step; replaces `png_path`
     atomically, and returns it.
 

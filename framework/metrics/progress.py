@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from framework.metrics.tables import human_bytes, human_count
 
+_UNITS = {"token": "tok/s", "image": "img/s"}
+
 
 class Progress:
     """Shows where a run is. Use as a context manager, so that the terminal is given back on any way out.
@@ -24,12 +26,19 @@ class Progress:
       log_every: lines are for steps that this divides, and for the last; the bar is for every step.
       stream: where to show; standard output if None.
       log_path: a file that gets every line and message too, with no bar; None for no file.
+      item: what is counted, if no tokens.
     """
 
     def __init__(
-        self, total_steps: int, *, log_every: int = 1, stream: IO[str] | None = None, log_path: Path | None = None
+        self,
+        total_steps: int,
+        *,
+        log_every: int = 1,
+        stream: IO[str] | None = None,
+        log_path: Path | None = None,
+        item: str = "token",
     ):
-        self._total, self._log_every = total_steps, log_every
+        self._total, self._log_every, self._item = total_steps, log_every, item
         self._stream = sys.stdout if stream is None else stream
         self._log = None if log_path is None else open(log_path, "a", encoding="utf-8")  # noqa: SIM115 (see __exit__)
         is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
@@ -91,12 +100,10 @@ class Progress:
         # Fixed widths, so that lines are columns and the bar does not jump.
         rate, mfu = metrics.get("train/steps_per_second"), metrics.get("train/mfu")
         left = None if not rate else datetime.timedelta(seconds=round((self._total - step) / rate))
-        images = metrics.get("train/images_per_second")
-        speed, unit = (metrics.get("train/tokens_per_second"), "tok/s") if images is None else (images, "img/s")
         return [
             f"step {step:>{len(str(self._total))}}/{self._total}",
             f"loss {metrics.get('train/loss', math.nan):8.4f}",
-            f"{human_count(speed):>6} {unit}",
+            f"{human_count(metrics.get(f'train/{self._item}s_per_second')):>6} {_UNITS[self._item]}",
             *([] if mfu is None else [f"MFU {mfu:6.1%}"]),
             f"mem {human_bytes(metrics.get('memory/device_bytes')):>11}",
             f"left {'-' if left is None else str(left):>8}",

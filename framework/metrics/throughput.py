@@ -1,4 +1,5 @@
-"""Throughput: tokens (or images) and steps per second, and model FLOPs utilization, over the last steps; and metrics fetched late.
+"""Throughput: items (tokens, images) and steps per second, and model FLOPs utilization, over the last steps; and
+metrics fetched late.
 
 MFU as in PaLM (arXiv 2204.02311, appendix B): model FLOPs that the achieved tokens per second need, over the peak of
 all devices; recomputation (remat) does not count as work.

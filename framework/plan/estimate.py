@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from framework.accelerators import AcceleratorSpec
 from framework.experiment import Experiment
 from framework.layers.base import batch_specs
 from framework.layout import OptStateSpec, StateLayout
+from framework.models.causal_lm import CausalLM
 from framework.optimizers.reach import Reach
 from framework.plan.liveness import Rules, most_held, on_host
 from framework.plan.local_step import trace
@@ -77,9 +79,9 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
         backward["activations"] += layout.bytes_per_device("optimizer", "device")
     if "offload" in memory.remat or memory.activations != "device":
         host["activations"] = _backward(experiment, layout, sizes, spec.platform, host=True).total()
-    units = experiment.language_model.stack.num_units
+    units = {name: stack.num_units for name, stack in experiment.model.stacks.items()}
     if memory.update == "in_backward":  # a unit's gradients wait until all of it is updated
-        backward["gradients"] += sum(_stack(layout).values()) // units
+        backward["gradients"] += max(sum(_stacked(layout, [name]).values()) // count for name, count in units.items())
     if memory.update == "after_backward":
         update = _update(layout, spec, sum(breakdown.values()))
     else:
@@ -96,11 +98,11 @@ def _taken(experiment: Experiment) -> bool:
     return experiment.memory.update == "in_backward" or experiment.memory.gradients != "device"
 
 
-def _stack(layout: StateLayout) -> dict[tuple[int, ...], int]:
-    """{a device's share of the shape: bytes} of the stack's trainable parameters, those of a shape together."""
+def _stacked(layout: StateLayout, stacks: Collection[str]) -> dict[tuple[int, ...], int]:
+    """{a device's share of the shape: bytes} of stacks' trainable parameters, those of a shape together."""
     found: Counter[tuple[int, ...]] = Counter()
     for leaf in layout:
-        if leaf.path.startswith("parameter/stack/"):
+        if leaf.group == "parameter" and leaf.path.split("/")[1] in stacks:
             found[layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)] += leaf.bytes_per_device
     return found
 
@@ -110,7 +112,8 @@ def _backward(
 ) -> Counter[str]:
     """The most that the gradients of one microbatch hold besides state and batch, on the device or in host memory.
     Gradients of the stack that are taken away are not counted."""
-    units, gradients, taken = experiment.language_model.stack.num_units, _stack(layout), _taken(experiment)
+    model, taken = experiment.model, _taken(experiment)
+    units, gradients = {stack.num_units for stack in model.stacks.values()}, _stacked(layout, model.stacks)
     weights = {layout.sharding(leaf.spec).shard_shape(leaf.spec.shape) for leaf in layout if leaf.group == "parameter"}
     weights |= {shape[1:] for shape in gradients}
     shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]
@@ -119,13 +122,19 @@ def _backward(
         """Whether it is what was kept of all units, in host memory."""
         if on_host(aval):
             return True
-        kept = experiment.memory.activations != "device" and aval.shape[:1] == (units,) and aval.shape not in gradients
+        kept = (
+            experiment.memory.activations != "device"
+            and aval.shape
+            and aval.shape[0] in units
+            and aval.shape not in gradients
+        )
         size = math.prod(aval.shape[1:]) * shards * getattr(aval.dtype, "itemsize", 4)
         return kept and len(aval.shape) > 2 and size >= 1 << 20
 
-    table = (experiment.language_model.vocab_size // sizes["model"], experiment.language_model.dim)
-    length = experiment.data.seq_len
-    lengths = (length, length // sizes["seq"])
+    table, lengths = (-1,), ()
+    if isinstance(model, CausalLM):
+        table, length = (model.vocab_size // sizes["model"], model.dim), experiment.data.seq_len
+        lengths = (length, length // sizes["seq"])
 
     def nbytes(aval: Any) -> int:
         if away(aval) != host or aval.shape in (weights if host else gradients if taken else ()):
@@ -171,13 +180,13 @@ def _update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> Counte
     return found + Counter(activations=selected)
 
 
-def _piece(layout: StateLayout, units: int, reaches: set[Reach]) -> Counter[str]:
+def _piece(layout: StateLayout, units: dict[str, int], reaches: set[Reach]) -> Counter[str]:
     """What an update by pieces moves: what is hosted of two pieces on its way in, and of two on its way out."""
     tensors: Counter[str] = Counter()
     for leaf in layout:
         if leaf.group != "frozen" and leaf.spec.memory_kind != "device":
             _, stage, path = leaf.path.split("/", 2)
-            part = leaf.bytes_per_device // (units if stage == "stack" else 1)
+            part = leaf.bytes_per_device // units.get(stage, 1)
             owner = leaf.spec.owner if isinstance(leaf.spec, OptStateSpec) and leaf.group == "optimizer" else path
             tensors[f"{stage}/{owner}"] += min(part, 4 * BLOCK) if reaches <= {"element", "row"} else part
     largest = sum(tensors.values()) if reaches & {"unit"} else max(tensors.values(), default=0)

@@ -39,7 +39,7 @@ def need(program: Program) -> Need:
     """Compiles the step, or takes it from the compilation cache, and reads what it needs."""
     layout, message = program.layout, ""
     device, hosted = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
-    batch = sum(spec.num_bytes for spec in program.batch_specs.values()) // program.batch_sharding.num_devices
+    batch = sum(spec.num_bytes for spec in program.batch_specs.values()) // program.mesh.size
     try:
         if program.in_parts:
             peak = program.layers_ledger.peak

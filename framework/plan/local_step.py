@@ -10,6 +10,7 @@ May import: framework.experiment, framework.layers, framework.layout, JAX.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,11 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from framework.experiment import Experiment
 from framework.layers import attention, kernels_xla
-from framework.layers.base import Context, batch_specs
+from framework.layers.base import Context, Out, batch_specs
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
+from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, StateLayout, flatten, merge
+from framework.models.causal_lm import CausalLM
 
 KERNEL = Primitive("attention_kernel")  # flash attention, forward or backward: its operands and results, nothing else
 KERNEL.multiple_results = True
@@ -47,8 +50,8 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         experiment: what to train. sizes: of all mesh axes.
         platform: tpu, gpu or cpu: decides the attention kernel as `implementation="auto"` does.
     """
-    model, learner, data = copy.deepcopy(experiment.language_model), experiment.learner, experiment.data
-    for layer in model.stack.unit.walk():
+    model, learner, data = copy.deepcopy(experiment.model), experiment.learner, experiment.data
+    for layer in (layer for stack in model.stacks.values() for layer in stack.unit.walk()):
         if isinstance(layer, attention.Attention):
             layer.num_heads //= sizes["model"]
             layer.num_kv_heads //= sizes["model"]
@@ -64,28 +67,42 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
                 weight = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
         return weight
 
-    def fetch(unit: Nested) -> Nested:  # one unit's weights, which have no axis of layers
-        return jax.tree.map(gather, model.stack.unit.parameter_specs(), unit)
+    def run(name: str, params: Nested, carry: Any, ctx: Context, buffers: Nested) -> tuple[Any, Out]:
+        stage, state = model.stages[name], buffers.get(name, {})
+        if isinstance(stage, Stack):  # of which one unit's weights are gathered at a time; they have no axis of layers
+            fetch = functools.partial(jax.tree.map, gather, stage.unit.parameter_specs())
+            return stage.forward(params[name], carry, ctx.fold(name), state, fetch, params.get("shared"))
+        weights = jax.tree.map(gather, specs.get(name, {}), params.get(name, {}))
+        if not isinstance(model, CausalLM):  # whose embedding takes them as they are
+            weights = stage.prepare(weights, ctx)
+        return stage.apply(weights, carry, ctx.fold(name), state)
 
     def gradients(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Any:
         rows = jnp.arange(batch["weights"].shape[0])
         fields: dict[str, Any] = {"batch": batch, "num_targets": jnp.float32(1), "training": True}
         fields |= {"rng": jax.random.key(0), "rows": rows, "compute_dtype": model.compute_dtype}
         ctx = _LocalContext(**fields, mesh=mesh, remat=experiment.memory.remat)
-        everything = merge(params, frozen)
+        if not isinstance(model, CausalLM):
+
+            def objective(params: Nested) -> Any:
+                everything, carry, total = merge(params, model.split_units(frozen, ctx.remat)), None, jnp.float32(0)
+                for name in model.stages:
+                    carry, out = run(name, everything, carry, ctx, buffers)
+                    total = total if out.loss is None else total + out.loss
+                return total
+
+            return model.join_units(jax.grad(objective)(model.split_units(params, ctx.remat)))
+        everything, language = merge(params, frozen), model
         home = "embed/token" if model.head.tied else "head/table"
         table = gather(model.head.table_spec(), flatten(everything)[home])
 
         def loss(params: Nested, table: jax.Array) -> jax.Array:
             everything = merge(params, model.split_units(frozen, ctx.remat))
-            weights = jax.tree.map(gather, specs["embed"], everything["embed"])
-            carry, _ = model.embed.apply(weights, None, ctx.fold("embed"), buffers.get("embed", {}))
-            carry, out = model.stack.forward(
-                everything["stack"], carry, ctx.fold("stack"), buffers.get("stack", {}), fetch, everything.get("shared")
-            )
+            carry, _ = run("embed", everything, None, ctx, buffers)
+            carry, out = run("stack", everything, carry, ctx, buffers)
             norm = jax.tree.map(lambda w: w.astype(model.compute_dtype), everything["head"]["norm"])
             head = Context(**fields).fold("head")  # no mesh: its chunks are those of this device's positions
-            _, last = model.head.apply({"norm": norm, "table": table}, carry, head, buffers.get("head", {}))
+            _, last = language.head.apply({"norm": norm, "table": table}, carry, head, buffers.get("head", {}))
             assert last.loss is not None
             return last.loss if out.loss is None else last.loss + out.loss
 

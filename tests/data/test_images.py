@@ -195,7 +195,7 @@ def test_what_is_wrong_with_a_folder_or_a_config(tmp_path: Path):
         build(tmp_path, source=folder(tmp_path / "good", levels=17))
     with pytest.raises(ValueError, match=r"000\.png: images of 4 x 6 x 3, expected 8 x 8 x 3"):
         build(tmp_path, source=folder(tmp_path / "good", size=[8, 8, 3]))
-    with pytest.raises(ValueError, match="holds 5 images, too few for one batch of data.global_batch_size=8"):
+    with pytest.raises(ValueError, match=r"holds 5 images, too few for one batch of data\.global_batch_size=8"):
         build(tmp_path, source=good)
     other = {"digits": config_for(DigitsSource, split="validation")}
     with pytest.raises(ValueError, match=r"^data\.validation\.digits: \[H, W, C, levels\] are \[8, 8, 1, 17\], but \["):

@@ -176,7 +176,7 @@ def test_rows_are_read_by_the_processes_whose_devices_hold_them(tpu, name, batch
     assert set().union(*(set(one.tolist()) for one in rows.values())) == set(range(batch))
     # By the arrays' own rule, device by device.
     holders: dict[int, set[int]] = {}
-    for device, index in found.batch_sharding.devices_indices_map((batch, 16)).items():
+    for device, index in found.batch_sharding["tokens"].devices_indices_map((batch, 16)).items():
         for row in range(batch)[index[0]]:
             holders.setdefault(row, set()).add(device.process_index)
     for row, processes in holders.items():
