@@ -1,0 +1,151 @@
+"""Invertible linear maps of the channels and of the grid: ActNorm, 1x1 convolution, permutations, squeeze.
+
+Kingma and Dhariwal 2018 (Glow, arXiv 1807.03039); Dinh et al. 2016 (RealNVP, arXiv 1605.08803) for squeeze.
+May import: framework.config, framework.layout, layers.base, layers.flow.base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from framework.config import NonNegativeInt, PositiveInt
+from framework.layers.base import Context
+from framework.layers.flow.base import Bijection
+from framework.layout import Nested, ParameterSpec
+
+SMALLEST_STD = 1e-3
+
+
+class ActNorm(Bijection):
+    """y = (x + bias) * exp(log_scale), by channel; calibrated so that the first batch leaves with mean 0, variance 1.
+
+    Args:
+        dim: C, given by the parent.
+    """
+
+    def __init__(self, *, dim: PositiveInt):
+        self.dim = dim
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """bias and log_scale [C], zeros before calibration."""
+        return {name: ParameterSpec((self.dim,), "float32", roles=("channel",)) for name in ("bias", "log_scale")}
+
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """log_det = H W sum(log_scale)."""
+        y = (x_BHWC + weights["bias"]) * jnp.exp(weights["log_scale"])
+        return y, _everywhere(x_BHWC, weights["log_scale"])
+
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """See Invertible."""
+        x = y_BHWC * jnp.exp(-weights["log_scale"]) - weights["bias"]
+        return x, _everywhere(x, weights["log_scale"])
+
+    def calibrate(self, params: Nested, x_BHWC: jax.Array) -> Nested:
+        """Parameters with which this very x leaves with mean 0 and variance 1."""
+        mean, std = jnp.mean(x_BHWC, axis=(0, 1, 2)), jnp.std(x_BHWC, axis=(0, 1, 2))
+        return {"bias": -mean, "log_scale": -jnp.log(jnp.maximum(std, SMALLEST_STD))}
+
+
+class InvertibleConv(Bijection):
+    """A 1x1 convolution: y = W x at each position, W = R L (U + diag(exp(log_scale))).
+
+    L is lower triangular with ones on its diagonal, U strictly upper triangular, so the determinant costs C and the
+    inverse two triangular solves. Glow decomposes a random rotation and keeps its permutation fixed; here R itself is
+    fixed, and L and U begin at the identity: the same first W, the same determinant, and weight decay pulls to R.
+
+    Args:
+        dim: C, given by the parent.
+        fixed: what R is, drawn once and frozen: a "rotation" or a "permutation".
+    """
+
+    def __init__(self, *, dim: PositiveInt, fixed: Literal["rotation", "permutation"] = "rotation"):
+        self.dim, self.fixed = dim, fixed
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """lower, upper [C, C] (of which only the triangles are used), log_scale [C]; fixed [C, C], frozen."""
+
+        def permutation(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            return jax.random.permutation(key, jnp.eye(self.dim, dtype=dtype))
+
+        draw = jax.nn.initializers.orthogonal() if self.fixed == "rotation" else permutation
+        square = ParameterSpec((self.dim, self.dim), "float32", roles=("out", "in"))
+        return {
+            "lower": square,
+            "upper": square,
+            "log_scale": ParameterSpec((self.dim,), "float32", roles=("channel",)),
+            "fixed": replace(square, initializer=draw, trainable=False),
+        }
+
+    def _factors(self, weights: Nested) -> tuple[jax.Array, jax.Array]:
+        eye = jnp.eye(self.dim, dtype=weights["lower"].dtype)
+        return jnp.tril(weights["lower"], -1) + eye, jnp.triu(weights["upper"], 1) + eye * jnp.exp(weights["log_scale"])
+
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """log_det = H W sum(log_scale). Products are exact to float32, as the inverse is."""
+        lower, upper = self._factors(weights)
+        matrix = jnp.linalg.multi_dot([weights["fixed"], lower, upper], precision="highest")
+        y = jnp.einsum("bhwc,dc->bhwd", x_BHWC, matrix, precision="highest")
+        return y, _everywhere(x_BHWC, weights["log_scale"])
+
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """See Invertible."""
+        lower, upper = self._factors(weights)
+        half = jax.scipy.linalg.solve_triangular(lower, weights["fixed"].T, lower=True, unit_diagonal=True)
+        matrix = jax.scipy.linalg.solve_triangular(upper, half)
+        x = jnp.einsum("bhwc,dc->bhwd", y_BHWC, matrix, precision="highest")
+        return x, _everywhere(x, weights["log_scale"])
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """2 C^2 a position."""
+        return 2.0 * self.dim**2
+
+
+class Permutation(Bijection):
+    """A fixed order of the channels, the same in all units of a stack.
+
+    Args:
+        dim: C, given by the parent.
+        kind: "reverse", or "shuffle": drawn by the seed.
+        seed: of the shuffle.
+    """
+
+    def __init__(self, *, dim: PositiveInt, kind: Literal["reverse", "shuffle"] = "reverse", seed: NonNegativeInt = 0):
+        self.order = np.arange(dim)[::-1] if kind == "reverse" else np.random.default_rng(seed).permutation(dim)
+
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """log_det = 0."""
+        return x_BHWC[..., self.order], jnp.zeros_like(x_BHWC[:, 0, 0, 0])
+
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """See Invertible."""
+        return y_BHWC[..., np.argsort(self.order)], jnp.zeros_like(y_BHWC[:, 0, 0, 0])
+
+
+class Squeeze(Bijection):
+    """[B, H, W, C] -> [B, H/2, W/2, 4C]: squares of 2 x 2 become channels."""
+
+    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """log_det = 0. Raises ValueError when H or W is odd."""
+        batch, height, width, channels = x_BHWC.shape
+        if height % 2 or width % 2:
+            raise ValueError(f"squeeze: expected an even height and width, given {height} x {width}")
+        x = x_BHWC.reshape(batch, height // 2, 2, width // 2, 2, channels)
+        y = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, height // 2, width // 2, 4 * channels)
+        return y, jnp.zeros_like(x_BHWC[:, 0, 0, 0])
+
+    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """See Invertible."""
+        batch, height, width, channels = y_BHWC.shape
+        y = y_BHWC.reshape(batch, height, width, 2, 2, channels // 4).transpose(0, 1, 3, 2, 4, 5)
+        return y.reshape(batch, 2 * height, 2 * width, channels // 4), jnp.zeros_like(y_BHWC[:, 0, 0, 0])
+
+
+def _everywhere(x_BHWC: jax.Array, log_scale_C: jax.Array) -> jax.Array:
+    """[B]: the log-determinant of a scale by channel that is applied at each position."""
+    _, height, width, _ = x_BHWC.shape
+    return jnp.broadcast_to(height * width * jnp.sum(log_scale_C), x_BHWC.shape[:1])

@@ -1,0 +1,167 @@
+"""The small nets inside couplings: convolutions, or attention over the positions.
+
+They need no inverse. Their last layer begins at zero, so that a coupling begins as the identity (Glow, arXiv
+1807.03039). May import: framework.config, framework.layout, other layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from framework.config import Config, Fraction, PositiveInt, config_for
+from framework.layers.base import Context, Layer
+from framework.layers.linear import Linear
+from framework.layers.mlp import MLP
+from framework.layers.norm import RMSNorm
+from framework.layout import Nested, ParameterSpec, nearest_divisors
+
+
+class Conv(Layer):
+    """A convolution with "same" padding and a bias.
+
+    Args:
+        inputs, outputs: channels.
+        kernel: side of the kernel.
+        zero: whether the weight begins at zero; else by He et al. 2015 (arXiv 1502.01852).
+    """
+
+    def __init__(self, *, inputs: PositiveInt, outputs: PositiveInt, kernel: PositiveInt = 3, zero: bool = False):
+        self.shape = (kernel, kernel, inputs, outputs)
+        self.init = jax.nn.initializers.zeros if zero else jax.nn.initializers.he_normal()
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """weight [K, K, inputs, outputs], bias [outputs]."""
+        roles = ("kernel", "kernel", "in", "out")
+        return {
+            "weight": ParameterSpec(self.shape, "float32", initializer=self.init, roles=roles),
+            "bias": ParameterSpec(self.shape[3:], "float32", roles=("out",)),
+        }
+
+    def __call__(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
+        """[B, H, W, inputs] -> [B, H, W, outputs]."""
+        return convolve(weights["weight"], x_BHWC) + weights["bias"]
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """2 K^2 inputs outputs, at a position."""
+        kernel, _, inputs, outputs = self.shape
+        return 2.0 * kernel**2 * inputs * outputs
+
+
+def convolve(weight: jax.Array, x_BHWC: jax.Array) -> jax.Array:
+    """x_BHWC * weight [K, K, C, D], zeros around x."""
+    return jax.lax.conv_general_dilated(x_BHWC, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def with_coordinates(x_BHWC: jax.Array) -> jax.Array:
+    """x with two more channels: row and column, from -1 to 1 (Liu et al. 2018, arXiv 1807.03247)."""
+    batch, height, width, _ = x_BHWC.shape
+    grid = jnp.meshgrid(jnp.linspace(-1, 1, height), jnp.linspace(-1, 1, width), indexing="ij")
+    grid_HW2 = jnp.stack(grid, axis=-1).astype(x_BHWC.dtype)
+    return jnp.concatenate([x_BHWC, jnp.broadcast_to(grid_HW2, (batch, height, width, 2))], axis=-1)
+
+
+class ConvNet(Layer):
+    """Convolution, 1x1 convolution, convolution (Glow's), with GELU between.
+
+    Args:
+        inputs, outputs: channels, given by the coupling.
+        hidden: channels inside.
+        kernel: side of the first and the last kernel.
+        dropout: rate, on the hidden channels, in training.
+    """
+
+    def __init__(
+        self,
+        *,
+        inputs: PositiveInt,
+        outputs: PositiveInt,
+        hidden: PositiveInt = 64,
+        kernel: PositiveInt = 3,
+        dropout: Fraction = 0.0,
+    ):
+        self.dropout = dropout
+        self.first = Conv(inputs=inputs + 2, outputs=hidden, kernel=kernel)
+        self.middle = Conv(inputs=hidden, outputs=hidden, kernel=1)
+        self.last = Conv(inputs=hidden, outputs=outputs, kernel=kernel, zero=True)
+
+    def children(self) -> dict[str, Layer]:
+        """The three convolutions."""
+        return {"first": self.first, "middle": self.middle, "last": self.last}
+
+    def __call__(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
+        """[B, H, W, inputs] -> [B, H, W, outputs]."""
+        h = jax.nn.gelu(self.first(weights["first"], with_coordinates(x_BHWC), ctx))
+        h = jax.nn.gelu(self.middle(weights["middle"], h, ctx))
+        return self.last(weights["last"], ctx.dropout(h, self.dropout, "hidden"), ctx)
+
+
+class AttentionNet(Layer):
+    """A transformer block over all positions, none masked.
+
+    Args:
+        inputs, outputs: channels, given by the coupling.
+        hidden: width.
+        num_heads: divides hidden.
+        mlp: config of the block's second branch.
+        dropout: rate, on each branch's output, in training.
+    """
+
+    def __init__(
+        self,
+        *,
+        inputs: PositiveInt,
+        outputs: PositiveInt,
+        hidden: PositiveInt = 64,
+        num_heads: PositiveInt = 4,
+        mlp: Config = config_for(MLP, hidden=128),
+        dropout: Fraction = 0.0,
+    ):
+        if hidden % num_heads:
+            raise ValueError(
+                f"num_heads = {num_heads} does not divide hidden = {hidden}; "
+                f"nearest: {nearest_divisors(hidden, num_heads)}"
+            )
+        self.num_heads, self.hidden, self.dropout = num_heads, hidden, dropout
+        into = config_for(jax.nn.initializers.lecun_normal)
+        self.layers: dict[str, Any] = {
+            "first": Linear(inputs=inputs + 2, outputs=hidden, bias=True, init=into),
+            "attention_norm": RMSNorm(dim=hidden),
+            "query": Linear(inputs=hidden, outputs=hidden, init=into),
+            "key": Linear(inputs=hidden, outputs=hidden, init=into),
+            "value": Linear(inputs=hidden, outputs=hidden, init=into),
+            "output": Linear(inputs=hidden, outputs=hidden, init=into),
+            "mlp_norm": RMSNorm(dim=hidden),
+            "mlp": mlp.instantiate(dim=hidden),
+            "last_norm": RMSNorm(dim=hidden),
+            "last": Linear(
+                inputs=hidden, outputs=outputs, bias=True, init=config_for(jax.nn.initializers.constant, value=0.0)
+            ),
+        }
+
+    def children(self) -> dict[str, Layer]:
+        """The embedding (first), the block, and the last projection."""
+        return self.layers
+
+    def __call__(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
+        """[B, H, W, inputs] -> [B, H, W, outputs]."""
+
+        def run(name: str, x: jax.Array) -> jax.Array:
+            return self.layers[name](weights[name], x, ctx)
+
+        batch, height, width, _ = x_BHWC.shape
+        h_BSD = run("first", with_coordinates(x_BHWC).reshape(batch, height * width, -1))
+        normed = run("attention_norm", h_BSD)
+        q, k, v = (run(n, normed).reshape(batch, height * width, self.num_heads, -1) for n in ("query", "key", "value"))
+        mix_BNST = jax.nn.softmax(jnp.einsum("bsnh,btnh->bnst", q, k) * q.shape[-1] ** -0.5, axis=-1)
+        attended = run("output", jnp.einsum("bnst,btnh->bsnh", mix_BNST, v).reshape(h_BSD.shape))
+        h_BSD = h_BSD + ctx.dropout(attended, self.dropout, "attention")
+        mixed, _ = self.layers["mlp"].apply(weights["mlp"], run("mlp_norm", h_BSD), ctx, {})
+        h_BSD = h_BSD + ctx.dropout(mixed, self.dropout, "mlp")
+        return run("last", run("last_norm", h_BSD)).reshape(batch, height, width, -1)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """The projections, and 4 hidden for each of the other positions."""
+        return super().flops_per_token(seq_len) + 4.0 * self.hidden * seq_len

@@ -1,0 +1,275 @@
+"""Each layer of a flow alone: inverse, log-determinant, the backward pass from the output, what is refused."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.config import Config, config_for
+from framework.layers.base import Context
+from framework.layers.flow.base import Bijection, Invertible, checked
+from framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
+from framework.layers.flow.ends import Preprocess, Prior, Split
+from framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation, Squeeze
+from framework.layers.flow.nets import AttentionNet, ConvNet
+from framework.layers.flow.residual import ResidualBlock
+from framework.layers.mlp import MLP
+from framework.layers.reversible import Reversible
+from framework.layout import flatten, initialize
+from tests.support import small
+
+BATCH, SHAPE = 3, (4, 4, 4)
+CONV = config_for(ConvNet, hidden=6, dropout=0.3)
+ATTENTION = config_for(AttentionNet, hidden=8, num_heads=2, mlp=config_for(MLP, hidden=12), dropout=0.3)
+CHEAP: dict[str, Config] = {
+    "actnorm": config_for(ActNorm, dim=4),
+    "conv1x1": config_for(InvertibleConv, dim=4),
+    "conv1x1-permutation": config_for(InvertibleConv, dim=4, fixed="permutation"),
+    "reverse": config_for(Permutation, dim=4),
+    "shuffle": config_for(Permutation, dim=4, kind="shuffle", seed=3),
+    "squeeze": config_for(Squeeze),
+    "additive": config_for(AdditiveCoupling, dim=4, net=CONV),
+    "affine": config_for(AffineCoupling, dim=4, net=CONV),
+    "affine-flipped": config_for(AffineCoupling, dim=4, net=CONV, flip=True),
+    "affine-attention": config_for(AffineCoupling, dim=4, net=ATTENTION),
+}
+RESIDUAL = config_for(ResidualBlock, dim=4, hidden=6, size=4, log_det="exact", tolerance=1e-14, max_iterations=400)
+ALL = {
+    **CHEAP,
+    "residual": RESIDUAL,
+    "logit": config_for(Preprocess, levels=5, alpha=0.05),
+    "no-logit": config_for(Preprocess, levels=5, alpha=0.0),
+}
+
+
+def context(dtype: Any, training: bool = True) -> Context:
+    return Context(
+        batch={},
+        rng=jax.random.key(5),
+        rows=jnp.arange(BATCH) + 7,
+        num_targets=jnp.float32(BATCH),
+        training=training,
+        compute_dtype=jnp.dtype(dtype),
+    )
+
+
+def drawn(layer: Any, dtype: Any, seed: int = 0) -> Any:
+    """Parameters away from zero and one; what is frozen is as it begins."""
+    specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), layer.parameter_specs())
+    keys = iter(jax.random.split(jax.random.key(seed), 100))
+
+    def moved(spec: Any, p: jax.Array) -> jax.Array:
+        return p + 0.3 * jax.random.normal(next(keys), p.shape, p.dtype) if spec.trainable else p
+
+    return jax.tree.map(moved, specs, initialize(specs, jax.random.key(seed)))
+
+
+def images(name: str, dtype: Any, seed: int = 0) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    x = rng.uniform(0.1, 4.9, (BATCH, *SHAPE)) if "logit" in name else rng.normal(size=(BATCH, *SHAPE))
+    return jnp.asarray(x, dtype)
+
+
+@pytest.fixture(params=["float32", "float64"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
+    with jax.enable_x64(True) if request.param == "float64" else nullcontext():
+        yield request.param
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_inverse_and_log_determinant(name: str, dtype: str):
+    """inverse(forward(x)) is x, and log_det is that of the dense Jacobian, whichever way it was asked for."""
+    layer: Invertible = ALL[name].instantiate()
+    ctx, x = context(dtype), images(name, dtype)
+    weights = layer.prepare(drawn(layer, dtype), ctx)
+    y, log_det = jax.jit(lambda x: layer.forward(weights, x, ctx))(x)
+    back, again = jax.jit(lambda y: layer.inverse(weights, y, ctx))(y)
+    tolerance = 2e-5 if dtype == "float32" else 1e-11
+    np.testing.assert_allclose(back, x, atol=tolerance * 10, rtol=0)
+    np.testing.assert_allclose(again, log_det, atol=tolerance * 30, rtol=tolerance)
+    assert log_det.dtype == jnp.dtype(dtype)
+
+    def flat(v: jax.Array) -> jax.Array:  # all images at once: dropout's masks go by row
+        return layer.forward(weights, v.reshape(x.shape), ctx)[0].reshape(BATCH, -1)
+
+    jacobian = jax.jit(jax.jacfwd(flat))(x.reshape(-1)).reshape(BATCH, x[0].size, BATCH, x[0].size)
+    for row in range(BATCH):
+        dense = np.linalg.slogdet(np.asarray(jacobian[row, :, row], np.float64))[1]
+        np.testing.assert_allclose(log_det[row], dense, atol=tolerance * 30, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_reverse_is_the_gradient_of_apply(name: str, dtype: str):
+    """From the output alone: the input, and the cotangents that jax.vjp of `apply` gives, that of log_det included."""
+    layer: Bijection = CHEAP[name].instantiate()
+    assert isinstance(layer, Reversible)
+    ctx, x = context(dtype), images(name, dtype)
+    weights = layer.prepare(drawn(layer, dtype), ctx)
+    sums = {"log_det": jnp.arange(3.0).astype(dtype), "log_prior": jnp.ones(3, dtype)}
+    carry = {"x": x, **sums}
+
+    def both(weights: Any, carry: Any) -> Any:
+        after, pull = jax.vjp(lambda w, c: layer.apply(w, c, ctx, {})[0], weights, carry)
+        cts = {"x": images("ct", dtype, 1).reshape(after["x"].shape), **jax.tree.map(lambda s: 0.5 - s, sums)}
+        return pull(cts), layer.reverse(weights, after, (cts, None), ctx, {})
+
+    (grads, ct), (before, own_grads, own_ct) = jax.jit(both)(weights, carry)
+    tolerance = 3e-5 if dtype == "float32" else 1e-11
+    small.assert_close(small.arrays(before), small.arrays(carry), tolerance)
+    small.assert_close(small.arrays(own_ct), small.arrays(ct), tolerance)
+    assert jax.tree.structure(own_grads) == jax.tree.structure(weights)
+    if grads:
+        small.assert_close(small.arrays(own_grads), small.arrays(grads), tolerance)
+        assert all(np.any(g) for p, g in flatten(own_grads).items()), "a gradient of zeros compares nothing"
+
+
+def test_a_coupling_evaluates_its_net_once_to_go_back():
+    layer = CHEAP["affine"].instantiate()
+    ctx, x = context("float32"), images("affine", "float32")
+    weights = layer.prepare(drawn(layer, "float32"), ctx)
+    carry = {"x": x, "log_det": jnp.zeros(3), "log_prior": jnp.zeros(3)}
+
+    def convolutions(function: Any, *args: Any) -> int:
+        return str(jax.make_jaxpr(function)(*args)).count("conv_general_dilated[")
+
+    once = convolutions(lambda w, x: layer.forward(w, x, ctx), weights, x)
+    back = convolutions(lambda w, c: layer.reverse(w, c, (c, None), ctx, {}), weights, carry)
+    assert (once, back) == (3, 9)  # a convolution, and two for its gradients
+
+
+def test_what_runs_backwards_and_what_does_not():
+    assert not isinstance(RESIDUAL.instantiate(), Reversible)
+    assert not hasattr(RESIDUAL.instantiate(), "reverse")
+
+
+class Doubling(Bijection):
+    """2 x, whose log-determinant has a fault that the test sets."""
+
+    fault: Any = staticmethod(lambda log_det: log_det)
+
+    def forward(self, weights, x_BHWC, ctx):
+        """See Invertible."""
+        return 2.0 * x_BHWC, self.fault(jnp.full(x_BHWC.shape[0], 64 * np.log(2.0), jnp.float32))
+
+
+def test_log_det_is_checked_while_tracing():
+    carry = {"x": images("", "float32"), "log_det": jnp.zeros(3), "log_prior": jnp.zeros(3)}
+    for fault, words in (
+        (jnp.sum, r"Doubling.forward: expected log_det float32\[3\], given float32\[\]"),
+        (lambda x: x[:, None], r"given float32\[3, 1\]"),
+        (lambda x: x.astype(jnp.bfloat16), r"given bfloat16\[3\]"),
+        (lambda x: x.astype(jnp.int32), r"given int32\[3\]"),
+    ):
+        layer = Doubling()
+        layer.fault = fault
+        with pytest.raises(ValueError, match=words):
+            jax.eval_shape(lambda c, layer=layer: layer.apply({}, c, context("float32"), {})[0], carry)
+    after, _ = Doubling().apply({}, carry, context("float32"), {})
+    np.testing.assert_allclose(after["log_det"], 64 * np.log(2.0), rtol=1e-6)
+    x = carry["x"]
+    with pytest.raises(ValueError, match=r"expected y float32 of 192 values, given float32\[3, 4, 4, 2\]"):
+        checked(Doubling(), x, x[..., :2], jnp.zeros(3))
+    with pytest.raises(ValueError, match="expected y float32"):
+        checked(Doubling(), x, x.astype(jnp.bfloat16), jnp.zeros(3))
+
+
+def test_shapes_that_do_not_go():
+    ctx = context("float32")
+    with pytest.raises(ValueError, match="expected an even height and width, given 3 x 4"):
+        Squeeze().forward({}, jnp.zeros((1, 3, 4, 2)), ctx)
+    with pytest.raises(ValueError, match="expected 2 or more, given 1; squeeze first"):
+        AffineCoupling(dim=1)
+    with pytest.raises(ValueError, match="expected 2 or more, given 1"):
+        Split(dim=1)
+    with pytest.raises(ValueError, match="num_heads = 3 does not divide hidden = 8"):
+        AttentionNet(inputs=1, outputs=1, hidden=8, num_heads=3)
+    with pytest.raises(ValueError, match="alpha: expected less than"):
+        Preprocess(levels=17, alpha=0.7)
+    layer = RESIDUAL.instantiate()
+    with pytest.raises(ValueError, match="size = 4: given an image of 8 x 2"):
+        layer.forward(layer.prepare(drawn(layer, "float32"), ctx), jnp.zeros((1, 8, 2, 4)), ctx)
+
+
+def test_the_first_convolution_is_a_rotation_and_couplings_begin_as_the_identity():
+    ctx, x = context("float32"), images("", "float32")
+    conv = CHEAP["conv1x1"].instantiate()
+    params = initialize(conv.parameter_specs(), jax.random.key(1))
+    y, log_det = conv.forward(params, x, ctx)
+    assert np.abs(y - x).max() > 0.1
+    np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+    np.testing.assert_array_equal(log_det, 0.0)
+    assert not conv.parameter_specs()["fixed"].trainable
+    permuted = CHEAP["conv1x1-permutation"].instantiate()
+    y, _ = permuted.forward(initialize(permuted.parameter_specs(), jax.random.key(2)), x, ctx)
+    np.testing.assert_allclose(np.sort(y), np.sort(x), atol=1e-6)
+    for name in ("additive", "affine-flipped", "affine-attention"):
+        layer = CHEAP[name].instantiate()
+        y, log_det = layer.forward(initialize(layer.parameter_specs(), jax.random.key(1)), x, ctx)
+        np.testing.assert_array_equal(y, x)
+        np.testing.assert_array_equal(log_det, 0.0)
+
+
+def test_actnorm_calibrates():
+    x = 3.0 * images("", "float32") + jnp.arange(4.0)
+    layer = CHEAP["actnorm"].instantiate()
+    y, _ = layer.forward(layer.calibrate({}, x), x, context("float32"))
+    np.testing.assert_allclose(jnp.mean(y, (0, 1, 2)), 0.0, atol=1e-6)
+    np.testing.assert_allclose(jnp.std(y, (0, 1, 2)), 1.0, rtol=1e-5)
+    constant = layer.calibrate({}, jnp.full((2, 2, 2, 4), 7.0))
+    assert np.all(np.isfinite(constant["log_scale"]))
+
+
+def test_dequantization_goes_by_row_and_step_in_training_and_is_always_the_same_in_evaluation():
+    layer = Preprocess(levels=17, alpha=0.05)
+    batch = {"images": np.random.default_rng(0).integers(0, 17, (4, 2, 2, 1)).astype(np.uint8)}
+
+    def noise(rng: Any, rows: Any, training: bool, part: slice = slice(None)) -> np.ndarray:
+        own = {"images": batch["images"][part]}
+        ctx = Context(batch=own, rng=rng, rows=rows, training=training)
+        x, _ = layer.inverse({}, layer.apply({}, None, ctx, {})[0]["x"], ctx)
+        return np.asarray(x) - own["images"]
+
+    rows, key = jnp.arange(4), jax.random.key(1)
+    first = noise(key, rows, True)
+    assert first.min() >= -1e-3
+    assert first.max() < 1.001
+    assert first.std() > 0.2
+    assert np.abs(first - noise(jax.random.key(2), rows, True)).max() > 0.1
+    np.testing.assert_allclose(noise(key, rows[2:], True, slice(2, 4)), first[2:], atol=1e-4)  # of any microbatch
+    np.testing.assert_array_equal(noise(key, rows, False), noise(None, None, False))
+    assert np.abs(noise(None, None, False) - first).max() > 0.1
+
+
+def test_splits_and_priors_count_what_leaves():
+    ctx, x = context("float32"), images("", "float32")
+    carry = {"x": x, "log_det": jnp.zeros(3), "log_prior": jnp.ones(3)}
+    for learned in (True, False):
+        layer = Split(dim=4, learned=learned)
+        weights = layer.prepare(drawn(layer, "float32"), ctx)
+        after, _ = layer.apply(weights, carry, ctx, {})
+        kept, latent = layer.encode(weights, x, ctx)
+        np.testing.assert_array_equal(after["x"], kept)
+        np.testing.assert_allclose(layer.decode(weights, kept, latent, ctx), x, atol=1e-6)
+        if not learned:
+            expected = jax.scipy.stats.norm.logpdf(x[..., 2:]).sum((1, 2, 3))
+        else:
+            mean, log_std = jnp.split(layer.conv(weights["conv"], kept, ctx), 2, axis=-1)
+            expected = jax.scipy.stats.norm.logpdf(x[..., 2:], mean, jnp.exp(log_std)).sum((1, 2, 3))
+        np.testing.assert_allclose(after["log_prior"] - 1.0, expected, rtol=1e-5)
+    prior = Prior(shape=SHAPE, dims=64)
+    weights = drawn(prior, "float32")
+    batch = {"weights": jnp.array([1.0, 0.0, 1.0])}
+    ctx = Context(batch=batch, num_targets=jnp.float32(2.0), training=True)
+    nothing, out = prior.apply(weights, {**carry, "log_det": jnp.array([5.0, 6.0, 7.0])}, ctx, {})
+    log_prior = 1.0 + jax.scipy.stats.norm.logpdf(x, weights["mean"], jnp.exp(weights["log_std"])).sum((1, 2, 3))
+    assert nothing is None
+    np.testing.assert_allclose(out.metrics["log_prior"], (log_prior[0] + log_prior[2]) / 128, rtol=1e-5)
+    np.testing.assert_allclose(out.metrics["log_det"], 12.0 / 128, rtol=1e-6)
+    np.testing.assert_allclose(out.loss, -(out.metrics["log_det"] + out.metrics["log_prior"]), rtol=1e-5)
+    _, latent = prior.encode(weights, x, ctx)
+    np.testing.assert_allclose(prior.decode(weights, None, latent, ctx), x, atol=1e-5)

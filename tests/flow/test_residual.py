@@ -1,0 +1,110 @@
+"""Residual flow blocks: the contraction, the fixed-point inverse, and estimates of the log-determinant."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.layers.base import Context
+from framework.layers.flow.residual import ResidualBlock
+from framework.layout import initialize
+from tests.support import small
+
+SHAPE = (2, 4, 4, 2)
+X = jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), jnp.float32)
+
+
+def block(**fields: Any) -> tuple[ResidualBlock, Any]:
+    """A block with weights so large that each convolution is at its bound, of one sign so that bounds multiply."""
+    layer = ResidualBlock(**{"dim": 2, "hidden": 8, "size": 4, **fields})
+    params = initialize(layer.parameter_specs(), jax.random.key(0))
+    return layer, jax.tree.map(lambda p: 3.0 * jnp.abs(p) + 0.1, params)
+
+
+def training(seed: int = 0) -> Context:
+    return Context(batch={}, rng=jax.random.key(seed), rows=jnp.arange(2), training=True)
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 0.9])
+def test_the_residual_contracts(coefficient: float):
+    layer, params = block(coefficient=coefficient, power_iterations=20)
+    weights = layer.prepare(params, training())
+
+    def flat(x: jax.Array) -> jax.Array:
+        return layer.residual(weights, x.reshape(1, *SHAPE[1:]), training()).reshape(-1)
+
+    norms = [np.linalg.norm(jax.jacobian(flat)(x.reshape(-1)), 2) for x in (X[0], X[1], 10.0 * jnp.abs(X[0]))]
+    assert max(norms) <= coefficient**3
+    assert max(norms) > 0.3 * coefficient**3
+    for name, conv in layer.convs.items():  # each by itself is at its bound, to what a power iteration finds
+        inputs = conv.shape[2]
+        linear = lambda x, w=weights[name]: jax.lax.conv_general_dilated(  # noqa: E731
+            x.reshape(1, 4, 4, -1), w["weight"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ).reshape(-1)
+        norm = np.linalg.norm(jax.jacobian(linear)(jnp.zeros(16 * inputs)), 2)
+        np.testing.assert_allclose(norm, coefficient, rtol=0.02)
+    small_weights = jax.tree.map(lambda p: 1e-3 * p, params)
+    same = layer.prepare(small_weights, training())
+    np.testing.assert_array_equal(same["first"]["weight"], small_weights["first"]["weight"])
+
+
+def test_the_inverse_is_bounded_in_steps_and_stops_at_its_tolerance():
+    layer, params = block(coefficient=0.97)
+    ctx = training()
+    weights = layer.prepare(params, ctx)
+    y = X + layer.residual(weights, X, ctx)
+    np.testing.assert_allclose(layer.inverse(weights, y, ctx)[0], X, atol=5e-6)
+    short, _ = block(coefficient=0.97, max_iterations=2)
+    by_hand = y - layer.residual(weights, y - layer.residual(weights, y, ctx), ctx)
+    np.testing.assert_allclose(short.inverse(weights, y, ctx)[0], by_hand, atol=1e-6)
+    assert np.abs(by_hand - X).max() > 1e-3
+    loose, _ = block(coefficient=0.97, tolerance=1e-2)
+    error = np.abs(loose.inverse(weights, y, ctx)[0] - X).max()
+    assert 1e-5 < error < 0.1
+
+
+def test_the_series_is_unbiased_in_value_and_gradient():
+    """The mean over many draws of the roulette with two sure terms, against the dense Jacobian's."""
+    exact, params = block(log_det="exact")
+    series, _ = block(terms=2)
+    draws = 1000
+
+    def total(layer: ResidualBlock, params: Any, x: jax.Array, ctx: Context) -> jax.Array:
+        return layer.forward(layer.prepare(params, ctx), x, ctx)[1].sum()
+
+    value_and_grad = jax.value_and_grad(total, argnums=(1, 2))
+    expected, grads = jax.jit(lambda: value_and_grad(exact, params, X, training()))()
+    many = jax.jit(
+        lambda: jax.lax.map(
+            lambda key: value_and_grad(series, params, X, replace(training(), rng=key)),
+            jax.random.split(jax.random.key(1), draws),
+            batch_size=250,
+        )
+    )
+    values, drawn = many()
+    spread = np.std(values) / np.sqrt(draws)
+    assert spread < 0.02 * abs(expected) + 0.02
+    np.testing.assert_allclose(np.mean(values), expected, atol=4.0 * spread)
+    for path, mean in small.arrays(jax.tree.map(lambda g: g.mean(0), drawn)).items():
+        error = small.arrays(jax.tree.map(lambda g: g.std(0) / np.sqrt(draws), drawn))[path]
+        truth = small.arrays(grads)[path]
+        scale = np.linalg.norm(error)
+        assert np.linalg.norm(mean - truth) < 2.0 * scale + 1e-6, path
+        assert np.linalg.norm(truth) > 3.0 * scale or "bias" in path, f"{path}: too noisy to tell"
+
+
+def test_evaluation_is_exact_where_dims_are_few_and_repeats_itself_elsewhere():
+    layer, params = block()
+    exact, _ = block(log_det="exact")
+    evaluation = Context(batch={})
+    weights = layer.prepare(params, evaluation)
+    truth = exact.forward(weights, X, evaluation)[1]
+    np.testing.assert_array_equal(layer.forward(weights, X, evaluation)[1], truth)
+    large, _ = block(exact_dims=0)
+    first = large.forward(weights, X, evaluation)[1]
+    np.testing.assert_array_equal(first, large.forward(weights, X, evaluation)[1])
+    assert np.abs(first - truth).max() > 1e-4
+    np.testing.assert_allclose(first, truth, atol=3.0)
