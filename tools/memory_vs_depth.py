@@ -1,0 +1,272 @@
+"""Memory and time of a training step against the number of layers, under each way to keep (or not keep) activations.
+
+    python -m tools.memory_vs_depth --target=v5e-1 --layers=16,64,256,1024     # by that machine's compiler, without one
+    python -m tools.memory_vs_depth --layers=16,64 --out=here.png              # compiled and measured on this machine
+
+Any config and any overrides, as for every verb; without --config a small reversible language model. Writes a table to
+stdout, OUT.png and OUT.csv. The policies differ in `memory` alone, and all compute the same step.
+
+"Temporaries" are what the step needs at its worst instant beyond its arguments (weights, optimizer state, batch), which
+have to grow with depth. Steps are timed in turns, policies of one depth side by side, on one state that they hand on:
+medians of wall seconds, and of processor seconds, which other work on the machine changes less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from framework.config import Config, ConfigError
+from framework.metrics.tables import Section, human_bytes, render
+from launch import cli
+from tools.bench.turns import rotate
+from tools.depth_picture import draw
+
+POLICIES = {
+    "none": {"memory.remat": "none"},
+    "full": {"memory.remat": "full"},
+    "sqrt": {"memory.remat": "sqrt"},
+    "offload": {"memory.remat": "offload"},
+    "invert": {"memory.remat": "invert"},
+    "invert+in_backward": {"memory.remat": "invert", "memory.update": "in_backward"},
+}
+DEFAULT = (
+    "--config=nanogpt-cpu",
+    "--config.model.stack.streams=float32",
+    "--config.model.stack.unroll=1",  # a loop: compile time does not grow with depth
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step. Bytes are of one device; None is what is not known here.
+
+    Attributes:
+      config, target, policy, layers: what was compiled, for what.
+      parameters_bytes: of the layout.
+      peak_bytes: compiled, as docs/plan.md defines it. temp_bytes: without arguments.
+      fits: whether the compiler takes it for this target.
+      measured_peak_bytes: by the device's own statistics.
+      step_seconds: wall. processor_seconds: of all cores of this machine together.
+      jax_version: of the compiler's frontend.
+    """
+
+    config: str
+    target: str
+    policy: str
+    layers: int
+    parameters_bytes: int
+    peak_bytes: int
+    temp_bytes: int
+    fits: bool
+    measured_peak_bytes: int | None = None
+    step_seconds: float | None = None
+    processor_seconds: float | None = None
+    jax_version: str = ""
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Compiles, measures if on this machine, prints the table and writes the files."""
+    if not any(one == "--config" or one.startswith("--config=") for one in argv):
+        argv = [*DEFAULT, *argv]
+    parser = cli.Parser("plan", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.prog = "python -m tools.memory_vs_depth"
+    add = parser.add_argument
+    add("--target", default="local", help="v5e-1, h200x1, cpu:1 ...: compiled only; without it, this machine, measured")
+    add("--layers", default="16,64,256,1024", metavar="N,N", help="the depths")
+    add("--policies", default=",".join(POLICIES), metavar="NAME,NAME", help=f"of {', '.join(POLICIES)}")
+    add("--depth_field", default="model.stack.num_layers", metavar="PATH", help="the config's field that depth is")
+    add("--rounds", type=int, default=5, help="turns of each policy, one step each; 0 measures nothing")
+    add("--out", type=Path, default=Path("memory_vs_depth.png"), metavar="FILE.png", help="the picture; .csv beside it")
+    command = parser.parse(argv)
+    args = command.args
+    layers, policies = _depths(args.layers), args.policies.split(",")
+    for policy in policies:
+        cli.choose("policy", policy, list(POLICIES))
+    if args.out.suffix != ".png" or not args.out.absolute().parent.is_dir():
+        raise cli.UsageError(f"--out={args.out}: expected a name that ends in .png, in a directory that is there")
+    if args.rounds < 0:
+        raise cli.UsageError(f"--rounds={args.rounds}: expected 0 or more")
+
+    import jax
+
+    from framework.plan import targets
+
+    targets.environment(args.target)
+    cli.prepare_jax()
+    jax.config.update("jax_enable_compilation_cache", False)
+    target = targets.resolve(args.target)
+    config, _ = command.resolve(target.name)
+    settings = dict(_settings(config, policies, layers, args.depth_field, target))
+    if not settings:
+        raise cli.UsageError(f"--policies={args.policies}: none can be had on {target.name}")
+    rows, out = [], args.out
+    for depth in layers:
+        configs = {name: _at(config, {args.depth_field: depth, **changed}) for name, changed in settings.items()}
+        rows += [replace(row, config=command.spec, layers=depth) for row in _rows(configs, target, args.rounds)]
+        print(f"{depth} layers: done", file=sys.stderr)
+    print(table(rows))
+    with out.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    print(f"table: {out.with_suffix('.csv')}, picture: {draw(rows, out, f'{command.spec} on {target.name}')}")
+    return 0
+
+
+def _depths(text: str) -> list[int]:
+    """The depths in order, each once."""
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise cli.UsageError(f"--layers={text}: expected numbers of layers from 1 on, such as 16,64,256")
+    return sorted({int(part) for part in text.split(",")})
+
+
+def _at(config: Config, changed: dict[str, Any]) -> Config:
+    config = config.copy()
+    for path, value in changed.items():
+        config.set_path(path, value)
+    return config
+
+
+def _settings(
+    config: Config, policies: Sequence[str], layers: Sequence[int], field: str, target: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(policy, its fields), of those that the platform has; anything else that is wrong is an error before any compile.
+
+    Where gradients are clipped by their global norm, which an update in the backward pass cannot, that one limits each
+    update's RMS instead.
+    """
+    from framework.layers.remat import check_platform
+    from framework.plan.suggest import check
+
+    for name in policies:
+        changed = dict[str, Any](POLICIES[name])
+        try:
+            check_platform(changed["memory.remat"], target.platform)
+        except ValueError as error:
+            print(f"left out: {name}: {error}")
+            continue
+        learner = config.learner
+        if "memory.update" in changed and learner.clip is not None and learner.clip_mode == "global_norm":
+            changed["learner.clip_mode"] = "update_rms"
+        try:
+            for depth in layers:
+                check(_at(config, {field: depth, **changed}).instantiate(), target)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise cli.UsageError(f"policy {name}: {error} (--policies=NAME,NAME takes some of them)") from None
+        yield name, changed
+
+
+# --- one depth -------------------------------------------------------------------------------------------------------
+
+
+def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Row]:
+    """Of each policy at one depth."""
+    import jax
+
+    from framework.executables import HostBytes, on_device, peak_bytes
+    from framework.plan.suggest import compile_step
+    from framework.program import Program
+
+    programs, rows = {}, dict[str, Row]()
+    for name, config in configs.items():
+        programs[name] = program = Program(config.instantiate(), target.devices())
+        if target.at_hand:  # the very program that runs
+            stats, hosted = program.compiled_step.memory_analysis(), HostBytes()
+            peak, argument = peak_bytes(stats, target.platform, hosted), on_device(stats, target.platform, hosted)[0]
+        else:
+            step = compile_step(program, target, None)
+            peak, argument = step.peak, step.argument
+        batch = sum(spec.num_bytes for spec in program.batch_specs.values()) // target.num_devices
+        argument_or_state = argument or program.layout.bytes_per_device(memory_kind="device") + batch
+        parameters = program.layout.bytes_per_device("parameter")
+        sizes = parameters, peak, peak - argument_or_state, argument > 0
+        rows[name] = Row("", target.name, name, 0, *sizes, jax_version=jax.__version__)
+    if target.at_hand and rounds:
+        measured = _measure(programs, {name: row.peak_bytes for name, row in rows.items()}, rounds)
+        rows = {name: replace(row, **measured[name]) for name, row in rows.items()}
+    yield from rows.values()
+
+
+def _measure(programs: dict[str, Any], peaks: dict[str, int], rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds of a step, and the device's own peak, by policy.
+
+    A peak that a device tells is the highest so far, so those with the least go first, and one that does not rise above
+    what was there before is not known.
+    """
+    import jax
+
+    from framework.metrics.memory import memory_in_use
+
+    names = sorted(programs, key=lambda name: peaks[name])
+    first = programs[names[0]]
+    devices, batch, state = list(first.mesh.devices.flat), first.put(_batch(first)), first.init()
+    jax.block_until_ready((state, batch))
+    seen, found, timed = memory_in_use(devices).device_peak_bytes, dict[str, dict[str, Any]](), {}
+    for name in names:
+        state, metrics = programs[name].step(state, batch)
+        jax.block_until_ready((state, metrics))
+        now = memory_in_use(devices).device_peak_bytes
+        found[name] = {"measured_peak_bytes": now if now is not None and seen is not None and now > seen else None}
+        timed[name], seen = ([], []), now
+    for order in rotate(names, rounds):
+        for name in order:
+            wall, processor = time.perf_counter(), time.process_time()
+            state, metrics = programs[name].step(state, batch)
+            jax.block_until_ready((state, metrics))
+            timed[name][0].append(time.perf_counter() - wall)
+            timed[name][1].append(time.process_time() - processor)
+    for name, (wall, processor) in timed.items():
+        found[name] |= {"step_seconds": statistics.median(wall), "processor_seconds": statistics.median(processor)}
+    del state, metrics
+    gc.collect()
+    return found
+
+
+def _batch(program: Any) -> dict[str, Any]:
+    """Random tokens or pixels, all of which count."""
+    import numpy as np
+
+    rng, model = np.random.default_rng(0), program.experiment.model
+    high = getattr(model, "vocab_size", None) or model.levels
+    return {
+        name: np.ones(spec.shape, spec.dtype) if name == "weights" else rng.integers(0, high, spec.shape, spec.dtype)
+        for name, spec in program.batch_specs.items()
+    }
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows; of times, also what they are of the step with `none` at that depth."""
+    plain = {row.layers: row for row in rows if row.policy == "none"}
+    timed = any(row.step_seconds is not None for row in rows)
+    head = ["policy", "layers", "parameters", "peak", "temporaries"]
+    head += ["measured peak", "step", "of none's", "processor", "of none's"] if timed else []
+    lines = [head]
+    for row in rows:
+        peak = human_bytes(row.peak_bytes) + ("" if row.fits else " (does not fit)")
+        line = [row.policy, str(row.layers), human_bytes(row.parameters_bytes), peak, human_bytes(row.temp_bytes)]
+        if timed:
+            line.append("" if row.measured_peak_bytes is None else human_bytes(row.measured_peak_bytes))
+            for name in ("step_seconds", "processor_seconds"):
+                seconds, other = getattr(row, name), getattr(plain.get(row.layers), name, None)
+                line += [f"{1e3 * seconds:.1f} ms", f"{seconds / other:.2f}" if other else ""]
+        lines.append(line)
+    return render([Section(f"{rows[0].config} on {rows[0].target}, per device", lines, numbers=True)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
