@@ -47,6 +47,14 @@ def stdlib_tiny() -> Config:
     )
 
 
+def stdlib_tiny_reversible() -> Config:
+    """stdlib-tiny with two residual streams in fixed point, trained by inversion: no layer's activations are kept."""
+    config = stdlib_tiny()
+    config.model.stack.streams = "fixed"
+    config.memory.remat = "invert"
+    return config
+
+
 def nanogpt_cpu() -> Config:
     """nanoGPT's CPU example (its README): 4 layers, 4 heads, width 128, 64 positions, batch 12, bytes for characters.
 
@@ -77,4 +85,4 @@ def nanogpt_cpu() -> Config:
     )
 
 
-CONFIGS = {"stdlib-tiny": stdlib_tiny, "nanogpt-cpu": nanogpt_cpu}
+CONFIGS = {"stdlib-tiny": stdlib_tiny, "stdlib-tiny-reversible": stdlib_tiny_reversible, "nanogpt-cpu": nanogpt_cpu}

@@ -80,6 +80,8 @@ class Family:
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
         """{path of a parameter: its tensors, one for each unit of the stack}. Raises ValueError where the family has no
         such parameter."""
+        if model.stack.streams is not None:
+            raise ValueError("published models have one residual stream; expected model.stack.streams = one")
         period, found = len(model.stack.unit.layers), {}
         for path in model.base_specs:
             block = re.fullmatch(r"stack/block(\d+)/(.+)", path)

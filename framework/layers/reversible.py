@@ -6,6 +6,7 @@ arXiv 1707.04585; Kitaev et al. 2020, Reformer, arXiv 2001.04451). May import: f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -42,7 +43,8 @@ class TwoStream(Reversible):
 
     Subtracting the branches again, in reverse order, gives the input: to rounding with streams in float32, bit for bit
     in "fixed" point. That is float32 too: branches are rounded to multiples of 2^-12, of which float32 holds and adds
-    those below 2^12 exactly (above it is as good as float32). The gradient passes the rounding as if there was none.
+    those below 2^12 exactly. Above that it is as good as float32; the metric `out_of_range` counts such elements. The
+    gradient passes the rounding as if there was none.
 
     Args:
         block: has `branches` and `branch`, see framework.layers.block.
@@ -59,7 +61,9 @@ class TwoStream(Reversible):
     def enter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What flows through the stack, of what comes into it: two equal streams, in float32 or wider."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        x = rounded(x) if self.fixed else x
+        if self.fixed:
+            x = rounded(x)
+            x = jnp.where(x == 0.0, jnp.zeros_like(x), x)  # a zero comes back without a sign
         return x, x
 
     def leave(self, carry: tuple[jax.Array, jax.Array], ctx: Context) -> jax.Array:
@@ -80,7 +84,11 @@ class TwoStream(Reversible):
         for i, name in enumerate(self.block.branches):
             h, outs[name] = self._branch(name, weights, streams[1 - i % 2], ctx, layer_state)
             streams[i % 2] = streams[i % 2] + h
-        return tuple(streams), Out.merge(outs)
+        out = Out.merge(outs)
+        if self.fixed:
+            over = sum(jnp.sum(jnp.abs(x) >= 2.0 ** (24 - FRACTION_BITS), dtype=jnp.float32) for x in streams)
+            out = replace(out, metrics={**out.metrics, "out_of_range": over})
+        return tuple(streams), out
 
     def reverse(
         self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
@@ -99,7 +107,14 @@ class TwoStream(Reversible):
             streams[goal] = streams[goal] - h
             own_ct, ct = pull((stream_cts[goal], None if loss is None else loss_ct))
             stream_cts[source] = stream_cts[source] + ct
-            grads |= own_ct
+            # This branch's gradients are done before the next one's activations are there: a compiler might keep both.
+            leaves, tree = jax.tree.flatten(own_ct)
+            real = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]  # not those of quantized weights
+            kept = [leaf for leaf, one in zip(leaves, real, strict=True) if one]
+            kept, streams, stream_cts = jax.lax.optimization_barrier((kept, streams, stream_cts))
+            done = iter(kept)
+            leaves = [next(done) if one else leaf for leaf, one in zip(leaves, real, strict=True)]
+            grads |= jax.tree.unflatten(tree, leaves)
         return tuple(streams), grads, tuple(stream_cts)
 
 

@@ -1,0 +1,224 @@
+"""Stacks of two streams: run backwards they give their input and the plain backward pass's gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.config import Config, config_for
+from framework.layers.base import Context
+from framework.layers.reversible import rounded
+from framework.layers.stack import Stack
+from framework.layout import flatten, initialize
+from tests.support import small
+from tests.support.layers import Twins
+
+TOKENS = np.random.default_rng(0).integers(0, small.VOCAB, (3, 16))
+
+
+def deep(num_layers: int, streams: str = "fixed", **fields: Any) -> Config:
+    """A Llama with dropout, whose layers' outputs do not get smaller with depth."""
+    config = small.llama(
+        stack__num_layers=num_layers, stack__streams=streams, stack__depth_scaled_init=False, stack__unroll=1, **fields
+    )
+    small.block(config).dropout = 0.1
+    return config
+
+
+def context(model: Any, remat: str = "none") -> Context:
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    return Context(
+        batch={"tokens": tokens, "targets": tokens, "weights": jnp.ones(tokens.shape, jnp.float32)},
+        rng=jax.random.key(5),
+        rows=jnp.arange(len(TOKENS)),
+        num_targets=jnp.float32(TOKENS.size),
+        training=True,
+        compute_dtype=model.compute_dtype,
+        remat=remat,
+    )
+
+
+def made(config: Config, scale: float = 1.0) -> tuple[Any, Any]:
+    """The model, and parameters of which none is zero; `scale`: of the layers' matrices."""
+    model = config.instantiate()
+    params = initialize(model.parameter_specs(), jax.random.key(0))
+    params = jax.tree.map(lambda p: p + jnp.asarray(0.1, p.dtype), params)
+    return model, {**params, "stack": jax.tree.map(lambda p: p * scale if p.ndim > 2 else p, params["stack"])}
+
+
+def worst(actual: Any, expected: Any) -> tuple[float, str]:
+    """The largest max|a - b| / max|b| of a leaf, and which. Those of keys' biases are nothing but rounding."""
+    found, known = flatten(actual), flatten(expected)
+    errors = {path: float(jnp.abs(known[path] - x).max() / jnp.abs(known[path]).max()) for path, x in found.items()}
+    return max((error, path) for path, error in errors.items() if "key/bias" not in path)
+
+
+def gradients(model: Any, params: Any, remat: str) -> Any:
+    """((loss, metrics), gradients), compiled."""
+
+    def loss(params: Any) -> Any:
+        loss, out = model.loss(params, context(model, remat), {})
+        return loss, out.metrics
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+def there_and_back(model: Any, params: Any) -> Any:
+    """(what went into the stack, what came back), both streams; the scans are compiled, and gradients are taken."""
+    stack = model.stack
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        ctx = context(model, "invert")
+        first = stack.enter(model.run("embed", params, None, ctx, {})[0])
+        ctx, own = ctx.fold("stack"), params["stack"]
+        unit, indices = stack.unit_function(own, ctx), jnp.arange(stack.num_units)
+
+        def ahead(carry: Any, xs: Any) -> Any:
+            return unit(carry, xs[1], {}, {}, ctx.fold_index(xs[0]))[0], None
+
+        def back(carry: Any, xs: Any) -> Any:
+            y, ct = carry
+            join = lambda own, shared: own  # noqa: E731
+            y, (grads, _), ct = stack.reverse_unit(y, (xs[1], {}), join, {}, ctx.fold_index(xs[0]), (ct, None))
+            ct = jax.tree.map(lambda c: c / jnp.sqrt(jnp.mean(jnp.square(c)) + 1e-9), ct)
+            return (y, ct), grads
+
+        y, _ = jax.lax.scan(ahead, first, (indices, own))
+        ones = jax.tree.map(jnp.ones_like, y)
+        (last, _), grads = jax.lax.scan(back, (y, ones), (indices, own), reverse=True)
+        return first, last, grads
+
+    first, last, _ = run(params)
+    return jax.device_get((first, last))
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_fixed_point_streams_come_back_bit_for_bit_after_256_layers(compute: str):
+    model, params = made(deep(256, compute_dtype=compute), 0.3)
+    first, last = there_and_back(model, params)
+    small.assert_same_bits(last, first)
+    assert all(100 < np.abs(stream).max() < 2**12 for stream in hidden(model, params))
+    ((_, metrics), _) = gradients(model, params, "invert")
+    assert metrics["stack/block0/out_of_range"] == 0
+
+
+def hidden(model: Any, params: Any) -> Any:
+    """What comes out of the last layer."""
+    ctx = context(model).fold("stack")
+    x, _ = model.run("embed", params, None, context(model), {})
+
+    def body(carry: Any, xs: Any) -> Any:
+        return model.stack.unit_function(params["stack"], ctx)(carry, xs[1], {}, {}, ctx.fold_index(xs[0]))[0], None
+
+    return jax.lax.scan(body, model.stack.enter(x), (jnp.arange(model.stack.num_units), params["stack"]))[0]
+
+
+def test_streams_over_the_range_are_counted():
+    """They are rounded as float32 is."""
+    model, params = made(deep(64), 2.0)
+    first, last = there_and_back(model, params)
+    assert not np.array_equal(first[0], last[0])
+    ((_, metrics), _) = gradients(model, params, "invert")
+    assert metrics["stack/block0/out_of_range"] > 0
+
+
+def test_float32_streams_drift():
+    """By how much is in docs/memory.md."""
+    for compute in ("float32", "bfloat16"):
+        first, last = there_and_back(*made(deep(64, "float32", compute_dtype=compute), 0.3))
+        assert 0 < np.abs(last[0] - first[0]).max() / np.abs(first[0]).max() < 1e-3, compute
+
+
+@pytest.mark.parametrize("streams", ["float32", "fixed"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("float64", 1e-11)])
+def test_gradients_are_those_of_the_plain_backward_pass(streams: str, dtype: str, tolerance: float):
+    with jax.enable_x64(dtype == "float64"):
+        fields = {"param_dtype": dtype, "compute_dtype": dtype, "stack__num_layers": 6}
+        for config in (small.llama(**fields), small.gpt2(**fields)):
+            config.stack.streams = streams
+            model, params = made(config)
+            (plain, metrics), expected = gradients(model, params, "none")
+            (loss, found), grads = gradients(model, params, "invert")
+            assert (loss, found) == (plain, metrics)
+            assert worst(grads, expected) <= (1e-2 * tolerance if streams == "fixed" else tolerance, "")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_layer_alone_gives_its_input_and_gradient(dtype: str):
+    with jax.enable_x64(dtype == "float64"):
+        model, params = made(deep(1, "float32", param_dtype=dtype, compute_dtype=dtype))
+        layer, ctx = model.stack.unit.layers["block0"], context(model).fold("stack")
+        own = jax.tree.map(lambda p: p[0], params["stack"])["block0"]
+        rng = np.random.default_rng(1)
+        x, ct = (tuple(jnp.asarray(rng.normal(size=(3, 16, 32)), dtype) for _ in range(2)) for _ in range(2))
+        y, pull = jax.vjp(lambda w, x: layer.apply(w, x, ctx, {})[0], own, x)
+        found, grads, found_ct = layer.reverse(own, y, (ct, None), ctx, {})
+        assert worst((found, grads, found_ct), (x, *pull(ct))) <= ({"float32": 1e-4, "float64": 1e-13}[dtype], "")
+
+
+def test_a_wrong_inverse_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    """The comparison above has something to find."""
+    model, params = made(deep(6, "float32"))
+    _, expected = gradients(model, params, "none")
+    layer = model.stack.unit.layers["block0"]
+    original = layer._branch
+    calls: list[str] = []
+
+    def off(name: str, *args: Any) -> Any:
+        calls.append(name)
+        h, out = original(name, *args)
+        return (h * 1.01 if len(calls) > 2 else h), out  # the backward pass's alone
+
+    monkeypatch.setattr(layer, "_branch", off)
+    _, grads = gradients(model, params, "invert")
+    assert worst(grads, expected)[0] > 1e-2
+
+
+def test_sums_of_rounded_numbers_are_exact():
+    rng = np.random.default_rng(0)
+    x, h = (rounded(jnp.asarray(rng.normal(0, 300, 100_000), jnp.float32)) for _ in range(2))
+    assert np.array_equal((x + h) - h, x)
+    raw = jnp.asarray(rng.normal(0, 300, 100_000), jnp.float32)
+    assert not np.array_equal((raw + h / 3) - h / 3, raw)
+    np.testing.assert_array_equal(jax.grad(lambda v: rounded(v).sum())(raw), np.ones(100_000))
+
+
+def test_tokens_one_by_one_have_the_logits_of_the_whole():
+    """Two streams have the cache of one: by framework.generation, greedy, against the plain forward pass."""
+    from framework.generation import Generator
+    from framework.sampling import Sampling
+
+    config = small.experiment(deep(2))
+    small.block(config.model).dropout = 0.0
+    program = small.program(config)
+    state = program.init()
+    prompt = [3, 1, 4, 1, 5]
+    (tokens,) = Generator(program, state)([prompt], Sampling(temperature=0.0, max_new_tokens=4))
+    text = list(prompt)
+    for token in tokens:
+        batch = {"tokens": jnp.asarray([text], jnp.int32)}
+        ctx = program.evaluation_context(batch)
+        logits = program.experiment.language_model.logits(program.weights(state), ctx, state["buffer"])
+        assert token == int(jnp.argmax(logits[0, -1]))
+        text.append(token)
+
+
+def test_what_cannot_be_run_backwards_is_refused():
+    config = small.experiment(memory={"remat": "invert"})
+    with pytest.raises(ValueError, match=r"memory.remat = invert: pattern.0, Block, cannot be run backwards.*streams"):
+        small.program(config)
+    with pytest.raises(ValueError, match=r"streams = fixed: pattern.0 is Twins; expected Block"):
+        config_for(Stack, num_layers=1, pattern=[config_for(Twins)], streams="fixed").instantiate(dim=8)
+    config.memory.update, config.memory.activations = "streamed", "pinned_host"
+    with pytest.raises(ValueError, match=r"memory.activations = pinned_host with memory.remat = invert"):
+        config.instantiate()
+
+
+def test_published_weights_have_one_stream():
+    from configs.families.llama import Llama
+
+    with pytest.raises(ValueError, match="one residual stream"):
+        Llama().places(deep(2).instantiate())

@@ -1,0 +1,62 @@
+"""Training by inversion: the trace of linear memory, and bytes that do not grow with depth."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from framework.config import Config, config_for
+from framework.layers.lora import LoRA
+from tests.support import small
+
+
+def experiment(num_layers: int = 4, remat: str = "invert", update: str = "in_backward", **fields: Any) -> Config:
+    """Two streams in fixed point, with dropout."""
+    model = small.llama(stack__num_layers=num_layers, stack__streams="fixed")
+    small.block(model).dropout = 0.1
+    model.param_dtype = model.compute_dtype = "float64" if jax.config.jax_enable_x64 else "float32"
+    return small.experiment(model, memory={"update": update, "remat": remat}, clip=None, **fields)
+
+
+def trace(config: Config, steps: int = 12) -> list[float]:
+    program = small.program(config)
+    state, losses = program.init(), []
+    for step in range(steps):
+        state, metrics = program.step(state, program.put(small.host_batch(program, step)))
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize("update", ["after_backward", "in_backward", "layer_programs"])
+def test_the_training_trace_is_that_of_linear_memory(update: str):
+    """In float64: AdamW makes as much of a gradient's last bit as of the rest of it."""
+    with jax.enable_x64(True):
+        plain, inverted = trace(experiment(remat="none", update=update)), trace(experiment(update=update))
+    np.testing.assert_allclose(inverted, plain, rtol=1e-6)  # the metrics are float32
+    assert plain[-1] < plain[0] - 0.1
+
+
+@pytest.mark.parametrize("update", ["after_backward", "in_backward"])
+def test_what_is_kept_of_the_layers_is_gone(update: str):
+    """CPU's loops copy the stack that they change, so only what policies differ by tells of activations. For TPU and
+    GPU: tests/tools/test_memory_vs_depth.py."""
+    depths, temporaries = (8, 32), {}
+    for remat in ("invert", "full"):
+        for depth in depths:
+            program = small.program(experiment(depth, remat, update, seq_len=64))
+            temporaries[remat, depth] = program.compiled_step.memory_analysis().temp_size_in_bytes
+    invert, full = (temporaries[remat, 32] - temporaries[remat, 8] for remat in ("invert", "full"))
+    inputs = 24 * 2 * 4 * 8 * 64 * 32  # of 24 layers: two streams of [8, 64, 32] in float32
+    assert full - invert >= 0.9 * inputs
+
+
+@pytest.mark.parametrize("update", ["after_backward", "in_backward", "layer_programs"])
+def test_adapters_on_quantized_weights(update: str):
+    """Which have no gradient."""
+    losses = {}
+    for remat in ("none", "invert"):
+        config = experiment(2, remat, update)
+        config.model.lora = config_for(LoRA, rank=2, targets="attention|mlp", base="int8")
+        losses[remat] = trace(config, 4)
+    np.testing.assert_allclose(losses["invert"], losses["none"], rtol=1e-4)
