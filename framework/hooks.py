@@ -124,7 +124,9 @@ class Evaluate(Hook):
         if row:
             run.writer.write(step, row)
             run.evaluation = row
-            losses = (f"{key} {value:.4f}" for key, value in row.items() if not key.endswith("tokens"))
+            losses = (
+                f"{key} {value:.4f}" for key, value in row.items() if not key.endswith(("tokens", "images", "nll"))
+            )
             run.progress.print(f"step {step}: " + ", ".join(losses))
 
     @staticmethod

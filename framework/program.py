@@ -36,7 +36,7 @@ from framework.mesh import MeshShape
 from framework.schedules import after_backward, in_backward, layer_programs, streamed
 from framework.schedules.layer_programs import LayerPrograms
 from framework.schedules.programs import Compile, Compiled, Ledger, Programs
-from framework.schedules.step import Metrics, State, evaluation_context, microbatches
+from framework.schedules.step import Metrics, State, evaluation_context, microbatches, training_context
 from framework.units import in_structure
 
 SCHEDULES = {  # (memory.update, memory.gradients)
@@ -67,6 +67,13 @@ class Program:
         else:
             experiment.model.check(self.mesh, experiment.data)
         experiment.compiler.check(self.mesh)
+        # Whether a first batch decides first values (Salimans and Kingma 2016, arXiv 1602.07868).
+        self.calibrates = training and getattr(experiment.model, "calibrate", None) is not None
+        for path, spec in flatten(experiment.model.parameter_specs()).items() if self.calibrates else ():
+            if spec.dtype.itemsize < 4:
+                raise ValueError(
+                    f"{path} is {spec.dtype}; what a first batch decides is to be float32 (model.param_dtype)"
+                )
         self.jit = functools.partial(jax.jit, compiler_options=experiment.compiler.options or None)
         # What checkpoints hold; and what the state is, where the stack may be in parts.
         self.layout = self.whole = StateLayout(experiment.state_specs(), self.mesh)
@@ -216,6 +223,30 @@ class Program:
         if self.in_parts:
             return self._init_parts(self.experiment.trainer.seed if seed is None else seed, given)
         return self.init_jit(seed, given)()
+
+    def calibrated(self, state: State, batch: dict[str, jax.Array]) -> State:
+        """The first state with the values that the model gives its parameters for this batch, the run's first; with all
+        that the state keeps of them. The given one is gone afterwards."""
+        learner, layout, groups = self.experiment.learner, self.layout, self._groups
+        model: Any = self.experiment.model
+
+        def calibrate(weights: Nested, counter: Nested, buffers: Nested, batch: Nested) -> Nested:
+            ctx = training_context(batch, counter, model, layout, "none")
+            params = merge(layout.fetch("parameter", weights["parameter"]), layout.fetch("frozen", weights["frozen"]))
+            found = flatten(model.calibrate(params, ctx, buffers))
+            own = {group: {path: found[path] for path in groups[group]} for group in weights}
+            made = learner.init_part(own["parameter"]) | {"frozen": own["frozen"]}
+            return {
+                group: in_structure(layout.specs[group], {p: store_leaf(groups[group][p], x) for p, x in flat.items()})
+                for group, flat in made.items()
+            }
+
+        weights = {group: state[group] for group in ("parameter", "frozen")}
+        made = {group: layout.specs[group] for group in (*weights, "optimizer", "ema")}
+        for leaf in jax.tree.leaves([state[group] for group in made if group not in weights]):
+            leaf.delete()
+        run = self.jit(calibrate, out_shardings=layout.shardings(made), donate_argnums=0)
+        return {**state, **run(weights, state["counter"], state["buffer"], batch)}
 
     @cached_property
     def _init_programs(self) -> Programs:

@@ -11,10 +11,13 @@ import math
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 from framework.accelerators import accelerator_name, spec_for
 from framework.data.batches import Pipeline
 from framework.data.pipeline import DataPipeline
 from framework.generation import Generator
+from framework.images import Images
 from framework.layout import GROUPS, MemoryKind
 from framework.mesh import island, mesh_text
 from framework.metrics.tables import Section, human_bytes, start_table
@@ -78,6 +81,14 @@ def compression_lines(data: Pipeline, evaluation: dict[str, float]) -> list[str]
             others = f"on the same text {', '.join(f'{tool} {value:.3f}' for tool, value in compressed.items())}"
         lines.append(f"{name}: {bits:.3f} bits per byte; {others}")
     return lines
+
+
+def sample_images(program: Program, state: dict[str, Any]) -> np.ndarray | None:
+    """64 images [64,H,W,C] that the model draws; None where it draws none."""
+    if not hasattr(program.experiment.model, "sample"):
+        return None
+    options = program.experiment.trainer
+    return Images(program, state, averaged=bool(state["ema"])).sample(64, options.sample_temperature, options.seed)
 
 
 def sample_text(program: Program, state: dict[str, Any]) -> str | None:

@@ -119,6 +119,9 @@ class Trainer:
                 self.writer.resume(0)  # an earlier start had no checkpoint yet: its steps are done again
             pretrained = self.experiment.pretrained
             self.state = self.program.init() if pretrained is None else pretrained.init(self.program)
+            if pretrained is None and self.program.calibrates:
+                first = self.data.train_batch(0, self.program.rows)
+                self.state = self.program.calibrated(self.state, self.program.put(first))
             return 0
         step = self._restore()
         for change in config_changes(self._extra["config"], self.config.to_dict()):

@@ -26,7 +26,7 @@ class TrainerOptions:
         profile: [first, last] steps to be traced into WORKDIR/profile; [] traces none.
         sample_tokens: tokens of the sample that ends a run; 0 for none.
         sample_prompt: what the sample continues.
-        sample_temperature: 0 is greedy.
+        sample_temperature: 0 is greedy. Of images: the standard deviation of latents.
         compilation_cache: folder where compiled programs outlive the process; None keeps none.
         wandb_project: also report to this Weights & Biases project (`pip install wandb`).
     """

@@ -41,7 +41,9 @@ def prepare(data: Config, out: Path, *, force: bool) -> None:
     """Writes the token files of every source of `data` (a config of DataPipeline) into the folder `out`. Raises what
     DataPipeline.setup does, and FileExistsError where `out` holds what may not be replaced."""
     _check_replaceable(out, force)
-    pipeline: DataPipeline = data.instantiate()
+    pipeline = data.instantiate()
+    if not isinstance(pipeline, DataPipeline):
+        raise ValueError(f"data is of {type(pipeline).__name__}; only a DataPipeline has text to be tokenized")
     temporary, aside = (out.with_name(f".{out.name}.{kind}") for kind in ("partial", "replaced"))
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
     temporary.mkdir(parents=True)

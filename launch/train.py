@@ -155,6 +155,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
     from framework.experiment import Experiment
     from framework.health import EXIT_REPLICAS
     from framework.hooks import NonFiniteError
+    from framework.metrics.pictures import save_grid
     from framework.metrics.plot import plot_losses
     from framework.metrics.progress import Progress
     from framework.metrics.tables import human_bytes, render
@@ -162,7 +163,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
     from framework.plan.host_room import check_host
     from framework.program import Program
     from framework.replicas import ReplicaMismatchError
-    from framework.report import compression_lines, sample_text, start_report
+    from framework.report import compression_lines, sample_images, sample_text, start_report
     from framework.trainer import LastStepNotSavedError, Trainer
     from framework.trainer_options import scale_steps
     from framework.workdir import write_json
@@ -240,11 +241,14 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
             return 128 + stopped
         state, trainer.state = trainer.state, {}
         state = program.in_one(state)
-        text = sample_text(program, state)  # every process takes part
+        text, images = sample_text(program, state), sample_images(program, state)  # every process takes part
         del state  # the memory is free again for whoever runs another in this process
         if primary:
             about = (command.spec, experiment.data.loss_unit)
             progress.print(f"loss curves: {plot_losses(workdir.metrics, workdir.path / 'loss.png', *about)}")
+            if images is not None:
+                levels = getattr(experiment.data, "levels", 256)
+                progress.print(f"samples: {save_grid(images, workdir.path / 'samples.png', levels=levels)}")
         if text is not None:
             progress.print(f"sample, continuing {options.sample_prompt!r}:\n{text}")
         for line in compression_lines(experiment.data, trainer.evaluation):

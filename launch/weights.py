@@ -37,13 +37,15 @@ class Loaded:
         return tokenizer
 
 
-def parser(verb: str, doc: str | None) -> cli.Parser:
-    """The verb's parser with the flags that `load` reads."""
+def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
+    """The verb's parser with the flags that `load` reads, --hf among them or not."""
     made = cli.Parser(verb, doc, takes_config=False)
     made.add_argument("--config", metavar="FILE.py:NAME", help="where a run's own classes are, if it has any")
     place = made.add_mutually_exclusive_group(required=True)
     place.add_argument("--workdir", metavar="DIR", help="a run of launch.train")
-    place.add_argument("--hf", metavar="DIR", help="a Hugging Face directory")
+    if hf:
+        place.add_argument("--hf", metavar="DIR", help="a Hugging Face directory")
+    made.set_defaults(hf=None)
     made.add_argument("--step", type=int, metavar="N", help="this checkpoint of the workdir, not the newest")
     made.add_argument("--ema", action="store_true", help="the averaged weights of the workdir")
     made.add_argument("--host_weights", action="store_true", help="the stack stays in host memory, but for one layer")
@@ -61,8 +63,8 @@ def parse(made: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace, cli.Ov
     return args, overrides
 
 
-def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
-    """What the flags name; no optimizer state is read.
+def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = True) -> Loaded:
+    """What the flags name, of a language model if not `text` is False; no optimizer state is read.
 
     Raises:
         FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
@@ -81,12 +83,8 @@ def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     experiment: Any = config.instantiate()
     if args.ema and not experiment.learner.ema_specs():
         raise ValueError("--ema: the run keeps no averages (learner.ema is not set)")
-    tokenizer, kept = experiment.data.tokenizer, workdir / "tokenizer.json"
-    if isinstance(tokenizer, BPETokenizer):
-        if not kept.exists():
-            raise FileNotFoundError(f"{kept} does not exist: the tokenizer of the run")
-        tokenizer.path = str(kept)  # wherever it came from
-    tokenizer.prepare(workdir, None, write=False)
+    if text:
+        _prepare_tokenizer(experiment.language_model and experiment.data.tokenizer, workdir)
 
     from framework.checkpoint import Checkpointer
     from framework.program import inference_program
@@ -103,6 +101,15 @@ def load(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     restored = restore(abstract, groups=groups)
     tell("\n".join([*restored.problems, f"{args.workdir}, step {restored.step}{', averaged' if args.ema else ''}"]))
     return Loaded(config, experiment, program, {"parameter": {}, "ema": {}, **restored.state}, args.ema, workdir)
+
+
+def _prepare_tokenizer(tokenizer: Any, workdir: Path) -> None:
+    kept = workdir / "tokenizer.json"
+    if isinstance(tokenizer, BPETokenizer):
+        if not kept.exists():
+            raise FileNotFoundError(f"{kept} does not exist: the tokenizer of the run")
+        tokenizer.path = str(kept)  # wherever it came from
+    tokenizer.prepare(workdir, None, write=False)
 
 
 def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:

@@ -1,0 +1,58 @@
+"""Draw images with a trained flow, or go from one held-out image to another in its latent space.
+
+    python -m launch.sample --workdir=runs/digits-glow --output=samples.png --temperature=0.7
+    python -m launch.sample --workdir=runs/digits-glow --output=between.png --interpolate=8
+
+The picture has --num images: samples, or rows of --interpolate images between pairs of held-out ones.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+from launch import cli, weights
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Runs the verb; 0 when the picture is written."""
+    parser = weights.parser("sample", __doc__, hf=False)
+    parser.add_argument("--output", required=True, metavar="FILE.png", help="where the picture goes; replaced")
+    parser.add_argument("--num", type=int, default=64, metavar="N", help="images; default 64")
+    parser.add_argument("--temperature", type=float, default=0.7, help="standard deviation of latents; default 0.7")
+    parser.add_argument("--interpolate", type=int, metavar="K", help="rows of K images between held-out ones")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws, or of which images; default 0")
+    args, overrides = weights.parse(parser, argv)
+    output, steps = Path(args.output).expanduser(), args.interpolate
+    if output.suffix != ".png" or not output.absolute().parent.is_dir():
+        raise cli.UsageError(f"--output={args.output}: expected the name of a .png file in a folder that exists")
+    if args.num < 1 or args.seed < 0 or not (args.temperature >= 0 and math.isfinite(args.temperature)):
+        raise cli.UsageError("expected --num of at least 1, --seed and --temperature of at least 0")
+    if steps is not None and not 2 <= steps <= args.num:
+        raise cli.UsageError(f"--interpolate={steps}: expected 2 to --num = {args.num} images for a row")
+
+    import numpy as np
+
+    from framework.images import Images
+    from framework.metrics.pictures import save_grid
+
+    loaded = weights.load(args, overrides, text=False)
+    data, images = loaded.experiment.data, Images(loaded.program, loaded.state, averaged=loaded.averaged)
+    if steps is None:
+        found = images.sample(args.num, args.temperature, args.seed)
+    else:
+        data.setup(loaded.folder)
+        held = next((data.images[name] for name in data.validation_names), np.zeros(0))
+        rows = args.num // steps
+        if len(held) < 2 * rows:
+            raise ValueError(
+                f"--interpolate: {rows} rows need {2 * rows} held-out images, data.validation has {len(held)}"
+            )
+        chosen = held[np.random.default_rng(args.seed).permutation(len(held))[: 2 * rows]]
+        found = images.between(chosen[:rows], chosen[rows:], steps)
+    print(save_grid(found, output, levels=data.levels, columns=steps))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""A flow trained by launch.train on digits: what the run leaves, launch.sample, and who refuses a flow."""
+
+import math
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from configs import load as load_config
+from framework.data.images import DigitsSource
+from framework.images import Images
+from framework.metrics.pictures import save_grid
+from framework.program import Program
+from launch import evaluate, export, generate, prepare, sample, status, train
+from tests.support import runs
+
+FILE = str(Path(__file__).parents[1] / "support/tiny_images.py")
+FLAGS = ("--config.trainer.max_steps=8", "--config.learner.ema=0.5", "--config.trainer.eval_every=4")
+CELL = 34  # pixels from one digit to the next
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps with averages, on eight devices."""
+    folder = tmp_path_factory.mktemp("flow") / "run"
+    assert train.main([f"--config={FILE}:flow", f"--workdir={folder}", *FLAGS]) == 0
+    return folder
+
+
+def digits(path: Path) -> np.ndarray:
+    """The picture's images, values 0 to 16: [rows, columns, 8, 8]."""
+    with Image.open(path) as image:
+        picture = np.asarray(image)[2:, 2:]
+    cells = picture.reshape(picture.shape[0] // CELL, CELL, picture.shape[1] // CELL, CELL).swapaxes(1, 2)
+    return np.round(cells[:, :, 2:32:4, 2:32:4] * (16 / 255)).astype(np.uint8)
+
+
+def test_what_a_run_leaves(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = runs.rows(workdir)
+    with Image.open(workdir / "samples.png") as picture:
+        assert picture.size == (8 * CELL + 2, 8 * CELL + 2)
+    assert len({image.tobytes() for row in digits(workdir / "samples.png") for image in row}) == 64
+    assert all("train/tokens_per_second" not in row for row in found)
+    assert [row["train/images_per_second"] > 0 for row in found if row["step"] == 8 and "train/loss" in row] == [True]
+    for row in (row for row in found if "eval/digits/loss" in row):
+        for prefix in ("eval/digits", "eval_ema/digits"):
+            loss, bits, det, prior = (row[f"{prefix}/{x}"] for x in ("loss", "bits_per_dim", "log_det", "log_prior"))
+            assert loss == pytest.approx(bits * math.log(2)) == pytest.approx(-det - prior)
+            assert 2.0 < bits < math.log2(17) + 1
+    log = (workdir / "log.txt").read_text()
+    for text in (
+        "images per step   64",
+        "FLOPs per image",
+        "1,436 images of 8 x 8 x 1, 17 levels",
+        " img/s",
+        "samples: ",
+    ):
+        assert text in log
+    assert "tok/s" not in log
+    assert status.main([f"--workdir={workdir}"]) == 0
+    assert "images per second" in capsys.readouterr().out
+
+
+def test_the_evaluation_is_of_each_held_out_image_once(workdir: Path) -> None:
+    (row,) = (row for row in runs.rows(workdir) if row["step"] == 8 and "eval/digits/images" in row)
+    assert row["eval/digits/images"] == 361  # of batches of 64
+
+
+def test_samples_are_drawn_by_seed_and_temperature(workdir: Path, tmp_path: Path) -> None:
+    def drawn(*flags: str) -> np.ndarray:
+        assert sample.main([f"--workdir={workdir}", f"--output={tmp_path}/x.png", "--num=6", *flags]) == 0
+        return digits(tmp_path / "x.png")
+
+    first = drawn()
+    assert first.shape == (2, 3, 8, 8)
+    assert (drawn() == first).all()
+    assert (drawn("--seed=1") != first).any()
+    assert (drawn("--ema") != first).any()
+    assert (drawn("--temperature=0.7") == first).all()
+    cold = drawn("--temperature=0")
+    assert (cold == cold[0, 0]).all()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_rows_lead_from_one_held_out_image_to_another(workdir: Path, tmp_path: Path) -> None:
+    output = f"--output={tmp_path}/between.png"
+    assert sample.main([f"--workdir={workdir}", output, "--num=17", "--interpolate=5", "--seed=2"]) == 0
+    found = digits(tmp_path / "between.png")
+    assert found.shape == (3, 5, 8, 8)
+    held = {image.tobytes() for image in DigitsSource(split="validation").load()}
+    ends = [row[at].tobytes() for row in found for at in (0, -1)]
+    assert len({*ends} & held) == 6
+    distances = np.abs(found[:, 1:].astype(int) - found[:, :-1]).sum((2, 3))
+    assert (distances > 0).all()
+    assert (distances < np.abs(found[:, -1].astype(int) - found[:, 0]).sum((1, 2))[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--output=x.png"], "one of the arguments --workdir is required"),
+        (["--workdir={run}"], "the following arguments are required: --output"),
+        (["--workdir={run}", "--output=x.jpg"], "--output=x.jpg: expected the name of a .png file in a folder that"),
+        (["--workdir={run}", "--output=nope/x.png"], "--output=nope/x.png: expected the name of a .png file in a"),
+        (["--workdir={run}", "--output=x.png", "--num=0"], "expected --num of at least 1"),
+        (["--workdir={run}", "--output=x.png", "--temperature=-1"], "--temperature of at least 0"),
+        (["--workdir={run}", "--output=x.png", "--temperature=nan"], "--temperature of at least 0"),
+        (["--workdir={run}", "--output=x.png", "--interpolate=1"], "--interpolate=1: expected 2 to --num = 64"),
+        (["--workdir={run}", "--output=x.png", "--interpolate=65"], "--interpolate=65: expected 2 to --num = 64"),
+        (["--workdir={run}", "--output=x.png", "--temprature=1"], "did you mean '--temperature'?"),
+        (["--workdir={run}", "--output=x.png", "--num=1000", "--interpolate=2"], "need 1000 held-out images, data."),
+        (["--workdir={run}/nope", "--output=x.png"], "holds no config.json, so no run of launch.train"),
+    ],
+)
+def test_mistakes_cost_one_line(
+    workdir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sample.main([flag.format(run=workdir) for flag in flags]) == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("verb", "flags"),
+    [(generate, ["--prompt=a"]), (evaluate, ["--files", __file__]), (export, ["--to=exported"])],
+)
+def test_verbs_of_text_refuse_a_flow(workdir: Path, capsys: pytest.CaptureFixture[str], verb, flags) -> None:
+    assert verb.main([f"--workdir={workdir}", *flags]) == 2
+    assert capsys.readouterr().err == "error: model is a Flow; this is for language models (CausalLM)\n"
+
+
+def test_prepare_refuses_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main([f"--config={FILE}:flow", f"--out={tmp_path}/out"]) == 2
+    assert "data is of ImagePipeline; only a DataPipeline has text" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_language_model_draws_no_images() -> None:
+    program = Program(load_config(f"{runs.CONFIG}:tiny").instantiate(), training=False)
+    with pytest.raises(ValueError, match="model is a CausalLM, which draws no images; expected a flow"):
+        Images(program, {"parameter": {}, "frozen": {}})
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
+def test_a_grid_holds_its_images(tmp_path: Path, channels: int, mode: str) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (5, 40, 20, channels), np.uint8)
+    with Image.open(save_grid(images, tmp_path / "x.png", levels=256, columns=2)) as picture:
+        assert (picture.mode, picture.size) == (mode, (2 * 22 + 2, 3 * 42 + 2))
+        pixels = np.asarray(picture).reshape(128, 46, channels)
+    assert (pixels[2:42, 2:22] == images[0]).all()
+    assert (pixels[44:84, 24:44] == images[3]).all()
+    with pytest.raises(ValueError, match="images of 2 channels make no PNG"):
+        save_grid(images[..., :1].repeat(2, axis=3), tmp_path / "y.png", levels=256)
+
+
+def test_a_resumed_run_is_not_calibrated_again(workdir: Path, tmp_path: Path) -> None:
+    again = tmp_path / "run"
+    shutil.copytree(workdir, again)
+    shutil.rmtree(next((again / "checkpoints").glob("*8")))
+    (again / "samples.png").unlink()
+    assert train.main([f"--config={FILE}:flow", f"--workdir={again}", *FLAGS]) == 0
+    assert [row["resumed_from"] for row in runs.rows(again) if "resumed_from" in row] == [4]
+    assert runs.losses(again) == runs.losses(workdir)
+    assert (again / "samples.png").read_bytes() == (workdir / "samples.png").read_bytes()
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
+    """Initialization is calibrated once; what follows depends on seed and step alone."""
+    kind = {"file": FILE, "config": "flow"}
+    flags = (*runs.LONG, "--config.data.flip=true")
+    assert runs.start(tmp_path / "whole", *flags, **kind).wait(timeout=300) == 0, runs.output(tmp_path / "whole")
+    process = runs.start(tmp_path / "run", *flags, **kind)
+    end = time.time() + 300
+    while not list(tmp_path.glob("run/checkpoints/*/commit_success.txt")) and time.time() < end:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert max(runs.losses(tmp_path / "run")) < 120, "the run was over before it was killed"
+    assert runs.start(tmp_path / "run", *flags, **kind).wait(timeout=300) == 0, runs.output(tmp_path / "run")
+    assert len([row for row in runs.rows(tmp_path / "run") if "resumed_from" in row]) == 1
+    assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole")
+    pictures = [(tmp_path / name / "samples.png").read_bytes() for name in ("run", "whole")]
+    assert pictures[0] == pictures[1]
