@@ -166,10 +166,11 @@ def zygote_1541(target: Any) -> None:
 def invtf_2(target: Any) -> None:
     """Temporaries of a step against depth, by remat policy: 32 x 256 tokens, width 128, float32, SGD."""
     rows = []
-    for remat in ("none", "full", "sqrt", "offload"):
-        rows.append([f"`{remat}`"])
+    for remat in ("none", "full", "sqrt", "offload", "invert"):
+        rows.append([f"`{remat}`" + (", two streams" if remat == "invert" else "")])
         for layers in (4, 16, 64):
             model = llama_model(layers=layers, heads=4, dim=128, hidden=128, vocab_size=64)
+            model.stack.streams = "fixed" if remat == "invert" else "one"
             config = experiment(model, batch=32, seq_len=256, memory={"remat": remat}, optimizer=SGD)
             found = planned(config, target)[1]
             host = f" + {human_bytes(found.host_temp)} host" if found.host_temp else ""

@@ -14,6 +14,7 @@ from framework.layers.stack import Stack
 from framework.layout import flatten, initialize
 from tests.support import small
 from tests.support.layers import Twins
+from tools.drift import there_and_back
 
 TOKENS = np.random.default_rng(0).integers(0, small.VOCAB, (3, 16))
 
@@ -65,61 +66,20 @@ def gradients(model: Any, params: Any, remat: str) -> Any:
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-def there_and_back(model: Any, params: Any) -> Any:
-    """(what went into the stack, what came back), both streams; the scans are compiled, and gradients are taken."""
-    stack = model.stack
-
-    @jax.jit
-    def run(params: Any) -> Any:
-        ctx = context(model, "invert")
-        first = stack.enter(model.run("embed", params, None, ctx, {})[0])
-        ctx, own = ctx.fold("stack"), params["stack"]
-        unit, indices = stack.unit_function(own, ctx), jnp.arange(stack.num_units)
-
-        def ahead(carry: Any, xs: Any) -> Any:
-            return unit(carry, xs[1], {}, {}, ctx.fold_index(xs[0]))[0], None
-
-        def back(carry: Any, xs: Any) -> Any:
-            y, ct = carry
-            join = lambda own, shared: own  # noqa: E731
-            y, (grads, _), ct = stack.reverse_unit(y, (xs[1], {}), join, {}, ctx.fold_index(xs[0]), (ct, None))
-            ct = jax.tree.map(lambda c: c / jnp.sqrt(jnp.mean(jnp.square(c)) + 1e-9), ct)
-            return (y, ct), grads
-
-        y, _ = jax.lax.scan(ahead, first, (indices, own))
-        ones = jax.tree.map(jnp.ones_like, y)
-        (last, _), grads = jax.lax.scan(back, (y, ones), (indices, own), reverse=True)
-        return first, last, grads
-
-    first, last, _ = run(params)
-    return jax.device_get((first, last))
-
-
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_fixed_point_streams_come_back_bit_for_bit_after_256_layers(compute: str):
     model, params = made(deep(256, compute_dtype=compute), 0.3)
-    first, last = there_and_back(model, params)
+    first, y, last = there_and_back(model, params, context(model))
     small.assert_same_bits(last, first)
-    assert all(100 < np.abs(stream).max() < 2**12 for stream in hidden(model, params))
+    assert all(100 < np.abs(stream).max() < 2**12 for stream in y)
     ((_, metrics), _) = gradients(model, params, "invert")
     assert metrics["stack/block0/out_of_range"] == 0
-
-
-def hidden(model: Any, params: Any) -> Any:
-    """What comes out of the last layer."""
-    ctx = context(model).fold("stack")
-    x, _ = model.run("embed", params, None, context(model), {})
-
-    def body(carry: Any, xs: Any) -> Any:
-        return model.stack.unit_function(params["stack"], ctx)(carry, xs[1], {}, {}, ctx.fold_index(xs[0]))[0], None
-
-    return jax.lax.scan(body, model.stack.enter(x), (jnp.arange(model.stack.num_units), params["stack"]))[0]
 
 
 def test_streams_over_the_range_are_counted():
     """They are rounded as float32 is."""
     model, params = made(deep(64), 2.0)
-    first, last = there_and_back(model, params)
+    first, _, last = there_and_back(model, params, context(model))
     assert not np.array_equal(first[0], last[0])
     ((_, metrics), _) = gradients(model, params, "invert")
     assert metrics["stack/block0/out_of_range"] > 0
@@ -128,7 +88,8 @@ def test_streams_over_the_range_are_counted():
 def test_float32_streams_drift():
     """By how much is in docs/memory.md."""
     for compute in ("float32", "bfloat16"):
-        first, last = there_and_back(*made(deep(64, "float32", compute_dtype=compute), 0.3))
+        model, params = made(deep(64, "float32", compute_dtype=compute), 0.3)
+        first, _, last = there_and_back(model, params, context(model))
         assert 0 < np.abs(last[0] - first[0]).max() / np.abs(first[0]).max() < 1e-3, compute
 
 
