@@ -13,7 +13,7 @@ import pytest
 
 import configs
 import launch
-from framework.data import sources, tokenizers
+from framework.data import images, sources, tokenizers
 from framework.data.packing import pack
 from launch import cli, prepare
 from launch import configs as show
@@ -42,7 +42,8 @@ def test_python_blocks_run():
     blocks = [block for kind, block in BLOCKS if kind == "python" and not block.startswith("# ")]
     for block in blocks:
         exec(compile(block, "docs/data.md", "exec"), space)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
+    assert space["images"].dtype == "uint8"
     assert space["counted"] > 1000
     assert all(space["chat_data"].tokenizer.decode([token]) in "0123456789" for token in space["answers"])
     assert space["answers"].tolist().count(1) == space["chat_batch"]["segments"][0].max() > 1
@@ -79,11 +80,14 @@ def test_the_added_source_feeds_a_pipeline(saved_files: Path):
         configs.load("my_rows.py:tiny_rows").data.instantiate().setup(saved_files / "elsewhere")
 
 
+_BASES = {"TextSource", "Tokenizer", "TextBudget", "Leaf", "ImageSource", "ImagePipeline", "ImageReport", "Levels"}
+
+
 def test_the_tables_name_what_there_is():
     rows = set(re.findall(r"^\| `(\w+)", TEXT, flags=re.MULTILINE))
-    for module in (sources, tokenizers):
+    for module in (sources, tokenizers, images):
         kinds = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
-        assert {name for name in kinds if name[0].isupper()} - {"TextSource", "Tokenizer", "TextBudget", "Leaf"} <= rows
+        assert {name for name in kinds if name[0].isupper()} - _BASES <= rows
 
 
 def test_the_picture_of_packing_is_what_pack_does():
