@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Color and marker by policy, so that pictures of some of them can be laid side by side. What overlaps has open markers.
+# Color and marker by policy, so that pictures of some of them can be laid side by side; dashed where others lie below.
 STYLES = {
     "none": ("#d1495b", "o"),
     "full": ("#edae49", "s"),
@@ -21,7 +21,7 @@ _UNITS = (("KiB", 10), ("MiB", 20), ("GiB", 30))
 def draw(rows: Sequence[Any], png: Path, title: str) -> Path:
     """Draws the rows of one config and target (`tools.memory_vs_depth.Row`), and returns `png`.
 
-    What the compiler refused, as it does not fit, has a hollow marker. In the panel of times the legend says what a
+    What does not fit into the device has a hollow marker. In the panel of times the legend says what a
     step takes at the greatest depth, as a multiple of the one with `none`.
     """
     from matplotlib.figure import Figure

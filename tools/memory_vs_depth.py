@@ -3,8 +3,9 @@
     python -m tools.memory_vs_depth --target=v5e-1 --layers=16,64,256,1024     # by that machine's compiler, without one
     python -m tools.memory_vs_depth --layers=16,64 --out=here.png              # compiled and measured on this machine
 
-Any config and any overrides, as for every verb; without --config a small reversible language model. Writes a table to
-stdout, OUT.png and OUT.csv. The policies differ in `memory` alone, and all compute the same step.
+Any config and any overrides, as for every verb; without --config a small reversible language model, and more of them in
+tools/depth_configs.py. Writes a table to stdout, OUT.png and OUT.csv. The policies differ in `memory` alone, and all
+compute the same step.
 
 "Temporaries" are what the step needs at its worst instant beyond its arguments (weights, optimizer state, batch), which
 have to grow with depth. Steps are timed in turns, policies of one depth side by side, on one state that they hand on:
@@ -28,6 +29,7 @@ from framework.config import Config, ConfigError
 from framework.metrics.tables import Section, human_bytes, render
 from launch import cli
 from tools.bench.turns import rotate
+from tools.depth_configs import LANGUAGE
 from tools.depth_picture import draw
 
 POLICIES = {
@@ -38,11 +40,6 @@ POLICIES = {
     "invert": {"memory.remat": "invert"},
     "invert+in_backward": {"memory.remat": "invert", "memory.update": "in_backward"},
 }
-DEFAULT = (
-    "--config=nanogpt-cpu",
-    "--config.model.stack.streams=float32",
-    "--config.model.stack.unroll=1",  # a loop: compile time does not grow with depth
-)
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Row:
       config, target, policy, layers: what was compiled, for what.
       parameters_bytes: of the layout.
       peak_bytes: compiled, as docs/plan.md defines it. temp_bytes: without arguments.
-      fits: whether the compiler takes it for this target.
+      fits: whether the device has so much.
       measured_peak_bytes: by the device's own statistics.
       step_seconds: wall. processor_seconds: of all cores of this machine together.
       jax_version: of the compiler's frontend.
@@ -77,7 +74,7 @@ class Row:
 def main(argv: list[str]) -> int:
     """Compiles, measures if on this machine, prints the table and writes the files."""
     if not any(one == "--config" or one.startswith("--config=") for one in argv):
-        argv = [*DEFAULT, *argv]
+        argv = [f"--config={LANGUAGE}", *argv]
     parser = cli.Parser("plan", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.prog = "python -m tools.memory_vs_depth"
     add = parser.add_argument
@@ -188,10 +185,11 @@ def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Row]
         else:
             step = compile_step(program, target, None)
             peak, argument = step.peak, step.argument
-        batch = sum(spec.num_bytes for spec in program.batch_specs.values()) // target.num_devices
-        argument_or_state = argument or program.layout.bytes_per_device(memory_kind="device") + batch
-        parameters = program.layout.bytes_per_device("parameter")
-        sizes = parameters, peak, peak - argument_or_state, argument > 0
+        fits = argument > 0 and (target.limit_bytes is None or peak <= target.limit_bytes)
+        if not argument:  # refused: the compiler has told the sum alone
+            argument = program.layout.bytes_per_device(memory_kind="device")
+            argument += sum(spec.num_bytes for spec in program.batch_specs.values()) // target.num_devices
+        sizes = program.layout.bytes_per_device("parameter"), peak, peak - argument, fits
         rows[name] = Row("", target.name, name, 0, *sizes, jax_version=jax.__version__)
     if target.at_hand and rounds:
         measured = _measure(programs, {name: row.peak_bytes for name, row in rows.items()}, rounds)

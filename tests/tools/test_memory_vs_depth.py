@@ -15,18 +15,10 @@ import pytest
 from framework.metrics.memory import MemoryInUse
 from tests.support.small import ROOT
 from tools import memory_vs_depth
+from tools.depth_configs import LANGUAGE
 from tools.memory_vs_depth import Row, main, table
 
-SMALL = ["--config.model.dim=32", "--config.model.vocab_size=257", "--config.data.seq_len=64"]
-DEEP = [  # as in docs/benchmarks/depth.md
-    "--config.model.dim=256",
-    "--config.model.stack.pattern.0.mlp.hidden=1024",
-    "--config.model.stack.pattern.0.attention.num_heads=2",
-    "--config.model.compute_dtype=bfloat16",
-    "--config.model.embed.max_positions=1024",
-    "--config.data.seq_len=1024",
-    "--config.data.global_batch_size=64",
-]
+SMALL = ["--config.model.dim=32"]
 COMPILERS = {
     "v5e-1": ("plan-tpu", "libtpu"),
     "h200x1": ("plan-gpu", "jax_cuda12_plugin", "jax_cuda13_plugin"),
@@ -74,7 +66,7 @@ def test_measured_on_this_machine(tmp_path: Path) -> None:
     assert grown["invert+in_backward"] < 3.0 * gradients  # a CPU copies the stacks that a loop updates
     assert max(temporaries(rows, "invert")) < 0.1 * temporaries(rows, "none")[1]
     for (name, depth), row in rows.items():
-        assert row["config"] == "nanogpt-cpu"
+        assert row["config"] == LANGUAGE
         assert row["target"] == "cpu-1"
         assert row["fits"] == "True"
         assert row["measured_peak_bytes"] == ""  # a CPU has no statistics
@@ -187,7 +179,12 @@ def test_inversion_with_the_update_in_the_backward_pass_needs_the_same_at_any_de
     extra, *modules = COMPILERS[target]
     if not any(map(importlib.util.find_spec, modules)):
         pytest.skip(f"the compiler for {target} is not installed: pip install 'plimsoll-train[{extra}]'")
-    rows, _ = run(tmp_path / "x.png", *DEEP, "--policies=invert+in_backward", f"--target={target}")
+    rows, _ = run(
+        tmp_path / "x.png",
+        "--config=tools/depth_configs.py:language_large",
+        "--policies=invert+in_backward",
+        f"--target={target}",
+    )
     found = temporaries(rows, "invert+in_backward")
     assert len(found) == 4
     assert min(found) > 200 << 20

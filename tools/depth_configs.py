@@ -1,0 +1,71 @@
+"""Models whose depth is varied: `python -m tools.memory_vs_depth --config=tools/depth_configs.py:NAME`.
+
+Flows take `--depth_field=model.stacks.0.num_layers`; their images are of the size of CIFAR's, and are never read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs.parts import adamw
+from configs.tiny import nanogpt_cpu
+from framework.config import Config, config_for
+from framework.data.images import ImageFolder, ImagePipeline
+from framework.experiment import Experiment
+from framework.layers.flow.coupling import AffineCoupling
+from framework.layers.flow.linear import ActNorm, InvertibleConv
+from framework.layers.flow.nets import ConvNet
+from framework.layers.stack import Stack
+from framework.learner import Learner
+from framework.mesh import MeshShape
+from framework.models.flow import Flow
+from framework.trainer_options import TrainerOptions
+
+LANGUAGE = f"{Path(__file__).relative_to(Path(__file__).parents[1])}:language"
+
+
+def language() -> Config:
+    """nanogpt-cpu with two streams, as a loop over layers, whose compile time does not grow with depth: what a CPU can
+    be timed with."""
+    config = nanogpt_cpu()
+    config.model.stack.streams = "float32"
+    config.model.stack.unroll = 1
+    return config
+
+
+def language_large() -> Config:
+    """The same with width 256, two heads, and 64 sequences of 1024 tokens, computed in bfloat16: activations are large,
+    and so few parameters are in a layer that 1024 of them fit into a v5e chip with AdamW's state."""
+    config = language()
+    block = config.model.stack.pattern[0]
+    config.model.dim, block.attention.num_heads, block.mlp.hidden = 256, 2, 1024
+    config.model.compute_dtype = "bfloat16"
+    config.model.embed.max_positions = config.data.seq_len = 1024
+    config.data.global_batch_size = 64
+    return config
+
+
+def actnorm() -> Config:
+    """A flow of nothing but ActNorm: a scale and a shift for each of the 12 channels of 16 x 16."""
+    return _flow([config_for(ActNorm)])
+
+
+def glow() -> Config:
+    """A flow of Glow's steps: ActNorm, 1x1 convolution, affine coupling with a net of 64 channels. A step is three
+    layers, so depths are multiples of three."""
+    coupling = config_for(AffineCoupling, net=config_for(ConvNet, hidden=64))
+    return _flow([config_for(ActNorm), config_for(InvertibleConv), coupling])
+
+
+def _flow(pattern: list[Config]) -> Config:
+    stack = config_for(Stack, num_layers=len(pattern), pattern=pattern)
+    return config_for(
+        Experiment,
+        model=config_for(Flow, image_shape=(32, 32, 3), levels=256, stacks=[stack]),
+        data=config_for(
+            ImagePipeline, source=config_for(ImageFolder, path="never read", size=[32, 32, 3]), global_batch_size=32
+        ),
+        mesh=config_for(MeshShape),
+        learner=config_for(Learner, optimizer=adamw(peak=1e-3, steps=100, warmup=10)),
+        trainer=config_for(TrainerOptions, max_steps=100),
+    )
