@@ -110,14 +110,20 @@ def main(argv: list[str]) -> int:
     for depth in layers:
         configs = {name: _at(config, {args.depth_field: depth, **changed}) for name, changed in settings.items()}
         rows += [replace(row, config=command.spec, layers=depth) for row in _rows(configs, target, args.rounds)]
+        _save(rows, out, f"{command.spec} on {target.name}")
         print(f"{depth} layers: done", file=sys.stderr)
     print(table(rows))
-    with out.with_suffix(".csv").open("w", newline="") as file:
+    print(f"table: {out.with_suffix('.csv')}, picture: {out}")
+    return 0
+
+
+def _save(rows: Sequence[Row], png: Path, title: str) -> None:
+    """Both files, after each depth anew: the greatest may take as long as all others, or not fit."""
+    with png.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
-    print(f"table: {out.with_suffix('.csv')}, picture: {draw(rows, out, f'{command.spec} on {target.name}')}")
-    return 0
+    draw(rows, png, title)
 
 
 def _depths(text: str) -> list[int]:
