@@ -82,6 +82,7 @@ def shrunk(config: Config, program: Program) -> Config:
     small.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)
     small.learner.rules = [config_for(Rule, pattern="/mlp/", freeze=True)] * bool(program.layout.specs["frozen"])
     small.learner.accumulate, small.pretrained = parts, None
+    small.model.stack.streams = "float32" if config.memory.remat == "invert" else "one"
     small.memory.remat = "sqrt" if "sqrt" in config.memory.remat else config.memory.remat
     small.memory.hosted_layers = config.memory.hosted_layers and min(config.memory.hosted_layers, UNITS // 2)
     return small

@@ -62,6 +62,7 @@ def test_what_a_run_leaves(workdir: Path, capsys: pytest.CaptureFixture[str]) ->
     ):
         assert text in log
     assert "tok/s" not in log
+    assert runs.losses(workdir)[1] < 3.0  # calibrated; 3.75 if not
     assert status.main([f"--workdir={workdir}"]) == 0
     assert "images per second" in capsys.readouterr().out
 
@@ -173,6 +174,22 @@ def test_a_resumed_run_is_not_calibrated_again(workdir: Path, tmp_path: Path) ->
     assert [row["resumed_from"] for row in runs.rows(again) if "resumed_from" in row] == [4]
     assert runs.losses(again) == runs.losses(workdir)
     assert (again / "samples.png").read_bytes() == (workdir / "samples.png").read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_the_same_batches(tmp_path: Path) -> None:
+    kind = {"file": FILE, "config": "flow"}
+    flags = ("--config.trainer.max_steps=4", "--config.data.flip=true")
+    processes = [*runs.pair(tmp_path / "two", *flags, **kind)]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0], runs.output(tmp_path / "two")
+    assert runs.start(tmp_path / "one", *flags, devices=4, **kind).wait(timeout=300) == 0, runs.output(tmp_path / "one")
+    found, expected = ([*runs.losses(tmp_path / name).values()] for name in ("two", "one"))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    (two, one) = (
+        next(row for row in runs.rows(tmp_path / name) if "eval/digits/loss" in row) for name in ("two", "one")
+    )
+    assert two["eval/digits/loss"] == pytest.approx(one["eval/digits/loss"], rel=1e-5)
+    assert (tmp_path / "two/samples.png").exists()
 
 
 @pytest.mark.slow

@@ -8,11 +8,13 @@ from unittest import mock
 import jax
 import pytest
 
+from configs import load
 from framework import canary, layout
 from framework.config import config_for
 from framework.layers import remat
 from framework.layout import StateLayout
 from framework.learner import Rule
+from framework.memory import Memory
 from framework.program import Program
 from framework.schedules import pieces
 from tests.support import small
@@ -61,6 +63,16 @@ def test_says_nothing_where_nothing_is_on_the_host() -> None:
     assert canary.check(*prepared({})) == ""
     config = small.experiment(small.llama(), memory=HOSTED)
     assert canary.check(config, small.program(config)) == "", "all of its leaves are too small to be hosted"
+
+
+def test_a_flow_that_runs_backwards_has_a_canary_too() -> None:
+    config = load("tests/support/tiny_images.py:flow")
+    config.memory = config_for(Memory, remat="invert", **STREAMED)
+    with mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256):
+        program = Program(config.instantiate(), jax.devices()[:1])
+    line = canary.check(config, program)
+    assert line.startswith("canary: offloaded and resident agree to "), line
+    assert float(line.split("agree to ")[1].split()[0]) < 1e-4
 
 
 @pytest.mark.parametrize("memory", [HOSTED, STREAMED])
