@@ -155,7 +155,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
     from framework.experiment import Experiment
     from framework.health import EXIT_REPLICAS
     from framework.hooks import NonFiniteError
-    from framework.metrics.pictures import save_grid
+    from framework.images import save_grid
     from framework.metrics.plot import plot_losses
     from framework.metrics.progress import Progress
     from framework.metrics.tables import human_bytes, render

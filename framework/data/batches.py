@@ -28,17 +28,10 @@ class Pipeline(abc.ABC):
     seq_len: int  # items per row
     global_batch_size: int
     prefetch: int
+    validation_names: Any  # in the order in which they are configured
+    source_report: Callable[[], list[Any]]  # rows for the start table, each with a name and a text
     _order: GlobalOrder | None = None  # set by setup
     _num_rows: int  # of an epoch; set by setup
-
-    @property
-    @abc.abstractmethod
-    def validation_names(self) -> list[str]:
-        """The validation sets, in the order in which they are configured."""
-
-    @abc.abstractmethod
-    def source_report(self) -> list[Any]:
-        """What training and each validation set hold: rows for the start table, each with a name and a text."""
 
     @abc.abstractmethod
     def arrays(self, *, evaluation: bool = False) -> Shapes:

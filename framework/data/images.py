@@ -13,9 +13,8 @@ import io
 import re
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import annotated_types
 import numpy as np
@@ -132,20 +131,17 @@ def _arrays(file: DataFile) -> Iterator[np.ndarray]:
         yield array
 
 
-@dataclass(frozen=True)
-class ImageReport:
-    """One row of the start table."""
+class ImageReport(NamedTuple):
+    """One row of the start table: "train" or a validation set's name, its source and images."""
 
-    name: str  # "train", or a validation set's name
-    kind: str  # class of the source
-    shape: tuple[int, ...]  # (N, H, W, C)
-    levels: int
-    sha256: str  # of the images
+    name: str
+    source: ImageSource
+    images: np.ndarray
 
     def __str__(self) -> str:
-        count, *size = self.shape
-        size = " x ".join(map(str, size))
-        return f"{self.kind}: {count:,} images of {size}, {self.levels} levels, sha256 {self.sha256[:12]}"
+        size, kind = " x ".join(map(str, self.images.shape[1:])), type(self.source).__name__
+        what = f"{kind}: {len(self.images):,} images of {size}, {self.source.levels} levels"
+        return f"{what}, sha256 {_digest(self.images)[:12]}"
 
 
 class ImagePipeline(Pipeline):
@@ -184,6 +180,7 @@ class ImagePipeline(Pipeline):
         for name, given in self.sources.items():
             if not isinstance(given, ImageSource):
                 raise ValueError(f"{_label(name)}: expected an ImageSource, given {type(given).__name__}")
+        self.levels = self.sources["train"].levels  # values are 0 to levels - 1
         self.images: dict[str, np.ndarray] = {}  # by source, uint8 [N,H,W,C]; set by setup
 
     @property
@@ -196,11 +193,6 @@ class ImagePipeline(Pipeline):
         """(H, W, C)."""
         with located(_label("train")):
             return self.sources["train"].image_shape
-
-    @property
-    def levels(self) -> int:
-        """Values are 0 to levels - 1."""
-        return self.sources["train"].levels
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
         size = self.global_batch_size
@@ -256,10 +248,7 @@ class ImagePipeline(Pipeline):
 
     def source_report(self) -> list[ImageReport]:
         """What training and each validation set hold: rows for the start table."""
-        return [
-            ImageReport(name, type(self.sources[name]).__name__, images.shape, self.levels, _digest(images))
-            for name, images in self.images.items()
-        ]
+        return [ImageReport(name, self.sources[name], images) for name, images in self.images.items()]
 
 
 def _label(name: str) -> str:

@@ -15,8 +15,6 @@ from typing import IO, Any
 
 from framework.metrics.tables import human_bytes, human_count
 
-_UNITS = {"token": "tok/s", "image": "img/s"}
-
 
 class Progress:
     """Shows where a run is. Use as a context manager, so that the terminal is given back on any way out.
@@ -38,7 +36,8 @@ class Progress:
         log_path: Path | None = None,
         item: str = "token",
     ):
-        self._total, self._log_every, self._item = total_steps, log_every, item
+        self._total, self._log_every = total_steps, log_every
+        self._item, self._unit = item, {"token": "tok/s", "image": "img/s"}[item]
         self._stream = sys.stdout if stream is None else stream
         self._log = None if log_path is None else open(log_path, "a", encoding="utf-8")  # noqa: SIM115 (see __exit__)
         is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
@@ -103,7 +102,7 @@ class Progress:
         return [
             f"step {step:>{len(str(self._total))}}/{self._total}",
             f"loss {metrics.get('train/loss', math.nan):8.4f}",
-            f"{human_count(metrics.get(f'train/{self._item}s_per_second')):>6} {_UNITS[self._item]}",
+            f"{human_count(metrics.get(f'train/{self._item}s_per_second')):>6} {self._unit}",
             *([] if mfu is None else [f"MFU {mfu:6.1%}"]),
             f"mem {human_bytes(metrics.get('memory/device_bytes')):>11}",
             f"left {'-' if left is None else str(left):>8}",
