@@ -99,8 +99,8 @@ class Flow(Chain):
         """By dimension: loss, log_det and log_prior in nats, bits_per_dim; and the number of images."""
         dims = totals["images"] * self.dims
         loss, log_det, log_prior = (totals[name] / dims for name in ("nll", "log_det", "log_prior"))
-        bits = loss / math.log(2.0)
-        return {**totals, "loss": loss, "bits_per_dim": bits, "log_det": log_det, "log_prior": log_prior}
+        row = {"loss": loss, "bits_per_dim": loss / math.log(2.0), "log_det": log_det, "log_prior": log_prior}
+        return {**row, "images": totals["images"]}
 
     def flops_per_token(self, seq_len: int) -> float:
         """Of an image, forward and backward: three times the forward pass's matrix products."""

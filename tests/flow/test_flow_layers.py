@@ -16,7 +16,7 @@ from framework.layers.flow.base import Bijection, Invertible, checked
 from framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
 from framework.layers.flow.ends import Preprocess, Prior, Split
 from framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation, Squeeze
-from framework.layers.flow.nets import AttentionNet, ConvNet
+from framework.layers.flow.nets import AttentionNet, ConvNet, convolve
 from framework.layers.flow.residual import ResidualBlock
 from framework.layers.mlp import MLP
 from framework.layers.reversible import Reversible
@@ -134,12 +134,21 @@ def test_a_coupling_evaluates_its_net_once_to_go_back():
     weights = layer.prepare(drawn(layer, "float32"), ctx)
     carry = {"x": x, "log_det": jnp.zeros(3), "log_prior": jnp.zeros(3)}
 
-    def convolutions(function: Any, *args: Any) -> int:
-        return str(jax.make_jaxpr(function)(*args)).count("conv_general_dilated[")
+    def products(function: Any, *args: Any) -> int:
+        return str(jax.make_jaxpr(function)(*args)).count("dot_general[")
 
-    once = convolutions(lambda w, x: layer.forward(w, x, ctx), weights, x)
-    back = convolutions(lambda w, c: layer.reverse(w, c, (c, None), ctx, {}), weights, carry)
+    once = products(lambda w, x: layer.forward(w, x, ctx), weights, x)
+    back = products(lambda w, c: layer.reverse(w, c, (c, None), ctx, {}), weights, carry)
     assert (once, back) == (3, 9)  # a convolution, and two for its gradients
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 5])
+@pytest.mark.parametrize("channels", [(3, 7), (7, 3)])
+def test_a_convolution_is_that_of_jax(kernel: int, channels: tuple[int, int]):
+    rng = np.random.default_rng(0)
+    x, weight = (rng.normal(size=s).astype(np.float32) for s in ((2, 5, 4, channels[0]), (kernel, kernel, *channels)))
+    expected = jax.lax.conv_general_dilated(x, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    np.testing.assert_allclose(jax.jit(convolve)(weight, x), expected, atol=2e-5)
 
 
 def test_what_runs_backwards_and_what_does_not():
