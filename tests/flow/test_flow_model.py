@@ -1,0 +1,290 @@
+"""Whole flows: log p against dense Jacobians, gradients whichever way they are found, latents, calibration."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from framework.config import Config, config_for
+from framework.data.images import DigitsSource, ImagePipeline
+from framework.layers.base import Context
+from framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
+from framework.layers.flow.ends import Preprocess, Prior, Split
+from framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation
+from framework.layers.flow.nets import AttentionNet, ConvNet
+from framework.layers.flow.residual import ResidualBlock
+from framework.layers.mlp import MLP
+from framework.layers.stack import Stack
+from framework.layout import flatten, initialize
+from framework.models.flow import Flow
+from tests.support import small
+
+BATCH = 4
+NET = config_for(ConvNet, hidden=6, dropout=0.2)
+GLOW = [config_for(ActNorm), config_for(InvertibleConv), config_for(AffineCoupling, net=NET)]
+MIXED = [
+    config_for(Permutation, kind="shuffle"),
+    config_for(AdditiveCoupling, net=NET),
+    config_for(
+        AffineCoupling,
+        net=config_for(AttentionNet, hidden=4, num_heads=2, mlp=config_for(MLP, hidden=6), dropout=0.2),
+        flip=True,
+    ),
+]
+RESIDUAL = [config_for(ActNorm), config_for(ResidualBlock, hidden=6, size=4)]
+
+
+def flow(*patterns: list[Config], shape: tuple[int, int, int] = (4, 4, 1), units: int = 2, **fields: Any) -> Flow:
+    stacks = [config_for(Stack, num_layers=units * len(p), pattern=p) for p in patterns or (MIXED, GLOW)]
+    return config_for(Flow, **{"image_shape": shape, "levels": 5, "stacks": stacks, **fields}).instantiate()
+
+
+def drawn(model: Flow, seed: int = 0) -> Any:
+    """Parameters away from their first values, where many gradients are zero."""
+    specs = model.parameter_specs()
+    keys = iter(jax.random.split(jax.random.key(seed), 100))
+
+    def moved(spec: Any, p: jax.Array) -> jax.Array:
+        return p + 0.2 * jax.random.normal(next(keys), p.shape, p.dtype) if spec.trainable else p
+
+    return jax.tree.map(moved, specs, initialize(specs, jax.random.key(seed)))
+
+
+def context(model: Flow, remat: str = "none", training: bool = True, seed: int = 0) -> Context:
+    images = np.random.default_rng(seed).integers(0, model.levels, (BATCH, *model.image_shape)).astype(np.uint8)
+    return Context(
+        batch={"images": jnp.asarray(images), "weights": jnp.array([1.0, 1.0, 0.0, 1.0])},
+        rng=jax.random.key(1),
+        rows=jnp.arange(BATCH),
+        num_targets=jnp.float32(3.0 if training else 1.0),
+        training=training,
+        compute_dtype=model.compute_dtype,
+        remat=remat,
+    )
+
+
+def gradients(model: Flow, params: Any, ctx: Context) -> Any:
+    return jax.jit(jax.value_and_grad(lambda p: model.loss(p, ctx, {})[0]))(params)
+
+
+@pytest.mark.parametrize("priors", [True, False])
+def test_log_p_is_that_of_the_dense_jacobian(priors: bool):
+    """nll = -(log N(latents) + log |det d latents / d image|), of standardized latents: all stages are in it."""
+    learned = {"split": config_for(Split, learned=priors), "prior": config_for(Prior, learned=priors)}
+    with jax.enable_x64(True):
+        model = flow(param_dtype="float64", compute_dtype="float64", **learned)
+        params, ctx = drawn(model), context(model, training=False)
+        x = model.preprocess.inverse({}, model.preprocess.apply({}, None, ctx.fold("data"), {})[0]["x"], ctx)[0]
+
+        def latents(x: jax.Array) -> jax.Array:
+            return jnp.concatenate([z.reshape(-1) for z in model.encode(params, x.reshape(1, 4, 4, 1))])
+
+        z, jacobian = jax.jit(jax.vmap(lambda x: (latents(x), jax.jacfwd(latents)(x))))(x.reshape(BATCH, -1))
+        log_p = jax.scipy.stats.norm.logpdf(z).sum(1) + np.linalg.slogdet(jacobian)[1]
+        loss, out = jax.jit(lambda p: model.loss(p, ctx, {}))(params)
+        counted = np.asarray(ctx.batch["weights"])
+        np.testing.assert_allclose(loss, -np.sum(counted * log_p) / 16, rtol=1e-10)
+        scores = model.scores(out, ctx.batch)
+        scores, log_p, loss = jax.tree.map(np.asarray, (scores, log_p, loss))
+    assert abs(scores["log_det"]) > 0.1
+    np.testing.assert_allclose(scores["nll"], -np.sum(counted * log_p), rtol=1e-6)
+    np.testing.assert_allclose(scores["nll"], -(scores["log_det"] + scores["log_prior"]), rtol=1e-5)
+    row = model.summary({name: float(value) for name, value in scores.items()})
+    assert row["images"] == 3.0
+    np.testing.assert_allclose(row["loss"], float(loss) / 3.0, rtol=1e-6)
+    np.testing.assert_allclose(row["bits_per_dim"], row["loss"] / np.log(2.0))
+    np.testing.assert_allclose(row["loss"], -(row["log_det"] + row["log_prior"]), rtol=1e-5)
+
+
+def test_a_uniform_density_costs_the_bits_of_its_levels():
+    """With nothing in the way, the original integers are counted: log2(levels) bits a dimension, and the prior's."""
+    model = flow(
+        [config_for(Permutation)], preprocess=config_for(Preprocess, alpha=0.0), prior=config_for(Prior, learned=False)
+    )
+    ctx = context(model, training=False)
+    params = initialize(model.parameter_specs(), jax.random.key(0))
+    loss, out = model.loss(params, ctx, {})
+    np.testing.assert_allclose(out.metrics["prior/log_det"], -3.0 * np.log(5.0), rtol=1e-6)
+    noise = model.stages["data"].apply({}, None, ctx, {})[0]["x"][jnp.array([0, 1, 3])]
+    np.testing.assert_allclose(
+        -jax.scipy.stats.norm.logpdf(noise).sum() / 16, loss + out.metrics["prior/log_det"], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_constant_memory_has_the_plain_gradient(dtype: str):
+    """memory.remat = invert against none: the loss, every gradient, dropout included; none of them is zero."""
+    with jax.enable_x64(dtype == "float64"):
+        model = flow(param_dtype=dtype, compute_dtype=dtype)
+        params = drawn(model)
+        loss, plain = gradients(model, params, context(model))
+        same, found = gradients(model, params, context(model, "invert"))
+        np.testing.assert_allclose(same, loss, rtol=1e-6 if dtype == "float32" else 1e-14)
+        small.assert_close(small.arrays(found), small.arrays(plain), 1e-4 if dtype == "float32" else 1e-11)
+        frozen = {path for path, spec in flatten(model.parameter_specs()).items() if not spec.trainable}
+        assert {path for path, g in flatten(plain).items() if not np.any(g)} <= frozen
+        assert frozen == {"level1/block1/fixed"}
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    with jax.enable_x64(True):
+        model = flow(param_dtype="float64", compute_dtype="float64")
+        params, ctx = drawn(model), context(model, "invert")
+        loss = jax.jit(lambda p: model.loss(p, ctx, {})[0])
+        _, grads = gradients(model, params, ctx)
+        for path, grad in flatten(grads).items():
+            direction = jax.random.normal(jax.random.key(len(path)), grad.shape)
+
+            def along(step: float, path: str = path, direction: jax.Array = direction) -> float:
+                moved = jax.tree_util.tree_map_with_path(
+                    lambda keys, p: p + step * direction if "/".join(k.key for k in keys) == path else p, params
+                )
+                return float(loss(moved))
+
+            slope = (along(1e-5) - along(-1e-5)) / 2e-5
+            if path.endswith("fixed"):
+                continue  # its inverse is its transpose: no direction but a rotation's keeps it so
+            np.testing.assert_allclose(jnp.vdot(grad, direction), slope, rtol=1e-5, atol=1e-9, err_msg=path)
+
+
+def test_residual_flows_under_sqrt():
+    """The estimate's draws are the same when a unit is run again; its gradient is no function of the policy."""
+    model = flow(RESIDUAL, units=4)
+    params = drawn(model)
+    loss, plain = gradients(model, params, context(model))
+    for remat in ("sqrt", "full"):
+        same, found = gradients(model, params, context(model, remat))
+        np.testing.assert_allclose(same, loss, rtol=1e-6)
+        small.assert_close(small.arrays(found), small.arrays(plain), 1e-5)
+    with pytest.raises(ValueError, match=r"pattern\.1, ResidualBlock, cannot be run backwards.*memory.remat = sqrt"):
+        model.stages["level0"].check_remat("invert")
+
+
+@pytest.mark.parametrize("patterns", [(GLOW, MIXED), (RESIDUAL,)])
+def test_images_and_latents(patterns: Any):
+    model = flow(*patterns)
+    params, images = drawn(model), context(model).batch["images"]
+    latents = jax.jit(model.encode)(params, images)
+    assert [z.shape[1:] for z in latents] == model.latent_shapes
+    assert sum(z.size for z in latents) == images.size
+    back = jax.jit(model.decode)(params, latents)
+    np.testing.assert_allclose(back, images + 0.5, atol=2e-3)
+    np.testing.assert_array_equal(model.quantize(back), images)
+    again = jax.jit(model.encode)(params, back)  # real numbers are taken as they are
+    for first, second in zip(latents, again, strict=True):
+        np.testing.assert_allclose(second, first, atol=2e-2)
+    sample = jax.jit(model.sample, static_argnums=2)
+    cold = sample(params, jax.random.key(0), 3, 0.0)
+    assert (cold.shape, cold.dtype) == ((3, 4, 4, 1), jnp.uint8)
+    np.testing.assert_array_equal(cold[0], cold[1])
+    warm = sample(params, jax.random.key(0), 3, 1.0)
+    assert warm.max() < 5
+    assert np.any(warm[0] != warm[1])
+    np.testing.assert_array_equal(warm, sample(params, jax.random.key(0), 3))
+    assert np.any(warm != sample(params, jax.random.key(1), 3))
+
+
+def test_samples_have_the_density():
+    """Of a flow with one free scale: samples' logits have the mean and deviation that the parameters say."""
+    model = flow([config_for(ActNorm)], units=1, levels=256, image_shape=(2, 2, 1))
+    params = initialize(model.parameter_specs(), jax.random.key(0))
+    params["level0"]["block0"] = {"bias": jnp.full((1, 4), -0.4), "log_scale": jnp.full((1, 4), np.log(2.0))}
+    latents = [jax.random.normal(jax.random.key(0), (20000, 1, 1, 4))]
+    logits = model.preprocess.forward({}, model.decode(params, latents), context(model))[0]
+    np.testing.assert_allclose(jnp.mean(logits, (0, 1, 2)), 0.4, atol=0.02)
+    np.testing.assert_allclose(jnp.std(logits, (0, 1, 2)), 0.5, atol=0.02)
+    integers = model.sample(params, jax.random.key(0), 20000)
+    np.testing.assert_allclose(jnp.mean(integers / 256), jnp.mean(model.decode(params, latents) / 256), atol=5e-3)
+
+
+def test_calibration_makes_every_actnorm_standardize_the_first_batch():
+    model = flow(GLOW, [GLOW[0], *MIXED], shape=(8, 8, 1))
+    params, ctx = drawn(model), replace(context(model), batch=dict(context(model).batch))
+    ctx.batch["images"] = ctx.batch["images"] // 3  # far from what the first values suit
+    found = jax.jit(lambda p: model.calibrate(p, ctx, {}))(params)
+    carry, seen = None, 0
+    for name, stage in list(model.stages.items())[:-1]:
+        if not isinstance(stage, Stack):
+            carry, _ = model.run(name, found, carry, ctx, {})
+            continue
+        for index in range(stage.num_units):
+            at = ctx.fold(name).fold_index(jnp.int32(index))
+            for key, layer in stage.unit.layers.items():
+                own = jax.tree.map(lambda p, i=index: p[i], found[name].get(key, {}))
+                carry, _ = layer.apply(layer.prepare(own, at), carry, at.fold(key), {})
+                if isinstance(layer, ActNorm):
+                    np.testing.assert_allclose(jnp.mean(carry["x"], (0, 1, 2)), 0.0, atol=1e-4)
+                    np.testing.assert_allclose(jnp.std(carry["x"], (0, 1, 2)), 1.0, atol=1e-3)
+                    seen += 1
+    assert seen == 4
+    moved = {p for p, x in flatten(found).items() if np.any(x != flatten(params)[p])}
+    assert moved == {f"{level}/block0/{name}" for level in ("level0", "level1") for name in ("bias", "log_scale")}
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    with pytest.raises(ValueError, match="calibrate: expected float32 parameters"):
+        model.calibrate(half, ctx, {})
+
+
+def experiment(memory: dict[str, str], **learner: Any) -> Config:
+    """A small multi-scale flow on made-up digits; nothing is read."""
+    stacks = [config_for(Stack, num_layers=2 * len(pattern), pattern=pattern) for pattern in (GLOW, MIXED)]
+    config = small.experiment(
+        config_for(Flow, image_shape=(8, 8, 1), levels=17, stacks=stacks),
+        memory=memory,
+        **{"optimizer": config_for(optax.sgd, learning_rate=1e-2, momentum=0.9), "clip": None},
+        **learner,
+    )
+    config.data = config_for(ImagePipeline, source=config_for(DigitsSource), global_batch_size=BATCH)
+    return config
+
+
+def trace(memory: dict[str, str], **learner: Any) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """Metrics of five steps, and the state after them."""
+    program = small.program(experiment(memory, **learner))
+    state, metrics = program.init(), []
+    for step in range(5):
+        rng = np.random.default_rng(step)
+        images = rng.integers(0, 17, (BATCH, 8, 8, 1)).astype(np.uint8)
+        batch = {"images": images, "weights": np.array([1, 1, 0, 1], np.float32)}
+        state, values = program.step(state, program.put(batch))
+        metrics.append({name: float(value) for name, value in values.items()})
+    return metrics, small.arrays(state)
+
+
+def test_training_is_the_same_in_constant_memory_and_with_updates_on_the_way_back():
+    expected, last = trace({"remat": "none"})
+    assert expected[-1]["loss"] < expected[0]["loss"]
+    np.testing.assert_allclose(
+        expected[2]["prior/nll"], -(expected[2]["prior/log_det"] + expected[2]["prior/log_prior"]), rtol=1e-5
+    )
+    for memory in (
+        {"remat": "invert"},
+        {"remat": "invert", "update": "in_backward"},
+    ):
+        metrics, state = trace(memory)
+        for name in ("loss", "prior/log_det", "prior/log_prior"):
+            np.testing.assert_allclose([m[name] for m in metrics], [m[name] for m in expected], rtol=2e-4, err_msg=name)
+        small.assert_close(state, last, 1e-3)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"stacks\.1: expected an even height and width to squeeze, given 3 x 2"):
+        flow(GLOW, GLOW, shape=(6, 4, 1))
+    with pytest.raises(ValueError, match=r"stacks\.0\.pattern\.0: expected a layer of framework\.layers\.flow, given"):
+        flow([config_for(MLP, hidden=8)])
+    data = config_for(ImagePipeline, source=config_for(DigitsSource), global_batch_size=8).instantiate()
+    shape = {"data": 1, "fsdp": 1, "expert": 1, "seq": 1, "model": 1}
+    mesh = type("Mesh", (), {"shape": shape})()
+    flow(shape=(8, 8, 1), levels=17).check(mesh, data)
+    with pytest.raises(ValueError, match=r"model\.image_shape = \(4, 4, 1\), but the data's is \(8, 8, 1\)"):
+        flow(levels=17).check(mesh, data)
+    with pytest.raises(ValueError, match=r"model\.levels = 5, but the data's is 17"):
+        flow(shape=(8, 8, 1)).check(mesh, data)
+    with pytest.raises(ValueError, match="data: expected an image pipeline, given Text"):
+        flow().check(mesh, type("Text", (), {})())
+    mesh.shape = {**shape, "model": 2}
+    with pytest.raises(ValueError, match=r"mesh\.model = 2: a flow is split over images only; expected 1"):
+        flow(shape=(8, 8, 1), levels=17).check(mesh, data)
