@@ -33,7 +33,7 @@ def run(out: Path, *flags: str) -> tuple[dict[tuple[str, int], dict[str, str]], 
     """The command in a process of its own: ({(policy, layers): its line in the CSV}, stdout)."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     command = [sys.executable, "-P", "-m", "tools.memory_vs_depth", f"--out={out}", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr
     return read(out), done.stdout
 
@@ -171,6 +171,7 @@ def test_the_table_compares_with_none_of_the_same_depth() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", COMPILERS)
 def test_inversion_with_the_update_in_the_backward_pass_needs_the_same_at_any_depth(
     target: str, tmp_path: Path
