@@ -100,6 +100,13 @@ def test_half_of_the_images_are_flipped_only_if_asked_and_not_in_evaluation(tmp_
     assert (first["images"] == second["images"]).all()
 
 
+def test_an_image_is_flipped_in_some_epochs_only(tmp_path: Path):
+    pictures(tmp_path / "train", count=8, size=(3, 3))
+    built = build(tmp_path, source=folder(tmp_path / "train"), flip=True)
+    seen = [{image.tobytes() for image in built.train_batch(step, range(B))["images"]} for step in range(6)]
+    assert len(set.union(*seen)) == 16, "of each image both sides, sooner or later"
+
+
 def test_evaluation_reads_each_image_once(tmp_path: Path):
     held = config_for(DigitsSource, split="validation")
     built = build(tmp_path, global_batch_size=64, validation={"digits": held})
