@@ -92,7 +92,7 @@ def digits_residual() -> Config:
     Its blocks have no cheap inverse, so memory.remat is sqrt, never invert.
     """
     block = config_for(ResidualBlock, hidden=32, size=4)
-    return digits([config_for(ActNorm), block], depth=4, steps=600, remat="sqrt")
+    return digits([config_for(ActNorm), block], depth=4, steps=1500, rate=2e-3, remat="sqrt")
 
 
 def images_glow() -> Config:

@@ -228,46 +228,58 @@ def test_calibration_makes_every_actnorm_standardize_the_first_batch():
         model.calibrate(half, ctx, {})
 
 
-def experiment(memory: dict[str, str], **learner: Any) -> Config:
+def experiment(memory: dict[str, str], mesh: dict[str, int] | None = None, **learner: Any) -> Config:
     """A small multi-scale flow on made-up digits; nothing is read."""
     stacks = [config_for(Stack, num_layers=2 * len(pattern), pattern=pattern) for pattern in (GLOW, MIXED)]
     config = small.experiment(
         config_for(Flow, image_shape=(8, 8, 1), levels=17, stacks=stacks),
         memory=memory,
+        mesh=mesh,
         **{"optimizer": config_for(optax.sgd, learning_rate=1e-2, momentum=0.9), "clip": None},
         **learner,
     )
-    config.data = config_for(ImagePipeline, source=config_for(DigitsSource), global_batch_size=BATCH)
+    config.data = config_for(ImagePipeline, source=config_for(DigitsSource), global_batch_size=8)
     return config
 
 
-def trace(memory: dict[str, str], **learner: Any) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+def trace(memory: dict[str, str], **fields: Any) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     """Metrics of five steps, and the state after them."""
-    program = small.program(experiment(memory, **learner))
+    program = small.program(experiment(memory, **fields))
     state, metrics = program.init(), []
     for step in range(5):
         rng = np.random.default_rng(step)
-        images = rng.integers(0, 17, (BATCH, 8, 8, 1)).astype(np.uint8)
-        batch = {"images": images, "weights": np.array([1, 1, 0, 1], np.float32)}
+        images = rng.integers(0, 17, (8, 8, 8, 1)).astype(np.uint8)
+        batch = {"images": images, "weights": np.array([1, 1, 0, 1] * 2, np.float32)}
         state, values = program.step(state, program.put(batch))
         metrics.append({name: float(value) for name, value in values.items()})
     return metrics, small.arrays(state)
 
 
-def test_training_is_the_same_in_constant_memory_and_with_updates_on_the_way_back():
-    expected, last = trace({"remat": "none"})
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    return trace({"remat": "none"})
+
+
+@pytest.mark.parametrize(
+    ("memory", "mesh"),
+    [
+        ({"remat": "invert"}, None),
+        ({"remat": "invert", "update": "in_backward"}, None),
+        pytest.param({"remat": "invert"}, {"data": 4, "fsdp": 2}, marks=pytest.mark.slow),  # an image a device
+        pytest.param(
+            {"remat": "full", "update": "streamed", "optimizer_state": "pinned_host"}, None, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_training_is_the_same_in_constant_memory_and_under_other_schedules(memory: Any, mesh: Any, plain: Any):
+    expected, last = plain
     assert expected[-1]["loss"] < expected[0]["loss"]
-    np.testing.assert_allclose(
-        expected[2]["prior/nll"], -(expected[2]["prior/log_det"] + expected[2]["prior/log_prior"]), rtol=1e-5
-    )
-    for memory in (
-        {"remat": "invert"},
-        {"remat": "invert", "update": "in_backward"},
-    ):
-        metrics, state = trace(memory)
-        for name in ("loss", "prior/log_det", "prior/log_prior"):
-            np.testing.assert_allclose([m[name] for m in metrics], [m[name] for m in expected], rtol=2e-4, err_msg=name)
-        small.assert_close(state, last, 1e-3)
+    third = expected[2]
+    np.testing.assert_allclose(third["prior/nll"], -(third["prior/log_det"] + third["prior/log_prior"]), rtol=1e-5)
+    metrics, state = trace(memory, mesh=mesh)
+    for name in ("loss", "prior/log_det", "prior/log_prior"):
+        np.testing.assert_allclose([m[name] for m in metrics], [m[name] for m in expected], rtol=2e-4, err_msg=name)
+    small.assert_close(state, last, 1e-3)
 
 
 def test_what_does_not_fit_is_refused():
