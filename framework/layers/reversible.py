@@ -111,7 +111,7 @@ class TwoStream(Reversible):
             leaves, tree = jax.tree.flatten(own_ct)
             real = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]  # not those of quantized weights
             kept = [leaf for leaf, one in zip(leaves, real, strict=True) if one]
-            kept, streams, stream_cts = jax.lax.optimization_barrier((kept, streams, stream_cts))
+            streams, stream_cts, kept = jax.lax.optimization_barrier((streams, stream_cts, kept))
             done = iter(kept)
             leaves = [next(done) if one else leaf for leaf, one in zip(leaves, real, strict=True)]
             grads |= jax.tree.unflatten(tree, leaves)
