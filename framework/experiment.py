@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from framework.compiler import Compiler
 from framework.config import Config, config_for
-from framework.data.pipeline import DataPipeline
+from framework.data.batches import Pipeline
 from framework.health import Health
 from framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
 from framework.learner import Learner
@@ -69,7 +69,7 @@ class Experiment:
         for rule in accelerator_rules:
             rule.instantiate()
         self.model: Chain = model.instantiate()
-        self.data: DataPipeline = data.instantiate()
+        self.data: Pipeline = data.instantiate()
         self.mesh: MeshShape = mesh.instantiate()
         self.learner: Learner = learner.instantiate(specs=self.model.parameter_specs())
         self.memory: Memory = memory.instantiate()

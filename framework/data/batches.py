@@ -30,6 +30,8 @@ class Pipeline(abc.ABC):
     prefetch: int
     validation_names: Any  # in the order in which they are configured
     source_report: Callable[[], list[Any]]  # rows for the start table, each with a name and a text
+    setup: Callable[..., None]  # (workdir, *, is_primary, barrier): reads, and raises every data error
+    fingerprint: Callable[[], str]  # of all that decides the training batches
     _order: GlobalOrder | None = None  # set by setup
     _num_rows: int  # of an epoch; set by setup
 

@@ -108,13 +108,9 @@ class TwoStream(Reversible):
             own_ct, ct = pull((stream_cts[goal], None if loss is None else loss_ct))
             stream_cts[source] = stream_cts[source] + ct
             # This branch's gradients are done before the next one's activations are there: a compiler might keep both.
-            leaves, tree = jax.tree.flatten(own_ct)
-            real = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]  # not those of quantized weights
-            kept = [leaf for leaf, one in zip(leaves, real, strict=True) if one]
-            streams, stream_cts, kept = jax.lax.optimization_barrier((streams, stream_cts, kept))
-            done = iter(kept)
-            leaves = [next(done) if one else leaf for leaf, one in zip(leaves, real, strict=True)]
-            grads |= jax.tree.unflatten(tree, leaves)
+            # The order in which they stand here is that of v5e's schedule too (tests/tools/test_memory_vs_depth.py).
+            streams, stream_cts, done = jax.lax.optimization_barrier((streams, stream_cts, floats(own_ct)))
+            grads |= filled(done, own_ct)
         return tuple(streams), grads, tuple(stream_cts)
 
 
@@ -125,3 +121,13 @@ def rounded(x: jax.Array) -> jax.Array:
 
 
 rounded.defjvps(lambda tangent, out, x: tangent)
+
+
+def floats(tree: Any) -> Any:
+    """The tree with None in place of integers, which have no gradient, and of their gradients."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)
+
+
+def filled(floats: Any, tree: Any) -> Any:
+    """The inverse: `tree` with its floats replaced."""
+    return jax.tree.map(lambda f, x: x if f is None else f, floats, tree, is_leaf=lambda x: x is None)

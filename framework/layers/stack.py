@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from framework.config import Config, PositiveInt
 from framework.layers import remat
 from framework.layers.base import Context, Layer, Out
-from framework.layers.reversible import Reversible, TwoStream
+from framework.layers.reversible import Reversible, TwoStream, filled, floats
 from framework.layout import Nested, TensorSpec
 
 
@@ -234,15 +234,14 @@ class Stack(Layer):
                 y, ct, sums = carry
                 index, own, state, loss_ct = xs
 
-                def join(*floats: Nested) -> Nested:
-                    own_floats, shared_floats = floats
-                    return fetch({**_filled(own_floats, own), **_filled(shared_floats, shared)})
+                def join(own_floats: Nested, shared_floats: Nested) -> Nested:
+                    return fetch({**filled(own_floats, own), **filled(shared_floats, shared)})
 
-                trained, ctx_i = (_floats(own), _floats(shared)), ctx.fold_index(index)
+                trained, ctx_i = (floats(own), floats(shared)), ctx.fold_index(index)
                 y, (grads, more), ct = self.reverse_unit(y, trained, join, state, ctx_i, (ct, loss_ct))
                 return (y, ct, jax.tree.map(jnp.add, sums, more)), grads
 
-            first = y, cts[0], jax.tree.map(jnp.zeros_like, _floats(shared))
+            first = y, cts[0], jax.tree.map(jnp.zeros_like, floats(shared))
             xs = (indices, params, layer_state, cts[1].loss)
             (_, ct, sums), grads = jax.lax.scan(body, first, xs, reverse=True, unroll=self._loop_unroll)
             return grads, ct, sums
@@ -318,16 +317,6 @@ def _makes_weights(params: Any, ctx: Context) -> bool:
     """Whether `prepare` computes anything: a cast, or a gather over fsdp."""
     gathers = ctx.mesh is not None and ctx.mesh.shape.get("fsdp", 1) > 1
     return gathers or any(p.dtype != ctx.compute_dtype for p in jax.tree.leaves(params))
-
-
-def _floats(tree: Any) -> Any:
-    """The tree with None in place of integers, which have no gradient."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)
-
-
-def _filled(floats: Any, tree: Any) -> Any:
-    """The inverse: `tree` with its floats replaced."""
-    return jax.tree.map(lambda f, x: x if f is None else f, floats, tree, is_leaf=lambda x: x is None)
 
 
 def _layer(config: Config, number: int, **given: Any) -> Layer:
