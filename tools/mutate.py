@@ -92,9 +92,9 @@ MUTATIONS = (
     ),
     Mutation(
         "an off-by-one in the data index",
-        "framework/data/pipeline.py",
-        "order.locate(step * self.global_batch_size + row)",
-        "order.locate(step * self.global_batch_size + row + 1)",
+        "framework/data/batches.py",
+        "[step * self.global_batch_size + int(row) for row in rows]",
+        "[step * self.global_batch_size + int(row) + 1 for row in rows]",
         ("tests/data/test_pipeline.py",),
     ),
     Mutation(

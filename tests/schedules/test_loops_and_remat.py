@@ -83,7 +83,7 @@ def test_a_stack_without_a_loop_computes_the_same(results, policy, unlike):
 )
 def test_unknown_policies_are_named_with_the_valid_ones(given):
     with pytest.raises(
-        ValueError, match=r"remat: expected none, full, sqrt, dots, dots_no_batch, offload, sqrt:NUM.*given '"
+        ValueError, match=r"remat: expected none, full, sqrt, dots, dots_no_batch, offload, invert, sqrt:NUM.*given '"
     ):
         config_for(Memory, remat=given).instantiate()
 
