@@ -139,7 +139,8 @@ class Case(NamedTuple):
         parts = usual and self.memory not in NO_PARTS
         if self.memory == "after_backward" and {"parameters", "activations"} & {*PLACEMENTS[self.placement]}:
             return False
-        if self.remat == "invert" and (self.model != "streams" or "activations" in PLACEMENTS[self.placement]):
+        inverts = self.remat == "invert"
+        if inverts != (self.model == "streams") or (inverts and "activations" in PLACEMENTS[self.placement]):
             return False
         one = self.model == "tied" or self.precision == "float64"
         one &= self.memory not in LAYERED or self.remat != "offload"  # which is memory.activations there
