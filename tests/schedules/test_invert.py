@@ -10,6 +10,8 @@ from framework.config import Config, config_for
 from framework.layers.lora import LoRA
 from tests.support import small
 
+LATER = ("in_backward", "layer_programs")
+
 
 def experiment(num_layers: int = 4, remat: str = "invert", update: str = "in_backward", **fields: Any) -> Config:
     """Two streams in fixed point, with dropout."""
@@ -51,7 +53,7 @@ def test_what_is_kept_of_the_layers_is_gone(update: str):
     assert full - invert >= 0.9 * inputs
 
 
-@pytest.mark.parametrize("update", ["after_backward", "in_backward", "layer_programs"])
+@pytest.mark.parametrize("update", ["after_backward", *(pytest.param(u, marks=pytest.mark.slow) for u in LATER)])
 def test_adapters_on_quantized_weights(update: str):
     """Which have no gradient."""
     losses = {}
