@@ -138,10 +138,16 @@ class Experiment:
         }
 
     def run_specs(self) -> Nested:
-        """The same as the run holds it: with `memory.update = layer_programs` stacks are in parts."""
-        specs, memory = self.state_specs(), self.memory
+        """The same as the run holds it: with `memory.update = layer_programs` the stack is in parts. Raises ValueError:
+        the model has other stages than that runs."""
+        specs, memory, stages = self.state_specs(), self.memory, list(self.model.stages)
         if memory.update != "layer_programs":
             return specs
+        if stages != ["embed", STACK, "head"]:
+            raise ValueError(
+                f"memory.update = layer_programs runs embed, {STACK} and head; the model has {', '.join(stages)}; "
+                "expected memory.update = in_backward, streamed or after_backward"
+            )
         return in_parts(specs, self.model.stacks[STACK].num_units, memory.hosted_layers)
 
     def _placed(self, weights: Nested) -> Nested:

@@ -15,6 +15,7 @@ import jax
 from framework import replicas
 from framework.metrics.memory import memory_in_use
 from framework.metrics.throughput import MetricsBuffer
+from framework.models.chain import Chain
 from framework.plan.guard import Need, compare
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ class Guard(Hook):
         if not metrics["skipped"]:
             return
         policy, limit = run.experiment.learner.nonfinite, run.experiment.learner.max_nonfinite
-        units = sum(stack.num_units for stack in run.experiment.model.stacks.values())
-        moved = _moved(units, int(metrics.get("updated_units", 0)))
+        moved = _moved(run.experiment.model, int(metrics.get("updated_units", 0)))
         what = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; {moved} updated"
         if spike := math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
             what = f"{what} (a spike: learner.spike = {run.experiment.learner.spike})"
@@ -74,10 +74,15 @@ class Guard(Hook):
             raise NonFiniteError(f"{what}; stopped after {self.in_a_row} such steps in a row (learner.max_nonfinite)")
 
 
-def _moved(units: int, count: int) -> str:
+def _moved(model: Chain, count: int) -> str:
     """What an update in the backward pass had changed when it met the first gradient that is not finite."""
-    if count < 2:
-        return "the head had been" if count else "nothing was"
+    if not count:
+        return "nothing was"
+    if "head" not in model.stages:
+        return f"the last {count} of the model's units and stages had been"
+    if count == 1:
+        return "the head had been"
+    units = sum(stack.num_units for stack in model.stacks.values())
     return f"the head and units {units - 1} to {max(units - count + 1, 0)} of the stack had been"
 
 

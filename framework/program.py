@@ -79,7 +79,7 @@ class Program:
         self.layout = self.whole = StateLayout(experiment.state_specs(), self.mesh)
         self.in_parts = training and experiment.memory.update == "layer_programs"
         if self.in_parts:
-            layer_programs.check(experiment.model, experiment.learner, experiment.memory)
+            layer_programs.check(experiment.learner, experiment.memory)
             self.layout = StateLayout(experiment.run_specs(), self.mesh)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
 

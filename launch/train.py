@@ -186,9 +186,8 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
             experiment.pretrained is not None
             and not Checkpointer(directory=workdir.checkpoints, read_only=True).steps()
         ):
-            experiment.pretrained.places(
-                experiment.language_model
-            )  # what is wrong with a directory shows before any compile
+            # What is wrong with a directory shows before any compile.
+            experiment.pretrained.places(experiment.language_model)
         progress.status("preparing data")
         meet = partial(workdir.meet, partial(distributed.barrier, "data"), is_primary=primary)
         with goodput.during("data"):

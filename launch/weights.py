@@ -84,7 +84,7 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
     if args.ema and not experiment.learner.ema_specs():
         raise ValueError("--ema: the run keeps no averages (learner.ema is not set)")
     if text:
-        _prepare_tokenizer(experiment.language_model and experiment.data.tokenizer, workdir)
+        _prepare_tokenizer(experiment, workdir)
 
     from framework.checkpoint import Checkpointer
     from framework.program import inference_program
@@ -103,8 +103,10 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
     return Loaded(config, experiment, program, {"parameter": {}, "ema": {}, **restored.state}, args.ema, workdir)
 
 
-def _prepare_tokenizer(tokenizer: Any, workdir: Path) -> None:
-    kept = workdir / "tokenizer.json"
+def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
+    """Makes the run's tokenizer ready. Raises ValueError: its model has no use for text."""
+    _ = experiment.language_model
+    tokenizer, kept = experiment.data.tokenizer, workdir / "tokenizer.json"
     if isinstance(tokenizer, BPETokenizer):
         if not kept.exists():
             raise FileNotFoundError(f"{kept} does not exist: the tokenizer of the run")

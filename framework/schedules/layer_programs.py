@@ -22,8 +22,6 @@ from framework.layout import Nested, StateLayout, TensorSpec
 from framework.learner import Learner
 from framework.memory import Memory
 from framework.models.causal_lm import CausalLM
-from framework.models.chain import Chain
-from framework.parts import STACK
 from framework.schedules import in_backward
 from framework.schedules.layer_functions import EvaluationFunctions, LayerFunctions, Weights
 from framework.schedules.layer_pass import Evaluation
@@ -32,13 +30,8 @@ from framework.schedules.programs import Compile, Ledger, Programs
 from framework.schedules.step import Metrics, State
 
 
-def check(model: Chain, learner: Learner, memory: Memory) -> None:
-    """Raises ValueError when model, learner and memory want what a step in layers cannot give."""
-    if list(model.stages) != ["embed", STACK, "head"]:
-        raise ValueError(
-            f"memory.update = layer_programs runs embed, {STACK} and head; the model has {', '.join(model.stages)}; "
-            "expected memory.update = in_backward, streamed or after_backward"
-        )
+def check(learner: Learner, memory: Memory) -> None:
+    """Raises ValueError when learner and memory want what a step in layers cannot give."""
     if memory.gradients == "none":
         in_backward.check(learner, "memory.gradients = none")
     if "offload" in memory.remat:

@@ -11,6 +11,7 @@ import pytest
 
 from framework.config import Config, config_for
 from framework.data.images import DigitsSource, ImagePipeline
+from framework.hooks import _moved
 from framework.layers.base import Context
 from framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
 from framework.layers.flow.ends import Preprocess, Prior, Split
@@ -21,6 +22,7 @@ from framework.layers.mlp import MLP
 from framework.layers.stack import Stack
 from framework.layout import flatten, initialize
 from framework.models.flow import Flow
+from framework.program import Program
 from tests.support import small
 
 BATCH = 4
@@ -298,3 +300,26 @@ def test_what_does_not_fit_is_refused():
     mesh.shape = {**shape, "model": 2}
     with pytest.raises(ValueError, match=r"mesh\.model = 2: a flow is split over images only; expected 1"):
         flow(shape=(8, 8, 1), levels=17).check(mesh, data)
+
+
+def test_programs_of_layers_are_refused_by_name_also_where_only_bytes_are_asked_for():
+    from configs.flows import CONFIGS
+    from framework.accelerators import spec_for
+    from framework.plan.estimate import estimate
+
+    config = CONFIGS["digits-glow"]()
+    config.memory.update = "layer_programs"
+    experiment, message = (
+        config.instantiate(),
+        "layer_programs runs embed, stack and head; the model has data, ",
+    )
+    with pytest.raises(ValueError, match=message):
+        Program(experiment, jax.devices()[:1])
+    with pytest.raises(ValueError, match=message):
+        estimate(experiment, experiment.mesh.resolve(1), spec_for("v5e"))
+
+
+def test_what_had_moved_when_a_gradient_was_not_finite_is_said_of_any_model():
+    found = [_moved(small.llama().instantiate(), count) for count in (0, 1, 3)]
+    assert found == ["nothing was", "the head had been", "the head and units 1 to 0 of the stack had been"]
+    assert _moved(flow(), 3) == "the last 3 of the model's units and stages had been"
