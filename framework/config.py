@@ -35,6 +35,7 @@ from framework.config_schema import (
     mentions_config,
     parse_text,
     schema,
+    short_names,
 )
 
 PositiveInt = Annotated[int, at.Gt(0)]
@@ -226,11 +227,14 @@ class Config(ConfigBase):
     def override(self, path: str, text: str) -> None:
         """Sets the value at a dotted path from command-line text, read by the field's type (see `parse_text`). Where a
         config may stand, the dotted name of a class or function (`optax.lion`) puts that component there, with fresh
-        defaults; so does JSON with a "$class"."""
+        defaults; so do its short name, where the field has such (`lion`), and JSON with a "$class"."""
         node, name, keys, _ = self._walk_to(path)
         hint = functools.reduce(element_hint, keys, node._field(name).hint)
+        short = short_names(hint)
         if '"$class"' in text:
             value = _decode(literal(text), path)
+        elif text in short:
+            value = config_for(short[text])
         elif accepts_config(hint) and config_names.is_trusted(text):
             value = config_for(config_names.resolve(text, path))
         else:
@@ -239,7 +243,8 @@ class Config(ConfigBase):
             except FieldTypeError as error:
                 if accepts_config(hint):
                     inside = ", ".join(config_names.TRUSTED)
-                    error.args = (f"{error.args[0]}; a component goes by its dotted name, inside {inside}",)
+                    known = f", or is one of {', '.join(short)}" if short else ""
+                    error.args = (f"{error.args[0]}; a component goes by its dotted name, inside {inside}{known}",)
                 raise
         self.set_path(path, value)
 

@@ -64,6 +64,19 @@ class Field:
     is_data: bool = False  # whether the default is data, so that a config holds it; else the constructor uses its own
 
 
+@dataclasses.dataclass(frozen=True, eq=False)  # hints are hashed
+class ShortNames:
+    """Of a hint, `Annotated[Config, ShortNames(...)]`: the components that text may name without their module."""
+
+    components: collections.abc.Mapping[str, Callable[..., Any]]
+
+
+def short_names(hint: Any) -> dict[str, Callable[..., Any]]:
+    """The components that a field of this hint knows by short names."""
+    notes = [note for arm in arms(hint) for note in getattr(arm, "__metadata__", ())]
+    return {name: one for note in notes if isinstance(note, ShortNames) for name, one in note.components.items()}
+
+
 def schema(target: Callable[..., Any], reserved: Collection[str] = ()) -> dict[str, Field]:
     """The fields of a function, or of a class: its `__init__`, and its bases' while `**kwargs` forwards to them.
 

@@ -202,24 +202,35 @@ class StateLayout:
         mesh: the devices.
 
     Raises:
-        ValueError: a mesh axis does not divide the dimension that it shards.
+        ValueError: a mesh axis does not divide the dimension of a parameter that it shards.
     """
 
     def __init__(self, specs: Nested, mesh: Mesh):
         unknown = set(specs) - set(GROUPS)
         assert not unknown, f"unknown groups {unknown}"
-        self.specs = specs
         self.mesh = mesh
+        self.specs: Nested = jax.tree.map(self._fitting, specs)
         # Parameters first: a dimension that does not divide is named by the parameter, not by a moment of it.
         in_order = sorted(flatten(specs).items(), key=lambda item: GROUPS.index(_group(item[0])))
         self.leaves = [self._leaf(path, spec) for path, spec in in_order]
+
+    def _parts(self, axes: Any) -> tuple[tuple[str, ...], int]:
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        return names, math.prod(self.mesh.shape[name] for name in names)
+
+    def _fitting(self, spec: TensorSpec) -> TensorSpec:
+        """An optimizer's leaf has its parameter's axes, but not always its sizes (a scale per block): an axis that the
+        mesh does not divide is replicated."""
+        if not isinstance(spec, OptStateSpec):
+            return spec
+        axes = zip(spec.shape, spec.mesh_axes, strict=True)
+        return replace(spec, mesh_axes=tuple(None if dim % self._parts(one)[1] else one for dim, one in axes))
 
     def _leaf(self, path: str, spec: TensorSpec) -> Leaf:
         shard = []
         roles = spec.roles if isinstance(spec, ParameterSpec) else ("axis",) * len(spec.shape)
         for dim, axes, role in zip(spec.shape, spec.mesh_axes, roles, strict=True):
-            names = (axes,) if isinstance(axes, str) else axes or ()
-            parts = math.prod(self.mesh.shape[name] for name in names)
+            names, parts = self._parts(axes)
             if dim % parts:
                 raise ValueError(
                     f"mesh.{'*'.join(names)} = {parts} does not divide {role} = {dim} of {path}; "
@@ -355,9 +366,14 @@ def initialize(specs: Nested, key: jax.Array, layer: jax.Array | None = None) ->
     return jax.tree_util.tree_map_with_path(draw, specs)
 
 
-def fold_in_name(key: jax.Array, name: str) -> jax.Array:
-    """Folds a string into a key, by a hash that does not change between processes and versions (FNV-1a, 32 bit)."""
-    digest = np.uint64(2166136261)
+def name_hash(name: str) -> int:
+    """A 32-bit number for a string that does not change between processes and versions (FNV-1a)."""
+    digest = 2166136261
     for byte in name.encode():
-        digest = ((digest ^ np.uint64(byte)) * np.uint64(16777619)) & np.uint64(0xFFFFFFFF)
-    return jax.random.fold_in(key, np.uint32(digest))
+        digest = (digest ^ byte) * 16777619 & 0xFFFFFFFF
+    return digest
+
+
+def fold_in_name(key: jax.Array, name: str) -> jax.Array:
+    """Folds a string into a key."""
+    return jax.random.fold_in(key, np.uint32(name_hash(name)))

@@ -5,12 +5,12 @@ included, and `update_unit` updates one unit, a bundle of weights, gradients, op
 whole stage is its vmap, so every schedule that updates units in another order computes the same numbers. Decisions that
 concern all gradients (norm, finiteness, clip factor) are taken first, in `decide`, and reach the units as scalars.
 
-May import: framework.clipping, framework.config, framework.layout, framework.optimizers, framework.units, optax.
+May import: framework.clipping, framework.config, framework.layout, framework.optimizers, framework.rules,
+framework.units, optax.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -29,39 +29,15 @@ from framework.layout import (
     TensorSpec,
     flatten,
     move_to_host,
+    path_name,
     unflatten,
 )
 from framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
 from framework.optimizers.reach import Reach, probe
+from framework.optimizers.rounding import Origin, cut_off, fold, fold_name, noise, round_stochastically
+from framework.rules import DEFAULT, FROZEN, Optimizer, groups, label
+from framework.rules import Rule as Rule  # saved configs may name it here
 from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_units, apart, in_structure, unstack
-
-
-class Rule:
-    """What differs for the parameters whose path matches; the first matching rule decides.
-
-    Args:
-        pattern: a regex, searched in paths such as "stack/block0/attention/query/weight".
-        freeze: no gradient, no optimizer state, no average.
-        optimizer: another optimizer for these parameters.
-        set: fields of the learner's optimizer that differ, {"weight_decay": 0.0} say.
-    """
-
-    def __init__(
-        self,
-        *,
-        pattern: str,
-        freeze: bool = False,
-        optimizer: Config | None = None,
-        set: dict[str, Any] = {},  # noqa: B006  (a config's default is copied)
-    ):
-        if freeze + (optimizer is not None) + bool(set) != 1:
-            raise ValueError(f"rule {pattern!r}: expected exactly one of freeze, optimizer and set")
-        try:
-            self.pattern = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"rule pattern {pattern!r} is no regular expression: {error}") from error
-        self.freeze, self.optimizer, self.set = freeze, optimizer, set
-
 
 ClipMode = Literal["global_norm", "two_pass", "previous_norm", "update_rms", "norm_growth"]
 _LOSS_AVERAGES, _DECAY, _SPIKE_FREE = ("loss_mean", "loss_square"), 0.99, 20
@@ -89,6 +65,9 @@ class Learner:
         ema: decay of a moving average of the weights, 0.999 say; None keeps none.
         master_dtype: dtype of a precise copy of the weights in the optimizer state; None updates the parameters alone.
         moment_dtype: dtype in which moments are kept; None means that of the weights that are updated.
+        rounding: how weights narrower than float32 take an update when they have no master copy. "nearest": the update
+            is computed in their own dtype. The others compute in float32: "stochastic" rounds bfloat16 up or down at
+            random, right on average, and keeps nothing; "kahan" keeps what rounding cut off, in the weights' dtype.
         nonfinite: what a step with a loss or gradient that is not finite does. It updates nothing, except under
             memory.update = in_backward the units that came before that gradient. "skip" counts
             it and goes on, "stop" ends the run, "rollback" goes back to the last checkpoint and leaves its batch out.
@@ -102,7 +81,7 @@ class Learner:
         self,
         *,
         specs: Nested,
-        optimizer: Config,
+        optimizer: Optimizer,
         scope: Literal["unit", "model"] = "unit",
         rules: list[Config] = [],  # noqa: B006
         clip: PositiveFloat | None = 1.0,
@@ -111,71 +90,42 @@ class Learner:
         ema: Fraction | None = None,
         master_dtype: DType | None = None,
         moment_dtype: DType | None = None,
+        rounding: Literal["nearest", "stochastic", "kahan"] = "nearest",
         nonfinite: Literal["skip", "stop", "rollback"] = "skip",
         max_nonfinite: PositiveInt = 10,
         spike: PositiveFloat | None = None,
     ):
         if clip_mode == "norm_growth" and clip is not None and clip <= 1.0:
             raise ValueError(f"learner.clip: expected over 1 for clip_mode norm_growth (1.01, say), given {clip}")
+        if rounding != "nearest" and master_dtype is not None:
+            raise ValueError(
+                f"learner.rounding = {rounding} with learner.master_dtype = {master_dtype}: either keeps small updates "
+                "from being lost; expected learner.master_dtype = None, or learner.rounding = nearest"
+            )
+        self.rounding = rounding
         self.scope, self.clip, self.accumulate, self.ema = scope, clip, accumulate, ema
         self.clip_mode: ClipMode | None = None if clip is None else clip_mode
         self.nonfinite, self.max_nonfinite, self.spike = nonfinite, max_nonfinite, spike
         self.moment_dtype = None if moment_dtype is None else jnp.dtype(moment_dtype)
         self.master_dtype = None if master_dtype is None else jnp.dtype(master_dtype)
-        self.optimizers: dict[str, PartitionedGradientTransformation] = {"default": _build(optimizer)}
-        self._configs = {"default": optimizer.to_json()}
-        self._rates = {"default": _schedule(optimizer)}
-        labels = self._label(flatten(specs), optimizer, [rule.instantiate() for rule in rules])
-        flat = flatten(specs)
-        self.specs = unflatten({path: flat[path] for path, label in labels.items() if label != "frozen"})
-        self.frozen_specs = unflatten({path: flat[path] for path, label in labels.items() if label == "frozen"})
+        flat, (labels, configs) = flatten(specs), label(specs, optimizer, [rule.instantiate() for rule in rules])
+        self._configs = {name: config.to_json() for name, config in configs.items()}
+        self._rates = {name: _schedule(config) for name, config in configs.items()}
+        self.specs = unflatten({path: flat[path] for path, name in labels.items() if name != FROZEN})
+        self.frozen_specs = unflatten({path: flat[path] for path, name in labels.items() if name == FROZEN})
         if not self.specs:
             raise ValueError("learner.rules freeze every parameter; nothing would be trained")
-        self.groups = self._group(labels)
-        for label in {group.label for group in self.groups}:
-            own = self.optimizers[label]
-            if own.at_rest is not None:  # the layout moves its state; a pattern must match somewhere
-                own.partition({group.stage: self.unit_specs(group) for group in self.groups if group.label == label})
-                self.optimizers[label] = own.at_rest
-        self.learning_rate = self._rates["default"]
-
-    def _label(self, flat: dict[str, Any], optimizer: Config, rules: list[Rule]) -> dict[str, str]:
-        labels = {path: "default" if spec.trainable else "frozen" for path, spec in flat.items()}
-        taken = {path for path, spec in flat.items() if not spec.trainable}
-        for index, rule in enumerate(rules):
-            matched = [path for path in flat if rule.pattern.search(path)]
-            if not matched:
-                raise ValueError(
-                    f"learner.rules.{index}.pattern: {rule.pattern.pattern!r} matches none of {len(flat)} parameters, "
-                    f"such as {list(flat)[:3]}"
-                )
-            label = "frozen" if rule.freeze else f"rule{index}"
-            if not rule.freeze:
-                own = optimizer.copy() if rule.optimizer is None else rule.optimizer
-                for field, value in rule.set.items():
-                    own.set_path(field, value)
-                self.optimizers[label], self._configs[label] = _build(own), own.to_json()
-                self._rates[label] = _schedule(own)
-            labels |= {path: label for path in matched if path not in taken}
-            taken.update(matched)
-        return labels
-
-    def _group(self, labels: dict[str, str]) -> list[Group]:
-        if self.scope == "model":
-            trained = [label for label in dict.fromkeys(labels.values()) if label != "frozen"]
-            return [Group("model", one, tuple(p for p in labels if labels[p] == one), None) for one in trained]
-        paths: dict[tuple[str, str], list[str]] = {}
-        for path, label in labels.items():
-            if label != "frozen":
-                stage, rest = path.split("/", 1)
-                paths.setdefault((stage, label), []).append(rest)
-        groups = []
-        for (stage, label), rest in paths.items():
-            specs: list[ParameterSpec] = [flatten(self.specs[stage])[path] for path in rest]
-            lengths = {spec.num_layers for spec in specs}
-            assert len(lengths) == 1, f"stage {stage} mixes stacked and single parameters"
-            groups.append(Group(stage, label, tuple(rest), lengths.pop()))
-        return groups
+        self.groups = groups(self.specs, labels, whole=scope == "model")
+        self.learning_rate = self._rates[DEFAULT]
+        self.optimizers: dict[tuple[str, str], PartitionedGradientTransformation] = {}  # by stage and label
+        for name, config in configs.items():
+            own, users = _build(config), [group for group in self.groups if group.label == name]
+            if own.at_rest is not None and users:  # the layout moves its state; a pattern must match somewhere
+                own.partition({group.stage: self.unit_specs(group) for group in users})
+            for group in users:
+                fitted = own.of_specs(self.unit_specs(group)) if own.of_specs is not None else own
+                self.optimizers[group.stage, name] = fitted.at_rest or fitted
+        self.draws = rounding == "stochastic" or any(one.draws for one in self.optimizers.values())
 
     # --- state: specs and first values -------------------------------------------------------------------------------
 
@@ -194,6 +144,8 @@ class Learner:
         return unflatten({path: buffer(spec) for path, spec in flatten(self.specs).items()})
 
     def _reference_dtype(self, spec: ParameterSpec) -> Any:
+        if self.rounding != "nearest":
+            return jnp.promote_types(spec.dtype, jnp.float32)
         return spec.dtype if self.master_dtype is None else self.master_dtype
 
     def optimizer_specs(self, memory_kind: MemoryKind = "device") -> Nested:
@@ -208,12 +160,14 @@ class Learner:
 
     def _group_specs(self, group: Group) -> Nested:
         specs = self.select(self.specs, group)
-        state = self.optimizers[group.label].partition(self.unit_specs(group))
+        state = self.optimizers[group.stage, group.label].partition(self.unit_specs(group))
         entry = {"state": jax.tree.map(lambda spec: self._store_spec(spec, group.length), state)}
         if self._keeps_master(group):
             entry["master"] = unflatten(
                 {path: _like(spec, self._reference_dtype(spec), path) for path, spec in flatten(specs).items()}
             )
+        if self._compensates(group):
+            entry["compensation"] = unflatten({path: _like(s, s.dtype, path) for path, s in flatten(specs).items()})
         if self.clip_mode == "norm_growth":
             shape = () if group.length is None else (group.length,)
             entry["norm"] = unflatten({path: OptStateSpec(shape, "float32", owner=path) for path in flatten(specs)})
@@ -235,7 +189,7 @@ class Learner:
         """
         unit = flatten(self.unit_specs(group))
         abstract = {path: jax.ShapeDtypeStruct(unit[path].shape, unit[path].dtype) for path in paths}
-        alone = jax.eval_shape(self.optimizers[group.label].init, unflatten(abstract))
+        alone = jax.eval_shape(self.optimizers[group.stage, group.label].init, unflatten(abstract))
         state = flatten(entry["state"])
         part: Nested = {"state": in_structure(alone, {path: state[path] for path in flatten(alone)})}
         for name in entry.keys() - {"state"}:  # in the structure of the parameters
@@ -254,6 +208,10 @@ class Learner:
     def _keeps_master(self, group: Group) -> bool:
         specs: list[ParameterSpec] = jax.tree.leaves(self.select(self.specs, group))
         return self.master_dtype is not None and any(spec.dtype != self.master_dtype for spec in specs)
+
+    def _compensates(self, group: Group) -> bool:
+        specs: list[ParameterSpec] = jax.tree.leaves(self.select(self.specs, group))
+        return self.rounding == "kahan" and any(spec.dtype != self._reference_dtype(spec) for spec in specs)
 
     def _store_spec(self, spec: OptStateSpec, length: int | None) -> OptStateSpec:
         if self.moment_dtype is not None and mirrors_parameter(spec):
@@ -296,10 +254,14 @@ class Learner:
             if not group.paths:
                 continue
             reference = self.select(unflatten(cast), group)
-            init, stacked = self.optimizers[group.label].init, group.length is not None and not unit
+            init, stacked = self.optimizers[group.stage, group.label].init, group.length is not None and not unit
             entry = {"state": jax.vmap(init)(reference) if stacked else init(reference)}
             if self._keeps_master(group):
                 entry["master"] = reference
+            if self._compensates(group):
+                entry["compensation"] = jax.tree.map(
+                    lambda x, s: cut_off(x, s.dtype)[1], reference, self.select(self.specs, group)
+                )
             if self.clip_mode == "norm_growth":
                 entry["norm"] = jax.tree.map(lambda x, axes=int(stacked): jnp.zeros(x.shape[:axes]), reference)
             dtypes = {path: spec.dtype for path, spec in flatten(self._group_specs(group)).items()}
@@ -340,7 +302,7 @@ class Learner:
         # The same experiment is built more than once in a process: to plan it, to run it.
         key = self._configs[group.label], tuple((path, spec.shape) for path, spec in flatten(unit).items())
         if key not in _reaches:
-            _reaches[key] = probe(self.optimizers[group.label], unit)
+            _reaches[key] = probe(self.optimizers[group.stage, group.label], unit)
         reach = _reaches[key]
         return "tensor" if self.clip_mode in ("update_rms", "norm_growth") and reach in ("element", "row") else reach
 
@@ -381,7 +343,8 @@ class Learner:
             mean, square = (counter[name] / _debias(count) for name in _LOSS_AVERAGES)
             deviation = jnp.sqrt(jnp.maximum(square - mean**2, 0.0))
             ok &= (count < _SPIKE_FREE) | (loss <= mean + self.spike * deviation)
-        return Decision(norm, factor, ok, count)
+        seed = fold(*counter["rng"]) if self.draws else jnp.uint32(0)
+        return Decision(norm, factor, ok, count, seed, jnp.int32(0))
 
     def counter_specs(self) -> dict[str, TensorSpec]:
         """Moving averages of the loss and of its square, f32, where spikes are skipped."""
@@ -431,10 +394,11 @@ class Learner:
 
     def unit_update(self, group: Group) -> UnitUpdate:
         """The update of one unit: (weights, grads, optimizer entry, average, decision) -> new ones but the grads."""
-        optimizer, schedule = self.optimizers[group.label], self._rates[group.label]
+        optimizer, schedule = self.optimizers[group.stage, group.label], self._rates[group.label]
 
         def update(weights: Nested, grads: Nested, entry: Nested, average: Nested, decision: Decision) -> Any:
-            reference = entry.get("master", weights)
+            reference = entry["master"] if "master" in entry else self._upcast(weights, entry)
+            seed = fold_name(fold(decision.seed, decision.layer), group.stage) if self.draws else decision.seed
             grads = jax.tree.map(lambda g, r: g.astype(r.dtype), grads, reference)
             new_norms = None
             if self.clip is not None and self.clip_mode == "norm_growth":
@@ -442,13 +406,17 @@ class Learner:
             elif self.clip_mode in ("global_norm", "two_pass", "previous_norm"):
                 grads = jax.tree.map(lambda g: g * decision.factor.astype(g.dtype), grads)
             state = self._precise(entry["state"], reference)
-            updates, new_state = optimizer.update(grads, state, reference)
+            updates, new_state = optimizer.update(
+                grads, state, reference, **({"seed": seed} if optimizer.draws else {})
+            )
             if self.clip is not None and self.clip_mode == "update_rms":
                 rate = 1.0 if schedule is None else schedule(decision.count)
                 updates = limit_update_rms(updates, self.clip, rate)
-            new_reference = optax.apply_updates(reference, updates)
-            new_weights = jax.tree.map(lambda r, w: r.astype(w.dtype), new_reference, weights)
+            new_reference: Any = optax.apply_updates(reference, updates)
+            new_weights, cut_off = self._rounded(new_reference, weights, fold(seed, decision.count), decision.origin)
             new_entry = {"state": jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, entry["state"])}
+            if "compensation" in entry:
+                new_entry["compensation"] = cut_off
             if "master" in entry:
                 new_entry["master"] = new_reference
             if new_norms is not None:
@@ -461,6 +429,27 @@ class Learner:
             return jax.tree.map(lambda n, o: jnp.where(decision.ok, n, o), new, old)
 
         return update
+
+    def _upcast(self, weights: Nested, entry: Nested) -> Nested:
+        """Weights in the dtype that the update is computed in, with what was cut off before."""
+        if self.rounding == "nearest":
+            return weights
+        wide = jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), weights)
+        return jax.tree.map(lambda w, c: w + c.astype(w.dtype), wide, entry["compensation"]) if len(entry) > 1 else wide
+
+    def _rounded(self, new: Nested, old: Nested, seed: jax.Array, origin: Origin | None) -> tuple[Nested, Nested]:
+        """(new weights in the dtype of the old ones, what that cut off)."""
+        if self.rounding == "stochastic":
+
+            def one(path: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+                bits = noise(fold_name(seed, path_name(path)), x.shape, origin)
+                return round_stochastically(x, w.dtype, bits)
+
+            return jax.tree_util.tree_map_with_path(one, new, old), {}
+        if self.rounding == "nearest":
+            return jax.tree.map(lambda x, w: x.astype(w.dtype), new, old), {}
+        both = jax.tree.map(lambda x, w: cut_off(x, w.dtype), new, old)
+        return tuple(jax.tree.map(lambda _, pair, i=i: pair[i], new, both) for i in (0, 1))  # type: ignore[return-value]
 
     def _precise(self, state: Any, reference: Nested) -> Any:
         """Moments kept in a narrower `moment_dtype`, in the dtype that the update is computed in; wider ones stay."""

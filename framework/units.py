@@ -1,6 +1,6 @@
 """What an update works on: groups of parameters, bundles of their weights, gradients and state, units and layers.
 
-May import: framework.layout, JAX.
+May import: framework.layout, framework.optimizers.rounding, JAX.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ import jax
 import jax.numpy as jnp
 
 from framework.layout import Nested, ParameterSpec, flatten, key_name
+from framework.optimizers.rounding import Origin
 
 
 class Decision(NamedTuple):
-    """What all gradients together decide: scalars on the device. `count` is the number of updates before this one."""
+    """What all gradients together decide: scalars on the device; and, for what is drawn at random, where a unit is.
+
+    `count` is the number of updates before this one, `seed` (uint32) the run's. `layer` is the first layer that is to
+    be updated, `origin` a block's place in its tensor (None: all of it).
+    """
 
     norm: jax.Array
     factor: jax.Array
     ok: jax.Array
     count: jax.Array
+    seed: jax.Array
+    layer: jax.Array
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,9 @@ def all_units(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decisi
     if group.length is None:
         return update(*bundle, decision)
     bundle, axes = _share_counters(bundle)
-    return jax.vmap(update, in_axes=(*axes, None))(*bundle, decision)
+    layers = decision.layer + jnp.arange(jax.tree.leaves(bundle[0])[0].shape[0])
+    one = Decision(None, None, None, None, None, 0)  # type: ignore[arg-type]
+    return jax.vmap(update, in_axes=(*axes, one))(*bundle, decision._replace(layer=layers))
 
 
 def _share_counters(bundle: Bundle) -> tuple[Bundle, tuple[Any, ...]]:

@@ -55,26 +55,40 @@ def offload_optimizer(
         put = lambda spec, x: x if spec.memory_kind == "device" else jax.device_put(x, _SPACES[kind])  # noqa: E731
         return jax.tree.map(put, specs, state)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = inner.update(updates, move(state, offload_src), params)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(updates, move(state, offload_src), params, **extra)
         return updates, move(state, offload_dst)
 
     def of_one_unit(specs: Nested) -> Any:  # which need not hold what matches
         state = rest.partition(specs)
         return tag(state, offload_dst) if any(re.search(pattern, path) for path in flatten(state)) else state
 
-    at_rest = PartitionedGradientTransformation(rest.init, rest.update, of_one_unit)
+    def of_specs(specs: Nested) -> PartitionedGradientTransformation:
+        assert inner.of_specs is not None
+        return offload_optimizer(inner.of_specs(specs), pattern, offload_src, offload_dst)
+
     return PartitionedGradientTransformation(
-        inner.init, update, lambda specs: tag(inner.partition(specs), offload_dst), at_rest
+        inner.init,
+        update,
+        lambda specs: tag(inner.partition(specs), offload_dst),
+        rest._replace(partition=of_one_unit, at_rest=None, of_specs=None),
+        of_specs if inner.of_specs is not None else None,
+        inner.draws,
     )
 
 
 def partitioned_chain(transformations: Sequence[Transformation]) -> PartitionedGradientTransformation:
     """`optax.chain` of a list, as a config can give it, whose parts keep their partitions."""
 
-    def chain(parts: list[Any]) -> PartitionedGradientTransformation:
-        init, update = optax.chain(*parts)
-        return PartitionedGradientTransformation(init, update, lambda specs: tuple(p.partition(specs) for p in parts))
-
     parts = [partitioned(one) for one in transformations]
-    return chain(parts)._replace(at_rest=chain([part.at_rest or part for part in parts]))
+
+    def chain(parts: list[Any]) -> PartitionedGradientTransformation:
+        init, update = optax.chain(*(optax.GradientTransformationExtraArgs(*part[:2]) for part in parts))
+        partition = lambda specs: tuple(part.partition(specs) for part in parts)  # noqa: E731
+        return PartitionedGradientTransformation(init, update, partition, draws=any(part.draws for part in parts))
+
+    def of_specs(specs: Nested) -> PartitionedGradientTransformation:
+        return partitioned_chain([part.of_specs(specs) if part.of_specs else part for part in parts])
+
+    at_rest = chain([part.at_rest or part for part in parts])
+    return chain(parts)._replace(at_rest=at_rest, of_specs=of_specs if any(part.of_specs for part in parts) else None)

@@ -25,12 +25,16 @@ class PartitionedGradientTransformation(NamedTuple):
     """optax's `init` and `update`, and `partition(param_specs) -> OptStateSpecs` in the structure of the state.
 
     `at_rest`: the same for one unit and without moves of its own, where `update` moves state between memories.
+    `of_specs`: the same for a unit with these parameters, where they are treated by the roles of their axes.
+    `draws`: `update` takes `seed`, a uint32 scalar that is a layer's own and the same in every step.
     """
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
     partition: Callable[[Nested], Any]
     at_rest: PartitionedGradientTransformation | None = None
+    of_specs: Callable[[Nested], PartitionedGradientTransformation] | None = None
+    draws: bool = False
 
 
 def partitioned(
@@ -43,7 +47,8 @@ def partitioned(
     def partition(param_specs: Nested) -> Any:
         return _partition(optimizer, param_specs)
 
-    return PartitionedGradientTransformation(optimizer.init, optimizer.update, partition)
+    init, update = optax.with_extra_args_support(optimizer)
+    return PartitionedGradientTransformation(init, update, partition)
 
 
 def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> Any:

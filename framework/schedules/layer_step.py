@@ -236,6 +236,7 @@ class Step(Pass[LayerFunctions]):
         """Updates a stage, or a unit of the stack, by its gradients, which are on the device."""
         if not grads:
             return
+        decision = decision if index is None else decision._replace(layer=self.numbers[index])
         f, run, key = self.f, self.run, stage if index is None else str(index)
         home, old = part(self.state["parameter"], stage, index), self.kept_state(stage, index)
         if index is not None and self.last[0] == index:

@@ -8,7 +8,7 @@ Rows are blocks of each device's own shard, so they are taken inside `shard_map`
 memory in one dimension only.) Weights and state are the loop's carry and are updated in place: a loop that only read a
 stack might hold a relaid copy of all of it. The next piece is fetched while one is updated.
 
-May import: framework.layout, framework.learner.
+May import: framework.layout, framework.learner, framework.optimizers, framework.units.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from framework.layout import TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
 from framework.learner import Learner
+from framework.optimizers.rounding import Origin
 from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_units, in_structure
 
 Flat = dict[str, Any]
@@ -121,6 +122,7 @@ class _Run:
     stacked: bool
     rows: bool
     single: bool  # of the units, one is updated: gradients are its own
+    in_shards: bool = False  # arrays are a device's own shards
 
     def on_device(self, grads: Flat) -> Flat:
         """The gradients that are not on the host."""
@@ -141,15 +143,16 @@ class _Run:
         axes = tuple({name: PartitionSpec(*spec.mesh_axes) for name, spec in part.items()} for part in self.specs)
         whole = PartitionSpec()
         out = axes[0], axes[2], axes[3]
-        return jax.shard_map(self, mesh=mesh, in_specs=(axes, whole, whole), out_specs=out, check_vma=False)
+        own = replace(self, in_shards=True)
+        return jax.shard_map(own, mesh=mesh, in_specs=(axes, whole, whole), out_specs=out, check_vma=False)
 
     def __call__(self, flat: FlatBundle, decision: Decision, start: jax.Array) -> tuple[Flat, Flat, Flat]:
         """Piece by piece, from the unit of that index: all units, or this one.
 
         The index may be no constant: a slice of host memory would be simplified to one in two dimensions.
         """
-        shape = next(iter(flat[0].values())).shape
-        shape = shape[1:] if self.stacked else shape
+        weight = next(iter(flat[0]))
+        shape = flat[0][weight].shape[self.stacked :]
         blocks = _num_blocks(shape) if self.rows else 1
         # By rows, what is not shaped like the parameter (a counter) is the unit's: read and written for each block.
         shared = {name for name, x in flat[2].items() if self.rows and x.shape[self.stacked :] != shape}
@@ -180,9 +183,19 @@ class _Run:
                 for part, (x, specs) in parts
             ]
 
+        def origin(step: jax.Array) -> Origin:
+            """Of a block of the only parameter."""
+            spec, first = self.specs[0][weight], [step % blocks * (shape[0] // blocks), *[0] * len(shape[1:])]
+            axes = spec.mesh_axes[self.stacked :] if self.in_shards else ()
+            for dim, names in enumerate(axes):
+                first[dim] += jax.lax.axis_index(names) * shape[dim] if names else 0
+            return Origin(tuple(first), spec.shape[self.stacked :])
+
         def one(step: jax.Array, done: tuple[Flat, Flat, Flat], here: list[Flat]) -> tuple[Flat, Flat, Flat]:
             unit: Any = tuple(a | b for a, b in zip(taken(done, step, hosted=False), here, strict=True))
-            new = self._apply(lambda bundle, decision: self.update(*bundle, decision), unit, decision)
+            own = decision._replace(layer=decision.layer + start + step // blocks) if self.stacked else decision
+            own = own._replace(origin=origin(step)) if self.rows else own
+            new = self._apply(lambda bundle, decision: self.update(*bundle, decision), unit, own)
 
             def put(part: int, old: Flat, new: Flat) -> Flat:
                 specs = self.specs[part]

@@ -18,7 +18,12 @@ Trees = list[Any]
 
 def decide(learner: Learner, loss: Any, grads: Any) -> Decision:
     """The decision on these gradients at the first step."""
-    counter = {"step": jnp.int32(0), "skipped": jnp.int32(0), "grad_norm": jnp.float32(0)}
+    counter = {
+        "step": jnp.int32(0),
+        "skipped": jnp.int32(0),
+        "grad_norm": jnp.float32(0),
+        "rng": jnp.zeros(2, jnp.uint32),
+    }
     return learner.decide(loss, learner.norm(grads), counter)
 
 

@@ -1,0 +1,17 @@
+"""Optimizers by short names: `--config.learner.optimizer=lion`. Any other goes by its dotted name (docs/optimizers.md).
+
+May import: framework.optimizers, optax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adamw": optax.adamw,
+    "adafactor": optax.adafactor,
+    "lion": optax.lion,
+}
