@@ -10,8 +10,11 @@ from typing import Any
 
 import optax
 
+from framework.optimizers.adalomo import adalomo
+
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": optax.adamw,
     "adafactor": optax.adafactor,
     "lion": optax.lion,
+    "adalomo": adalomo,
 }
