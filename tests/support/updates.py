@@ -16,10 +16,10 @@ LAYERS = 3
 Trees = list[Any]
 
 
-def decide(learner: Learner, loss: Any, grads: Any) -> Decision:
-    """The decision on these gradients at the first step."""
+def decide(learner: Learner, loss: Any, grads: Any, step: Any = 0) -> Decision:
+    """The decision on these gradients, at the first step or another."""
     counter = {
-        "step": jnp.int32(0),
+        "step": jnp.asarray(step, jnp.int32),
         "skipped": jnp.int32(0),
         "grad_norm": jnp.float32(0),
         "rng": jnp.zeros(2, jnp.uint32),
@@ -75,11 +75,12 @@ def start(learner: Learner, params: Any) -> Kept:
     return Kept(*jax.jit(learner.init)(params))
 
 
-def stepper(learner: Learner) -> Callable[[Kept, Any, Any], Kept]:
-    """(state, loss, gradients) -> state, jitted."""
+def stepper(learner: Learner) -> Callable[..., Kept]:
+    """(state, loss, gradients, number of the step) -> state, jitted."""
 
-    def step(kept: Kept, loss: jax.Array, grads: Any) -> Kept:
-        return Kept(*learner.update(kept.params, grads, kept.optimizer, kept.ema, decide(learner, loss, grads)))
+    def step(kept: Kept, loss: jax.Array, grads: Any, number: Any = 0) -> Kept:
+        decision = decide(learner, loss, grads, number)
+        return Kept(*learner.update(kept.params, grads, kept.optimizer, kept.ema, decision))
 
     return jax.jit(step)
 
@@ -87,8 +88,8 @@ def stepper(learner: Learner) -> Callable[[Kept, Any, Any], Kept]:
 def ours(learner: Learner, params: Any, grads: Trees) -> list[Kept]:
     """The state after each step."""
     kept, step, history = start(learner, params), stepper(learner), []
-    for tree in grads:
-        kept = step(kept, jnp.float32(1.0), tree)
+    for number, tree in enumerate(grads):
+        kept = step(kept, jnp.float32(1.0), tree, number)
         history.append(kept)
     return history
 
