@@ -23,6 +23,9 @@ from framework.config import Config, config_for
 from framework.layers.base import Context
 from framework.layers.stack import Stack
 from framework.layout import flatten
+from framework.optimizers import named
+from framework.optimizers.partition import PartitionedGradientTransformation
+from framework.optimizers.rounding import fold, fold_name
 from framework.parts import before_cut
 from framework.program import Program
 from framework.schedules import pieces
@@ -96,6 +99,10 @@ OPTIMIZERS = {
     "muon": config_for(optax.contrib.muon, learning_rate=1e-3, weight_decay=0.1),
     "sign_momentum": config_for(sign_momentum, learning_rate=1e-3),
 }
+# Those that keep little: tests of their own, as each is tried with fewer of the other axes.
+SMALL = {
+    "adalomo": config_for(named.OPTIMIZERS["adalomo"], learning_rate=1e-2, weight_decay=0.1),
+}
 
 
 def tied(*layers: type | None, shared: tuple[int, ...] = ()) -> Config:
@@ -157,7 +164,7 @@ class Case(NamedTuple):
         model.compute_dtype = "float64"
         learner = {"clip": self.clip(), "accumulate": self.microbatches, "master_dtype": master, **learner, **changed}
         memory = {**memory, **dict.fromkeys(PLACEMENTS[self.placement], "pinned_host"), "remat": self.remat}
-        optimizer = OPTIMIZERS[self.optimizer].copy()
+        optimizer = (OPTIMIZERS | SMALL)[self.optimizer].copy()
         return small.program(
             small.experiment(model, mesh=MESHES[self.mesh], memory=memory, optimizer=optimizer, **learner)
         )
@@ -226,7 +233,7 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
     program = case.program()
     for group, field in (("optimizer", "optimizer_state"), ("parameter", "parameters")):
         leaves = [leaf for leaf in program.layout if leaf.path.startswith(f"{group}/stack")]
-        vectors = group == "optimizer" and case.optimizer == "adafactor"  # its factors
+        vectors = group == "optimizer" and case.optimizer in ("adafactor", "adalomo")  # their factors
         hosted = any(leaf.spec.memory_kind != "device" for leaf in leaves)
         assert hosted == (field in PLACEMENTS[case.placement] and not vectors)
     if program.in_parts:
@@ -260,7 +267,7 @@ def _compile(program: Program, case: Case) -> None:
 def plain(model: str, optimizer: str, precision: str, clip: float | None, weights: Any = None) -> Any:
     """The reference; a bad step is left out by hand. Gradients are taken at `weights` if there are some."""
     program, first = simplest(model, optimizer, precision)
-    gradients, (init, update) = gradients_of(model, precision), update_of(optimizer)
+    gradients, (init, update) = gradients_of(model, precision), update_of(model, optimizer, precision)
     key = jax.random.wrap_key_data(jnp.asarray(first["counter"]["rng"]))
     params, buffers = jax.device_put((precise(first), first["buffer"]), program.replicated)
     state, losses, norms = jax.device_put(init(params), program.replicated), [], []
@@ -295,9 +302,11 @@ def gradients_of(model: str, precision: str) -> Any:
 
 
 @cache
-def update_of(optimizer: str) -> Any:
+def update_of(model: str, optimizer: str, precision: str) -> Any:
     """(init, (parameters, state, gradients, factor) -> (parameters, state)) of plain optax, compiled."""
-    plain = OPTIMIZERS[optimizer].instantiate()
+    plain = (OPTIMIZERS | SMALL)[optimizer].instantiate()
+    if isinstance(plain, PartitionedGradientTransformation):
+        plain = unit_by_unit(plain, *simplest(model, optimizer, precision))
 
     def update(params: Any, state: Any, grads: Any, factor: jax.Array) -> Any:
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype) * factor.astype(p.dtype), grads, params)
@@ -305,6 +314,33 @@ def update_of(optimizer: str) -> Any:
         return optax.apply_updates(params, changes), state
 
     return jax.jit(plain.init), jax.jit(update)
+
+
+def unit_by_unit(optimizer: PartitionedGradientTransformation, program: Program, first: Any) -> Any:
+    """An optimizer of ours with a state for each stage and layer, which knows its parameters' roles and has a seed."""
+    learner, run = program.experiment.learner, fold(*first["counter"]["rng"])
+    specs = {group.stage: learner.unit_specs(group) for group in learner.groups}
+    own = {stage: optimizer.of_specs(tree) if optimizer.of_specs else optimizer for stage, tree in specs.items()}
+
+    def each(tree: Any, visit: Any) -> Any:
+        units = {stage: unit if isinstance(unit, list) else [unit] for stage, unit in tree.items()}
+        return {stage: [visit(stage, i, unit) for i, unit in enumerate(many)] for stage, many in units.items()}
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        params = each(params, lambda stage, i, unit: unit)
+
+        def one(stage: str, layer: int, unit: Any) -> Any:
+            drawn = {"seed": fold_name(fold(run, layer), stage)} if optimizer.draws else {}
+            return own[stage].update(unit, state[stage][layer], params[stage][layer], **drawn)
+
+        both = each(grads, one)
+        changes = {stage: [new for new, _ in units] for stage, units in both.items()}
+        changes = {stage: many if isinstance(grads[stage], list) else many[0] for stage, many in changes.items()}
+        return changes, {stage: [kept for _, kept in units] for stage, units in both.items()}
+
+    return optax.GradientTransformation(
+        lambda params: each(params, lambda stage, i, unit: own[stage].init(unit)), update
+    )
 
 
 def apart(params: Any) -> Any:

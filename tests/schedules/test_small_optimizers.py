@@ -1,0 +1,39 @@
+"""Optimizers that keep little, under every schedule and placement, against themselves on one tensor per layer.
+
+The reference has an instance for each stage and layer, and knows nothing of schedules, stacks or meshes. What each
+computes is tested against its paper and its peers in tests/optimizers.
+"""
+
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+
+from framework.optimizers.named import OPTIMIZERS
+from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
+from tests.support import exact
+from tests.support.exact import Case
+
+# One case for each optimizer: schedules, placements and meshes take turns.
+TURNS = [("streamed", "state", "eight"), ("in_backward", "device", "eight"), ("hosted_gradients", "all", "one")]
+CASES = [
+    Case(optimizer=name, memory=memory, placement=placement, mesh=mesh, remat="full")
+    for name, (memory, placement, mesh) in zip(exact.SMALL, cycle(TURNS), strict=False)
+]
+WAYS: list[Any] = [*product(exact.MEMORY | exact.LAYERED, ("device", "state", "all"), exact.MESHES)]
+SLOW = [
+    Case(optimizer=name, memory=m, placement=p, mesh=mesh, remat="full") for name in exact.SMALL for m, p, mesh in WAYS
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW if case.is_tried() and case not in CASES)],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_twenty_steps_equal_one_instance_per_layer(case: Case):
+    twenty_steps_equal_plain_optax(case)
+
+
+def test_every_optimizer_is_here():
+    assert {*OPTIMIZERS} <= {*exact.OPTIMIZERS, *exact.SMALL}
