@@ -1,0 +1,98 @@
+"""What tools.bench.optimizers compares: a row for each optimizer, and the run that all of them share.
+
+All rows train stdlib-tiny (1M parameters) on the same tokens: float32 compute, gradients clipped to a global norm of 1,
+a linear warm-up over a tenth of the steps, a cosine down to a tenth of the peak, no weight decay, no rules.
+
+Imports configs, framework.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import optax
+
+import configs
+from framework.config import Config, config_for
+
+WARMUP, END = 0.1, 0.1  # of the steps; of the peak
+BATCH = 4  # sequences of 256 tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer, as the command line has it.
+
+    Args:
+        title: its name in the table.
+        sets: overrides by dotted path, in order; the first one selects the optimizer.
+        rates: learning rates to try, ascending; or the row whose best one is taken.
+        weights: of the second table, which compares dtypes of weights.
+        baseline: the row that it is compared with.
+    """
+
+    title: str
+    sets: dict[str, str]
+    rates: tuple[float, ...] | str
+    weights: bool = False
+    baseline: str = "adamw"
+
+
+def _row(title: str, optimizer: str, rates: tuple[float, ...] | str, **more: str) -> Row:
+    """A row with `learner.optimizer`; keywords are paths, `learner__moment_dtype` say, or fields of the optimizer."""
+    sets = {"learner.optimizer": optimizer}
+    for name, value in more.items():
+        sets[name.replace("__", ".") if "__" in name else f"learner.optimizer.{name}"] = value
+    return Row(title, sets, rates)
+
+
+_BF16 = {"learner__moment_dtype": "bfloat16"}
+_ADAM = (2e-3, 5e-3, 1.25e-2)
+_RELATIVE = (0.03, 0.1, 0.3)  # of steps that are relative to the weights' size, 0.02 at first
+ROWS = {
+    "adamw": _row("AdamW", "adamw", _ADAM, b2="0.95"),
+    "adamw_bf16": _row("AdamW, bf16 moments", "adamw", _ADAM, b2="0.95", **_BF16),
+    "lion": _row("Lion, bf16 momentum", "lion", (2e-4, 5e-4, 1.25e-3), b1="0.95", b2="0.98", **_BF16),
+    "adalomo": _row("AdaLomo", "framework.optimizers.adalomo.adalomo", _RELATIVE),
+    "adafactor": _row("Adafactor", "adafactor", "adalomo"),
+    "adafactor_momentum": _row("Adafactor, bf16 momentum", "adafactor", _RELATIVE, momentum="0.9", **_BF16),
+}
+
+
+def _weights(title: str, of: str, **learner: str) -> Row:
+    """Another row's optimizer at its best rate with bf16 weights; moments are float32 unless that row says else."""
+    sets = {"model.param_dtype": "bfloat16", "learner.moment_dtype": "float32"} | ROWS[of].sets
+    return Row(title, sets | {f"learner.{name}": v for name, v in learner.items()}, of, weights=True, baseline="master")
+
+
+ROWS |= {
+    "master": _weights("AdamW, f32 master weights", "adamw", master_dtype="float32"),
+    "stochastic": _weights("AdamW, stochastic rounding", "adamw", rounding="stochastic"),
+    "kahan": _weights("AdamW, Kahan summation", "adamw", rounding="kahan"),
+    "nearest": _weights("AdamW, rounding to nearest", "adamw"),
+    "adalomo_stochastic": _weights("AdaLomo, stochastic rounding", "adalomo", rounding="stochastic"),
+    "lion_stochastic": _weights("Lion, bf16 momentum, stochastic rounding", "lion", rounding="stochastic"),
+}
+
+
+def build(row: Row, rate: float, seed: int, steps: int, spec: str = "stdlib-tiny") -> Config:
+    """The config of one run. Raises ConfigError when a row's path or value does not exist."""
+    config = configs.load(spec)
+    config.learner.rules, config.learner.master_dtype = [], None
+    for path, text in row.sets.items():
+        config.override(path, text)
+    config.learner.optimizer.learning_rate = config_for(
+        optax.warmup_cosine_decay_schedule,
+        init_value=0.0,
+        peak_value=rate,
+        warmup_steps=max(1, round(WARMUP * steps)),
+        decay_steps=steps,
+        end_value=END * rate,
+    )
+    for name in ("weight_decay", "adam_weight_decay"):
+        if name in config.learner.optimizer:
+            config.learner.optimizer.set_path(name, 0.0)
+    config.data.seed = config.trainer.seed = seed
+    config.data.global_batch_size = BATCH
+    config.trainer.max_steps = steps
+    return config
