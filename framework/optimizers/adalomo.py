@@ -28,7 +28,7 @@ def adalomo(
     Vectors keep all of v; of tensors with more dimensions, the two largest are factored.
 
     Args:
-        learning_rate: relative to the size of the weights; 5e-4 to 1e-2 where AdamW has 1e-5 to 1e-3.
+        learning_rate: of an update of RMS 1, relative to the RMS of the weights.
         weight_decay: decoupled.
         decay_rate: of the second moment's memory.
         clip_threshold: the largest RMS of an update before it is scaled.

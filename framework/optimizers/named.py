@@ -11,10 +11,12 @@ from typing import Any
 import optax
 
 from framework.optimizers.adalomo import adalomo
+from framework.optimizers.quantized import adamw8bit
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": optax.adamw,
     "adafactor": optax.adafactor,
     "lion": optax.lion,
     "adalomo": adalomo,
+    "adamw8bit": adamw8bit,
 }
