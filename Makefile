@@ -12,10 +12,10 @@ train: $(VENV)/.train  ## train a small model on the source of Python's standard
 	$(BIN)/python -m launch.train --config=stdlib-tiny --workdir=$(WORKDIR)
 
 test: $(VENV)/.dev  ## the tests that take minutes
-	$(BIN)/python -m pytest -n 2 -m "not slow and not peers"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not peers"
 
 test-all: $(VENV)/.dev  ## also those that take longer
-	$(BIN)/python -m pytest -n 2 -m "not peers"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not peers"
 
 test-peers: $(VENV)/.peers  ## against torch and transformers, live
 	$(BIN)/python -m pytest -m peers

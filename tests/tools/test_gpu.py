@@ -50,6 +50,7 @@ def test_rows_are_valid_and_cover_what_memory_knows() -> None:
             assert kinds == {"device", "pinned_host", *(["none"] if place == "gradients" else [])}
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     """All parts on a CPU; what is refused or missing is no pass, and here nothing is."""
     command = [sys.executable, "-P", "-m", "tools.bench.gpu", "--dry", f"--out={tmp_path / 'gpu.json'}"]
