@@ -1,5 +1,6 @@
 """What the TPU's compiler makes of each schedule: how much is on the device at once, and that no stack is copied."""
 
+import jax
 import pytest
 
 from configs import load
@@ -7,7 +8,7 @@ from framework.plan import hlo, targets
 from framework.plan.plan import Report, plan
 from framework.program import Program
 from launch.cli import apply_overrides
-from tools.bench.memory_table import EVERYTHING, GRADIENTS, LORA, PRECISE, STREAMED
+from tools.bench.memory_table import EVERYTHING, GRADIENTS, LORA, PRECISE, ROUNDED, STREAMED
 
 TOY = {"data.global_batch_size": 1, "model.dim": 256, "model.stack.pattern.0.attention.num_heads": 2,
        "model.vocab_size": 1024, "data.tokenizer.vocab_size": 1024, "memory.remat": "full"}  # fmt: skip
@@ -109,3 +110,15 @@ def test_no_stack_is_copied(target, fields):
     ]
     assert module.loops
     assert not moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adalomo", "apollo_mini"])
+def test_a_model_is_trained_in_the_memory_of_its_weights(optimizer):
+    """Llama 2 7B on one chip, all parameters: weights in bf16, rounded stochastically, updated in the backward pass."""
+    fields = {"learner.optimizer": optimizer, **ROUNDED, "memory.remat": "full"}
+    fields |= {"data.seq_len": 128, "data.global_batch_size": 1}
+    found = plan("7b", resolved("llama2-7b", fields), targets.resolve("v5e-1"), None, phases=False)
+    weights = 2 * sum(spec.size for spec in jax.tree.leaves(load("llama2-7b").instantiate().model.parameter_specs()))
+    assert found["device_peak_bytes"] <= 1.05 * weights
+    assert found["host_argument_bytes"] == 0

@@ -34,6 +34,13 @@ ADAFACTOR = {
     "learner.clip": "None",
     "learner.master_dtype": "None",
 }
+ROUNDED = {
+    "memory.update": "in_backward",
+    "learner.optimizer.learning_rate": "1e-3",
+    "learner.clip": "None",
+    "learner.master_dtype": "None",
+    "learner.rounding": "stochastic",
+}
 LAYERS = {"memory.update": "layer_programs"}
 AT_ONCE = {"memory.gradients": "none"}
 EIGHT = {"memory.parameters": "pinned_host", "memory.hosted_layers": "8", "memory.activations": "pinned_host"}
@@ -58,6 +65,8 @@ ROWS: dict[str, Row] = {
     "adafactor": ("llama2-7b", "v5e-1", 2048, ADAFACTOR),
     "adafactor-33b": ("llama-33b", "v5e-8", 2048, ADAFACTOR),
     "adafactor-65b": ("llama-65b", "h200x1", 2048, ADAFACTOR),
+    "apollo-mini": ("llama2-7b", "v5e-1", 128, {"learner.optimizer": "apollo_mini", **ROUNDED}),
+    "adalomo": ("llama2-7b", "v5e-1", 128, {"learner.optimizer": "adalomo", **ROUNDED}),
     "lora": ("llama2-7b", "v5e-1", 128, LORA),
     "resident": ("llama2-7b", "v5e-8", 128, IN_BACKWARD),
     "resident-h200": ("llama2-7b", "h200x1", 128, IN_BACKWARD),
