@@ -203,3 +203,14 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_does(config, messag
     experiment = config().instantiate()
     with pytest.raises(ValueError, match=message):
         Program(experiment, jax.devices())
+
+
+def test_what_an_optimizer_keeps_per_block_is_replicated_where_the_mesh_does_not_divide_it():
+    """Its parameter divides; [8, 3] scales of [8, 48] weights in blocks of 16 do along the rows alone."""
+    scale, eight = OptStateSpec((8, 3), "float32", ("fsdp", "model"), owner="weight"), mesh(fsdp=4, model=2)
+    weight = parameter(8, 48, axes=("fsdp", "model"))
+    layout = StateLayout({"parameter": {"weight": weight}, "optimizer": {"weight": scale}}, eight)
+    assert layout.specs["optimizer"]["weight"].mesh_axes == ("fsdp", None)
+    assert layout.bytes_per_device("optimizer") == 8 * 3 * 4 // 4
+    with pytest.raises(ValueError, match=r"mesh.model = 2 does not divide axis = 3 of parameter/weight"):
+        StateLayout({"parameter": {"weight": parameter(8, 3, axes=("fsdp", "model"))}}, eight)
