@@ -211,7 +211,7 @@ class StateLayout:
         self.mesh = mesh
         self.specs: Nested = jax.tree.map(self._fitting, specs)
         # Parameters first: a dimension that does not divide is named by the parameter, not by a moment of it.
-        in_order = sorted(flatten(specs).items(), key=lambda item: GROUPS.index(_group(item[0])))
+        in_order = sorted(flatten(self.specs).items(), key=lambda item: GROUPS.index(_group(item[0])))
         self.leaves = [self._leaf(path, spec) for path, spec in in_order]
 
     def _parts(self, axes: Any) -> tuple[tuple[str, ...], int]:
