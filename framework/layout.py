@@ -70,6 +70,7 @@ class ParameterSpec(TensorSpec):
     Args:
         initializer: `(key, shape, dtype) -> array`; called per layer for a stacked parameter.
         roles: what each axis is: "layer", "in", "out", "heads", "vocab", "position", "channel", ...
+        num_heads: how many heads the axis of the role "heads" has, in queries and keys, where each stands by itself.
         trainable: whether it learns; otherwise it is frozen, as a rule of the learner would.
         own_dtype: the model's `param_dtype` does not apply.
         quantized: one of several leaves that store a weight (codes, scales). No layer casts them, and they share a key,
@@ -78,6 +79,7 @@ class ParameterSpec(TensorSpec):
 
     initializer: Initializer = field(default=jax.nn.initializers.zeros, compare=False)
     roles: tuple[str, ...] = ()
+    num_heads: int | None = None
     trainable: bool = True
     own_dtype: bool = False
     quantized: bool = False

@@ -77,8 +77,8 @@ class Attention(Layer):
         back = {"outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("heads", "out")}
         if output_bias is not None:
             back["bias"] = output_bias
-        self.query = linear.instantiate(outputs=inner, **into)
-        self.key = linear.instantiate(outputs=inner_kv, **into)
+        self.query = linear.instantiate(outputs=inner, num_heads=num_heads, **into)
+        self.key = linear.instantiate(outputs=inner_kv, num_heads=self.num_kv_heads, **into)
         self.value = linear.instantiate(outputs=inner_kv, **into)
         self.output = linear.instantiate(inputs=inner, init_scale=output_init_scale, **back)
         self.rotary: Rotary | None = None if rotary is None else rotary.instantiate(head_dim=self.head_dim)

@@ -23,6 +23,7 @@ class Linear(Layer):
         init_scale: multiplies the initial weight (residual branches of deep stacks want less than 1).
         mesh_axes: mesh axes of the weight's (input, output) dimensions.
         roles: the roles of those two dimensions.
+        num_heads: of queries and keys, given by the parent.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class Linear(Layer):
         init_scale: float = 1.0,
         mesh_axes: tuple[str | None, str | None] = (None, None),
         roles: tuple[str, str] = ("in", "out"),
+        num_heads: PositiveInt | None = None,
     ):
         self.inputs, self.outputs, self.bias = inputs, outputs, bias
         self.mesh_axes: MeshAxes = tuple(mesh_axes)
-        self.roles = tuple(roles)
+        self.roles, self.num_heads = tuple(roles), num_heads
         self._init = init.instantiate()
         self._scale = init_scale
 
@@ -48,11 +50,8 @@ class Linear(Layer):
         def initializer(key, shape, dtype):
             return self._scale * self._init(key, shape, dtype)
 
-        specs = {
-            "weight": ParameterSpec(
-                (self.inputs, self.outputs), "float32", self.mesh_axes, initializer=initializer, roles=self.roles
-            )
-        }
+        more = {"initializer": initializer, "roles": self.roles, "num_heads": self.num_heads}
+        specs = {"weight": ParameterSpec((self.inputs, self.outputs), "float32", self.mesh_axes, **more)}
         if self.bias:
             specs["bias"] = ParameterSpec((self.outputs,), "float32", self.mesh_axes[1:], roles=self.roles[1:])
         return specs

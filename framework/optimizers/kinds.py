@@ -10,12 +10,13 @@ from typing import Literal
 from framework.layout import Nested, ParameterSpec, flatten
 
 Kind = Literal["matrix", "table", "other"]
+TABLE_ROLES = {"vocab", "position"}
 
 
 def kind(spec: ParameterSpec) -> Kind:
     """A "table" has a row for each token or position (embedding, head); a "matrix" is what else has two axes; "other"
     are vectors, and what has more axes."""
-    if {"vocab", "position"} & {*spec.roles}:
+    if TABLE_ROLES & {*spec.roles}:
         return "table"
     return "matrix" if len(spec.shape) == 2 else "other"
 

@@ -11,6 +11,7 @@ from typing import Any
 import optax
 
 from framework.optimizers.adalomo import adalomo
+from framework.optimizers.adam_mini import adam_mini
 from framework.optimizers.quantized import adamw8bit
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -18,5 +19,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adafactor": optax.adafactor,
     "lion": optax.lion,
     "adalomo": adalomo,
+    "adam_mini": adam_mini,
     "adamw8bit": adamw8bit,
 }
