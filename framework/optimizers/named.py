@@ -12,6 +12,8 @@ import optax
 
 from framework.optimizers.adalomo import adalomo
 from framework.optimizers.adam_mini import adam_mini
+from framework.optimizers.lowrank import apollo, apollo_mini
+from framework.optimizers.matrices import galore, muon
 from framework.optimizers.quantized import adamw8bit
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -21,4 +23,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adalomo": adalomo,
     "adam_mini": adam_mini,
     "adamw8bit": adamw8bit,
+    "muon": muon,
+    "galore": galore,
+    "apollo": apollo,
+    "apollo_mini": apollo_mini,
 }

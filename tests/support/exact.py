@@ -102,6 +102,13 @@ OPTIMIZERS = {
 # Those that keep little: tests of their own, as each is tried with fewer of the other axes.
 SMALL = {
     "adalomo": config_for(named.OPTIMIZERS["adalomo"], learning_rate=1e-2, weight_decay=0.1),
+    "galore": config_for(
+        named.OPTIMIZERS["galore"], learning_rate=3e-3, rank=4, update_proj_gap=7, scale=1.0, weight_decay=0.1
+    ),
+    "apollo": config_for(named.OPTIMIZERS["apollo"], learning_rate=1e-3, rank=4, update_interval=7, weight_decay=0.1),
+    "apollo_mini": config_for(
+        named.OPTIMIZERS["apollo_mini"], learning_rate=1e-3, scale=32.0, update_interval=7, weight_decay=0.1
+    ),
 }
 
 
