@@ -9,8 +9,9 @@ May import: framework.clipping, framework.config, framework.layout, framework.op
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import annotated_types as at
 import jax
 import jax.numpy as jnp
 import optax
@@ -23,8 +24,7 @@ from framework.optimizers.partition import PartitionedGradientTransformation, pa
 
 
 class ApolloState(NamedTuple):
-    """`adam`: Adam's state, of the projected gradients [r, larger side] and of the gradients of the rest; `norm`: that
-    of each matrix's last update, a scalar."""
+    """`adam`: of projected gradients [r, larger side], and of the rest's; `norm`: of each matrix's last update."""
 
     adam: Any
     norm: Nested
@@ -38,9 +38,8 @@ def apollo(
     update_interval: PositiveInt = 200,
     b1: Fraction = 0.9,
     b2: Fraction = 0.999,
-    eps: float = 1e-8,
     weight_decay: float = 0.0,
-    norm_growth: PositiveFloat = 1.01,
+    norm_growth: Annotated[float, at.Gt(1)] = 1.01,
     per: Literal["channel", "tensor"] = "channel",
     tables: Literal["adam", "factored", "same"] = "adam",
 ) -> PartitionedGradientTransformation:
@@ -48,7 +47,7 @@ def apollo(
 
         R = P G,  R~ = Adam's direction for R (its moments are [r, n]),
         s_j = |R~_j| / |R_j| for each of the n channels (or one s = |R~| / |R| for the tensor),
-        U = sqrt(scale) G diag(s), whose norm is at most norm_growth times what it was in the step before,
+        U = sqrt(scale) G diag(s), whose norm is at most norm_growth (over 1) times that of the step before,
         W = W - learning_rate (U + weight_decay W).
 
     Args:
@@ -57,22 +56,22 @@ def apollo(
         scale: the square of the paper's factor alpha. A step is sqrt(r scale / m) times AdamW's in size (per = tensor:
             sqrt(scale / m)); None makes it AdamW's, so that the same learning rate does.
         update_interval: steps with the same P.
-        b1, b2, eps: Adam's.
+        b1, b2: Adam's.
         weight_decay: decoupled, as in optax.adamw.
-        norm_growth: over 1.
         per: what has a scale of its own.
         tables: what embedding and head, tables with a row for each token or position, get: "adam", as in the paper;
             "factored", Adafactor's second moment (a number per row and column) and no first; "same" as matrices.
     """
-    core = _Apollo(rank, scale, update_interval, norm_growth, per, tables, optax.scale_by_adam(b1, b2, eps))
+    core = _Apollo(rank, scale, update_interval, norm_growth, per, tables, optax.scale_by_adam(b1, b2))
 
     def of_kinds(found: dict[str, Kind]) -> PartitionedGradientTransformation:
         own = replace(core, found=found)
         scale_by_apollo = optax.GradientTransformationExtraArgs(own.init, own.update)
         if tables == "factored":
             factored = optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0)
+            label = lambda k, p: "table" if kind_of(found, path_name(k), len(p.shape)) == "table" else "apollo"  # noqa: E731
             parts: Any = {"apollo": scale_by_apollo, "table": optax.chain(*factored)}
-            scale_by_apollo = optax.partition(parts, lambda p: jax.tree_util.tree_map_with_path(own.part, p))
+            scale_by_apollo = optax.partition(parts, lambda tree: jax.tree_util.tree_map_with_path(label, tree))
         rest = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate)
         derived = partitioned(optax.chain(scale_by_apollo, *rest))
         return derived._replace(
@@ -92,7 +91,7 @@ def apollo_mini(
     b1: Fraction = 0.9,
     b2: Fraction = 0.999,
     weight_decay: float = 0.0,
-    norm_growth: PositiveFloat = 1.01,
+    norm_growth: Annotated[float, at.Gt(1)] = 1.01,
     tables: Literal["adam", "factored", "same"] = "factored",
 ) -> PartitionedGradientTransformation:
     """`apollo` with rank 1 and one scale per matrix: two numbers for each channel, less than 0.1 bytes per parameter.
@@ -116,10 +115,6 @@ class _Apollo:
     tables: str
     adam: optax.GradientTransformation
     found: dict[str, Kind] = field(default_factory=dict)
-
-    def part(self, keypath: Any, p: jax.Array) -> str:
-        """Whose a parameter is where tables are apart."""
-        return "table" if kind_of(self.found, path_name(keypath), len(p.shape)) == "table" else "apollo"
 
     def axis(self, path: str, shape: tuple[int, ...]) -> int | None:
         """The axis that is projected away; None where all of the gradient goes through Adam."""

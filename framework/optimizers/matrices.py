@@ -33,11 +33,10 @@ def muon(
     Args:
         learning_rate: as AdamW's, with `consistent_rms`.
         adam_learning_rate: of what is no matrix; None means the same.
-        weight_decay: decoupled, of all.
         beta: of the momentum.
         consistent_rms: the RMS of a matrix's update, whatever its shape: 0.2 is about AdamW's (Liu et al. 2025,
             arXiv 2502.16982). None scales by sqrt(max(1, out / in)), for learning rates around 0.02.
-        b1, b2: AdamW's.
+        weight_decay: decoupled, of all; b1, b2: AdamW's.
     """
     rest_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     own = optax.contrib.muon(learning_rate, beta=beta, weight_decay=weight_decay, consistent_rms=consistent_rms)
@@ -63,20 +62,19 @@ def galore(
         rank: r; where m is smaller, m.
         update_proj_gap: steps with the same projection. The moments are not rotated when it changes.
         scale: of the matrices' steps.
-        weight_decay: decoupled, of all.
-        b1, b2: Adam's.
+        weight_decay, b1, b2: of all, as in optax.adamw.
     """
     own = optax.contrib.galore(
         learning_rate, rank, update_proj_gap, scale, optax.scale_by_adam(b1, b2), weight_decay=weight_decay
     )
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        """optax's fails without matrices; there all that is kept is counters."""
-        none = not jax.tree.leaves(updates)
-        return (updates, jax.tree.map(optax.safe_increment, state)) if none else own.update(updates, state, params)
+        if jax.tree.leaves(updates):
+            return own.update(updates, state, params)
+        return updates, jax.tree.map(optax.safe_increment, state)  # optax's fails without matrices; counters are left
 
-    own_or_none = optax.GradientTransformation(own.init, update)
-    return _by_kind(own_or_none, optax.adamw(learning_rate, b1, b2, weight_decay=weight_decay), {})
+    safe = optax.GradientTransformation(own.init, update)
+    return _by_kind(safe, optax.adamw(learning_rate, b1, b2, weight_decay=weight_decay), {})
 
 
 def _by_kind(matrices: Any, rest: Any, found: dict[str, Kind]) -> PartitionedGradientTransformation:

@@ -240,7 +240,7 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
     program = case.program()
     for group, field in (("optimizer", "optimizer_state"), ("parameter", "parameters")):
         leaves = [leaf for leaf in program.layout if leaf.path.startswith(f"{group}/stack")]
-        vectors = group == "optimizer" and case.optimizer in ("adafactor", "adalomo")  # their factors
+        vectors = group == "optimizer" and case.optimizer in ("adafactor", "adalomo", "apollo_mini")  # factors
         hosted = any(leaf.spec.memory_kind != "device" for leaf in leaves)
         assert hosted == (field in PLACEMENTS[case.placement] and not vectors)
     if program.in_parts:
