@@ -1,0 +1,249 @@
+"""What holds for every optimizer that has a short name, and what for some: signs, scales, shapes, zeros, huge numbers.
+
+A new name must state its properties here. What is said not to hold must not, so each test can fail.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.config import config_for
+from framework.layout import ParameterSpec, flatten, unflatten
+from framework.learner import Learner
+from framework.optimizers.named import OPTIMIZERS
+from framework.optimizers.partition import partitioned
+from tests.support import updates
+
+Flat = dict[str, np.ndarray]
+SHAPES = {"wide/weight": (12, 20), "high/weight": (20, 12), "token": (16, 12), "norm/scale": (20,)}
+ROLES = {"token": ("vocab", "out"), "norm/scale": ("channel",)}
+TURNED = SHAPES | {"wide/weight": (20, 12), "high/weight": (12, 20)}
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What holds for a matrix.
+
+    Args:
+        fields: how it is tried, so that it does with small parameters what it does with large ones.
+        odd: how far update(-g, -p) may be from -update(g, p).
+        scale: how far updates may change when all gradients are multiplied by 1024, by Adam's eps.
+        close: what is called equal where elements change places.
+        commutes: permutations that may come before or after: of rows and columns, of columns only, of the larger side.
+        transposes: whether a matrix may be transposed before or after.
+        momentum: whether it moves on after the gradients have become zero.
+        spreads: what a huge element of a gradient changes of later parameters.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    odd: float = 1e-9
+    scale: float = 2e-4
+    close: float = 1e-6
+    commutes: Literal["both", "columns", "larger"] = "both"
+    transposes: bool = True
+    momentum: bool = True
+    spreads: Literal["element", "block", "column", "row", "tensor"] = "tensor"
+
+
+EIGHT = {"min_size": 64, "block": 8}
+PROPERTIES = {
+    "adamw": Properties(spreads="element"),
+    "adafactor": Properties({"min_dim_size_to_factor": 8}, scale=1e-9, momentum=False),
+    "lion": Properties(scale=0, spreads="element"),
+    "adalomo": Properties(scale=1e-9, momentum=False),
+    "adam_mini": Properties(scale=1e-6, transposes=False, spreads="column"),
+    # Its numbers have 1 and not -1, and its blocks are of rows.
+    "adamw8bit": Properties(EIGHT, odd=0.05, commutes="columns", transposes=False, spreads="block"),
+    "muon": Properties(),
+    # With one projection: singular vectors have no sign, so a new one would not fit the moments in the same way.
+    "galore": Properties({"rank": 4}, close=1e-4, spreads="row"),
+    # Random directions of the smaller side; what is scaled is the gradient, without momentum.
+    "apollo": Properties({"rank": 4, "update_interval": 2}, commutes="larger", momentum=False),
+    "apollo_mini": Properties({"update_interval": 2}, commutes="larger", momentum=False),
+}
+
+
+def test_every_optimizer_states_its_properties():
+    assert PROPERTIES.keys() == OPTIMIZERS.keys()
+
+
+def draw(seed: int, size: float = 1.0) -> Flat:
+    rng = np.random.default_rng(seed)
+    return {path: size * rng.normal(size=shape) * rng.exponential(size=shape) for path, shape in SHAPES.items()}
+
+
+PARAMS, GRADS = draw(0), [draw(1 + step, 2.0**-step) for step in range(STEPS)]
+
+
+@cache
+def fitted(name: str, decay: float, turned: bool) -> tuple[Any, Callable[..., Any]]:
+    """The optimizer of these parameters, and its update, compiled; with extra arguments for those that draw."""
+    shapes = TURNED if turned else SHAPES
+    specs = {p: ParameterSpec(s, "float64", roles=ROLES.get(p, ("in", "out"))) for p, s in shapes.items()}
+    weight_decay = {"weight_decay_rate" if name == "adafactor" else "weight_decay": decay} if decay else {}
+    weight_decay = weight_decay or ({"weight_decay": 0.0} if name != "adafactor" else {})
+    made = partitioned(OPTIMIZERS[name](learning_rate=0.01, **PROPERTIES[name].fields, **weight_decay))
+    made = made.of_specs(unflatten(specs)) if made.of_specs is not None else made
+
+    def update(grads: Any, state: Any, params: Any, seed: Any) -> Any:
+        return made.update(grads, state, params, **({"seed": seed} if made.draws else {}))
+
+    return made, jax.jit(update)
+
+
+def train(
+    name: str, params: Flat, grads: list[Flat], *, decay: float = 0.0, turned: bool = False, dtype: str = "float64"
+) -> list[Flat]:
+    """The updates of each step; parameters move."""
+    made, update = fitted(name, decay, turned)
+    history = []
+    with jax.enable_x64(True) if dtype == "float64" else nullcontext():
+        now: Any = jax.tree.map(lambda x: jnp.asarray(x, dtype), unflatten(params))
+        state = made.init(now)
+        for tree in grads:
+            tree = jax.tree.map(lambda x: jnp.asarray(x, dtype), unflatten(tree))
+            changes, state = update(tree, state, now, jnp.uint32(3))
+            now = jax.tree.map(jnp.add, now, changes)
+            history.append({path: np.asarray(x) for path, x in flatten(changes).items()})
+    return history
+
+
+def change(tree: Flat, function: Callable[[str, np.ndarray], np.ndarray]) -> Flat:
+    return {path: function(path, x) for path, x in tree.items()}
+
+
+def distance(actual: list[Flat], expected: list[Flat], paths: Any = SHAPES) -> float:
+    """The largest difference of a leaf in any step, relative to its largest element."""
+    pairs = [(a[path], b[path]) for a, b in zip(actual, expected, strict=True) for path in paths]
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
+
+
+every = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+@every
+def test_signs(name):
+    """Decay too: what is turned over stays turned over."""
+    plain = train(name, PARAMS, GRADS, decay=0.1)
+    minus = train(name, change(PARAMS, lambda _, x: -x), [change(g, lambda _, x: -x) for g in GRADS], decay=0.1)
+    error = distance([change(u, lambda _, x: -x) for u in minus], plain)
+    assert error <= PROPERTIES[name].odd
+    assert PROPERTIES[name].odd < 1e-6 or error > 1e-6  # stated as it is
+
+
+@every
+def test_scales(name):
+    """All of them are invariant, but for an eps."""
+    scaled = train(name, PARAMS, [change(g, lambda _, x: 1024 * x) for g in GRADS])
+    assert distance(scaled, train(name, PARAMS, GRADS)) <= PROPERTIES[name].scale
+
+
+@every
+@pytest.mark.parametrize("axis", [0, 1])
+def test_permutations(name, axis):
+    orders = {p: np.random.default_rng(9).permutation(s[axis]) for p, s in SHAPES.items() if p.endswith("/weight")}
+
+    def permute(path: str, x: np.ndarray) -> np.ndarray:
+        return x.take(orders[path], axis) if path in orders else x
+
+    permuted = train(name, change(PARAMS, permute), [change(g, permute) for g in GRADS])
+    expected = [change(u, permute) for u in train(name, PARAMS, GRADS)]
+    for path in orders:
+        larger = int(np.argmax(SHAPES[path]))
+        holds = {"both": True, "columns": axis == 1, "larger": axis == larger}[PROPERTIES[name].commutes]
+        assert (distance(permuted, expected, [path]) < PROPERTIES[name].close) == holds, path
+
+
+@every
+def test_transposition(name):
+    matrices = [path for path in SHAPES if path.endswith("/weight")]
+    turn = lambda path, x: x.T if path in matrices else x  # noqa: E731
+    turned = train(name, change(PARAMS, turn), [change(g, turn) for g in GRADS], turned=True)
+    error = distance(turned, [change(u, turn) for u in train(name, PARAMS, GRADS)], matrices)
+    assert (error < PROPERTIES[name].close) == PROPERTIES[name].transposes
+
+
+@every
+def test_zero_gradients(name):
+    """Nothing moves before the first gradient that is not zero; after the last, what has no momentum."""
+    zero = change(GRADS[0], lambda _, x: 0 * x)
+    first, *_, last = train(name, PARAMS, [zero, *GRADS, zero])
+    assert {path: np.abs(x).max() for path, x in first.items()} == dict.fromkeys(SHAPES, 0.0)
+    assert all(np.isfinite(x).all() for x in last.values())
+    moves = any(np.abs(last[path]).max() > 0 for path in SHAPES if path.endswith("/weight"))
+    assert moves == PROPERTIES[name].momentum
+    decayed = train(name, PARAMS, [zero], decay=0.1)[0]
+    for path, x in decayed.items():  # toward zero, all elements of a tensor alike
+        ratio = -x / PARAMS[path]
+        assert 0 < ratio.min() <= ratio.max() < 0.2, path
+        np.testing.assert_allclose(ratio, ratio.mean(), rtol=1e-6)
+
+
+def touched(name: str, huge: float, path: str, at: tuple[int, int]) -> tuple[list[Flat], dict[str, np.ndarray]]:
+    """Updates with a huge element in the second gradient, and which elements of any are others than without."""
+    spoiled = [{p: x.copy() for p, x in tree.items()} for tree in GRADS]
+    spoiled[1][path][at] = huge
+    runs = [train(name, PARAMS, grads, dtype="float32") for grads in (spoiled, GRADS)]
+    different = {p: np.any([a[p] != b[p] for a, b in zip(*runs, strict=True)], axis=0) for p in SHAPES}
+    return runs[0], different
+
+
+@every
+def test_one_huge_element(name):
+    """In float32: everything stays finite, and what it may touch is stated. (Squares are 1e30: they can be summed.)"""
+    found, different = touched(name, 1e15, "wide/weight", (5, 7))
+    assert all(np.isfinite(x).all() for tree in found for x in tree.values())
+    assert max(np.abs(x).max() for tree in found for x in tree.values()) < 10  # no step is as huge
+    assert {path for path, where in different.items() if where.any()} == {"wide/weight"}
+    where = different["wide/weight"]
+    expected = np.zeros_like(where)
+    spreads = PROPERTIES[name].spreads
+    rows = {"element": slice(5, 6), "block": slice(0, 8), "row": slice(5, 6)}.get(spreads, slice(None))
+    expected[rows, slice(None) if spreads in ("row", "tensor") else 7] = True
+    assert not (where & ~expected).any()
+    assert where.sum() > expected.sum() / 2
+
+
+@every
+def test_a_step_whose_norm_is_infinite_changes_nothing(name):
+    """1e30, whose square is none in float32. Some optimizers would make a tensor of NaN of it; the learner does not."""
+    config = config_for(OPTIMIZERS[name], learning_rate=0.01, **PROPERTIES[name].fields)
+    learner = config_for(Learner, optimizer=config).instantiate(specs=updates.specs())
+    params, (before, spoiled) = updates.draw(0), updates.gradients(2)
+    weight = spoiled["stack"]["block0"]["wide"]["weight"]
+    spoiled["stack"]["block0"]["wide"]["weight"] = weight.at[1, 2, 3].set(1e30)
+    one, two = updates.ours(learner, params, [before, spoiled])
+    for path, x in flatten(two._asdict()).items():
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(flatten(one._asdict())[path]), err_msg=path)
+        assert np.isfinite(np.asarray(x, np.float64)).all(), path
+
+
+@every
+def test_layers_at_once_are_layers_one_by_one(name):
+    """Mapped over layers, each with noise of its own if it draws."""
+    made, _ = fitted(name, 0.1, False)
+    single = fitted(name, 0.1, False)[1]
+    with jax.enable_x64(True):
+        stack = lambda trees: jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *map(unflatten, trees))  # noqa: E731
+        params, grads = (
+            stack([draw(i) for i in range(3)]),
+            [stack([draw(10 * s + i) for i in range(3)]) for s in (1, 2)],
+        )
+        seeds = jnp.arange(3, dtype=jnp.uint32)
+        state, mapped = jax.vmap(made.init)(params), jax.jit(jax.vmap(single))
+        layer = lambda tree, i: jax.tree.map(lambda x: x[i], tree)  # noqa: E731
+        apart = [made.init(layer(params, i)) for i in range(3)]
+        for tree in grads:
+            changes, state = mapped(tree, state, params, seeds)
+            for i in range(3):
+                alone, apart[i] = single(layer(tree, i), apart[i], layer(params, i), seeds[i])
+                ours, theirs = ({p: np.asarray(x) for p, x in flatten(t).items()} for t in (layer(changes, i), alone))
+                assert distance([ours], [theirs]) < 1e-9, i
