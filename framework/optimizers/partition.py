@@ -111,5 +111,5 @@ def _axes(shape: tuple[int, ...], probe: tuple[int, ...], owner: ParameterSpec) 
 
 
 def mirrors_parameter(spec: OptStateSpec) -> bool:
-    """Whether a state leaf is a moment: it belongs to a parameter and is floating point."""
-    return spec.owner is not None and jnp.issubdtype(spec.dtype, jnp.floating)
+    """Whether a state leaf is a moment: it belongs to a parameter and is floating point, and no single number."""
+    return spec.owner is not None and spec.shape != () and jnp.issubdtype(spec.dtype, jnp.floating)

@@ -7,7 +7,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from framework.config import config_for
 from framework.layout import ParameterSpec, flatten, fold_in_name, unflatten
+from framework.learner import Learner
 from framework.optimizers.lowrank import apollo, apollo_mini
 from framework.optimizers.reach import probe
 
@@ -196,6 +198,16 @@ def test_state_is_cut_as_its_matrix_and_projections_are_not_kept():
         *(f"0/norm/{path}" for path, shape in SHAPES.items() if len(shape) == 2),
     }
     assert probe(optimizer, SPECS) == "tensor"
+
+
+def test_moments_in_bfloat16_but_no_norms():
+    config = config_for(apollo, learning_rate=0.1, rank=4)
+    learner = config_for(Learner, optimizer=config, moment_dtype="bfloat16").instantiate(specs={"stage": SPECS})
+    leaves = flatten(learner.optimizer_specs())
+    assert {leaf.dtype for path, leaf in leaves.items() if "/mu/" in path or "/nu/" in path} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for path, leaf in leaves.items() if "/norm/" in path and "scale" not in path} == {
+        jnp.dtype("float32")
+    }
 
 
 @pytest.mark.parametrize("tables", ["adam", "factored", "same"])

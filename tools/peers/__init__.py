@@ -6,5 +6,5 @@ theirs      what torch and transformers compute (the only file here that imports
 ours        what we compute
 recording   what is stored of theirs, so that tests need neither
 
-optimizers, optimizer_cases: the same for optimizers (torchao, adam-mini, lomo-optim).
+optimizers, optimizer_cases: the same for optimizers (torchao, adam-mini, lomo-optim); galore: for galore-torch.
 """
