@@ -175,11 +175,11 @@ class _Run:
             own = part == _GRADS and not _hosted(self.specs[part][name])  # of one unit, if that alone is updated
             return step if own else start * blocks + step
 
-        def taken(done: tuple[Flat, Flat, Flat], step: jax.Array, *, hosted: bool) -> list[Flat]:
-            """A piece of each leaf that is in host memory, on the device; or of the others."""
+        def taken(done: tuple[Flat, Flat, Flat], step: jax.Array, *, ahead: bool) -> list[Flat]:
+            """A piece of each leaf that comes ahead of its turn, on the device; or of the others."""
             parts = enumerate(zip((done[0], grads, done[1] | before, done[2]), self.specs, strict=True))
             return [
-                {n: fetch_leaf(s, _take(x[n], at(part, n, step))) for n, s in specs.items() if _hosted(s) == hosted}
+                {n: fetch_leaf(s, _take(x[n], at(part, n, step))) for n, s in specs.items() if _comes_ahead(s) == ahead}
                 for part, (x, specs) in parts
             ]
 
@@ -192,7 +192,7 @@ class _Run:
             return Origin(tuple(first), spec.shape[self.stacked :])
 
         def one(step: jax.Array, done: tuple[Flat, Flat, Flat], here: list[Flat]) -> tuple[Flat, Flat, Flat]:
-            unit: Any = tuple(a | b for a, b in zip(taken(done, step, hosted=False), here, strict=True))
+            unit: Any = tuple(a | b for a, b in zip(taken(done, step, ahead=False), here, strict=True))
             own = decision._replace(layer=decision.layer + start + step // blocks) if self.stacked else decision
             own = own._replace(origin=origin(step)) if self.rows else own
             new = self._apply(lambda bundle, decision: self.update(*bundle, decision), unit, own)
@@ -205,11 +205,11 @@ class _Run:
 
         def body(step: jax.Array, carry: Any) -> Any:
             done, here = carry
-            coming = taken(done, jnp.minimum(step + 1, count - 1), hosted=True)
+            coming = taken(done, jnp.minimum(step + 1, count - 1), ahead=True)
             return one(step, done, here), coming
 
         done = views[0], views[_ENTRY], views[3]
-        here = taken(done, jnp.int32(0), hosted=True)
+        here = taken(done, jnp.int32(0), ahead=True)
         done = one(jnp.int32(0), done, here) if count == 1 else jax.lax.fori_loop(0, count, body, (done, here))[0]
         old = flat[0], flat[_ENTRY], flat[3]
         return tuple({n: x.reshape(o[n].shape) for n, x in d.items()} for d, o in zip(done, old, strict=True))  # type: ignore[return-value]
@@ -217,6 +217,12 @@ class _Run:
 
 def _hosted(spec: TensorSpec) -> bool:
     return spec.memory_kind != "device"
+
+
+def _comes_ahead(spec: TensorSpec) -> bool:
+    """Host leaves; not those of single bytes, which XLA for TPU (libtpu 0.0.42) cannot read ahead in a loop that writes
+    them: "A cycle is detected while visiting instruction %dynamic_slice"."""
+    return _hosted(spec) and spec.dtype.itemsize > 1
 
 
 def _take(x: jax.Array, index: Any) -> jax.Array:
