@@ -68,9 +68,12 @@ def galore(
         learning_rate, rank, update_proj_gap, scale, optax.scale_by_adam(b1, b2), weight_decay=weight_decay
     )
 
+    # Layers one by one: jaxlib's batched decomposition on CPU waits for threads that wait for it, when several run.
+    one_by_one = jax.custom_batching.sequential_vmap(own.update)
+
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         if jax.tree.leaves(updates):
-            return own.update(updates, state, params)
+            return one_by_one(updates, state, params)
         return updates, jax.tree.map(optax.safe_increment, state)  # optax's fails without matrices; counters are left
 
     safe = optax.GradientTransformation(own.init, update)

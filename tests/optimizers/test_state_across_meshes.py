@@ -33,7 +33,7 @@ CASES = {
     "adam_mini": ({}, {"mu": ((2, 32, 32), (2, 16, 16)), "nu": ((2, 4), (2, 2))}),
     "adamw8bit": ({"min_size": 256, "block": 16}, {}),
 }
-QUICK = ("apollo", "adamw8bit")
+QUICK = ("apollo", "galore", "adamw8bit")
 
 
 def program(name, mesh):
