@@ -49,13 +49,27 @@ def _row(title: str, optimizer: str, rates: tuple[float, ...] | str, **more: str
 _BF16 = {"learner__moment_dtype": "bfloat16"}
 _ADAM = (2e-3, 5e-3, 1.25e-2)
 _RELATIVE = (0.03, 0.1, 0.3)  # of steps that are relative to the weights' size, 0.02 at first
+_LION = (2e-4, 5e-4, 1.25e-3)
+_TABLES = """[{"$class": "framework.rules.Rule", "pattern": "^embed|norm",
+    "set": {"learning_rate.peak_value": 0.0125, "learning_rate.end_value": 0.00125}}]"""
 ROWS = {
     "adamw": _row("AdamW", "adamw", _ADAM, b2="0.95"),
-    "adamw_bf16": _row("AdamW, bf16 moments", "adamw", _ADAM, b2="0.95", **_BF16),
-    "lion": _row("Lion, bf16 momentum", "lion", (2e-4, 5e-4, 1.25e-3), b1="0.95", b2="0.98", **_BF16),
-    "adalomo": _row("AdaLomo", "framework.optimizers.adalomo.adalomo", _RELATIVE),
-    "adafactor": _row("Adafactor", "adafactor", "adalomo"),
+    "adamw_two": _row("AdamW, 0.0125 for embedding and norms", "adamw", _ADAM, b2="0.95", learner__rules=_TABLES),
+    "adamw_bf16": _row("AdamW, bf16 moments", "adamw", "adamw", b2="0.95", **_BF16),
+    "lamb": _row("LAMB", "optax.lamb", (0.01, 0.03, 0.1), b2="0.95"),
+    "adamw8bit": _row("AdamW, 8 bits", "adamw8bit", "adamw", b2="0.95"),
+    "adamw8bit_tables": _row("AdamW, 8 bits, tables too", "adamw8bit", "adamw", b2="0.95", tables="8bit"),
+    "lion": _row("Lion, bf16 momentum", "lion", _LION, b1="0.95", b2="0.98", **_BF16),
+    "adam_mini": _row("Adam-mini", "adam_mini", _ADAM, b2="0.95"),
+    "adam_mini_bf16": _row("Adam-mini, bf16 moments", "adam_mini", "adam_mini", b2="0.95", **_BF16),
+    "muon": _row("Muon, AdamW for the rest", "muon", _ADAM, b2="0.95"),
+    "muon_bf16": _row("Muon, bf16 moments", "muon", "muon", b2="0.95", **_BF16),
+    "galore": _row("GaLore, rank 32", "galore", _ADAM, rank="32", b2="0.95"),
+    "apollo": _row("APOLLO, rank 32", "apollo", _ADAM, rank="32", b2="0.95"),
+    "apollo_mini": _row("APOLLO-Mini", "apollo_mini", _ADAM, b2="0.95"),
     "adafactor_momentum": _row("Adafactor, bf16 momentum", "adafactor", _RELATIVE, momentum="0.9", **_BF16),
+    "adafactor": _row("Adafactor", "adafactor", "adalomo"),
+    "adalomo": _row("AdaLomo", "adalomo", _RELATIVE),
 }
 
 
