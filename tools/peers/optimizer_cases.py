@@ -91,7 +91,7 @@ def gradients(name: str, step: int) -> Tensors:
 
 def ours(name: str) -> tuple[Tensors, Any]:
     """(the parameters after all steps, as torch has them; the last state)."""
-    adam = {"learning_rate": RATE, "b1": B1, "b2": B2, "eps": EPS}
+    adam: dict[str, Any] = {"learning_rate": RATE, "b1": B1, "b2": B2, "eps": EPS}
     cases, params, state = CASES[name], {}, {}
     for decay in {one.decay for one in cases.values()}:
         chosen = {key: one for key, one in cases.items() if one.decay == decay}
