@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from framework.config import config_for
 from framework.optimizers.named import OPTIMIZERS
 from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact
@@ -35,5 +36,6 @@ def test_twenty_steps_equal_one_instance_per_layer(case: Case):
     twenty_steps_equal_plain_optax(case)
 
 
-def test_every_optimizer_is_here():
-    assert {*OPTIMIZERS} <= {*exact.OPTIMIZERS, *exact.SMALL}
+def test_every_optimizer_is_tried():
+    tried = {config.to_dict()["$class"] for config in (exact.OPTIMIZERS | exact.SMALL).values()}
+    assert {config_for(function).to_dict()["$class"] for function in OPTIMIZERS.values()} <= tried

@@ -109,6 +109,11 @@ SMALL = {
     "apollo_mini": config_for(
         named.OPTIMIZERS["apollo_mini"], learning_rate=1e-3, scale=32.0, update_interval=7, weight_decay=0.1
     ),
+    "adam_mini": config_for(named.OPTIMIZERS["adam_mini"], learning_rate=1e-3, eps=1e-4, weight_decay=0.1),
+    "adamw8bit": config_for(
+        named.OPTIMIZERS["adamw8bit"], learning_rate=1e-3, eps=1e-4, weight_decay=0.1, min_size=256, block=16
+    ),
+    "muon by roles": config_for(named.OPTIMIZERS["muon"], learning_rate=1e-3, weight_decay=0.1),
 }
 
 
