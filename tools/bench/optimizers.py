@@ -202,8 +202,9 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def tables(names: list[str], results: Results, args: Namespace) -> str:
-    """All that is known, as markdown."""
+    """All that is known, as markdown; rows of which nothing is known are left out."""
     times = {line["time"]: line for line in results.lines if "time" in line}
+    names = [name for name in names if name in times or results.runs(name, args.steps)]
     text = ""
     for weights in (False, True):
         if not (own := [name for name in names if ROWS[name].weights == weights]):
