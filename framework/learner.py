@@ -413,10 +413,10 @@ class Learner:
                 rate = 1.0 if schedule is None else schedule(decision.count)
                 updates = limit_update_rms(updates, self.clip, rate)
             new_reference: Any = optax.apply_updates(reference, updates)
-            new_weights, cut_off = self._rounded(new_reference, weights, fold(seed, decision.count), decision.origin)
+            new_weights, left_out = self._rounded(new_reference, weights, fold(seed, decision.count), decision.origin)
             new_entry = {"state": jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, entry["state"])}
             if "compensation" in entry:
-                new_entry["compensation"] = cut_off
+                new_entry["compensation"] = left_out
             if "master" in entry:
                 new_entry["master"] = new_reference
             if new_norms is not None:
@@ -435,7 +435,9 @@ class Learner:
         if self.rounding == "nearest":
             return weights
         wide = jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), weights)
-        return jax.tree.map(lambda w, c: w + c.astype(w.dtype), wide, entry["compensation"]) if len(entry) > 1 else wide
+        if "compensation" not in entry:
+            return wide
+        return jax.tree.map(lambda w, c: w + c.astype(w.dtype), wide, entry["compensation"])
 
     def _rounded(self, new: Nested, old: Nested, seed: jax.Array, origin: Origin | None) -> tuple[Nested, Nested]:
         """(new weights in the dtype of the old ones, what that cut off)."""

@@ -1,6 +1,6 @@
 """Which parameters learn, and with which optimizer: rules by path, and the groups that follow from them.
 
-May import: framework.config, framework.layout, framework.units.
+May import: framework.config, framework.layout, framework.optimizers, framework.units.
 """
 
 from __future__ import annotations

@@ -167,6 +167,20 @@ def test_moments_are_computed_in_float32_beside_bfloat16_weights():
     assert {str(s.dtype) for s in jax.tree.leaves(specs)} == {"float32", "int32"}
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_it_goes_with_clipping_by_tensor_averages_and_rules(rounding):
+    """What else may be in a unit's state."""
+    rules = [config_for(Rule, pattern="norm|bias", optimizer=config_for(optax.adamw, learning_rate=1e-3))]
+    ones = jax.tree.map(lambda s: jnp.ones(s.shape, jnp.bfloat16), updates.specs())
+    built = learner(rounding, clip=1.01, clip_mode="norm_growth", ema=0.5, rules=rules)
+    kept = updates.ours(built, ones, [ones] * 50)[-1]
+    for path, mean in flatten(jax.tree.map(lambda x: float(x.astype("float32").mean()), kept.params)).items():
+        assert abs(mean - 0.95) < 0.02, path
+    for path, average in flatten(kept.ema).items():
+        assert average.dtype == jnp.float32
+        np.testing.assert_allclose(average.mean(), 0.951, atol=0.02, err_msg=path)
+
+
 def test_a_master_copy_and_rounding_are_refused_together():
     with pytest.raises(ConfigError, match=r"learner.rounding = kahan with learner.master_dtype = float32"):
         learner("kahan", master_dtype="float32")
