@@ -85,10 +85,24 @@ MUTATIONS = (
     ),
     Mutation(
         "forget weight-decay rules",
-        "framework/learner.py",
+        "framework/rules.py",
         "for field, value in rule.set.items():",
         "for field, value in ():",
         ("tests/learner",),
+    ),
+    Mutation(
+        "the same noise in every layer",
+        "framework/schedules/pieces.py",
+        "layer=decision.layer + start + step // blocks",
+        "layer=decision.layer",
+        ("tests/schedules/test_rounding.py",),
+    ),
+    Mutation(
+        "the noise of a block's own rows",
+        "framework/schedules/pieces.py",
+        "own._replace(origin=origin(step)) if self.rows else own",
+        "own",
+        ("tests/schedules/test_rounding.py",),
     ),
     Mutation(
         "an off-by-one in the data index",
