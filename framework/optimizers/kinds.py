@@ -21,9 +21,9 @@ def kind(spec: ParameterSpec) -> Kind:
     return "matrix" if len(spec.shape) == 2 else "other"
 
 
-def kinds(specs: Nested | None) -> dict[str, Kind]:
-    """{path: kind} of a unit's parameters; {} without specs."""
-    return {} if specs is None else {path: kind(spec) for path, spec in flatten(specs).items()}
+def kinds(specs: Nested) -> dict[str, Kind]:
+    """{path: kind} of a unit's parameters."""
+    return {path: kind(spec) for path, spec in flatten(specs).items()}
 
 
 def kind_of(found: dict[str, Kind], path: str, ndim: int) -> Kind:
