@@ -21,9 +21,10 @@ from framework.layers.mlp import MLP
 from framework.layers.norm import LayerNorm, RMSNorm
 from framework.layers.rotary import Rotary
 from framework.layers.stack import Stack
-from framework.learner import Learner, Rule
+from framework.learner import Learner
 from framework.mesh import MeshShape
 from framework.models.causal_lm import CausalLM
+from framework.rules import Rule
 from framework.trainer_options import TrainerOptions
 
 

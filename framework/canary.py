@@ -24,10 +24,10 @@ from framework.data.sources import TokenMemmap
 from framework.data.tokenizers import NoTokenizer
 from framework.layers.block import Block
 from framework.layout import flatten
-from framework.learner import Rule
 from framework.memory import Memory
 from framework.models.causal_lm import CausalLM
 from framework.program import Program
+from framework.rules import Rule
 
 STEPS, UNITS = 2, 4
 TOLERANCE = {32: 1e-3, 16: 1e-1}  # by bits. Rounding on CPUs: up to 6e-6 and 2e-2; a gradient that is wrong: about 1

@@ -34,7 +34,7 @@ from framework.layout import (
 )
 from framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
 from framework.optimizers.reach import Reach, probe
-from framework.optimizers.rounding import Origin, cut_off, fold, fold_name, noise, round_stochastically
+from framework.optimizers.rounding import Origin, check_dtypes, cut_off, fold, fold_name, noise, round_stochastically
 from framework.rules import DEFAULT, FROZEN, Optimizer, groups, label
 from framework.rules import Rule as Rule  # saved configs may name it here
 from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_units, apart, in_structure, unstack
@@ -115,6 +115,7 @@ class Learner:
         self.frozen_specs = unflatten({path: flat[path] for path, name in labels.items() if name == FROZEN})
         if not self.specs:
             raise ValueError("learner.rules freeze every parameter; nothing would be trained")
+        check_dtypes(rounding, {spec.dtype for spec in jax.tree.leaves(self.specs)})
         self.groups = groups(self.specs, labels, whole=scope == "model")
         self.learning_rate = self._rates[DEFAULT]
         self.optimizers: dict[tuple[str, str], PartitionedGradientTransformation] = {}  # by stage and label

@@ -29,6 +29,18 @@ class Origin(NamedTuple):
     shape: tuple[int, ...]
 
 
+def check_dtypes(rounding: str, dtypes: set[Any]) -> None:
+    """Raises ValueError when weights of these dtypes would not be rounded so."""
+    narrow = {dtype for dtype in dtypes if jnp.promote_types(dtype, jnp.float32) != dtype}
+    wanted = {jnp.dtype("bfloat16")} if rounding == "stochastic" else narrow
+    if rounding != "nearest" and (not narrow or narrow - wanted):
+        found, other = ", ".join(sorted(map(str, dtypes))), "" if rounding == "stochastic" else " or float16"
+        raise ValueError(
+            f"learner.rounding = {rounding} with weights in {found}: expected model.param_dtype = bfloat16{other}, or "
+            "learner.rounding = nearest"
+        )
+
+
 def mix(x: jax.Array) -> jax.Array:
     """MurmurHash3's finalizer (Appleby 2011), a bijection of uint32 in which every bit depends on all."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -72,7 +84,7 @@ def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array
 
     Args:
         x: [...], f32 or wider (then rounded to f32 first).
-        dtype: bfloat16; any other is rounded to nearest.
+        dtype: bfloat16, or float32 or wider, which nothing is cut off for.
         bits: uint32 [...], uniform.
     """
     if jnp.dtype(dtype) != jnp.bfloat16:

@@ -9,8 +9,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from framework.config import Config, ConfigError, config_for
 from framework.layout import flatten
-from framework.learner import Learner, Rule
+from framework.learner import Learner
 from framework.optimizers.rounding import Origin, cut_off, fold, fold_name, noise, round_stochastically
+from framework.rules import Rule
 from tests.support import updates
 
 SEED = fold(jnp.uint32(3), 1, 4)
@@ -151,14 +152,28 @@ def test_a_step_that_is_skipped_rounds_nothing():
         np.testing.assert_array_equal(np.asarray(x, np.float32), 1.0, err_msg=path)
 
 
-def test_float32_weights_are_not_rounded_and_keep_nothing():
-    built = learner("kahan", dtype="float32")
-    assert "compensation" not in str(jax.tree.structure(built.optimizer_specs()))
-    params, grads = updates.draw(0), updates.gradients(3)
-    for rounding in ("kahan", "stochastic"):
-        found = updates.ours(learner(rounding, dtype="float32"), params, grads)[-1].params
-        expected = updates.ours(learner("nearest", dtype="float32"), params, grads)[-1].params
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+def test_float32_weights_beside_bfloat16_ones_are_not_rounded_and_keep_nothing():
+    specs = updates.specs("bfloat16") | {"head": updates.specs()["head"]}
+    params, grads, found = updates.draw(0), updates.gradients(3), {}
+    params = jax.tree.map(lambda x, s: x.astype(s.dtype), params, specs)
+    for rounding in ("nearest", "kahan", "stochastic"):
+        optimizer = config_for(optax.sgd, learning_rate=1e-3)
+        built = config_for(Learner, optimizer=optimizer, clip=None, rounding=rounding).instantiate(specs=specs)
+        assert "compensation" not in built.optimizer_specs()["head"]["default"]
+        found[rounding] = updates.ours(built, params, grads)[-1].params
+        jax.tree.map(np.testing.assert_array_equal, found[rounding]["head"], found["nearest"]["head"])
+    square = {name: np.asarray(tree["stack"]["block0"]["square"]["weight"], np.float32) for name, tree in found.items()}
+    assert np.any(square["stochastic"] != square["nearest"])
+
+
+@pytest.mark.parametrize(
+    ("rounding", "dtype"), [("kahan", "float32"), ("stochastic", "float32"), ("stochastic", "float16")]
+)
+def test_where_nothing_would_be_rounded_so_it_is_refused(rounding, dtype):
+    with pytest.raises(
+        ConfigError, match=rf"learner.rounding = {rounding} with weights in {dtype}: expected model.param"
+    ):
+        learner(rounding, dtype=dtype)
 
 
 def test_moments_are_computed_in_float32_beside_bfloat16_weights():

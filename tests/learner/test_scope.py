@@ -7,7 +7,8 @@ from optax import contrib
 
 from framework.config import config_for
 from framework.layout import flatten
-from framework.learner import Learner, Rule
+from framework.learner import Learner
+from framework.rules import Rule
 from tests.support import small, updates
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from framework.config import Config, config_for
 from framework.layout import flatten, unflatten
-from framework.learner import Learner, Rule
+from framework.learner import Learner
+from framework.rules import Rule
 from tests.support import updates
 
 STEPS = 20

@@ -9,9 +9,9 @@ import pytest
 from framework.checkpoint import Checkpointer
 from framework.config import config_for
 from framework.generation import Generator
-from framework.learner import Rule
 from framework.plan.suggest import closed_form
 from framework.plan.targets import resolve
+from framework.rules import Rule
 from framework.sampling import Sampling
 from tests.support import small
 

@@ -18,7 +18,7 @@ from framework import layout
 from framework.config import Config, config_for
 from framework.generation import Generator
 from framework.layers.lora import LoRA
-from framework.learner import Rule
+from framework.rules import Rule
 from framework.sampling import Sampling
 from tests.support import small
 

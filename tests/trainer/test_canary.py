@@ -13,9 +13,9 @@ from framework import canary, layout
 from framework.config import config_for
 from framework.layers import remat
 from framework.layout import StateLayout
-from framework.learner import Rule
 from framework.memory import Memory
 from framework.program import Program
+from framework.rules import Rule
 from framework.schedules import pieces
 from tests.support import small
 from tests.support.runs import train
