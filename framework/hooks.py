@@ -44,6 +44,9 @@ class Hook:
     def on_metrics(self, run: Trainer, step: int, metrics: Row) -> None:
         """The metrics of `step` have arrived, one step late."""
 
+    def on_roll_back(self, run: Trainer, step: int) -> None:
+        """The run is at `step` again, an earlier one; what came after it is forgotten."""
+
     def at_end(self, run: Trainer, step: int) -> None:
         """The last step is done, or the run was asked to stop."""
 
@@ -166,6 +169,9 @@ class Agree(Hook):
                 replicas.check(run.state, step)
             self.checked = step
 
+    def on_roll_back(self, run: Trainer, step: int) -> None:
+        self.checked = None  # the same number is of another state now
+
 
 class Save(Hook):
     """Saves a checkpoint every save_every steps, when save_every_minutes are over, and of the last step, finished or
@@ -182,6 +188,9 @@ class Save(Hook):
         if step != self.last:
             run.save(step)
             self.last = step
+
+    def on_roll_back(self, run: Trainer, step: int) -> None:
+        self.last = None  # a step after this one is to be saved when the run comes to it again
 
 
 class Prediction(Hook):
@@ -218,3 +227,6 @@ class Profile(Hook):
             jax.profiler.stop_trace()
             self.on = False
             run.progress.print(f"profile of steps {run.options.profile}: {run.workdir.path / 'profile'}")
+
+    def on_roll_back(self, run: Trainer, step: int) -> None:
+        self.at_end(run, step)  # a trace that is open would meet the start of another when its steps come again

@@ -70,7 +70,8 @@ class Learner:
             random, right on average, and keeps nothing; "kahan" keeps what rounding cut off, in the weights' dtype.
         nonfinite: what a step with a loss or gradient that is not finite does. It updates nothing, except under
             memory.update = in_backward the units that came before that gradient. "skip" counts
-            it and goes on, "stop" ends the run, "rollback" goes back to the last checkpoint and leaves its batch out.
+            it and goes on, "stop" ends the run, "rollback" goes back to the last checkpoint (or to the start) and
+            leaves out its batch alone.
         max_nonfinite: how many skipped steps in a row (or rollbacks in a run) end the run all the same.
         spike: a step updates nothing, and is counted as skipped, when its loss is more than so many standard deviations
             above the average of the updates before it (8, say); None skips none. Both are moving averages over about a

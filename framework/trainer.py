@@ -18,6 +18,7 @@ from framework import distributed
 from framework.accelerators import spec_for
 from framework.checkpoint import Checkpointer, CheckpointSaveError
 from framework.config import Config
+from framework.data.order import BatchOrder
 from framework.health import Pulse
 from framework.hooks import Agree, Evaluate, Guard, Hook, Prediction, Profile, Report, RollBack, Save
 from framework.metrics.goodput import Goodput
@@ -63,8 +64,7 @@ class Trainer:
         self.options, self.data = experiment.trainer, experiment.data
         self.state: State = {}
         self.evaluation: dict[str, float] = {}
-        # The data index of a step is step - 1 + data_offset; only a roll back makes it other than zero.
-        self.data_offset = 0
+        self.batch_order = BatchOrder()  # only a roll back leaves a batch out
         self._saved_at = time.monotonic()
         keep, keep_every = self.options.keep, self.options.keep_every
         self.checkpointer = Checkpointer(
@@ -117,11 +117,7 @@ class Trainer:
             self.goodput.go_back({})
             if self.workdir.metrics.exists() and self.workdir.metrics.stat().st_size:
                 self.writer.resume(0)  # an earlier start had no checkpoint yet: its steps are done again
-            pretrained = self.experiment.pretrained
-            self.state = self.program.init() if pretrained is None else pretrained.init(self.program)
-            if pretrained is None and self.program.calibrates:
-                first = self.data.train_batch(0, self.program.rows)
-                self.state = self.program.calibrated(self.state, self.program.put(first))
+            self._initialize()
             return 0
         step = self._restore()
         for change in config_changes(self._extra["config"], self.config.to_dict()):
@@ -136,6 +132,18 @@ class Trainer:
         self.progress.print(f"resumed from step {step}")
         return step
 
+    def _initialize(self) -> None:
+        """Fills the state as a run starts."""
+        self.state = {}
+        pretrained = self.experiment.pretrained
+        if pretrained is not None:
+            self.state = pretrained.init(self.program)
+            return
+        self.state = self.program.init()
+        if self.program.calibrates:
+            first = self.data.train_batch(self.batch_order.batch_after(0), self.program.rows)
+            self.state = self.program.calibrated(self.state, self.program.put(first))
+
     def _restore(self) -> int:
         self.state = {}  # the old arrays go before the new ones come: there is never a second copy
         restored = self.checkpointer.restore_latest(self.program.abstract_stored)
@@ -144,7 +152,7 @@ class Trainer:
         self.state, self._extra = self.program.restored(restored.state), restored.extra
         self.program.layout.check(self.state)
         self.goodput.go_back(self._extra.get("goodput", {}))
-        self.data_offset = int(self._extra["data"]["offset"])
+        self.batch_order = BatchOrder.stored(self._extra["data"])
         self.writer.resume(restored.step)
         return restored.step
 
@@ -156,7 +164,8 @@ class Trainer:
     def _save(self, step: int) -> None:
         self.progress.status("saving")
         self._saved_at = time.monotonic()
-        data = {"fingerprint": self.data.fingerprint(), "next": step + self.data_offset, "offset": self.data_offset}
+        data = {"fingerprint": self.data.fingerprint(), "next": self.batch_order.batch_after(step)}
+        data |= self.batch_order.to_json()
         extra = {"config": self.config.to_dict(), "data": data, "seed": self.options.seed}
         extra["goodput"] = self.goodput.totals()
         with self._failures_told(step):
@@ -196,7 +205,8 @@ class Trainer:
                     step = self._steps(step, stop)
                     break
                 except RollBack as request:
-                    step = self._roll_back(*request.args)
+                    with self.goodput.during("restore"):
+                        step = self._roll_back(*request.args)
             for hook in self.hooks:
                 hook.at_end(self, step)
             if not self.saved(step):
@@ -204,18 +214,33 @@ class Trainer:
                 raise LastStepNotSavedError(f"the last step was not saved; checkpoints: {kept or 'none'}")
         return self.agreed["stop"] or None
 
-    def _roll_back(self, bad: int) -> int:
-        index = bad - 1 + self.data_offset
-        if not (self.saved(bad) or self.checkpointer.steps()):  # a save that is being written counts
-            raise ValueError(f"step {bad} was not finite and there is no checkpoint yet")
-        step = self._restore()
-        self.data_offset = index + 1 - step
-        self.progress.print(f"rolled back to step {step}; batch {index} is left out")
+    def _roll_back(self, bad_step: int) -> int:
+        """Goes back to the newest checkpoint, or to the start where there is none, for a course of the run in which
+        the batch of `bad_step` never was. Returns the step that the run goes on from."""
+        bad_batch = self.batch_order.batch_after(bad_step - 1)
+        # The checkpoint may be older than the roll backs before this one: what they left out stays out.
+        left_out = (*self.batch_order.left_out, bad_batch)
+        self.saved(bad_step)  # a checkpoint that is being written counts
+        if distributed.from_primary(bool(self.checkpointer.steps())):
+            step = self._restore()
+            self.batch_order = self.batch_order.without(*left_out)
+        else:
+            step = 0
+            self.batch_order = self.batch_order.without(*left_out)
+            self.goodput.go_back({})
+            self.writer.resume(step)
+            self._initialize()
+        for hook in self.hooks:
+            hook.on_roll_back(self, step)
+        again = bad_step - 1 - step
+        self.progress.print(
+            f"rolled back to step {step}; batch {bad_batch} is left out, and the {again} batches before it come again"
+        )
         return step
 
     def _steps(self, step: int, stop: list[int]) -> int:
         buffer = MetricsBuffer()
-        batches = self.data.train_iterator(step + self.data_offset, self.program.rows)
+        batches = self.data.train_iterator(step, self.program.rows, self.batch_order)
         try:
             self.goodput.enter("step")
             while step < self.options.max_steps and not self.agreed["stop"]:

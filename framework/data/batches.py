@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from framework.data.order import GlobalOrder, Prefetcher
+from framework.data.order import BatchOrder, GlobalOrder, Prefetcher
 from framework.data.packing import Batch
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, dtype)}
@@ -51,18 +51,25 @@ class Pipeline(abc.ABC):
         """Steps in which all rows of the training sources are read that many times; the last batch is a whole one."""
         return math.ceil(epochs * self._num_rows / self.global_batch_size)
 
-    def train_batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """The given rows (b of them, each in [0, B)) of the global batch of `step` >= 0: arrays [b, ...]. ValueError: a
-        token file changed since `setup` (naming shard and offset)."""
+    def train_batch(self, index: int, rows: Sequence[int] | np.ndarray) -> Batch:
+        """The given rows (b of them, each in [0, B)) of the global batch of that index >= 0: arrays [b, ...].
+        ValueError: a token file changed since `setup` (naming shard and offset)."""
         order = self._order
         assert order is not None, "setup() first"
-        numbers = [step * self.global_batch_size + int(row) for row in rows]
+        numbers = [index * self.global_batch_size + int(row) for row in rows]
         return _stacked([self.training_row(number, *order.locate(number)) for number in numbers])
 
-    def train_iterator(self, start_step: int, rows: Sequence[int] | np.ndarray) -> Prefetcher[tuple[int, Batch]]:
-        """(step, train_batch(step, rows)) from `start_step` on, without end; close it when done. At most `prefetch`
-        batches wait in the background, beside the one handed out last."""
-        return Prefetcher(lambda step: (step, self.train_batch(step, rows)), start_step, _ENDLESS, ahead=self.prefetch)
+    def train_iterator(
+        self, start_step: int, rows: Sequence[int] | np.ndarray, order: BatchOrder = BatchOrder()
+    ) -> Prefetcher[tuple[int, Batch]]:
+        """(index, train_batch(index, rows)) of the batches that come after `start_step` steps, without end; close it
+        when done. At most `prefetch` batches wait in the background, beside the one handed out last."""
+
+        def batch_after(num_steps: int) -> tuple[int, Batch]:
+            index = order.batch_after(num_steps)
+            return index, self.train_batch(index, rows)
+
+        return Prefetcher(batch_after, start_step, _ENDLESS, ahead=self.prefetch)
 
     def eval_batches(self, name: str, rows: Sequence[int] | np.ndarray, limit: int | None = None) -> Prefetcher[Batch]:
         """The given rows of each batch of validation set `name`, in order; of more than `limit` batches, that many

@@ -1,4 +1,5 @@
-"""Which row of which source is sequence g of the run, a pure function of (g, seed); and batches made ahead of time.
+"""Which row of which source is sequence g of the run, a pure function of (g, seed); which batch comes after so many
+steps; and batches made ahead of time.
 
 Sequence g of the run is row g % B of step g // B. Nothing else is counted, so the number of processes and devices may
 change, and resuming needs no saved iterator. May import: grain lazily.
@@ -8,12 +9,51 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 _THREADS = 4  # a batch is assembled by one thread; more only hide the latency of remote reads
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """Which batch each step trains on: every batch in turn, except those that are left out.
+
+    A pure function of the number of steps and of these few numbers, so a checkpoint that holds them is enough to go on.
+
+    Attributes:
+        left_out: indices of batches that no step trains on, ascending.
+        shift: every batch comes that many steps earlier than without. Always 0 but in a run that goes on from a
+            checkpoint of an earlier version, which after a roll back left out everything since the checkpoint.
+    """
+
+    left_out: tuple[int, ...] = ()
+    shift: int = 0
+
+    @classmethod
+    def stored(cls, position: Mapping[str, Any]) -> BatchOrder:
+        """From what a checkpoint holds: `to_json`, or the lone "offset" of an earlier version."""
+        return cls(tuple(position.get("left_out", ())), int(position["offset"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """As a checkpoint holds it."""
+        return {"left_out": list(self.left_out), "offset": self.shift}
+
+    def batch_after(self, num_steps: int) -> int:
+        """The index of the batch that comes after so many steps."""
+        index = num_steps + self.shift
+        for gap in self.left_out:
+            if gap > index:
+                break
+            index += 1
+        return index
+
+    def without(self, *batches: int) -> BatchOrder:
+        """The same order with these batches left out too."""
+        return BatchOrder(tuple(sorted({*self.left_out, *batches})), self.shift)
 
 
 class GlobalOrder:

@@ -10,6 +10,7 @@ from PIL import Image
 
 from framework.config import Config, config_for
 from framework.data.images import DigitsSource, ImageFolder, ImagePipeline
+from framework.data.order import BatchOrder
 from framework.data.sources import StdlibSource
 
 B = 8
@@ -85,6 +86,10 @@ def test_a_batch_depends_on_seed_and_step_alone_and_rows_are_its_rows(tmp_path: 
         step, first = next(batches)
     assert step == 7
     assert (first["images"] == whole["images"]).all()
+    with built.train_iterator(6, range(B), BatchOrder().without(2)) as batches:
+        index, first = next(batches)
+    assert index == 7
+    assert (first["images"] == whole["images"]).all(), "what is left out changes no other batch"
     other = build(tmp_path, seed=4, flip=flip).train_batch(7, range(B))
     assert (other["images"] != whole["images"]).any()
 
