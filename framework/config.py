@@ -16,6 +16,7 @@ Imports the `framework.config_*` modules.
 
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -44,6 +45,9 @@ PositiveFloat = Annotated[float, at.Gt(0)]
 NonNegativeFloat = Annotated[float, at.Ge(0)]
 Fraction = Annotated[float, at.Interval(ge=0, lt=1)]
 Probability = Annotated[float, at.Interval(ge=0, le=1)]
+FiniteNonNegative = Annotated[float, at.Interval(ge=0, lt=math.inf)]
+# What jax.random.key takes whole: it drops higher bits without a word.
+Seed = Annotated[int, at.Interval(ge=0, lt=2**32)]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -65,6 +69,11 @@ def reference(name: str) -> Any:
 def target_of(config: "Config") -> Callable[..., Any]:
     """The class or function that a config builds from."""
     return config._target
+
+
+def schema_of(config: "Config") -> Mapping[str, Field]:
+    """The fields that a config has, set or not: their type hints and defaults."""
+    return config._schema
 
 
 @functools.cache

@@ -127,6 +127,9 @@ def arms(hint: Any) -> list[Any]:
     """The alternatives of a hint, in the order in which they are tried."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
+        if bool in args and complex in args:
+            # An array or anything that becomes one (jax.typing.ArrayLike): there, true would be the number 1.
+            args = tuple(part for part in args if part is not bool)
         return sorted((arm for part in args for arm in arms(part)), key=_rank)
     if origin is Annotated:
         return [Annotated[(arm, *hint.__metadata__)] for arm in arms(args[0])]

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from framework.config import Config
 from framework.config_schema import ShortNames
 from framework.layout import Nested, flatten
+from framework.optimizers.arguments import check_arguments
 from framework.optimizers.named import OPTIMIZERS
 from framework.units import Group
 
@@ -49,11 +50,13 @@ def label(specs: Nested, optimizer: Config, rules: list[Rule]) -> tuple[dict[str
     """({path: label of the optimizer that it gets, or FROZEN}, {label: config of the optimizer}).
 
     Raises:
-        ValueError: a pattern matches nothing. ConfigError: a field that the optimizer does not have.
+        ValueError: a pattern matches nothing, or only what earlier rules decide. ConfigError: a field that the
+            optimizer does not have, or a value that it cannot work with.
     """
+    check_arguments(optimizer, "learner.optimizer")
     flat, configs = flatten(specs), {DEFAULT: optimizer}
     labels = {path: DEFAULT if spec.trainable else FROZEN for path, spec in flat.items()}
-    taken = {path for path, spec in flat.items() if not spec.trainable}
+    decided_by: dict[str, int] = {}  # the index of the rule that took a parameter
     for index, rule in enumerate(rules):
         matched = [path for path in flat if rule.pattern.search(path)]
         if not matched:
@@ -61,14 +64,39 @@ def label(specs: Nested, optimizer: Config, rules: list[Rule]) -> tuple[dict[str
                 f"learner.rules.{index}.pattern: {rule.pattern.pattern!r} matches none of {len(flat)} parameters, "
                 f"such as {list(flat)[:3]}"
             )
+        # Weights that adapters have frozen count for nothing: a rule for them (no decay of norms) has nothing to do.
+        trained = [path for path in matched if flat[path].trainable]
+        taken = [path for path in trained if path not in decided_by]
+        if trained and not taken:
+            raise ValueError(_shadowed(index, rules, trained, decided_by))
         if not rule.freeze:
-            own = optimizer.copy() if rule.optimizer is None else rule.optimizer
-            for field, value in rule.set.items():
-                own.set_path(field, value)
-            configs[f"rule{index}"] = own
-        labels |= {path: FROZEN if rule.freeze else f"rule{index}" for path in matched if path not in taken}
-        taken.update(matched)
+            configs[f"rule{index}"] = _optimizer_of(rule, optimizer, f"learner.rules.{index}")
+        labels |= dict.fromkeys(taken, FROZEN if rule.freeze else f"rule{index}")
+        decided_by |= dict.fromkeys(taken, index)
     return labels, configs
+
+
+def _optimizer_of(rule: Rule, default: Config, path: str) -> Config:
+    """The config of the optimizer that a rule gives. Raises ConfigError."""
+    if rule.optimizer is not None:
+        check_arguments(rule.optimizer, f"{path}.optimizer")
+        return rule.optimizer
+    changed = default.copy()
+    for field, value in rule.set.items():
+        changed.set_path(field, value)
+    check_arguments(changed, f"{path}.set")
+    return changed
+
+
+def _shadowed(index: int, rules: list[Rule], matched: list[str], decided_by: dict[str, int]) -> str:
+    """What is wrong with a rule that decides nothing: earlier ones have all that it matches."""
+    earlier = sorted({decided_by[path] for path in matched})
+    names = ", ".join(f"rules.{one} ({rules[one].pattern.pattern!r})" for one in earlier)
+    return (
+        f"learner.rules.{index}.pattern: {rules[index].pattern.pattern!r} decides nothing: all that it matches "
+        f"({len(matched)} parameters, such as {matched[0]}) has been taken by {names}, as the first rule that matches "
+        "decides; expected the narrower rule first"
+    )
 
 
 def groups(trained: Nested, labels: dict[str, str], *, whole: bool) -> list[Group]:

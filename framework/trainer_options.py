@@ -5,7 +5,7 @@ May import: framework.config.
 
 from __future__ import annotations
 
-from framework.config import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, diff
+from framework.config import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, diff
 
 
 class TrainerOptions:
@@ -36,7 +36,7 @@ class TrainerOptions:
         *,
         max_steps: PositiveInt,
         max_epochs: PositiveFloat | None = None,
-        seed: NonNegativeInt = 0,
+        seed: Seed = 0,
         log_every: PositiveInt = 10,
         eval_every: PositiveInt | None = 1000,
         eval_batches: PositiveInt | None = None,

@@ -26,8 +26,10 @@ def main(argv: list[str]) -> int:
     output, steps = Path(args.output).expanduser(), args.interpolate
     if output.suffix != ".png" or not output.absolute().parent.is_dir():
         raise cli.UsageError(f"--output={args.output}: expected the name of a .png file in a folder that exists")
-    if args.num < 1 or args.seed < 0 or not (args.temperature >= 0 and math.isfinite(args.temperature)):
-        raise cli.UsageError("expected --num of at least 1, --seed and --temperature of at least 0")
+    if args.num < 1 or not (args.temperature >= 0 and math.isfinite(args.temperature)):
+        raise cli.UsageError("expected --num of at least 1, --temperature of at least 0")
+    if not 0 <= args.seed < 2**32:
+        raise cli.UsageError(f"--seed={args.seed}: expected 0 to 2^32 - 1")
     if steps is not None and not 2 <= steps <= args.num:
         raise cli.UsageError(f"--interpolate={steps}: expected 2 to --num = {args.num} images for a row")
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import annotated_types
 import numpy as np
 
-from framework.config import Config, NonNegativeInt, PositiveInt
+from framework.config import Config, PositiveInt, Seed
 from framework.data.batches import Pipeline, Shapes
 from framework.data.files import DataFile, digest_of, find
 from framework.data.order import GlobalOrder
@@ -166,7 +166,7 @@ class ImagePipeline(Pipeline):
         source: Config,
         validation: dict[str, Config] = {},  # noqa: B006
         global_batch_size: PositiveInt,
-        seed: NonNegativeInt = 0,
+        seed: Seed = 0,
         flip: bool = False,
         prefetch: PositiveInt = 2,
     ):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from framework.config import Config, NonNegativeInt, PositiveInt
+from framework.config import Config, PositiveInt, Seed
 from framework.data.batches import Pipeline, Shapes
 from framework.data.chats import ChatSource
 from framework.data.files import FileHashes, digest_of
@@ -83,7 +83,7 @@ class DataPipeline(Pipeline):
         tokenizer: Config,
         seq_len: PositiveInt,
         global_batch_size: PositiveInt,
-        seed: NonNegativeInt = 0,
+        seed: Seed = 0,
         document_mask: bool = False,
         prefetch: PositiveInt = 2,
         cache_dir: str | None = None,

@@ -1,22 +1,24 @@
 """AdaLomo: Adafactor's second moments without a first one, steps in proportion to the weights (Lv et al. 2023, arXiv
 2310.10195, algorithm 1), of optax's parts. Its state is a row and a column per matrix: next to nothing.
 
-May import: optax.
+May import: framework.config, optax.
 """
 
 from __future__ import annotations
 
 import optax
 
+from framework.config import FiniteNonNegative, PositiveFloat
+
 
 def adalomo(
     *,
     learning_rate: optax.ScalarOrSchedule,
-    weight_decay: float = 0.0,
-    decay_rate: float = 0.8,
-    clip_threshold: float = 1.0,
-    eps: float = 1e-30,
-    min_scale: float = 1e-3,
+    weight_decay: FiniteNonNegative = 0.0,
+    decay_rate: PositiveFloat = 0.8,
+    clip_threshold: PositiveFloat = 1.0,
+    eps: FiniteNonNegative = 1e-30,
+    min_scale: FiniteNonNegative = 1e-3,
 ) -> optax.GradientTransformation:
     """For each tensor p with gradient g at step t:
 

@@ -2,7 +2,7 @@
 to 3). A block is a token's row of a table, a head of queries or keys, an output neuron of any other matrix, and the
 whole of what else there is (norms, biases).
 
-May import: framework.layout, framework.optimizers, JAX, optax.
+May import: framework.config, framework.layout, framework.optimizers, JAX, optax.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_map_with_path
 
+from framework.config import FiniteNonNegative, Fraction
 from framework.layout import Nested, OptStateSpec, ParameterSpec, flatten, path_name
 from framework.optimizers.kinds import TABLE_ROLES, kind
 from framework.optimizers.offload import partitioned_chain
@@ -58,10 +59,10 @@ def _blocks(spec: ParameterSpec) -> _Blocks:
 def adam_mini(
     *,
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 1e-4,
+    b1: Fraction = 0.9,
+    b2: Fraction = 0.999,
+    eps: FiniteNonNegative = 1e-8,
+    weight_decay: FiniteNonNegative = 1e-4,
 ) -> PartitionedGradientTransformation:
     """`optax.adamw` with half its state: the second moment of a block is a moving average of its mean square gradient.
     Values that suit AdamW suit it. Without the roles of axes, the blocks of a matrix are its columns."""

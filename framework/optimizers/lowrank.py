@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from framework.clipping import limit_norm_growth
-from framework.config import Fraction, PositiveFloat, PositiveInt
+from framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt
 from framework.layout import Nested, OptStateSpec, flatten, fold_in_name, path_name, unflatten
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
@@ -38,7 +38,7 @@ def apollo(
     update_interval: PositiveInt = 200,
     b1: Fraction = 0.9,
     b2: Fraction = 0.999,
-    weight_decay: float = 0.0,
+    weight_decay: FiniteNonNegative = 0.0,
     norm_growth: Annotated[float, at.Gt(1)] = 1.01,
     per: Literal["channel", "tensor"] = "channel",
     tables: Literal["adam", "factored", "same"] = "adam",
@@ -90,7 +90,7 @@ def apollo_mini(
     update_interval: PositiveInt = 200,
     b1: Fraction = 0.9,
     b2: Fraction = 0.999,
-    weight_decay: float = 0.0,
+    weight_decay: FiniteNonNegative = 0.0,
     norm_growth: Annotated[float, at.Gt(1)] = 1.01,
     tables: Literal["adam", "factored", "same"] = "factored",
 ) -> PartitionedGradientTransformation:

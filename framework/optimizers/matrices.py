@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from framework.config import Fraction, PositiveFloat, PositiveInt
+from framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt
 from framework.layout import Nested, OptStateSpec, flatten, path_name
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
@@ -22,7 +22,7 @@ def muon(
     *,
     learning_rate: optax.ScalarOrSchedule,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    weight_decay: float = 0.0,
+    weight_decay: FiniteNonNegative = 0.0,
     beta: Fraction = 0.95,
     consistent_rms: PositiveFloat | None = 0.2,
     b1: Fraction = 0.9,
@@ -49,7 +49,7 @@ def galore(
     rank: PositiveInt = 128,
     update_proj_gap: PositiveInt = 200,
     scale: PositiveFloat = 0.25,
-    weight_decay: float = 0.0,
+    weight_decay: FiniteNonNegative = 0.0,
     b1: Fraction = 0.9,
     b2: Fraction = 0.999,
 ) -> PartitionedGradientTransformation:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_map_with_path
 
-from framework.config import PositiveInt
+from framework.config import FiniteNonNegative, Fraction, NonNegativeInt, PositiveInt
 from framework.layout import Nested, OptStateSpec, path_name
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.offload import partitioned_chain
@@ -109,12 +109,12 @@ class _Blocks(NamedTuple):
 def adamw8bit(
     *,
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 1e-4,
+    b1: Fraction = 0.9,
+    b2: Fraction = 0.999,
+    eps: FiniteNonNegative = 1e-8,
+    weight_decay: FiniteNonNegative = 1e-4,
     block: PositiveInt = 256,
-    min_size: int = 4096,
+    min_size: NonNegativeInt = 4096,
     tables: Literal["float32", "8bit"] = "float32",
 ) -> PartitionedGradientTransformation:
     """`optax.adamw` whose moments take 2.03 bytes per parameter. An update is computed from the precise new moments.

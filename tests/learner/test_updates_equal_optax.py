@@ -203,6 +203,19 @@ def test_frozen_parameters_have_no_state_and_the_others_move_as_if_they_were_con
         ([{"pattern": "decoder"}], r"learner\.rules\.0\.pattern: 'decoder' matches none of 6 parameters, such as"),
         ([{"pattern": "embed"}, {"pattern": "^weight"}], r"learner\.rules\.1\.pattern: '\^weight' matches none"),
         ([{"pattern": "(unclosed"}], r"rule pattern '\(unclosed' is no regular expression"),
+        (
+            [{"pattern": "embed|wide"}, {"pattern": "wide"}],
+            r"learner\.rules\.1\.pattern: 'wide' decides nothing: all .* has been taken by rules\.0 \('embed\|wide'\)",
+        ),
+        ([{"pattern": "em"}, {"pattern": "wide"}, {"pattern": "embed|wide"}], r"taken by rules\.0 \('em'\), rules\.1"),
+        (
+            [{"pattern": "embed"}, {"pattern": "embed", "freeze": False, "set": {"weight_decay": 0.0}}],
+            r"learner\.rules\.1\.pattern: 'embed' decides nothing",
+        ),
+        (
+            [{"pattern": "embed", "freeze": False, "set": {"b1": 1.5}}],
+            r"learner\.rules\.0\.set\.b1: expected a number >= 0 and < 1, given 1\.5",
+        ),
         ([{"pattern": "."}], r"learner\.rules freeze every parameter; nothing would be trained"),
         ([{"pattern": "embed"}, {"pattern": "stack|head"}], "freeze every parameter"),
         ([{"pattern": "embed", "set": {"weight_decay": 0.0}}], "expected exactly one of freeze, optimizer and set"),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.config import NonNegativeInt, PositiveInt
+from framework.config import PositiveInt, Seed
 from framework.layers.base import Context
 from framework.layers.flow.base import Bijection
 from framework.layout import Nested, ParameterSpec
@@ -114,7 +114,7 @@ class Permutation(Bijection):
         seed: of the shuffle.
     """
 
-    def __init__(self, *, dim: PositiveInt, kind: Literal["reverse", "shuffle"] = "reverse", seed: NonNegativeInt = 0):
+    def __init__(self, *, dim: PositiveInt, kind: Literal["reverse", "shuffle"] = "reverse", seed: Seed = 0):
         self.order = np.arange(dim)[::-1] if kind == "reverse" else np.random.default_rng(seed).permutation(dim)
 
     def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
