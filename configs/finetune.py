@@ -53,7 +53,9 @@ def full(path: str) -> Config:
     config.data.tokenizer = config_for(PretrainedTokenizer, path=path, vocab_size=model.vocab_size)
     config.data.document_mask = True
     config.trainer.max_epochs = 3
-    config.pretrained = config_for(Pretrained, path=path, family=family, facts=facts)
+    config.pretrained = config_for(
+        Pretrained, path=path, family=family, facts=facts, generation=families.generation_facts(path)
+    )
     config.memory.remat = "full"
     config.trainer.save_every = config.trainer.eval_every = 200
     return config

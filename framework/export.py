@@ -42,7 +42,7 @@ def export_model(
         to: a directory that is not there yet; it appears when all is written.
         model, params: a nested dict of arrays, all on this process's devices; one file's weights are copied at a time.
         family: see configs/families.
-        facts: config.json, but for the dtype.
+        facts: config.json; its `dtype` and `torch_dtype` become that of the tensors.
         beside: what else goes into the directory, by name.
         shard_bytes: of a file at most, if it holds more than one tensor.
 
@@ -71,8 +71,10 @@ def export_model(
             home = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
             _write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": home})
         for file, shard in zip(files if count > 1 else ["model.safetensors"], shards, strict=True):
-            save_file({name: _tensor(model, flat, tensors[name]) for name in shard}, folder / file, {"format": "pt"})
-        _write(folder / "config.json", {**facts, "torch_dtype": str(model.param_dtype)})
+            _write_tensors(folder / file, {name: _tensor(model, flat, tensors[name]) for name in shard})
+        # transformers reads `dtype` from 4.56 on, `torch_dtype` before, and the former where both stand.
+        dtype = str(model.param_dtype)
+        _write(folder / "config.json", {**facts, "dtype": dtype, "torch_dtype": dtype})
 
 
 def export_adapters(
@@ -122,7 +124,7 @@ def export_adapters(
         "inference_mode": True,
     }
     with _appearing(to, beside) as folder:
-        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+        _write_tensors(folder / "adapter_model.safetensors", tensors)
         _write(folder / "adapter_config.json", facts)
 
 
@@ -144,6 +146,15 @@ def _layer(model: CausalLM, flat: dict[str, jax.Array], path: str, unit: int | N
 
 def _write(file: Path, facts: dict[str, Any]) -> None:
     file.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def _write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A safetensors file that whoever may read the directory's other files may read."""
+    save_file(tensors, file, {"format": "pt"})
+    probe = file.with_name(f"{file.name}.mode")
+    probe.touch()
+    file.chmod(probe.stat().st_mode)  # The library makes 0600, whatever the umask is.
+    probe.unlink()
 
 
 @contextlib.contextmanager

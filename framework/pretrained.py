@@ -139,10 +139,20 @@ class Pretrained:
         path: a directory with config.json and safetensors files.
         family: which maps names; of configs/families.
         facts: the directory's config.json, which an export begins with.
+        generation: the directory's generation_config.json, which an export writes again; empty if there is none.
     """
 
-    def __init__(self, *, path: str, family: Config, facts: dict[str, Any] = {}):  # noqa: B006
-        self.path, self.facts = path, facts
+    def __init__(
+        self,
+        *,
+        path: str,
+        family: Config,
+        facts: dict[str, Any] = {},  # noqa: B006
+        generation: dict[str, Any] = {},  # noqa: B006
+    ):
+        self.path = path
+        self.facts = facts
+        self.generation = generation
         self.family: Family = family.instantiate()
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:

@@ -11,11 +11,11 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -215,10 +215,11 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    # Not mkstemp, which makes 0600: the umask decides whether colleagues may read it.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(descriptor, 0o644)  # mkstemp makes 0600, which colleagues could not read
             file.write(text)
             file.flush()
             os.fsync(descriptor)

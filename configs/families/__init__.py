@@ -40,6 +40,20 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
         raise ValueError(f"{file}: {error}") from None
 
 
+def generation_facts(path: str | Path) -> dict[str, Any]:
+    """generation_config.json of a directory, empty if there is none. Raises ValueError: it is no JSON object."""
+    file = Path(path).expanduser() / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        facts = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from None
+    if not isinstance(facts, dict):
+        raise ValueError(f"{file}: expected a JSON object, given {type(facts).__name__}")
+    return facts
+
+
 def family_of(facts: dict[str, Any]) -> type[Family]:
     """By config.json's architectures. Raises ValueError for unknown ones."""
     wanted = facts.get("architectures") or []

@@ -85,6 +85,8 @@ class Tokenizer:
 class ByteTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the separator; vocab_size 257. There is no padding id."""
 
+    eos_token = "<|endoftext|>"  # the separator's name in `library_file`
+
     def __init__(self):
         self.vocab_size, self.eos_id = 257, 256
         self.table = [bytes([byte]) for byte in range(256)] + [b""]
@@ -92,6 +94,18 @@ class ByteTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+    def library_file(self) -> bytes:
+        """The same ids as a tokenizer.json: a byte-level BPE without merges, and the separator as a special token."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        library = Tokenizer(models.BPE(vocab=byte_letters(), merges=[]))
+        # The regex would only cut texts where merges may not cross, and there are none.
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        library.decoder = decoders.ByteLevel()
+        library.add_special_tokens([self.eos_token])
+        assert library.token_to_id(self.eos_token) == self.eos_id
+        return library.to_str().encode()
 
 
 class BPETokenizer(Tokenizer):
@@ -225,13 +239,18 @@ def _decoders(facts: dict[str, Any]) -> set[str]:
     return {part["type"] for part in [decoder, *decoder.get("decoders", [])] if part}
 
 
-def byte_table(vocab: dict[str, int], facts: dict[str, Any], vocab_size: int) -> list[bytes]:
-    """The bytes of each id, none for special ones. In a byte-level vocabulary each letter of a token stands for one
-    byte: GPT-2's alphabet writes printable bytes as themselves, the others as the letters from U+0100 on. As
-    sentencepiece writes it, U+2581 is a space, and <0xAB> a byte."""
+def byte_letters() -> dict[str, int]:
+    """{letter: byte} of a byte-level vocabulary: GPT-2's alphabet writes printable bytes as themselves, the others as
+    the letters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def byte_table(vocab: dict[str, int], facts: dict[str, Any], vocab_size: int) -> list[bytes]:
+    """The bytes of each id, none for special ones. In a byte-level vocabulary each letter of a token stands for one
+    byte. As sentencepiece writes it, U+2581 is a space, and <0xAB> a byte."""
+    letters = byte_letters()
     byte_level, fallback = "ByteLevel" in _decoders(facts), "ByteFallback" in _decoders(facts)
     added = {token["id"]: token for token in facts["added_tokens"]}
     table = [b""] * vocab_size

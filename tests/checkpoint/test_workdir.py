@@ -212,7 +212,17 @@ def test_write_json_is_all_or_nothing(tmp_path):
             write_json(path, bad)
     assert json.loads(path.read_text())["a"][0] == 1
     assert os.listdir(tmp_path) == ["config.json"], "no temporary file is left"
-    assert path.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_the_umask_decides_who_may_read(umask, mode, tmp_path):
+    before = os.umask(umask)
+    try:
+        write_json(tmp_path / "config.json", {})
+        write_json(tmp_path / "config.json", {"again": 1})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "config.json").stat().st_mode & 0o777 == mode
 
 
 def test_config_changes():

@@ -1,17 +1,22 @@
 """From a published directory through launch.train to one that launch.export writes: full, adapters, 4-bit base."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
 from configs import families
 from framework.export import export_model
 from launch import export, train, weights
 from tests.support import pretrained, runs, small
 
+WEIGHTS = {"config.json", "model.safetensors"}
+ALL_FILES = {*WEIGHTS, "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "eos_token_id": [2, 3]}
 HOSTED = ("update=streamed", "optimizer_state=pinned_host", "gradients=pinned_host")
 
 
@@ -28,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params = program.init()["parameter"]
     export_model(folder / "model", program.experiment.model, params, family, facts | {"max_position_embeddings": 64})
     pretrained.write(folder / "model", "chatml")
+    (folder / "model/generation_config.json").write_text(json.dumps(GENERATION))
     words = pretrained.TEXTS[0].split()
     chats = [
         [{"role": "user", "content": f"{words[i % 9]} {i}"}, {"role": "assistant", "content": words[i % 7]}]
@@ -92,6 +98,45 @@ def test_a_model_with_learned_positions_keeps_them_all(folder: Path):
     facts = json.loads((folder / "gpt2-out/config.json").read_text())
     assert facts["n_positions"] == 48
     assert "max_position_embeddings" not in facts
+    tokenizer = Tokenizer.from_file(str(folder / "gpt2-out/tokenizer.json"))
+    for text in ("the quick brown fox", "é 🚢\n\t\x00 \u2581", "".join(map(chr, range(0x250)))):
+        assert tokenizer.encode(text).ids == list(text.encode())
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    end = json.loads((folder / "gpt2-out/tokenizer_config.json").read_text())["eos_token"]
+    assert tokenizer.token_to_id(end) == facts["eos_token_id"] == 256
+    assert tokenizer.get_vocab_size() == facts["vocab_size"] == 257
+
+
+def test_ids_without_text_are_exported_with_a_word(folder: Path, capsys):
+    numbers = {
+        "data.tokenizer": "framework.data.tokenizers.NoTokenizer", "data.tokenizer.vocab_size": 512,
+        "data.source": "framework.data.sources.TokenMemmap", "data.source.path": "tokens.bin", "data.validation": "{}",
+    }  # fmt: skip
+    flags = [f"--config.{path}={value}" for path, value in numbers.items()]
+    to = folder / "numbers"
+    assert export.main([f"--hf={folder / 'model'}", f"--to={to}", *flags]) == 0
+    assert "no tokenizer files are written: data.tokenizer is NoTokenizer" in capsys.readouterr().err
+    assert {file.name for file in to.iterdir()} == {*WEIGHTS, "generation_config.json"}
+
+
+def test_texts_end_where_the_tuned_ones_did(folder: Path):
+    """The published generation_config.json would let them run on."""
+    to = folder / "other-end"
+    flags = ["--config.data.tokenizer.eos_token=<|endoftext|>"]
+    assert export.main([f"--hf={folder / 'model'}", f"--to={to}", *flags]) == 0
+    written = json.loads((to / "generation_config.json").read_text())
+    end = Tokenizer.from_file(str(to / "tokenizer.json")).token_to_id("<|endoftext|>")
+    assert end in written.pop("eos_token_id")
+    assert written.items() <= GENERATION.items()
+
+
+def test_others_may_read_what_the_umask_lets_them(folder: Path):
+    to, before = folder / "shared", os.umask(0o027)
+    try:
+        assert export.main([f"--hf={folder / 'model'}", f"--to={to}"]) == 0
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in to.iterdir()} == dict.fromkeys(ALL_FILES, "0o640")
 
 
 def test_a_directory_appears_with_its_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -102,7 +147,7 @@ def test_a_directory_appears_with_its_tokenizer(folder: Path, monkeypatch: pytes
         Path, "rename", lambda self, to: (seen.append({f.name for f in self.iterdir()}), rename(self, to))
     )
     assert export.main([f"--hf={folder / 'model'}", f"--to={folder / 'again'}"]) == 0
-    assert seen == [{"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}]
+    assert seen == [ALL_FILES]
 
 
 @pytest.mark.parametrize(
@@ -113,11 +158,10 @@ def test_what_was_trained_is_what_is_exported(folder: Path, kind, memory, capsys
     to = folder / f"{kind}-out"
     assert export.main([f"--workdir={workdir}", f"--to={to}"]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= {
-        file.name for file in to.iterdir()
-    }
-    published = json.loads((folder / "model/config.json").read_text())
-    assert published.items() <= json.loads((to / "config.json").read_text()).items()
+    assert {file.name for file in to.iterdir()} == ALL_FILES
+    assert json.loads((to / "generation_config.json").read_text()) == GENERATION
+    published, written = (json.loads((place / "config.json").read_text()) for place in (folder / "model", to))
+    assert published.items() <= written.items()
     ours, back = logits(f"--workdir={workdir}"), logits(f"--hf={to}")
     assert np.abs(ours - back).max() <= 1e-4 * np.abs(ours).max()
     assert np.abs(logits(f"--hf={folder / 'model'}") - ours).max() > 1e-2 * np.abs(ours).max()

@@ -1,5 +1,6 @@
 """Directories that transformers and peft write and read: what comes in computes the same, and so does what goes out."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 import configs
 from configs import families
+from framework.data.tokenizers import ByteTokenizer
 from framework.export import export_adapters, export_model
 from framework.program import Program
 from tools.peers.families import FAMILIES, SEQ_LEN
@@ -71,6 +73,39 @@ def test_in_and_out(name, theirs, tmp_path):
             assert bool((ours[key] == before[key]).all()), key
         limit = 0.0 if published else 1e-6  # the same function by another name may round differently
         assert np.abs(their_logits(again) - expected).max() <= limit * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("named", ["dtype", "torch_dtype"])
+def test_they_read_the_dtype_that_the_tensors_have(named, theirs, tmp_path):
+    """Whatever dtype the published config.json named, and by whichever name."""
+    import torch
+
+    model = theirs.build(FAMILIES["llama"], SEED)
+    model.save_pretrained(tmp_path / "in")
+    one = program(f"hf:{tmp_path / 'in'}", model__param_dtype="bfloat16")
+    params, published = one.weights(one.experiment.pretrained.init(one)), one.experiment.pretrained
+    facts = {key: value for key, value in published.facts.items() if key != "dtype"} | {named: "float32"}
+    export_model(tmp_path / "out", one.experiment.model, params, published.family, facts)
+    again = loaded(tmp_path / "out")
+    assert again.dtype == again.config.dtype == torch.bfloat16
+    for name, parameter in again.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert bool((parameter == model.get_parameter(name).bfloat16()).all()), name
+
+
+def test_a_tokenizer_of_bytes_is_theirs(theirs, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = ByteTokenizer()
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.library_file())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eos_token})
+    )
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    text = "a fox, é 🚢 \n\x00 \u2581" + "".join(map(chr, range(0x300)))
+    assert again(text)["input_ids"] == tokenizer.encode_batch([text])[0].tolist()
+    assert again.decode(again(text)["input_ids"], clean_up_tokenization_spaces=False) == text
+    assert (again.eos_token_id, len(again)) == (tokenizer.eos_id, tokenizer.vocab_size)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gemma2"])

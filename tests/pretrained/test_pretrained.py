@@ -109,6 +109,21 @@ def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
     assert np.abs(alone["ema/embed/token"]).max() > 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_written_dtype_is_that_of_the_tensors(dtype, tmp_path):
+    """transformers reads `dtype`, and `torch_dtype` where that is absent: neither is left over from the source."""
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    one = program(f"hf:{directory(tmp_path / 'in', 'llama', torch_dtype=other)}", model__param_dtype=dtype)
+    weights, published = one.weights(one.experiment.pretrained.init(one)), one.experiment.pretrained
+    del published.facts["torch_dtype"]
+    for number, fields in enumerate(({"dtype": other}, {"torch_dtype": other}, {})):
+        to = tmp_path / f"out-{number}"
+        export_model(to, one.experiment.model, weights, published.family, published.facts | fields)
+        written = json.loads((to / "config.json").read_text())
+        assert written["dtype"] == written["torch_dtype"] == dtype
+        assert {str(array.dtype) for array in tensors(to).values()} == {dtype}
+
+
 def test_adapters_start_at_nothing_on_a_base_of_any_storage(tmp_path):
     source = directory(tmp_path / "in", "llama", intermediate_size=64, hidden_size=64)
     plain = program(f"hf:{source}")
