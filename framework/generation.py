@@ -72,16 +72,9 @@ class Generator:
                 row.extend([] if token is None else [token])
         return rows
 
-    def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int | None]]:
-        """Per step, the next token of each row, None for rows that have ended. Ends when all have.
-
-        Args:
-            prompts: token ids, of any lengths.
-            sampling: how to choose.
-
-        Raises:
-            ValueError: a prompt is empty, has ids that the model has not, or more positions than it has are needed.
-        """
+    def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Raises ValueError: a prompt is empty, has ids that the model has not, or more positions than it has are
+        needed."""
         model, longest = self._program.experiment.language_model, max(map(len, prompts), default=0)
         if not all(prompts):
             raise ValueError("generation needs prompts of at least one token each")
@@ -93,6 +86,16 @@ class Generator:
                 f"a prompt of {longest} tokens and max_new_tokens = {sampling.max_new_tokens} are over the model's "
                 f"{limit} positions (model.embed.max_positions)"
             )
+
+    def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int | None]]:
+        """Per step, the next token of each row, None for rows that have ended. Ends when all have. Raises ValueError as
+        `check`.
+
+        Args:
+            prompts: token ids, of any lengths.
+            sampling: how to choose.
+        """
+        self.check(prompts, sampling)
         return self._steps(prompts, sampling) if prompts else iter(())
 
     def _steps(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int | None]]:

@@ -27,7 +27,7 @@ from framework.workdir import write_json
 _STDERR = 2  # the descriptor: sys.stderr may be a test's
 EXIT_PEER, EXIT_HANG, EXIT_REPLICAS = 5, 6, 7
 # What takes as long as it takes: a corpus to tokenize, a large program to compile, weights to be read.
-_UNLIMITED = ("start", "data", "compile", "restore")
+UNLIMITED = ("start", "data", "compile", "restore")
 
 
 class Health:
@@ -114,7 +114,7 @@ class Pulse:
                 "time": time.time(),
                 "moved": time.time() - still,
                 "phase": phase,
-                "limited": phase not in _UNLIMITED,
+                "limited": phase not in UNLIMITED,
             }
             facts = {**self._facts, **now, "goodput": self._goodput.totals()}
             special = {name for name, value in facts.items() if isinstance(value, float) and not math.isfinite(value)}
@@ -143,7 +143,7 @@ class Pulse:
             before, self._seen = self._seen, self._goodput.entered
             if self._seen != before:
                 self._moved = time.monotonic()
-            if limit is not None and self._goodput.phase not in _UNLIMITED and self.still_for() > limit:
+            if limit is not None and self._goodput.phase not in UNLIMITED and self.still_for() > limit:
                 self._end(limit)
             if time.monotonic() - written > self._health.status_seconds:
                 self.write()

@@ -8,8 +8,9 @@
         command = parser.parse(argv)             # named config + overrides, checked; JAX has started nothing
         config, lines = command.resolve("v5e-8")  # named config, then its rules for that accelerator, then overrides
 
-A mistake of the user's ends as one line on stderr and exit code 2; anything unexpected keeps its traceback (set
-PLIMSOLL_TRACEBACK=1 to see one for mistakes too). Imports `framework.config`, `configs`.
+A mistake of the user's ends as one line on stderr and exit code 2, an exception in a user's own file as one line and
+that file's frames; anything unexpected keeps its traceback (set PLIMSOLL_TRACEBACK=1 to see one for mistakes too).
+Imports `framework.config`, `configs`, `launch.flag_hints`, `launch.mistakes`.
 """
 
 import argparse
@@ -18,16 +19,15 @@ import fnmatch
 import functools
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import configs
 from framework.config import Config, ConfigError, did_you_mean, diff
 from framework.config_schema import as_text
+from launch import flag_hints, mistakes
 
 Overrides = Sequence[tuple[str, str]]  # (dotted path, text) in the order given
-_FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 class UsageError(ConfigError):
@@ -74,21 +74,26 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> Command:
         """Reads and checks everything, so that a mistake anywhere is a ConfigError before JAX starts."""
         spec, overrides, rest = split(argv)
-        args = self.parse_flags(rest)
+        args = self.parse_flags(rest, spec)
         if spec is None:
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
         command = Command(args, spec, configs.load(spec), overrides)
         command.config  # noqa: B018
         return command
 
-    def parse_flags(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The verb's own flags; an unknown one is refused before a missing one is complained about."""
+    def parse_flags(self, argv: Sequence[str], spec: str | None = None) -> argparse.Namespace:
+        """The verb's own flags; an unknown one is refused before a missing one is complained about. Among the fields of
+        the config that `spec` names is what it may have meant."""
         known = [flag for flag in self._option_string_actions if flag != "--config.PATH"]
-        for token in argv:
-            flag = token.partition("=")[0]
+        for index, token in enumerate(argv):
+            flag, _, value = token.partition("=")
             if flag.startswith("--") and flag not in known:
+                if not value and index + 1 < len(argv) and not argv[index + 1].startswith("--"):
+                    value = argv[index + 1]
                 path = token[2:].removeprefix("config.")
-                hint = f"; did you mean '--config.{path}'?" if "." in flag else did_you_mean(flag, known)
+                if "." in flag:
+                    raise UsageError(f"unknown flag {flag!r}; did you mean '--config.{path}'?")
+                hint = flag_hints.hint(flag, value, known, lambda: None if spec is None else configs.load(spec))
                 raise UsageError(f"unknown flag {flag!r}{hint}")
         return self.parse_args(argv)
 
@@ -161,12 +166,10 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except Exception as error:
-            if not is_user_error(error):
+            code = mistakes.tell(error, of_process=argv is None)
+            if code is None:
                 raise
-            if os.environ.get("PLIMSOLL_TRACEBACK"):
-                traceback.print_exc()
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+            return code
 
     return wrapped
 
@@ -190,19 +193,6 @@ def prepare_jax() -> None:
     if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
-
-
-def is_user_error(error: BaseException) -> bool:
-    """Whether an error is a message for the user rather than a bug: a ConfigError, a missing or forbidden file, or a
-    ValueError or ImportError that Plimsoll's own code raised (one from inside JAX or numpy is not for the user)."""
-    if isinstance(error, (ConfigError, *_FILE_ERRORS)):
-        return True
-    # JAX cuts its own frames out of a traceback, and notes that it did: who raised the error cannot be seen then.
-    cut = any("JAX" in note for note in getattr(error, "__notes__", ()))
-    if cut or not isinstance(error, (ValueError, ImportError)):
-        return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("framework", "configs", "launch")
 
 
 def gib(flag: str, value: float | None) -> int | None:

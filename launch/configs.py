@@ -1,5 +1,6 @@
 """List the named configs, show one as it resolves, or compare two: list | show NAME | diff A B. Trains nothing."""
 
+import functools
 import inspect
 import re
 import shutil
@@ -52,7 +53,9 @@ def main(argv: list[str]) -> int:
 
 
 def summary(target: Callable[..., Any]) -> str:
-    """The first line of a docstring; "" without one."""
+    """The first line of a docstring, of a partial that of its function; "" without one."""
+    while isinstance(target, functools.partial):
+        target = target.func
     return (inspect.getdoc(target) or "").partition("\n")[0]
 
 

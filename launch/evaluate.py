@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
         results.setdefault("files", {})[path] = dataclasses.asdict(score)
         line = f"{score.tokens} tokens, loss {score.loss:.4f}, perplexity {score.perplexity:.3f}"
         print(f"{path}: {line}, {score.bits_per_byte:.4f} bits per byte", flush=True)
-    if questions:
-        results["choices"] = score_choices(scorer, loaded.tokenizer, questions)
+    if args.choices is not None:
+        results["choices"] = score_choices(scorer, loaded.tokenizer, questions, args.choices)
         print(f"{args.choices}: " + ", ".join(f"{name} {value:.4g}" for name, value in results["choices"].items()))
     if args.tasks:
         results["tasks"] = harness.evaluate(loaded, scorer, args.tasks.split(","), args.task_path, args.limit)
@@ -74,26 +74,58 @@ def read_text(path: str) -> str:
 
 def read_choices(path: str) -> list[dict[str, Any]]:
     """The questions of a file. Raises ValueError, with the line's number, for one that is not of that form."""
+    form = '{"context": text, "choices": [text, ...], "answer": index}'
     questions = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    lines = read_text(path).removeprefix("\ufeff").removesuffix("\n").split("\n")  # no other character ends a line
+    for number, line in enumerate(lines, 1):
         try:
-            one = json.loads(line)
-            context, choices, answer = (one[key] for key in ("context", "choices", "answer"))
-            good = isinstance(context, str) and choices and all(isinstance(c, str) and c for c in choices)
-            if not good or type(answer) is not int or not 0 <= answer < len(choices):
-                raise ValueError("a value is of another kind, or out of range")
-        except (ValueError, KeyError, TypeError) as error:
-            form = '{"context": text, "choices": [text, ...], "answer": index}'
-            raise ValueError(f"{path}, line {number}: expected {form}: {type(error).__name__} {error}") from None
-        questions.append(one)
+            question = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: expected {form}, and this is not JSON: {error}") from None
+        if problem := _problem(question):
+            raise ValueError(f"{path}:{number}: expected {form}; {problem}")
+        questions.append(question)
     return questions
 
 
-def score_choices(scorer: Any, tokenizer: Any, questions: list[dict[str, Any]]) -> dict[str, float]:
-    """How often the likeliest choice is right: as it is, and by log-likelihood per character."""
+def _problem(question: Any) -> str:
+    """What is wrong with a question; "" for a good one."""
+    if not isinstance(question, dict):
+        return f"the line holds {_kind(question)}"
+    if missing := [key for key in ("context", "choices", "answer") if key not in question]:
+        return f"there is no {missing[0]!r}"
+    context, choices, answer = question["context"], question["choices"], question["answer"]
+    if not isinstance(context, str):
+        return f"context is {_kind(context)}"
+    if not isinstance(choices, list) or not choices:
+        return f"choices is {_kind(choices)}"
+    for index, choice in enumerate(choices):
+        if not isinstance(choice, str) or not choice:
+            return f"choice {index} is {_kind(choice)}"
+    if type(answer) is not int:
+        return f"answer is {_kind(answer)}"
+    return "" if 0 <= answer < len(choices) else f"answer is {answer}, of {len(choices)} choices"
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls it."""
+    names = {str: "text", bool: "a bool", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return f"{'' if value or isinstance(value, (int, float)) else 'empty: '}{names.get(type(value), 'null')}"
+
+
+def score_choices(scorer: Any, tokenizer: Any, questions: list[dict[str, Any]], path: str) -> dict[str, float]:
+    """How often the likeliest choice is right: as it is, and by log-likelihood per character. Raises ValueError: the
+    tokenizer makes nothing of a choice; `path` is the file that the questions, one a line, are of."""
     from framework.scoring import encode_pair
 
-    scores = scorer.score([encode_pair(tokenizer, one["context"], c) for one in questions for c in one["choices"]])
+    pairs = []
+    for number, question in enumerate(questions, 1):
+        for index, choice in enumerate(question["choices"]):
+            try:
+                pairs.append(encode_pair(tokenizer, question["context"], choice))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: choice {index}: {error}") from None
+    scores = scorer.score(pairs)
     right = normed = 0
     for one in questions:
         found = [next(scores).log_prob for _ in one["choices"]]

@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
     stop_ids = tuple(tokenizer.stop_ids)
     sampling = Sampling(wanted, args.temperature, args.top_k, args.top_p, stop_ids, args.seed)
     generator = Generator(loaded.program, loaded.state, averaged=loaded.averaged)
+    generator.check(prompts, sampling)  # before the prompt is shown
     steps = stream_text(generator, tokenizer, prompts, sampling, args.stop)
     show(texts[0])
     made = [""] * len(texts)

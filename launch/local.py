@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import queue
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -69,14 +70,27 @@ def _environments(processes: int | None, devices: int | None, gpus: str | None) 
             return [{}]  # one process, on whatever JAX finds
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices or 1}"
         return [{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}] * (processes or 1)
-    if (listed := gpus) == "all":
-        ask = "nvidia-smi --query-gpu=index --format=csv,noheader"
-        listed = os.environ.get("CUDA_VISIBLE_DEVICES") or subprocess.getoutput(ask)
-    names = listed.replace("\n", ",").split(",")
+    names = _gpus() if gpus == "all" else gpus.split(",")
     share, rest = divmod(len(names), processes or len(names))
     if rest or not share or len({*names}) < len(names) or not all(name.replace("-", "").isalnum() for name in names):
-        raise cli.UsageError(f"--gpus={gpus}: {listed!r} are not distinct GPUs, or not divisible by --processes")
+        what = f"{', '.join(names)!r} are not distinct GPUs, or not divisible by --processes"
+        raise cli.UsageError(f"--gpus={gpus}: {what}")
     return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i : i + share])} for i in range(0, len(names), share)]
+
+
+def _gpus() -> list[str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, or that the driver finds. Raises UsageError: there are none."""
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",")
+    words = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    advice = "--devices_per_process=K runs on CPU"
+    if shutil.which(words[0]) is None:
+        raise cli.UsageError(f"--gpus=all: this machine has no GPUs (there is no {words[0]}); {advice}")
+    asked = subprocess.run(words, capture_output=True, text=True, check=False)
+    if asked.returncode or not asked.stdout.split():
+        said = (asked.stdout + asked.stderr).strip().partition("\n")[0]
+        raise cli.UsageError(f"--gpus=all: no GPU was found; {words[0]} says {said!r}; {advice}")
+    return asked.stdout.split()
 
 
 def _place(coordinator: str, count: int, index: int) -> list[str]:
@@ -95,7 +109,7 @@ def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connec
         os.dup2(out.fileno(), descriptor)
     out.close()
     sys.argv = [verb, *words]
-    sys.exit(importlib.import_module(verb).main(words))
+    sys.exit(importlib.import_module(verb).main())
 
 
 class Supervisor:

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from launch import cli
+from launch import cli, mistakes
 
 EXIT_NONFINITE = 3
 EXIT_TOO_BIG = 4
@@ -103,7 +103,7 @@ def _guarded(command: cli.Command, workdir: Any, limit: int | None, goodput: Any
     """Trains, and says how it ended. Of several processes one that fails does not wait for those that wait for it."""
     import jax
 
-    from framework.health import EXIT_PEER, Pulse
+    from framework.health import EXIT_PEER, UNLIMITED, Pulse
 
     process, count = jax.process_index(), jax.process_count()
     pulse = Pulse(workdir.path / "health", process, count, health, goodput, workdir.release)
@@ -114,6 +114,8 @@ def _guarded(command: cli.Command, workdir: Any, limit: int | None, goodput: Any
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"[:500]
             if count == 1:
+                if goodput.phase not in UNLIMITED:
+                    error.add_note(mistakes.IN_THE_LOOP)
                 raise
             traceback.print_exc()
             code = EXIT_PEER if isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error)) else 1

@@ -14,7 +14,7 @@ import pytest
 import configs
 import launch
 from framework.config import ConfigError, config_for, target_of
-from launch import cli
+from launch import cli, mistakes
 
 ROOT = Path(launch.__path__[0]).parent
 
@@ -53,6 +53,9 @@ USAGE = [
     (["--wrokdir=x"], "unknown flag '--wrokdir'; did you mean '--workdir'?"),
     (["--workdir=x", "--dry"], "unknown flag '--dry'"),  # no abbreviations
     (["--workdir=x", "--optimizer.b1=3"], "did you mean '--config.optimizer.b1=3'?"),
+    (["--workdir=x", "--lr=3"], "unknown flag '--lr'; did you mean '--config.optimizer.learning_rate=3'?"),
+    (["--workdir=x", "--steps", "7"], "did you mean '--config.steps=7'?"),
+    (["--outdir=x"], "did you mean '--workdir=x'?"),
     ([], "the following arguments are required: --workdir (`python -m launch.train --help` shows all flags)"),
 ]
 
@@ -133,12 +136,12 @@ def test_value_errors_are_told_apart_by_who_raised_them():
     def theirs():
         return jax.jit(lambda x: x, in_shardings=(None, None))(1)
 
-    # As if they were defined in framework/: who raised is read from the frame's globals.
-    namespace = {**globals(), "__name__": "framework.layout"}
+    # As if they were defined in framework/: who raised is read from the frame's file.
+    file = str(ROOT / "framework" / "layout.py")
     for raises, expected in ((ours, True), (theirs, False), (lambda: jnp.stack([]), False)):
         with pytest.raises(ValueError) as caught:  # whatever it says
-            types.FunctionType(raises.__code__, namespace)()
-        assert cli.is_user_error(caught.value) is expected, caught.value
+            types.FunctionType(raises.__code__.replace(co_filename=file), globals())()
+        assert mistakes.is_user_error(caught.value) is expected, caught.value
 
 
 def launch_process(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -164,4 +167,45 @@ def test_typos_end_with_exit_code_2_before_jax_starts(argv, message, user_file):
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
     assert message in result.stderr
     assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+USERS = """
+from framework.config import config_for
+
+def name():
+    return undefined
+
+def inner():
+    return name()
+
+def numbers():
+    import numpy as np
+    return np.zeros(3) @ np.zeros(4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "message", "lines"),
+    [
+        ("inner", "my.py:5: NameError: name 'undefined' is not defined", [8, 5]),
+        ("numbers", "my.py:12: ValueError", [12]),
+    ],
+)
+def test_an_exception_in_a_users_file_is_told_by_its_own_frames(tmp_path, function, message, lines):
+    (tmp_path / "my.py").write_text(USERS)
+    result = launch_process("-m", "launch.configs", "show", f"{tmp_path}/my.py:{function}")
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    assert result.stderr.startswith(f"error: {message}")
+    frames = [line.split(", ")[:2] for line in result.stderr.splitlines() if line.startswith("  File ")]
+    assert frames == [[f'  File "{tmp_path}/my.py"', f"line {line}"] for line in lines]
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{"])
+def test_a_verb_that_is_the_main_module_knows_its_own_errors(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    result = launch_process("-m", "launch.evaluate", f"--workdir={tmp_path}", f"--choices={tmp_path}/x")
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith(f"error: {tmp_path}/x")
     assert result.stderr.count("\n") == 1

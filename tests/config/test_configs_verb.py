@@ -1,5 +1,7 @@
 """What `list`, `show` and `diff` print, and the verbs' own list."""
 
+import functools
+import inspect
 import json
 
 import configs
@@ -76,6 +78,10 @@ def test_mistakes(capsys, user_file):
     ]:
         assert verb.main(list(argv)) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_partial_is_summed_up_as_its_function():
+    assert verb.summary(functools.partial(verb.summary, sum)) == str(inspect.getdoc(verb.summary)).partition("\n")[0]
 
 
 def test_every_verb_is_listed_with_its_first_line(capsys, user_file):

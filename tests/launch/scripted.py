@@ -3,8 +3,9 @@
 import sys
 
 
-def main(words: list[str]) -> int:
+def main() -> int:
     """Runs the script as `python -c SCRIPT INDEX WORDS...` would."""
+    words = sys.argv[1:]
     own = [word for word in words[1:] if not word.startswith(("--coordinator=", "--num_processes=", "--process_id="))]
     index = next((word.partition("=")[2] for word in words if word.startswith("--process_id=")), "0")
     sys.argv = ["-c", index, *own]

@@ -149,9 +149,11 @@ def test_mistakes_are_one_line(
     shutil.copy(workdir / "config.json", names["empty"])
     (names["broken"] / "config.json").write_text("{")
     assert generate.main([flag.format(**names) for flag in flags]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    out, err = capsys.readouterr()
+    error = err.splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error
+    assert not out, "the prompt was shown"
 
 
 @pytest.mark.parametrize(
@@ -159,10 +161,17 @@ def test_mistakes_are_one_line(
     [
         ("files", b"", "is empty"),
         ("files", b"\xff\xfe", "not UTF-8"),
-        ("choices", b'{"context": "a", "choices": ["b"], "answer": 1}', "line 1: expected"),
-        ("choices", b'{"context": "a", "choices": ["b"]}', "KeyError 'answer'"),
-        ("choices", b'{"context": "a", "choices": [], "answer": 0}', "line 1: expected"),
-        ("choices", b"\n", "line 1: expected"),
+        ("choices", b'{"context": "a", "choices": ["b"], "answer": 1}', "x:1: expected"),
+        ("choices", b'{"context": "a", "choices": ["b"]}', "there is no 'answer'"),
+        ("choices", b'{"context": "a", "choices": [], "answer": 0}', "x:1: expected"),
+        ("choices", b'{"context": "a", "choices": "bc", "answer": 0}', "choices is text"),
+        ("choices", b'{"context": "a", "choices": {"b": 1}, "answer": 0}', "choices is an object"),
+        ("choices", b'{"context": "a", "choices": ["b", ""], "answer": 0}', "choice 1 is empty: text"),
+        ("choices", b'{"context": "a", "choices": ["b"], "answer": true}', "answer is a bool"),
+        ("choices", b'{"context": 1, "choices": ["b"], "answer": 0}', "context is a number"),
+        ("choices", b'{"context": "a", "choices": ["b"], "answer": 0}\n3', "x:2: expected"),
+        ("choices", b"[" * 100_000, "x:1: expected"),
+        ("choices", b"\n", "x:1: expected"),
     ],
 )
 def test_bad_files(

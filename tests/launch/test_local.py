@@ -275,7 +275,11 @@ def test_no_gpus_to_be_found(capsys, monkeypatch, tmp_path: Path, text: Path) ->
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     code, lines, err = dry(capsys, "--gpus=all")
     assert (code, lines) == (2, [])
-    assert "'it has failed' are not distinct GPUs" in err
+    assert "--gpus=all: no GPU was found; nvidia-smi says 'it has failed'" in err
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    code, lines, err = dry(capsys, "--gpus=all")
+    assert (code, lines) == (2, [])
+    assert "--gpus=all: this machine has no GPUs (there is no nvidia-smi)" in err
 
 
 def test_the_newest_checkpoint_is_progress(tmp_path: Path, monkeypatch) -> None:
@@ -305,7 +309,7 @@ WRONG = [
     (["--processes=0"], "expected 1 or more"),
     (["--processes=x"], "invalid int value: 'x'"),
     (["--gpus=0,1", "--devices_per_process=2"], "the latter is not for --gpus"),
-    (["--gpus=0,1,2", "--processes=2"], "'0,1,2' are not distinct GPUs, or not divisible by --processes"),
+    (["--gpus=0,1,2", "--processes=2"], "'0, 1, 2' are not distinct GPUs, or not divisible by --processes"),
     (["--gpus=0,0"], "are not distinct GPUs"),
     (["--gpus=0,"], "are not distinct GPUs"),
     (["--process_id=1"], "--process_id is for processes started by hand"),

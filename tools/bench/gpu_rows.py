@@ -33,7 +33,7 @@ from framework.metrics.throughput import MetricsBuffer, Throughput
 from framework.plan import guard
 from framework.plan.targets import resolve
 from framework.program import Program
-from launch import cli
+from launch import cli, mistakes
 from tools.bench.contestants import Torch, missing
 from tools.bench.sizes import SIZES, write_tokens
 
@@ -197,7 +197,7 @@ def measure(row: Row, dry: bool, log: str, answer: Any) -> None:
     except Exception as error:
         traceback.print_exc()
         wrong, full = isinstance(error, canary.CanaryError), "RESOURCE_EXHAUSTED" in str(error)
-        status = "refused" if cli.is_user_error(error) else "out of memory" if full else "FAILED"
+        status = "refused" if mistakes.is_user_error(error) else "out of memory" if full else "FAILED"
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         result = {"status": "WRONG" if wrong else status, "message": words}
     answer.send(result)

@@ -1,0 +1,87 @@
+"""Whose mistake an exception is, and how it is told: as one line, as the frames of a user's own file, or as it is.
+
+May import: framework.config.
+"""
+
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
+from framework.config import ConfigError
+
+_FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_ROOT = Path(__file__).resolve().parent.parent
+_PLIMSOLL = tuple(f"{_ROOT / name}/" for name in ("framework", "configs", "launch"))
+# Where Python and installed packages are: no file there is a user's own.
+_INSTALLED = tuple(
+    f"{Path(path).resolve()}/" for path in {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}
+)
+
+IN_THE_LOOP = "raised while the model was being trained"  # a note: starting again may help
+
+
+def tell(error: BaseException, *, of_process: bool) -> int | None:
+    """Prints a mistake of the user's to stderr; the exit code. None: it is none, and the traceback is to be seen.
+
+    Args:
+        error: what a verb raised.
+        of_process: the verb is what the process was started for: a program that calls one gets what its code raised.
+    """
+    message = str(error) if is_user_error(error) else user_report(error) if of_process else None
+    if message is None:
+        return None
+    if os.environ.get("PLIMSOLL_TRACEBACK"):
+        traceback.print_exception(error)
+    print(f"error: {message}", file=sys.stderr)
+    return 1 if IN_THE_LOOP in getattr(error, "__notes__", ()) else 2
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether an error is a message for the user rather than a bug: a ConfigError, a missing or forbidden file, or a
+    ValueError or ImportError that Plimsoll's own code raised (one from inside JAX or numpy is not for the user)."""
+    if isinstance(error, (ConfigError, *_FILE_ERRORS)):
+        return True
+    # JAX cuts its own frames out of a traceback, and notes that it did: who raised the error cannot be seen then.
+    cut = any("JAX" in note for note in getattr(error, "__notes__", ()))
+    frames = traceback.extract_tb(error.__traceback__)
+    if cut or not frames or not isinstance(error, (ValueError, ImportError)):
+        return False
+    # By its file, as the module of the verb that runs is called __main__.
+    return _is_ours(frames[-1].filename)
+
+
+def user_report(error: BaseException) -> str | None:
+    """What is told of an exception that came out of a user's own file: `my.py:12: NameError: ...`, and the frames of
+    such files. None: there is no such frame, so it is a bug of Plimsoll's or of a package."""
+    frames = [frame for one in _chain(error) for frame in traceback.extract_tb(one.__traceback__)]
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    if not own:
+        return None
+    last = own[-1]
+    first_line, *more = str(error).splitlines() or [""]
+    kind = type(error).__name__
+    head = f"{Path(last.filename).name}:{last.lineno}: {kind}{': ' * bool(first_line)}{first_line}"
+    shown = "".join(traceback.format_list(own)).rstrip("\n")
+    hint = "(PLIMSOLL_TRACEBACK=1 in the environment shows all frames)"
+    return "\n".join([head, shown, *more, hint])
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The exception and its causes, the first cause first."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain[::-1]
+
+
+def _is_ours(filename: str) -> bool:
+    return str(Path(filename).resolve()).startswith(_PLIMSOLL)
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<"):  # <frozen importlib>, <string>
+        return False
+    path = str(Path(filename).resolve())
+    return not path.startswith(_PLIMSOLL) and not path.startswith(_INSTALLED)
