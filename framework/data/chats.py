@@ -1,7 +1,8 @@
 """Conversations for supervised fine-tuning: rendered with the model's own chat template, loss on the answers only.
 
 A token file of them holds 2 * id + 1 for a target and 2 * id for other tokens. Where a template has no {% generation %}
-tags, answers are found by rendering up to each one, with its generation prompt, and after it.
+tags, answers are found by rendering up to each one, with its generation prompt, and after it; where a template writes
+earlier turns in another way, by what changes with them.
 May import: framework.config, framework.data.
 """
 
@@ -105,7 +106,7 @@ class _Codec(Tokenizer):
     def __init__(self, tokenizer: PretrainedTokenizer, variables: dict[str, Any]):
         self.tokenizer, self.variables = tokenizer, variables
         self.vocab_size, self.eos_id = 2 * tokenizer.vocab_size + 1, 2 * tokenizer.vocab_size
-        self.digest = digest_of([1, tokenizer.digest, tokenizer.chat_template, variables])
+        self.digest = digest_of([2, tokenizer.digest, tokenizer.chat_template, variables])
         one_of = (
             "|".join(re.escape(token) for token in sorted(tokenizer.special_tokens, key=len, reverse=True)) or "(?!)"
         )
@@ -142,18 +143,47 @@ class _Codec(Tokenizer):
 
     def _answer(self, text: str, messages: list[Message], turn: int, variables: dict[str, Any]) -> Span:
         """Where the answer at `turn` stands in the conversation's text, the token that ends it included."""
-        prompt, _ = self.tokenizer.render(messages[:turn], add_generation_prompt=True, **variables)
-        start = _common(prompt, text)
-        after, _ = self.tokenizer.render(messages[: turn + 1], **variables)
+        before, through = messages[:turn], messages[: turn + 1]
+        prompt, _ = self.tokenizer.render(before, add_generation_prompt=True, **variables)
+        after, _ = self.tokenizer.render(through, **variables)
+        if text.startswith(prompt) and text.startswith(after):
+            behind = self._behind.search(after)
+            return len(prompt), behind.start(1) if behind else len(after)
+        # A template that writes an answer in another way once it is not the last one, or not behind the last question
+        # (Qwen 3's writes no thoughts then): neither text is the beginning of the whole. What depends on the message
+        # is the answer, from the generation prompt before it to the token behind it.
+        content_start, content_end = self._changing(text, messages, turn, variables)
+        start = len(prompt)
+        if not text.startswith(prompt):
+            plain, _ = self.tokenizer.render(before, **variables)
+            opening = prompt[_common(plain, prompt) :]
+            earliest = self._changing(text, messages, turn - 1, variables)[1] if turn else 0
+            start = self._behind_opening(text, opening, earliest, content_start)
         if text.startswith(after):
             behind = self._behind.search(after)
             return start, behind.start(1) if behind else len(after)
-        # A template that writes the last answer in another way (Qwen 3's does): what changes with it, and its end.
-        other = [*messages[:turn], {**messages[turn], "content": _MARK}, *messages[turn + 1 :]]
-        changed, _ = self.tokenizer.render(other, **variables)
-        end = len(text) - _common(changed[::-1], text[::-1])
-        found = self._turn_end.match(text, end)
-        return start, found.end() if found else end
+        # A token ends the answer if it does so where the answer is the last one, too: it may open the next turn.
+        last_end = self._changing(after, through, turn, variables)[1]
+        following = text[content_end : content_end + _common(text[content_end:], after[last_end:])]
+        ending = self._turn_end.match(following)
+        return start, content_end + (ending.end() if ending else 0)
+
+    def _changing(self, text: str, messages: list[Message], turn: int, variables: dict[str, Any]) -> Span:
+        """What changes in the text with what the message at `turn` says."""
+        message = {"role": messages[turn]["role"], "content": _MARK}
+        changed, _ = self.tokenizer.render([*messages[:turn], message, *messages[turn + 1 :]], **variables)
+        start = _common(changed, text)
+        return start, len(text) - _common(changed[start:][::-1], text[start:][::-1])
+
+    def _behind_opening(self, text: str, opening: str, earliest: int, content_start: int) -> int:
+        """The end of the generation prompt `opening` between the message before, which ends at `earliest`, and what an
+        answer says; it may be followed by more, or be written without its end (an empty thought)."""
+        for length in range(len(opening), 0, -1):
+            is_known = length == len(opening) or self._special.search(opening[:length])
+            place = text.rfind(opening[:length], earliest, content_start) if is_known else -1
+            if place >= 0:
+                return place + length
+        return content_start
 
     def _broken(self, value: Any) -> Any:
         """The same with a mark inside each special token that it spells: only the template's are tokens."""

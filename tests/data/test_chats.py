@@ -77,6 +77,69 @@ def test_a_template_that_writes_the_last_answer_in_another_way(tmp_path: Path):
     )
 
 
+QWEN3_TOOLS = (  # thoughts are written behind the last question alone, tools answer as the user: as Qwen 3's does
+    "{% set ns = namespace(query=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    "{% if loop.index0 > ns.query %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}{{ '<call>' + call.name + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% elif m.role == 'tool' %}"
+    "{{ '<|im_start|>user\n<response>' + m.content + '</response><|im_end|>\n' }}{% else %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+SUFFIX = (  # a suffix behind the last turn, and turns without a token that ends them
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if loop.last %}"
+    "{{ '<|endoftext|>' }}{% else %}{{ '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n<|im_start|>assistant\n' }}{% endif %}"
+)
+U, A, T = "user", "assistant", "tool"
+CALL = {"tool_calls": [{"name": "ls"}]}
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+ALTERED = {
+    "two answers in a row": (
+        QWEN3, {}, [(U, "a"), (A, "the fox"), (A, "dog")],
+        ["the fox[2]", NO_THOUGHT + "dog[2]"],
+    ),
+    "three, then a question": (
+        QWEN3, {}, [(U, "a"), (A, "fox"), (A, "fox"), (A, "dog"), (U, "b"), (A, "dog"), (A, "fox")],
+        ["fox[2]", "fox[2]", "dog[2]", "dog[2]", NO_THOUGHT + "fox[2]"],
+    ),
+    "an answer opens the conversation": (
+        QWEN3, {}, [(A, "the fox"), (U, "a"), (A, "dog")],
+        ["the fox[2]", NO_THOUGHT + "dog[2]"],
+    ),
+    "tools, then a question": (
+        QWEN3_TOOLS, {},
+        [(U, "a"), (A, "", {**CALL, "reasoning_content": "hm"}), (T, "x"), (A, "fox"), (U, "b"), (A, "dog")],
+        ["<call>ls</call>[2]", "fox[2]", NO_THOUGHT + "dog[2]"],
+    ),
+    "no thoughts": (
+        QWEN3_TOOLS, {"enable_thinking": False},
+        [(U, "a"), (A, "<b>"), (A, "<think"), (U, "b"), (A, "dog"), (A, "fox")],
+        ["<b>[2]", "<think[2]", "dog[2]", "fox[2]"],
+    ),
+    "a suffix": (SUFFIX, {}, [(U, "a"), (A, "fox"), (A, "fox"), (U, "b"), (A, "dog")], ["fox", "fox", "dog[0]"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ALTERED)
+def test_templates_that_alter_turns(case: str, tmp_path: Path):
+    """The targets are each answer and the token that ends it, in order; nothing that the template writes between."""
+    template, variables, turns, expected = ALTERED[case]
+    tokenizer = tokenizer_of(tmp_path, "chatml", chat_template=template)
+    chat = [{"role": turn[0], "content": turn[1], **(turn[2] if len(turn) > 2 else {})} for turn in turns]
+    ((ids, targets),) = encoded(tokenizer, {"messages": chat}, tmp_path=tmp_path, template_variables=variables)
+    pieces, previous = [], 0
+    for i, target in zip(ids, targets, strict=True):
+        if target and not previous:
+            pieces.append("")
+        if target:
+            pieces[-1] += tokenizer.table[i].decode() or f"[{i}]"
+        previous = target
+    assert pieces == expected
+
+
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
 def test_special_tokens_come_from_the_template_alone(family: str, tmp_path: Path):
     tokenizer = tokenizer_of(tmp_path, family)
