@@ -1,6 +1,7 @@
 """What the XLA compiler is told beyond its own defaults, by config, and checked with that very compiler.
 
-May import: framework.config_names, JAX (inside functions: the environment is checked before it starts).
+May import: framework.config_components, framework.config_names, JAX (inside functions: the environment is checked
+before it starts).
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from framework.config_components import component
 from framework.config_names import did_you_mean
 
 _PATH = "config.compiler.options."
+# Options that read or write files, run programs beside the compiler (ptxas, of xla_gpu_cuda_data_dir), or hand a whole
+# command line on to LLVM or ptxas.
+_FILES = re.compile(r"dump|_dir$|_dir_|_file|_path$|_from$|_to$|_cache_|extra_(flags|options)|_url|profile")
 
 
+@component
 class Compiler:
     """Options for all programs alike: what the step needs (fast memory for a kernel, say) evaluation needs too.
 
@@ -54,6 +60,11 @@ class Compiler:
             package = "libtpu" if platform == "tpu" else "jaxlib"
             near = did_you_mean(name, _options(package)) if "No such" in words else ""
             raise ValueError(f"{_PATH}{name}: the compiler says: {words}{near}") from None
+
+
+def names_files(option: str, value: Any) -> bool:
+    """Whether an option makes the compiler read or write files, going by the name, or by a value that is a path."""
+    return bool(_FILES.search(option)) or (isinstance(value, str) and ("/" in value or "\\" in value))
 
 
 def check_environment() -> None:

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import annotated_types as at
 
 from framework import config_names
+from framework.config_components import component
 from framework.config_names import ConfigError, FieldError, FieldTypeError, did_you_mean, join, name_of, show
 from framework.config_schema import (
     ABSENT,
@@ -49,6 +50,7 @@ FiniteNonNegative = Annotated[float, at.Interval(ge=0, lt=math.inf)]
 # What jax.random.key takes whole: it drops higher bits without a word.
 Seed = Annotated[int, at.Interval(ge=0, lt=2**32)]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
+_MAX_DEPTH = 100  # of JSON data
 
 
 def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
@@ -61,9 +63,10 @@ def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
     return config
 
 
+@component
 def reference(name: str) -> Any:
     """The very object of a dotted name, not what it returns: `config_for(reference, name="jax.nn.gelu")`."""
-    return config_names.resolve(name)
+    return config_names.resolve(name, passed=True)
 
 
 def target_of(config: "Config") -> Callable[..., Any]:
@@ -241,7 +244,7 @@ class Config(ConfigBase):
         hint = functools.reduce(element_hint, keys, node._field(name).hint)
         short = short_names(hint)
         if '"$class"' in text:
-            value = _decode(literal(text), path)
+            value = _decode(literal(text), path)  # components alone, as in a file
         elif text in short:
             value = config_for(short[text])
         elif accepts_config(hint) and config_names.is_trusted(text):
@@ -268,8 +271,8 @@ class Config(ConfigBase):
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Config":
-        """The config of what `to_dict` returned, every field checked. Nothing is called; nothing untrusted is imported:
-        a "$class" outside of what `framework.config_names` trusts raises ConfigError."""
+        """The config of what `to_dict` returned, every field checked. Nothing is called, and nothing untrusted is
+        imported: a "$class" that is no component (see `framework.config_components`) raises ConfigError."""
         config = _decode(data, "")
         if not isinstance(config, Config):
             raise FieldTypeError(f"expected a dict with a '$class', given {show(data)}")
@@ -279,9 +282,10 @@ class Config(ConfigBase):
     def from_json(text: str | bytes) -> "Config":
         """`from_dict` of JSON text."""
         try:
-            return Config.from_dict(json.loads(text))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            data = json.loads(text, object_pairs_hook=_without_duplicates)
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"not valid JSON: {error}") from error
+        return Config.from_dict(data)
 
     def walk(self) -> Iterator[tuple[str, Any]]:
         """(dotted path, value), depth first in signature order, and each config, this one included, before what is in
@@ -341,15 +345,27 @@ def _replaced(value: Any, keys: list[Any], new: Any) -> Any:
     return [_replaced(item, keys[1:], new) if index == keys[0] else item for index, item in enumerate(value)]
 
 
-def _decode(data: Any, path: str) -> Any:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of a key that stands there twice, the one that a person read might not be the one that counts."""
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {show(twice)} stands twice in one object")
+    return data
+
+
+def _decode(data: Any, path: str, depth: int = 0) -> Any:
     """The value of JSON data; a dict with a "$class" is a config, every field checked."""
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"expected at most {_MAX_DEPTH} levels, and there are more", path=path[:80])
     if isinstance(data, list):
-        return [_decode(item, join(path, index)) for index, item in enumerate(data)]
+        return [_decode(item, join(path, index), depth + 1) for index, item in enumerate(data)]
     if not isinstance(data, dict):
         return data
-    # The class first: importing it is what makes the names loadable that it configures itself.
+    # The class first: importing its module is what makes the names loadable that it configures itself.
     config = Config(config_names.resolve(data["$class"], path)) if "$class" in data else None
-    values = {key: _decode(item, join(path, key)) for key, item in data.items() if key != "$class"}
+    values = {key: _decode(item, join(path, key), depth + 1) for key, item in data.items() if key != "$class"}
     if config is None:
         return values
     for name, value in values.items():

@@ -1,9 +1,10 @@
-"""Errors of the config system, and the dotted names of classes and functions. Imports nothing of Plimsoll.
+"""Errors of the config system, and the dotted names of classes and functions. Imports `framework.config_components`.
 
 A saved config and the command line are data from outside, so a name is resolved, running nothing on the way, only if
-1. this process's own code has called `config_for` on that very object (a user's config file did), or
-2. the name lies in a trusted package, and the object that it leads to is *defined* there: `framework.x.os.system`, a
-   re-export, is refused. No module outside the trusted packages is ever imported for a name.
+1. it names a component of Plimsoll, optax or jax.nn (`framework.config_components` says which those are), or
+2. this process's own code has called `config_for` on that very object (a user's config file did), and it is not
+   Plimsoll's: what is no component there stays out of reach, whoever has configured it.
+No module outside those packages is ever imported for a name.
 """
 
 import difflib
@@ -11,11 +12,15 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
-# Where names may lead. What they lead to must be defined in the same distribution, private modules included.
+from framework import config_components as components
+
+# Where names may lead.
 TRUSTED = ("framework", "configs", "optax", "jax.nn")
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+\Z")
+# Public names alone: no part begins with an underscore.
+_DOTTED = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+\Z", re.ASCII)
 # What config_for was called on in this process, by name: how a user's own classes become loadable.
 _configured: dict[str, Any] = {}
 
@@ -92,30 +97,49 @@ def is_trusted(name: str) -> bool:
     return name in _configured or bool(_DOTTED.match(name) and name.startswith(tuple(f"{one}." for one in TRUSTED)))
 
 
-def resolve(name: Any, path: str = "") -> Any:
-    """The class or function of a dotted name. Raises ConfigError at `path`: it is refused, or not there."""
+def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
+    """The component of a dotted name. Raises ConfigError at `path`: it is refused, or not there.
+
+    Args:
+        name: as it stands in a file or on the command line.
+        path: what an error names.
+        passed: the object itself is handed on and not called here, so that functions of arrays will do (`jax.nn.gelu`).
+    """
     if not isinstance(name, str) or not is_trusted(name):
+        shown = show(name).removesuffix(" (str)")
         raise ConfigError(
-            f"{name!r} is refused: names resolve only inside {', '.join(TRUSTED)}, or to what your own config file "
+            f"{shown} is refused: names resolve only inside {', '.join(TRUSTED)}, or to what your own config file "
             "configures (give it as --config=path/to/file.py:NAME)",
             path=path,
         )
-    if name in _configured:
+    if name in _configured and not components.is_ours(_configured[name]):
         return _configured[name]
     module_name, _, attribute = name.rpartition(".")
+    module = _module(name, module_name, path)
+    targets = {key: value for key, value in vars(module).items() if _may_be_named(module_name, value, passed)}
+    if attribute in targets:
+        return targets[attribute]
+    hint = did_you_mean(attribute, targets)
+    if attribute not in vars(module):
+        raise ConfigError(f"{name!r} does not exist{hint}", path=path)
+    raise ConfigError(f"{name!r} is refused: it is no component (see docs/configs.md){hint}", path=path)
+
+
+def _may_be_named(module_name: str, target: Any, passed: bool) -> bool:
+    if module_name.partition(".")[0] in components.OURS:
+        return components.is_component(target)
+    is_function = passed and components.foreign_function(module_name, target)
+    return is_function or components.foreign_component(module_name, target)
+
+
+def _module(name: str, module_name: str, path: str) -> ModuleType:
+    """The module that a name begins with; of other packages only the few that `framework.config_components` lists."""
+    foreign = (*components.OPTAX, components.INITIALIZERS, components.FUNCTIONS)
+    if module_name.partition(".")[0] not in components.OURS and module_name not in foreign:
+        raise ConfigError(f"{name!r} is refused: of other packages names resolve in {', '.join(foreign)}", path=path)
     try:
-        module = importlib.import_module(module_name)  # `framework.x.os` is an attribute and no module: not imported
+        return importlib.import_module(module_name)  # `framework.x.os` is an attribute and no module: not imported
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there; one that it imports is not
         raise ConfigError(f"{name!r} does not exist: no module {error.name!r}", path=path) from None
-    found = getattr(module, attribute, None)
-    if found is None:
-        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"{name!r} does not exist{did_you_mean(attribute, public)}", path=path)
-    prefix = next(prefix for prefix in TRUSTED if name.startswith(f"{prefix}."))
-    home = (getattr(found, "__module__", None) or "").partition(".")[0]
-    if attribute.startswith("_") or not hasattr(found, "__qualname__") or home != prefix.partition(".")[0]:
-        why = f"it is not a public class or function defined in {prefix}"
-        raise ConfigError(f"{name!r} is refused: {why}", path=path)
-    return found

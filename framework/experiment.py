@@ -6,12 +6,12 @@ May import: everything in framework but trainer and hooks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
 
 from framework.compiler import Compiler
-from framework.config import Config, config_for
+from framework.config import Config, ConfigError, component, config_for, target_of
 from framework.data.batches import Pipeline
 from framework.health import Health
 from framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
@@ -23,7 +23,10 @@ from framework.models.chain import Chain
 from framework.parts import STACK, in_parts
 from framework.trainer_options import TrainerOptions
 
+Part = TypeVar("Part")
 
+
+@component
 class AcceleratorRule:
     """What a config changes on some accelerators; applied before the command line's overrides, and printed.
 
@@ -36,6 +39,7 @@ class AcceleratorRule:
         self.pattern, self.set = pattern, set
 
 
+@component
 class Experiment:
     """A training run, described.
 
@@ -68,14 +72,14 @@ class Experiment:
     ):
         for rule in accelerator_rules:
             rule.instantiate()
-        self.model: Chain = model.instantiate()
-        self.data: Pipeline = data.instantiate()
-        self.mesh: MeshShape = mesh.instantiate()
-        self.learner: Learner = learner.instantiate(specs=self.model.parameter_specs())
-        self.memory: Memory = memory.instantiate()
-        self.compiler: Compiler = compiler.instantiate()
-        self.trainer: TrainerOptions = trainer.instantiate()
-        self.health: Health = health.instantiate()
+        self.model = _built("model", model, Chain)
+        self.data = _built("data", data, Pipeline)
+        self.mesh = _built("mesh", mesh, MeshShape)
+        self.learner = _built("learner", learner, Learner, specs=self.model.parameter_specs())
+        self.memory = _built("memory", memory, Memory)
+        self.compiler = _built("compiler", compiler, Compiler)
+        self.trainer = _built("trainer", trainer, TrainerOptions)
+        self.health = _built("health", health, Health)
         self.pretrained = None if pretrained is None else pretrained.instantiate()
 
     def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
@@ -157,6 +161,19 @@ class Experiment:
             name: specs if some and name not in stacks else move_to_host(specs, kind, stacked=name in stacks)
             for name, specs in weights.items()
         }
+
+
+def _built(name: str, config: Config, kind: type[Part], **late: Any) -> Part:
+    """The part that a config describes. Raises ConfigError where it is of another kind."""
+    # Before it is built: a learner needs arguments that nothing else takes.
+    target = target_of(config)
+    if isinstance(target, type) and not issubclass(target, kind):
+        raise ConfigError(f"expected a config of {kind.__name__}, given that of {target.__name__}", path=name)
+    part = config.instantiate(**late)
+    if not isinstance(part, kind):
+        given = f"that of {target.__name__}, which returns a {type(part).__name__}"
+        raise ConfigError(f"expected a config of {kind.__name__}, given {given}", path=name)
+    return part
 
 
 def _counter_specs() -> Nested:

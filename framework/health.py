@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from framework.config import PositiveFloat, PositiveInt
+from framework.config import PositiveFloat, PositiveInt, component
 from framework.metrics.goodput import Goodput
 from framework.workdir import write_json
 
@@ -30,6 +30,7 @@ EXIT_PEER, EXIT_HANG, EXIT_REPLICAS = 5, 6, 7
 UNLIMITED = ("start", "data", "compile", "restore")
 
 
+@component
 class Health:
     """How processes look after themselves and each other.
 

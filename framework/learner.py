@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from framework.clipping import limit_norm_growth, limit_update_rms
-from framework.config import Config, DType, Fraction, PositiveFloat, PositiveInt
+from framework.config import Config, DType, Fraction, PositiveFloat, PositiveInt, component
 from framework.layout import (
     MemoryKind,
     Nested,
@@ -45,6 +45,7 @@ _LOSS_AVERAGES, _DECAY, _SPIKE_FREE = ("loss_mean", "loss_square"), 0.99, 20
 _reaches: dict[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], Reach] = {}
 
 
+@component
 class Learner:
     """Turns gradients into new parameters.
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from framework.config import PositiveInt
+from framework.config import PositiveInt, component
 from framework.layers import remat as remat_policies
 from framework.layout import MemoryKind
 
 
+@component
 class Memory:
     """The levers that trade time for memory; none of them changes the result.
 

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from framework.config import PositiveInt, did_you_mean
+from framework.config import PositiveInt, component, did_you_mean
 from framework.layout import nearest_divisors
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
 
 
+@component
 class MeshShape:
     """Sizes of the mesh axes; one of them may be -1 and takes what is left.
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from framework.config import Config
+from framework.config import Config, component
 from framework.layers.quantize import quantize
 from framework.layout import Nested, ParameterSpec, TensorSpec, flatten, store_leaf
 from framework.models.causal_lm import CausalLM
@@ -132,6 +132,7 @@ class Directory:
         return self._open(self.home[name]).get_slice(name)
 
 
+@component
 class Pretrained:
     """The first weights of a run.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from framework.config import Config
+from framework.config import Config, component
 from framework.config_schema import ShortNames
 from framework.layout import Nested, flatten
 from framework.optimizers.arguments import check_arguments
@@ -19,6 +19,7 @@ Optimizer = Annotated[Config, ShortNames(OPTIMIZERS)]
 FROZEN, DEFAULT = "frozen", "default"
 
 
+@component
 class Rule:
     """What differs for the parameters whose path matches; the first matching rule decides.
 

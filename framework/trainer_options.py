@@ -5,9 +5,10 @@ May import: framework.config.
 
 from __future__ import annotations
 
-from framework.config import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, diff
+from framework.config import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, component, diff
 
 
+@component
 class TrainerOptions:
     """The loop's options. Every interval is in steps; a step is one update.
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import configs
-from framework.config import Config, ConfigError, config_for
+from framework.config import Config, config_for
 from framework.data.tokenizers import BPETokenizer
 from framework.workdir import read_only
-from launch import cli
+from launch import cli, stored
 
 
 @dataclass
@@ -73,13 +73,7 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
     if args.hf is not None:
         return _load_hf(args, overrides)
     workdir, checkpoints = read_only(args.workdir)
-    try:
-        config = Config.from_json((workdir / "config.json").read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"--workdir: {args.workdir} holds no config.json, so no run of launch.train") from None
-    except ConfigError as error:
-        raise ConfigError(f"{workdir / 'config.json'}: {error}") from None
-    cli.apply_overrides(config, overrides)
+    config = stored.read(workdir, overrides, tell)
     experiment: Any = config.instantiate()
     if args.ema and not experiment.learner.ema_specs():
         raise ValueError("--ema: the run keeps no averages (learner.ema is not set)")

@@ -6,11 +6,12 @@ from typing import Any
 
 from configs.families.llama import activation, common_facts, decoder_names, rope, with_windows
 from configs.parts import llama_model
-from framework.config import Config, config_for
+from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
 from framework.pretrained import Family
 
 
+@component
 class Gemma2(Family):
     """Gemma2ForCausalLM."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from configs.families.llama import activation, activation_fact
 from configs.parts import gpt2_model
-from framework.config import Config
+from framework.config import Config, component
 from framework.pretrained import Family, Source
 
 _LAYER = "transformer.h.{layer}"
@@ -27,6 +27,7 @@ def _names() -> dict[str, Source]:
     return names
 
 
+@component
 class GPT2(Family):
     """GPT2LMHeadModel. Dropout, which its config.json may ask for, is left to `model.*.dropout`."""
 

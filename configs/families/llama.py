@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from configs.parts import llama_model
-from framework.config import Config, config_for
+from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
 from framework.layers.rotary import LinearScaling, Llama3Scaling
 from framework.pretrained import Family, Source
@@ -120,6 +120,7 @@ def common_facts(model: Config) -> dict[str, Any]:
     return facts | ({} if attention.rotary is None else rope_facts(attention.rotary))
 
 
+@component
 class Llama(Family):
     """LlamaForCausalLM and what differs from it by biases, windows, and norms of queries and keys."""
 

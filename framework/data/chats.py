@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from framework.config import Fraction
+from framework.config import Fraction, component
 from framework.data.files import DataFile, digest_of
 from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
 from framework.data.sources import TextSource, json_rows, parquet_rows, split_of
@@ -26,6 +26,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
+@component
 class ChatSource(TextSource):
     """Conversations from JSON lines or Parquet files; loss on what the assistant says, its end-of-turn token included.
 

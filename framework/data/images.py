@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import annotated_types
 import numpy as np
 
-from framework.config import Config, PositiveInt, Seed
+from framework.config import Config, PositiveInt, Seed, component
 from framework.data.batches import Pipeline, Shapes
 from framework.data.files import DataFile, digest_of, find
 from framework.data.order import GlobalOrder
@@ -42,6 +42,7 @@ class ImageSource(abc.ABC):
         """uint8 [N,H,W,C]. ValueError, FileNotFoundError: naming the file that is not usable."""
 
 
+@component
 class DigitsSource(ImageSource):
     """The 1,797 handwritten digits that scikit-learn ships in its wheel (UCI, E. Alpaydin and C. Kaynak 1998; 8 x 8
     pixels of 17 levels). About 20% are "validation", by the sha256 of an image's bytes: equal images are in one part.
@@ -64,6 +65,7 @@ class DigitsSource(ImageSource):
         return images if self.split == "all" else images[parts == self.split]
 
 
+@component
 class ImageFolder(ImageSource):
     """The PNG files (8 bits: gray, RGB, RGBA) and NPZ files (each array uint8 [N,H,W,C]) of one folder, by name.
 
@@ -144,6 +146,7 @@ class ImageReport(NamedTuple):
         return f"{what}, sha256 {_digest(self.images)[:12]}"
 
 
+@component
 class ImagePipeline(Pipeline):
     """Images in, batches out.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from framework.config import Config, PositiveInt, Seed
+from framework.config import Config, PositiveInt, Seed, component
 from framework.data.batches import Pipeline, Shapes
 from framework.data.chats import ChatSource
 from framework.data.files import FileHashes, digest_of
@@ -54,6 +54,7 @@ class SourceReport:
         return ", ".join([*parts, *filter(None, [self.note]), f"sha256 {self.sha256[:12]}"])
 
 
+@component
 class DataPipeline(Pipeline):
     """Documents in, batches out.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from framework.config import PositiveInt
+from framework.config import PositiveInt, component
 from framework.data.files import digest_of, find
 from framework.data.tokenizers import TextBudget, Tokenizer, byte_table, load_library
 from framework.workdir import write_json
@@ -28,6 +28,7 @@ _OPEN, _CLOSE = "\U0010fffb", "\U0010fffc"  # private use: around what a templat
 _IDS = {"bos_token_id", "eos_token_id"}
 
 
+@component
 class PretrainedTokenizer(Tokenizer):
     """Byte-level BPE (GPT-2, Llama 3, Qwen), or BPE or Unigram as sentencepiece makes them (Llama 2, Mistral, Gemma).
 

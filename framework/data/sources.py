@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from framework.config import Config, NonNegativeInt, did_you_mean
+from framework.config import Config, NonNegativeInt, component, did_you_mean
 from framework.data.files import DataFile, FileHashes, digest_of, fetched, find, readable
 from framework.data.packing import Conversations, Windows
 from framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
@@ -64,6 +64,7 @@ class TextSource(abc.ABC):
         return {"sha256": digest, **facts, "files": files}
 
 
+@component
 class StdlibSource(TextSource):
     """The `.py` files of the standard library of the Python that runs, one document per file, sorted by name.
 
@@ -110,6 +111,7 @@ def split_of(content: str, validation_fraction: float = 0.05) -> Literal["train"
     return "validation" if percent < 100 * validation_fraction else "train"
 
 
+@component
 class TextFiles(TextSource):
     """UTF-8 text files; each file is one document, or several between `separator`s.
 
@@ -132,6 +134,7 @@ class TextFiles(TextSource):
             yield text
 
 
+@component
 class JsonLines(TextSource):
     """One JSON object per line; the text stands in `field`.
 
@@ -188,6 +191,7 @@ def _pieces(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, byte
     yield offset, rest
 
 
+@component
 class Parquet(TextSource):
     """A text column of Parquet files, each row a document; only a few rows of it are in memory.
 
@@ -229,6 +233,7 @@ def parquet_rows(file: DataFile, column: str | None = None) -> Iterator[tuple[st
         raise ValueError(f"{file}: damaged, truncated or not Parquet, after row {row}: {error}") from error
 
 
+@component
 class TokenMemmap:
     """Tokens that exist already: nanoGPT-style `.bin` files, and those that `launch.prepare` writes; read in ranges.
 
@@ -256,6 +261,7 @@ class TokenMemmap:
         return TokenStream([TokenShard(file, self, tokenizer, hashes) for file in shards])
 
 
+@component
 class Mixture:
     """Several sources at once: of many sequences, the share of each source tends to its weight.
 

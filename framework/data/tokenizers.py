@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from framework.config import NonNegativeInt, PositiveInt
+from framework.config import NonNegativeInt, PositiveInt, component
 from framework.data.files import digest_of, find
 from framework.workdir import write_json
 
@@ -82,6 +82,7 @@ class Tokenizer:
         return self.decode_bytes(tokens).decode("utf-8", errors="replace")
 
 
+@component
 class ByteTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the separator; vocab_size 257. There is no padding id."""
 
@@ -108,6 +109,7 @@ class ByteTokenizer(Tokenizer):
         return library.to_str().encode()
 
 
+@component
 class BPETokenizer(Tokenizer):
     """Byte-level BPE: loaded from `path`, or trained on the training source; kept as `tokenizer.json` in the workdir.
 
@@ -183,6 +185,7 @@ class BPETokenizer(Tokenizer):
         return library.to_str().encode()
 
 
+@component
 class NoTokenizer(Tokenizer):
     """Ids that stand for no text: for token files whose tokenizer is not at hand. No decoding, no bits per byte.
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.config import Config, PositiveFloat, PositiveInt, config_for
+from framework.config import Config, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.attention_cache import cached_attention
 from framework.layers.attention_kernels import Implementation, dot_product_attention
 from framework.layers.base import BATCH_AXES, Context, Layer, Out
@@ -21,6 +21,7 @@ from framework.layers.rotary import Rotary
 from framework.layout import Nested, nearest_divisors
 
 
+@component
 class Attention(Layer):
     """Causal self-attention of x_BSD.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from framework.config import Config, Fraction, PositiveInt, config_for
+from framework.config import Config, Fraction, PositiveInt, component, config_for
 from framework.layers.attention import Attention
 from framework.layers.base import Context, Layer, Out
 from framework.layers.mlp import MLP
@@ -17,6 +17,7 @@ from framework.layers.norm import RMSNorm
 from framework.layout import Nested
 
 
+@component
 class Block(Layer):
     """One layer of a transformer. x_BSD flows through; the residual stream keeps the compute dtype.
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from framework.config import Config, Fraction, PositiveFloat, PositiveInt, config_for
+from framework.config import Config, Fraction, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.base import Context, Layer, Out
 from framework.layout import Nested, ParameterSpec
 
 
+@component
 class Embedding(Layer):
     """tokens -> x_BSD.
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.config import Config, NonNegativeFloat, PositiveFloat, PositiveInt, config_for
+from framework.config import Config, NonNegativeFloat, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.base import BATCH_AXES, Context, Layer, Out, prepare_own
 from framework.layers.norm import RMSNorm
 from framework.layout import Nested, ParameterSpec
@@ -24,6 +24,7 @@ from framework.layout import Nested, ParameterSpec
 Loss = tuple[jax.Array, dict[str, jax.Array]]
 
 
+@component
 class LMHead(Layer):
     """x_BSD -> the loss of ctx.batch["targets"], or logits.
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import jax
 
-from framework.config import Config, PositiveInt, config_for
+from framework.config import Config, PositiveInt, component, config_for
 from framework.layers.base import Context, Layer
 from framework.layout import MeshAxes, ParameterSpec
 
 
+@component
 class Linear(Layer):
     """An affine map of the last axis.
 

@@ -15,13 +15,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from framework.config import DType, Fraction, PositiveFloat, PositiveInt
+from framework.config import DType, Fraction, PositiveFloat, PositiveInt, component
 from framework.layers.base import Context, Layer
 from framework.layers.linear import Linear
 from framework.layers.quantize import Storage, dequantize, matmul, quantized_specs
 from framework.layout import Nested, ParameterSpec
 
 
+@component
 class LoRA:
     """Adapters for the linear layers of a model; all else is frozen.
 

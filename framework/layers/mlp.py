@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from framework.config import Config, PositiveInt, config_for
+from framework.config import Config, PositiveInt, component, config_for
 from framework.layers.base import BATCH_AXES, Context, Layer, Out
 from framework.layers.linear import Linear
 from framework.layout import Nested
@@ -32,6 +32,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+@component
 class MLP(Layer):
     """down(act(up(x))), or gated: down(act(gate(x)) * up(x)).
 

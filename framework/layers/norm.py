@@ -8,11 +8,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from framework.config import PositiveFloat, PositiveInt
+from framework.config import PositiveFloat, PositiveInt, component
 from framework.layers.base import Context, Layer
 from framework.layout import ParameterSpec
 
 
+@component
 class RMSNorm(Layer):
     """x / sqrt(mean(x^2) + eps) * scale, over the last axis.
 
@@ -37,6 +38,7 @@ class RMSNorm(Layer):
         return (y * (self.offset + weights["scale"].astype(y.dtype))).astype(x.dtype)
 
 
+@component
 class LayerNorm(Layer):
     """(x - mean) / sqrt(var + eps) * scale + bias, over the last axis.
 

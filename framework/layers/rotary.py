@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.config import Config, PositiveFloat, PositiveInt
+from framework.config import Config, PositiveFloat, PositiveInt, component
 
 
+@component
 class Llama3Scaling:
     """Stretches the low frequencies so that a model trained at one context length can be used at a longer one.
 
@@ -39,6 +40,7 @@ class Llama3Scaling:
         return (1 - smooth) * frequencies / self.factor + smooth * frequencies
 
 
+@component
 class LinearScaling:
     """All positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
 
@@ -50,6 +52,7 @@ class LinearScaling:
         return frequencies / self.factor
 
 
+@component
 class Rotary:
     """Turns pairs of elements of queries and keys by angles proportional to the position.
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from framework.config import Config, PositiveInt
+from framework.config import Config, PositiveInt, component
 from framework.layers import remat
 from framework.layers.base import Context, Layer, Out
 from framework.layers.reversible import Reversible, TwoStream, filled, floats
@@ -53,6 +53,7 @@ class Unit(Reversible):
         return carry, grads, ct
 
 
+@component
 class Stack(Layer):
     """num_layers layers, following `pattern` over and over.
 

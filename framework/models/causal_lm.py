@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.config import Config, DType, PositiveInt, config_for
+from framework.config import Config, DType, PositiveInt, component, config_for
 from framework.layers.attention import Attention
 from framework.layers.base import Context, Out
 from framework.layers.embedding import Embedding
@@ -22,6 +22,7 @@ from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, nearest
 from framework.models.chain import Chain, Places
 
 
+@component
 class CausalLM(Chain):
     """Predicts each next token.
 

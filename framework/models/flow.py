@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.config import Config, DType, PositiveInt, config_for
+from framework.config import Config, DType, PositiveInt, component, config_for
 from framework.layers.base import Context, Layer, Out
 from framework.layers.flow.base import Invertible
 from framework.layers.flow.ends import Gaussian, Preprocess, Prior, Split
@@ -25,6 +25,7 @@ from framework.layout import Nested
 from framework.models.chain import Chain
 
 
+@component
 class Flow(Chain):
     """Learns the density of images.
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import optax
 
-from framework.config import FiniteNonNegative, PositiveFloat
+from framework.config import FiniteNonNegative, PositiveFloat, component
 
 
+@component
 def adalomo(
     *,
     learning_rate: optax.ScalarOrSchedule,

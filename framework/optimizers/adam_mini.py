@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_map_with_path
 
-from framework.config import FiniteNonNegative, Fraction
+from framework.config import FiniteNonNegative, Fraction, component
 from framework.layout import Nested, OptStateSpec, ParameterSpec, flatten, path_name
 from framework.optimizers.kinds import TABLE_ROLES, kind
 from framework.optimizers.offload import partitioned_chain
@@ -56,6 +56,7 @@ def _blocks(spec: ParameterSpec) -> _Blocks:
     return _Blocks((roles.index("out") if "out" in roles else 1,)) if kind(spec) == "matrix" else _Blocks(())
 
 
+@component
 def adam_mini(
     *,
     learning_rate: optax.ScalarOrSchedule,

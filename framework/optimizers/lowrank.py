@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from framework.clipping import limit_norm_growth
-from framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt
+from framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component
 from framework.layout import Nested, OptStateSpec, flatten, fold_in_name, path_name, unflatten
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
@@ -30,6 +30,7 @@ class ApolloState(NamedTuple):
     norm: Nested
 
 
+@component
 def apollo(
     *,
     learning_rate: optax.ScalarOrSchedule,
@@ -83,6 +84,7 @@ def apollo(
     return of_kinds({})
 
 
+@component
 def apollo_mini(
     *,
     learning_rate: optax.ScalarOrSchedule,

@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import optax
 
-from framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt
+from framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component
 from framework.layout import Nested, OptStateSpec, flatten, path_name
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 
 
+@component
 def muon(
     *,
     learning_rate: optax.ScalarOrSchedule,
@@ -43,6 +44,7 @@ def muon(
     return _by_kind(own, optax.adamw(rest_rate, b1, b2, weight_decay=weight_decay), {})
 
 
+@component
 def galore(
     *,
     learning_rate: optax.ScalarOrSchedule,

@@ -2,7 +2,8 @@
 
 In the learner the layout decides what is moved, and when: it takes the partition from here and leaves the moves out
 (`at_rest`), so that nothing is moved twice. The moves are for whoever calls `update` without a learner.
-Follows apple/axlearn#867. May import: framework.layout, framework.optimizers.partition, JAX, optax.
+Follows apple/axlearn#867. May import: framework.config_components, framework.layout, framework.optimizers.partition,
+JAX, optax.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import optax
 
+from framework.config_components import component
 from framework.layout import MemoryKind, Nested, TensorSpec, copy_partition, flatten, move_to_host
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 
@@ -21,6 +23,7 @@ Transformation = optax.GradientTransformation | PartitionedGradientTransformatio
 _SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
 
 
+@component
 def offload_optimizer(
     optimizer: Transformation,
     pattern: str = ".*",
@@ -77,6 +80,7 @@ def offload_optimizer(
     )
 
 
+@component
 def partitioned_chain(transformations: Sequence[Transformation]) -> PartitionedGradientTransformation:
     """`optax.chain` of a list, as a config can give it, whose parts keep their partitions."""
 

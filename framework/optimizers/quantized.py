@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_map_with_path
 
-from framework.config import FiniteNonNegative, Fraction, NonNegativeInt, PositiveInt
+from framework.config import FiniteNonNegative, Fraction, NonNegativeInt, PositiveInt, component
 from framework.layout import Nested, OptStateSpec, path_name
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.offload import partitioned_chain
@@ -106,6 +106,7 @@ class _Blocks(NamedTuple):
         return Moment(self.join(encode(x / jnp.expand_dims(scale, self.axis), signed=signed), shape), scale)
 
 
+@component
 def adamw8bit(
     *,
     learning_rate: optax.ScalarOrSchedule,

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.config import Config, PositiveFloat, PositiveInt, config_for
+from framework.config import Config, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.base import Context, Layer
 from framework.layers.flow.base import Bijection, Carry, sum_each
 from framework.layers.flow.nets import ConvNet
 from framework.layout import Nested
 
 
+@component
 class AdditiveCoupling(Bijection):
     """(a, b) -> (a, b + t(a)); its log-determinant is 0.
 
@@ -88,6 +89,7 @@ class AdditiveCoupling(Bijection):
         return before, {"net": grads}, {**cts[0], "x": self._joined(ct_kept + more, ct_x)}
 
 
+@component
 class AffineCoupling(AdditiveCoupling):
     """(a, b) -> (a, b * exp(s(a)) + t(a)), s = bound * tanh(. / bound); log_det = sum of s.
 

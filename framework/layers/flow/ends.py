@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.config import Fraction, PositiveInt
+from framework.config import Fraction, PositiveInt, component
 from framework.layers.base import BATCH_AXES, Context, Layer, Out
 from framework.layers.flow.base import Carry, Invertible, log_normal, row_keys, sum_each, wide
 from framework.layers.flow.nets import Conv
 from framework.layout import Nested, ParameterSpec
 
 
+@component
 class Preprocess(Invertible):
     """Integers x in 0..levels-1 -> logit(alpha + (1 - 2 alpha) (x + u) / levels), u uniform in [0, 1).
 
@@ -95,6 +96,7 @@ class Gaussian(Layer):
         return gone if kept is None else jnp.concatenate([kept, gone], axis=-1)
 
 
+@component
 class Split(Gaussian):
     """Half of the channels leave; log_prior grows by their log-density.
 
@@ -129,6 +131,7 @@ class Split(Gaussian):
         return {**carry, "x": kept, "log_prior": log_prior}, Out()
 
 
+@component
 class Prior(Gaussian):
     """All that is left leaves, and the loss is made.
 

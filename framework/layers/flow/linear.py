@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.config import PositiveInt, Seed
+from framework.config import PositiveInt, Seed, component
 from framework.layers.base import Context
 from framework.layers.flow.base import Bijection
 from framework.layout import Nested, ParameterSpec
@@ -21,6 +21,7 @@ from framework.layout import Nested, ParameterSpec
 SMALLEST_STD = 1e-3
 
 
+@component
 class ActNorm(Bijection):
     """y = (x + bias) * exp(log_scale), by channel; calibrated so that the first batch leaves with mean 0, variance 1.
 
@@ -51,6 +52,7 @@ class ActNorm(Bijection):
         return {"bias": -mean, "log_scale": -jnp.log(jnp.maximum(std, SMALLEST_STD))}
 
 
+@component
 class InvertibleConv(Bijection):
     """A 1x1 convolution: y = W x at each position, W = R L (U + diag(exp(log_scale))).
 
@@ -105,6 +107,7 @@ class InvertibleConv(Bijection):
         return 2.0 * self.dim**2
 
 
+@component
 class Permutation(Bijection):
     """A fixed order of the channels, the same in all units of a stack.
 
@@ -126,6 +129,7 @@ class Permutation(Bijection):
         return y_BHWC[..., np.argsort(self.order)], jnp.zeros_like(y_BHWC[:, 0, 0, 0])
 
 
+@component
 class Squeeze(Bijection):
     """[B, H, W, C] -> [B, H/2, W/2, 4C]: squares of 2 x 2 become channels."""
 

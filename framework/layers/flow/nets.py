@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.config import Config, Fraction, PositiveInt, config_for
+from framework.config import Config, Fraction, PositiveInt, component, config_for
 from framework.layers.base import Context, Layer
 from framework.layers.linear import Linear
 from framework.layers.mlp import MLP
@@ -19,6 +19,7 @@ from framework.layers.norm import RMSNorm
 from framework.layout import Nested, ParameterSpec, nearest_divisors
 
 
+@component
 class Conv(Layer):
     """A convolution with "same" padding and a bias.
 
@@ -77,6 +78,7 @@ def with_coordinates(x_BHWC: jax.Array) -> jax.Array:
     return jnp.concatenate([x_BHWC, jnp.broadcast_to(grid_HW2, (batch, height, width, 2))], axis=-1)
 
 
+@component
 class ConvNet(Layer):
     """Convolution, 1x1 convolution, convolution (Glow's), with GELU between.
 
@@ -112,6 +114,7 @@ class ConvNet(Layer):
         return self.last(weights["last"], ctx.dropout(h, self.dropout, "hidden"), ctx)
 
 
+@component
 class AttentionNet(Layer):
     """A transformer block over all positions, none masked.
 

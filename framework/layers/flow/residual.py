@@ -12,13 +12,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from framework.config import Fraction, PositiveFloat, PositiveInt
+from framework.config import Fraction, PositiveFloat, PositiveInt, component
 from framework.layers.base import Context, Layer
 from framework.layers.flow.base import Invertible, row_keys, sum_each, wide
 from framework.layers.flow.nets import Conv, convolve, with_coordinates
 from framework.layout import Nested, fold_in_name
 
 
+@component
 class ResidualBlock(Invertible):
     """x + g(x); g is three convolutions with LipSwish, x sigmoid(x) / 1.1, between them.
 

@@ -1,0 +1,53 @@
+"""The config that a run has stored in its workdir, for verbs that look at the run: data from outside.
+
+It says what the model is. Where this machine keeps compiled programs, and which files its compiler writes, is for who
+runs the verb to say: the workdir may be a stranger's. May import: framework, configs, launch.cli.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from framework.compiler import names_files
+from framework.config import Config, ConfigError, target_of
+from launch import cli
+
+
+def read(workdir: Path, overrides: cli.Overrides, tell: Callable[[str], None]) -> Config:
+    """The config of a workdir with `overrides`, but without the settings that belong to a machine.
+
+    Raises:
+        FileNotFoundError: there is none. ConfigError: it names what is no component, or describes no experiment.
+    """
+    from framework.experiment import Experiment
+
+    file = workdir / "config.json"
+    try:
+        config = Config.from_json(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of launch.train") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    target = target_of(config)
+    if not (isinstance(target, type) and issubclass(target, Experiment)):
+        raise ConfigError(f"{file}: expected the config of an Experiment, given that of {target.__name__}")
+    try:
+        leave_places_out(config, tell)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return cli.apply_overrides(config, overrides)
+
+
+def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
+    """Sets back, in place, what names a place on the machine that the run was on."""
+    # Machine code is loaded from the cache, so a stranger does not choose where it is.
+    if config.get_path("trainer.compilation_cache") is not None:
+        del config.trainer["compilation_cache"]
+    for name, value in list(config.get_path("compiler.options").items()):
+        if names_files(name, value):
+            del config.compiler.options[name]
+            tell(
+                f"compiler.options.{name} of the run is left out, as it names files of the machine; to set it, "
+                f"--config.compiler.options.{name}={value}"
+            )
