@@ -351,7 +351,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(data) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {show(twice)} stands twice in one object")
+        raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
     return data
 
 

@@ -21,6 +21,7 @@ from framework import config_components as components
 TRUSTED = ("framework", "configs", "optax", "jax.nn")
 # Public names alone: no part begins with an underscore.
 _DOTTED = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+\Z", re.ASCII)
+_LONGEST = 200  # characters of a name; importlib goes into a name of many parts recursively
 # What config_for was called on in this process, by name: how a user's own classes become loadable.
 _configured: dict[str, Any] = {}
 
@@ -94,7 +95,8 @@ def name_of(target: Callable[..., Any]) -> str:
 
 def is_trusted(name: str) -> bool:
     """Whether a text could be resolved at all, going by its form and first parts."""
-    return name in _configured or bool(_DOTTED.match(name) and name.startswith(tuple(f"{one}." for one in TRUSTED)))
+    is_dotted = len(name) <= _LONGEST and _DOTTED.match(name) is not None
+    return name in _configured or (is_dotted and name.startswith(tuple(f"{one}." for one in TRUSTED)))
 
 
 def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
@@ -116,11 +118,11 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
         return _configured[name]
     module_name, _, attribute = name.rpartition(".")
     module = _module(name, module_name, path)
-    targets = {key: value for key, value in vars(module).items() if _may_be_named(module_name, value, passed)}
-    if attribute in targets:
-        return targets[attribute]
-    hint = did_you_mean(attribute, targets)
-    if attribute not in vars(module):
+    known = vars(module)
+    if attribute in known and _may_be_named(module_name, known[attribute], passed):
+        return known[attribute]
+    hint = did_you_mean(attribute, [key for key, value in known.items() if _may_be_named(module_name, value, passed)])
+    if attribute not in known:
         raise ConfigError(f"{name!r} does not exist{hint}", path=path)
     raise ConfigError(f"{name!r} is refused: it is no component (see docs/configs.md){hint}", path=path)
 

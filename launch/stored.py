@@ -42,11 +42,13 @@ def read(workdir: Path, overrides: cli.Overrides, tell: Callable[[str], None]) -
 def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
     """Sets back, in place, what names a place on the machine that the run was on."""
     # Machine code is loaded from the cache, so a stranger does not choose where it is.
-    if config.get_path("trainer.compilation_cache") is not None:
-        del config.trainer["compilation_cache"]
-    for name, value in list(config.get_path("compiler.options").items()):
+    trainer, compiler = config.trainer, config.compiler
+    if trainer.takes("compilation_cache") and trainer.compilation_cache is not None:
+        del trainer["compilation_cache"]
+    options = compiler.options if compiler.takes("options") else {}
+    for name, value in list(options.items()):
         if names_files(name, value):
-            del config.compiler.options[name]
+            del options[name]
             tell(
                 f"compiler.options.{name} of the run is left out, as it names files of the machine; to set it, "
                 f"--config.compiler.options.{name}={value}"

@@ -1,0 +1,296 @@
+"""What files may name: exactly what is marked where it is defined, and nothing of it touches a file as it is built."""
+
+import ast
+import functools
+import importlib
+import inspect
+import pkgutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import configs
+import framework
+import launch
+from configs.families.llama import Llama
+from framework import config_components, config_names
+from framework.config import Config, ConfigError, config_for, reference
+from framework.config_components import is_component
+from framework.data import images, sources, tokenizers
+from framework.layers.attention import Attention
+from framework.layers.block import Block
+from framework.layers.flow.linear import ActNorm
+from framework.layers.linear import Linear
+from framework.layers.mlp import MLP
+from framework.layers.stack import Stack
+from tests.support.watched import watched
+
+ROOT = Path(__file__).parents[2]
+
+
+def _modules() -> list[str]:
+    """Every module of ours that could be named, `launch` too."""
+    found = ["framework", "configs", "launch"]
+    for package in (framework, configs, launch):
+        found += [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    return [name for name in found if not name.endswith("__main__")]
+
+
+def _marked_in_source() -> set[str]:
+    """The dotted names of what stands under `@component`, as a reader of the files sees it."""
+    names = set()
+    for package in ("framework", "configs", "launch"):
+        for file in (ROOT / package).rglob("*.py"):
+            module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            for node in ast.parse(file.read_text()).body:
+                decorators = [ast.unparse(one) for one in getattr(node, "decorator_list", [])]
+                if "component" in decorators:
+                    names.add(f"{module}.{node.name}")  # pyright: ignore[reportAttributeAccessIssue]
+    return names
+
+
+MARKED = sorted(_marked_in_source())
+
+
+def test_of_everything_public_exactly_the_marked_ones_can_be_named():
+    resolved = {}
+    for module_name in _modules():
+        for attribute in vars(importlib.import_module(module_name)):
+            try:
+                target = config_names.resolve(f"{module_name}.{attribute}", passed=True)
+            except ConfigError:
+                continue
+            resolved[f"{target.__module__}.{target.__qualname__}"] = target  # a re-export leads to the same object
+    assert sorted(resolved) == MARKED
+    assert all(is_component(target) for target in resolved.values())
+
+
+def test_the_mark_is_neither_inherited_nor_copied():
+    class Wider(Linear): ...
+
+    @functools.wraps(reference)
+    def wrapped(name: str): ...
+
+    assert is_component(Linear)
+    assert is_component(reference)
+    assert not is_component(Wider)
+    assert not is_component(wrapped)
+
+
+# What required fields are given, by their names; `_late` below has what only a parent knows.
+DATA = config_for(sources.TextFiles, paths=["not/there.txt"])
+FIELDS: dict[str, Any] = {
+    "dim": 8,
+    "dims": 32,
+    "factor": 2.0,
+    "family": config_for(Llama),
+    "global_batch_size": 2,
+    "head_dim": 4,
+    "hidden": 16,
+    "image_shape": [8, 8, 1],
+    "inputs": 4,
+    "learning_rate": 0.1,
+    "levels": 17,
+    "max_steps": 3,
+    "name": "jax.nn.gelu",
+    "num_heads": 2,
+    "num_layers": 1,
+    "optimizer": config_for(optax.adam, learning_rate=0.1),
+    "outputs": 4,
+    "path": "not/there",
+    "paths": ["not/there"],
+    "pattern": "x",
+    "seq_len": 8,
+    "set": {"memory.remat": "full"},
+    "shape": [4, 4, 2],
+    "source": DATA,
+    "sources": [DATA, DATA],
+    "stacks": [config_for(Stack, num_layers=1, pattern=[config_for(ActNorm)])],
+    "tokenizer": config_for(tokenizers.ByteTokenizer),
+    "transformations": [config_for(optax.scale, step_size=1.0), config_for(optax.adam, learning_rate=0.1)],
+    "vocab_size": 300,
+    "weights": [1.0, 2.0],
+}
+# Where a name means something else, and where a part of another kind is needed.
+BLOCK = config_for(Block, attention=config_for(Attention, num_heads=2), mlp=config_for(MLP, hidden=16))
+SPECIAL: dict[str, dict[str, Any]] = {
+    "framework.data.images.ImagePipeline": {"source": config_for(images.DigitsSource)},
+    "framework.layers.stack.Stack": {"pattern": [BLOCK]},
+    "framework.layers.block.Block": {"attention": BLOCK.attention, "mlp": BLOCK.mlp},
+    "framework.models.causal_lm.CausalLM": {"stack": config_for(Stack, num_layers=1, pattern=[BLOCK])},
+    "framework.learner.Learner": {
+        "specs": {"embed": {"token": Linear(inputs=4, outputs=4).parameter_specs()["weight"]}}
+    },
+    "framework.rules.Rule": {"freeze": True, "optimizer": None},
+}
+
+
+def _build(target: Any, name: str) -> Any:
+    config, special = config_for(target), SPECIAL.get(name, {})
+    late = {key: special.get(key, FIELDS.get(key)) for key in {*config.missing(), *special}}
+    for key in [key for key in late if key != "specs"]:
+        config[key] = late.pop(key)
+    return config.instantiate(**late)
+
+
+@pytest.mark.parametrize("name", [name for name in MARKED if not name.endswith(".Experiment")])
+def test_building_a_component_touches_no_file(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    target = config_names.resolve(name)
+    if inspect.signature(target).parameters:
+        _build(target, name)  # imports, and what JAX compiles for a first time
+    with watched() as events:
+        _build(target, name)
+    assert events == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["nanogpt-cpu", "digits-glow"])
+def test_building_an_experiment_touches_no_file(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = configs.load(name)
+    config.instantiate()
+    with watched() as events:
+        config.instantiate()
+    assert events == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_watch_sees_what_it_is_for(tmp_path):
+    with watched() as events:
+        (tmp_path / "x").write_text("y")
+        (tmp_path / "d").mkdir()
+        subprocess.run(["true"], check=True)
+        socket.socket().close()
+    assert {event.split()[0] for event in events} >= {"open", "os.mkdir", "subprocess.Popen", "socket.__new__"}
+
+
+OPTIMIZER = optax.adam(0.1)
+# Arguments for everything of optax that may be named, by the names of parameters without a default.
+ARGUMENTS: dict[str, Any] = {
+    "adv_optimizer": OPTIMIZER,
+    "cosine_kwargs": [{"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 1, "decay_steps": 3}],
+    "interpolate_type": "linear",
+    "tx": OPTIMIZER,
+    "accumulation_steps": 2,
+    "alpha": 0.5,
+    "base_optimizer": OPTIMIZER,
+    "beta": 0.9,
+    "boundaries": [3],
+    "boundaries_and_scales": {3: 0.5},
+    "clipping": 1.0,
+    "condition": lambda **_: True,
+    "decay": 0.9,
+    "decay_rate": 0.9,
+    "decay_steps": 10,
+    "end_value": 0.1,
+    "eta": 0.01,
+    "every": 2,
+    "fast_optimizer": OPTIMIZER,
+    "freeze_mask": {"x": True},
+    "gamma": 0.5,
+    "init_value": 1.0,
+    "inner": OPTIMIZER,
+    "key": 0,
+    "k": 2,
+    "l2_norm_clip": 1.0,
+    "label_fn": lambda params: params,
+    "learning_rate": 0.1,
+    "mask": {"x": True},
+    "max_backtracking_steps": 3,
+    "max_consecutive_errors": 2,
+    "max_delta": 1.0,
+    "max_linesearch_steps": 3,
+    "max_norm": 1.0,
+    "measure": lambda updates: updates,
+    "measure_name": "norm",
+    "measures": {"norm": lambda updates: updates},
+    "momentum": 0.9,
+    "noise_multiplier": 1.0,
+    "opt": OPTIMIZER,
+    "optimize_mask": {"x": True},
+    "optimizer": OPTIMIZER,
+    "param_labels": {"x": "a"},
+    "peak_value": 1.0,
+    "power": 1.0,
+    "should_transform_fn": lambda **_: True,
+    "f": lambda *_: 0.0,
+    "schedules": [optax.constant_schedule(1.0)] * 2,
+    "seed": 0,
+    "step_size": 0.1,
+    "step_size_fn": optax.constant_schedule(1.0),
+    "sync_period": 2,
+    "slow_step_size": 0.5,
+    "threshold": 1.0,
+    "transforms": {"a": OPTIMIZER},
+    "transition_steps": 10,
+    "update_fn": lambda updates, params: updates,
+    "value": 1.0,
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+}
+
+
+def _public_of_optax() -> list[tuple[str, str, Any]]:
+    modules = [(name, importlib.import_module(name)) for name in config_components.OPTAX]
+    return [(name, key, target) for name, module in modules for key, target in sorted(vars(module).items())]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_of_optax_exactly_the_transformations_and_schedules_can_be_named():
+    accepted, refused = 0, 0
+    for module_name, key, target in _public_of_optax():
+        try:
+            assert config_names.resolve(f"{module_name}.{key}") is target
+        except ConfigError:
+            refused += 1
+            continue
+        accepted += 1
+        parameters = inspect.signature(target).parameters.values()
+        needed = [one for one in parameters if one.default is one.empty or one.name == "key"]
+        needed = [one for one in needed if one.kind is not one.VAR_KEYWORD]
+        part = ("name", OPTIMIZER) if key == "named_chain" else OPTIMIZER
+        positional = [part for one in needed if one.kind is one.VAR_POSITIONAL]
+        named = {one.name: ARGUMENTS[one.name] for one in needed if one.kind is not one.VAR_POSITIONAL}
+        with watched() as events:
+            product = target(*positional, **named)
+        assert events == [], key
+        is_transformation = isinstance(product, optax.GradientTransformation)
+        assert is_transformation or jnp.shape(product(0)) == (), f"{module_name}.{key} is neither"
+    assert accepted > 120, "most of optax"
+    assert refused > 50
+
+
+def test_what_optax_has_besides_is_refused():
+    for name in [
+        *("optax.inject_hyperparams", "optax.apply_updates", "optax.microbatch", "optax.MultiSteps", "optax.nnls"),
+        *("optax.GradientTransformation", "optax.tree_utils.tree_map_params", "optax.second_order.hvp"),
+        *("optax.losses.l2_loss", "optax.contrib.schedule_free_eval_params", "optax.value_and_grad_from_state"),
+        *("optax._src.alias.adamw", "optax.perturbations.make_perturbed_fun", "optax.ScalarOrSchedule"),
+    ]:
+        with pytest.raises(ConfigError, match="is refused"):
+            config_names.resolve(name, passed=True)
+
+
+def test_initializers_build_and_functions_are_passed():
+    key = jax.random.key(0)
+    for name in ("normal", "truncated_normal", "lecun_normal", "he_uniform", "orthogonal"):
+        initializer = Config.from_dict({"$class": f"jax.nn.initializers.{name}"}).instantiate()
+        assert initializer(key, (4, 4), jnp.float32).shape == (4, 4)
+    assert config_for(reference, name="jax.nn.gelu").instantiate() is jax.nn.gelu
+    assert config_for(reference, name="jax.nn.initializers.zeros").instantiate() is jax.nn.initializers.zeros
+    for name in ("jax.nn.gelu", "jax.nn.one_hot", "jax.nn.initializers.zeros", "jax.nn.initializers.Initializer"):
+        with pytest.raises(ConfigError, match="is refused"):
+            Config.from_dict({"$class": name})
+
+
+def test_what_our_own_code_configures_is_not_thereby_open_to_files():
+    config_for(configs.load, spec="nanogpt-cpu")  # as any code of ours, or a user's, may do
+    with pytest.raises(ConfigError, match=r"'configs\.load' is refused: it is no component"):
+        Config.from_dict({"$class": "configs.load", "spec": "nanogpt-cpu"})

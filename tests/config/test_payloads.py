@@ -1,0 +1,408 @@
+"""What a stranger's config could ask for: each payload, at each place of an experiment, is refused and does nothing."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import optax
+import pytest
+
+import configs
+from framework.config import Config, ConfigError, config_for, reference
+from tests.support.watched import watched
+
+# In texts: {dir} is a folder with evil.py, which writes the file PWNED when it is run, and with the file `precious`.
+EVIL = "import pathlib; pathlib.Path(r'{dir}/PWNED').write_text('ran')\ndef f(): ...\n"
+PAYLOADS: list[dict[str, Any]] = [
+    # What runs a file, or code
+    {"$class": "configs.load", "spec": "{dir}/evil.py:f"},
+    {"$class": "configs.find", "spec": "{dir}/evil.py:f"},
+    {"$class": "configs._from_file", "path": "{dir}/evil.py", "name": "f"},
+    {"$class": "configs._import_file", "path": "{dir}/evil.py"},
+    {"$class": "configs.importlib.import_module", "name": "evil"},
+    {"$class": "framework.config_names.importlib.import_module", "name": "evil"},
+    {"$class": "os.system", "command": "touch {dir}/PWNED"},
+    {"$class": "subprocess.run", "args": ["touch", "{dir}/PWNED"]},
+    {"$class": "builtins.exec", "source": "open(r'{dir}/PWNED', 'w')"},
+    {"$class": "functools.partial", "func": {"$class": "configs.load", "spec": "{dir}/evil.py:f"}},
+    {"$class": "evil.f"},
+    {"$class": "runpy.run_path", "path_name": "{dir}/evil.py"},
+    {"$class": "framework.workdir.os.system", "command": "touch {dir}/PWNED"},
+    {"$class": "framework.pretrained.json.loads", "s": "1"},
+    # What returns configs, or reads directories
+    {"$class": "configs.names"},
+    {"$class": "configs.tiny.stdlib_tiny"},
+    {"$class": "configs.finetune.full", "path": "{dir}"},
+    {"$class": "configs.families.read", "path": "{dir}"},
+    {"$class": "configs.families.model_of", "path": "{dir}"},
+    {"$class": "framework.pretrained.Directory", "path": "{dir}"},
+    {"$class": "framework.config.Config", "target": "os.system"},
+    {"$class": "framework.config.config_for", "target": "os.system"},
+    {"$class": "framework.config.Config.from_json", "text": '{"$class": "configs.load", "spec": "{dir}/evil.py:f"}'},
+    {"$class": "framework.config_names.resolve", "name": "configs.load"},
+    {"$class": "framework.config_names.remember", "target": {"$class": "configs.load", "spec": "{dir}/evil.py:f"}},
+    # What writes, moves or removes
+    {"$class": "framework.workdir.write_json", "path": "{dir}/precious", "value": {"now": "mine"}},
+    {"$class": "framework.workdir.Workdir", "path": "{dir}/PWNED"},
+    {"$class": "framework.workdir.read_only", "path": "{dir}"},
+    {"$class": "framework.workdir.shutil.rmtree", "path": "{dir}"},
+    {"$class": "framework.metrics.jsonl.JsonlWriter", "path": "{dir}/precious"},
+    {"$class": "framework.metrics.jsonl.read_metrics", "path": "{dir}/precious"},
+    {"$class": "framework.metrics.writers.TensorBoardWriter", "directory": "{dir}/PWNED"},
+    {"$class": "framework.metrics.writers.WandbWriter", "project": "x", "name": "x", "workdir": "{dir}", "config": {}},
+    {"$class": "framework.metrics.progress.Progress", "total_steps": 1, "log_path": "{dir}/precious"},
+    {"$class": "framework.metrics.plot.plot_losses", "metrics": "{dir}/precious", "to": "{dir}/PWNED"},
+    {"$class": "framework.checkpoint.Checkpointer", "directory": "{dir}/PWNED"},
+    {"$class": "framework.checkpoint_directory.delete_step", "root": "{dir}", "step": 1},
+    {"$class": "framework.checkpoint_directory.remove_leftovers", "root": "{dir}"},
+    {"$class": "framework.data.token_files.write_tokens", "path": "{dir}/precious"},
+    {"$class": "framework.data.pipeline.cached_tokens", "cache": "{dir}"},
+    {"$class": "framework.data.files.fetched", "folder": "{dir}"},
+    {"$class": "framework.data.files.find", "paths": "{dir}/precious"},
+    {"$class": "framework.export.export_model", "path": "{dir}/PWNED"},
+    {"$class": "framework.trainer.use_compilation_cache", "directory": "{dir}/PWNED"},
+    {"$class": "framework.trainer.Trainer"},
+    {"$class": "framework.executables.compiled", "lowered": 1},
+    {"$class": "framework.canary.check"},
+    # What talks to others, or starts processes and threads
+    {"$class": "framework.remote.Mirror", "url": "gs://a/b"},
+    {"$class": "framework.remote.connect", "url": "http://127.0.0.1:9"},
+    {"$class": "framework.health.Pulse", "folder": "{dir}", "process": 0, "num_processes": 1},
+    {"$class": "framework.distributed.Cluster"},
+    {"$class": "framework.rendezvous.meet"},
+    {"$class": "launch.train.main", "argv": ["--config=stdlib-tiny"]},
+    {"$class": "launch.preload.orbax"},
+    {"$class": "launch.commands.run", "words": ["touch", "{dir}/PWNED"]},
+    {"$class": "tools.mutate.main"},
+    # Classes and functions of ours that are no component
+    {"$class": "framework.config_names.ConfigError", "message": "x"},
+    {"$class": "framework.hooks.RollBack"},
+    {"$class": "framework.sampling.Sampling", "tokens": 1},
+    {"$class": "framework.layers.base.Layer"},
+    {"$class": "framework.layers.lora.LoRALinear", "base": 1, "lora": 1, "path": ""},
+    {"$class": "framework.data.chats._Codec"},
+    {"$class": "framework.optimizers.partition.partitioned", "optimizer": 1},
+    {"$class": "framework.program.Program", "experiment": 1},
+    # Of optax and jax.nn what is no optimizer, schedule or initializer
+    {"$class": "optax.inject_hyperparams", "inner_factory": {"$class": "framework.config.reference", "name": "x"}},
+    {"$class": "optax.apply_updates", "params": 1, "updates": 1},
+    {"$class": "optax.microbatch", "fun": 1},
+    {"$class": "optax.MultiSteps", "opt": 1},
+    {"$class": "optax._src.utils.np.load", "file": "{dir}/precious"},
+    {"$class": "optax.tree_utils.tree_map_params"},
+    {"$class": "jax.nn.gelu", "x": 1.0},
+    {"$class": "jax.nn.one_hot", "x": 1, "num_classes": 1_000_000_000_000},
+    {"$class": "jax.numpy.save", "file": "{dir}/PWNED", "arr": [1]},
+    {"$class": "jax.nn.initializers.np.load", "file": "{dir}/precious"},
+    {"$class": "numpy.load", "file": "{dir}/precious", "allow_pickle": True},
+    {"$class": "pickle.loads", "data": "x"},
+    # Names that are none
+    {"$class": ["configs.load"], "spec": "{dir}/evil.py:f"},
+    {"$class": {"$class": "configs.load", "spec": "{dir}/evil.py:f"}},
+    {"$class": None},
+    {"$class": 1},
+    {"$class": ""},
+    {"$class": "configs.load" * 10_000},
+    {"$class": "fr\u0430mework.workdir.write_json"},  # a Cyrillic a
+    {"$class": "\uff4f\uff53.system", "command": "touch {dir}/PWNED"},  # letters that Python takes for "os"
+    {"$class": "configs.load\n"},
+    {"$class": "configs.load\u0000"},
+    {"$class": "\ud800.load"},
+    {"$class": "configs..load"},
+    {"$class": "framework.workdir.Workdir.claim"},
+    {"$class": "framework.__loader__.load_module", "fullname": "evil"},
+    {"$class": "framework.config.Config.__init__"},
+    {"$class": "configs.not_there_yet.f"},
+    {"$class": "framework.workdir"},
+]
+# Where a payload is put: dotted paths into nanogpt-cpu's config as JSON has it; "" is the whole file.
+PLACES = [
+    "",
+    "model",
+    "model.stack",
+    "model.stack.pattern.0",
+    "model.stack.pattern.0.mlp.linear.init",
+    "data.validation.stdlib",
+    "learner.optimizer.learning_rate",
+    "learner.optimizer.learning_rate.peak_value",
+    "learner.rules.0.set.weight_decay",
+    "trainer.profile.0",
+    "compiler.options.x",
+    "accelerator_rules.0",
+    "pretrained",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module that shows that it was run, and a file that shows that it was written to."""
+    (tmp_path / "evil.py").write_text(EVIL.replace("{dir}", str(tmp_path)))
+    (tmp_path / "precious").write_text("keep me")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def _filled(value: Any, folder: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, folder) for item in value]
+    return value.replace("{dir}", str(folder)) if isinstance(value, str) else value
+
+
+def _placed(experiment: dict[str, Any], place: str, payload: Any) -> Any:
+    """A copy of the experiment's JSON with the payload at a place, which need not be there yet."""
+    if not place:
+        return payload
+    whole = node = copy.deepcopy(experiment)
+    *parents, last = place.split(".")
+    for part in parents:
+        node = node[int(part)] if isinstance(node, list) else node[part]
+    if isinstance(node, list):
+        node[int(last) :] = [payload]
+    else:
+        node[last] = payload
+    return whole
+
+
+def _unharmed(folder: Path) -> None:
+    assert not (folder / "PWNED").exists()
+    assert (folder / "precious").read_text() == "keep me"
+    assert sorted(file.name for file in folder.iterdir() if file.name != "__pycache__") == ["evil.py", "precious"]
+    assert "evil" not in sys.modules
+
+
+@pytest.fixture(scope="module")
+def experiment() -> dict[str, Any]:
+    return configs.load("nanogpt-cpu").to_dict()
+
+
+def test_every_place_is_one_that_configs_have(experiment):
+    schedule = {"$class": "optax.constant_schedule", "value": 0.1}
+    placed = _placed(experiment, "learner.optimizer.learning_rate", schedule)
+    assert Config.from_dict(placed).learner.optimizer.learning_rate == config_for(optax.constant_schedule, value=0.1)
+    for place in PLACES[1:]:
+        _placed(experiment, place, 1)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: repr(payload["$class"])[:50])
+def test_payloads_are_refused_at_every_place(payload, folder, experiment):
+    payload = _filled(payload, folder)
+    with pytest.raises(ConfigError):
+        Config.from_dict(payload)  # which imports what modules of ours it names
+    modules = set(sys.modules)
+    for place in PLACES:
+        text = json.dumps(_placed(experiment, place, payload))
+        with watched() as events, pytest.raises(ConfigError) as caught:
+            Config.from_json(text)
+        assert events == []
+        assert caught.value.path.startswith(place)
+        assert len(str(caught.value).splitlines()) == 1
+        assert len(str(caught.value)) < 1000
+    assert set(sys.modules) == modules
+    _unharmed(folder)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: repr(payload["$class"])[:50])
+def test_payloads_are_refused_on_the_command_line_too(payload, folder, experiment):
+    config = Config.from_dict(experiment)
+    for path in ("learner.optimizer", "learner.optimizer.learning_rate", "model.param_dtype"):
+        with pytest.raises(ConfigError):
+            config.override(path, json.dumps(_filled(payload, folder)))
+        if isinstance(name := payload["$class"], str) and name.isascii():
+            with pytest.raises(ConfigError):
+                config.override(path, name)
+    assert config.to_dict() == experiment
+    _unharmed(folder)
+
+
+NAMES = ["configs.load", "framework.workdir.write_json", "os.system", "framework.workdir.os.system", "evil.f"]
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMES, "optax.apply_updates", "framework.config.Config", "framework.trainer.Trainer"]
+)
+def test_a_reference_leads_to_no_more_than_a_class_does(name, folder, experiment):
+    payload = config_for(reference, name=name).to_dict()
+    for place in ("learner.optimizer.learning_rate", "model.stack.pattern.0.mlp.linear.init"):
+        config = Config.from_dict(_placed(experiment, place, payload))  # data: nothing is looked up yet
+        with watched() as events, pytest.raises(ConfigError, match=r"is refused|does not exist"):
+            config.instantiate()
+        assert events == []
+    _unharmed(folder)
+
+
+def test_a_key_that_stands_twice(folder):
+    text = f'{{"$class": "optax.adamw", "learning_rate": 0.1, "$class": "configs.load", "spec": "{folder}/evil.py:f"}}'
+    with pytest.raises(ConfigError, match=r"the key '\$class' stands twice"):
+        Config.from_json(text)
+    _unharmed(folder)
+
+
+@pytest.mark.parametrize("depth", [90, 200, 5000])
+def test_depth_and_size_are_one_line(depth):
+    nested = '{"$class": "optax.apply_if_finite", "max_consecutive_errors": 1, "inner": '
+    text = nested * depth + "0.5" + "}" * depth
+    with pytest.raises(ConfigError, match=r"^[^\n]+$") as caught:  # 0.5 is no transformation
+        Config.from_json(text)
+    assert len(str(caught.value)) < 2000
+    with pytest.raises(ConfigError, match="not valid JSON: Exceeds the limit"):
+        Config.from_json('{"$class": "optax.scale", "step_size": ' + "9" * 10_000 + "}")
+    with pytest.raises(ConfigError, match=r"^[^\n]+$"):
+        Config.from_json(json.dumps({"$class": "optax.scale", "step_size": ["x"] * 100_000, "y": 1}))
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_component():
+    for name, near in [
+        ("framework.layers.linear.Liner", "Linear"),
+        ("framework.data.sources.TextFile", "TextFiles"),
+        ("optax.warmup_cosine_decay", "warmup_cosine_decay_schedule"),
+        ("jax.nn.initializers.normall", "normal"),
+        ("framework.layers.base.Layer", None),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            config_for(optax.adamw, learning_rate=0.1).override("mask", name)
+        assert ("did you mean" in str(caught.value)) == (near is not None)
+        assert near is None or f"did you mean {near!r}?" in str(caught.value)
+
+
+# The doors: the verbs that read what a workdir or a directory holds.
+
+
+def _verb(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module(f"launch.{name}").main
+
+
+VERBS = [
+    ("generate", ["--prompt=x"]),
+    ("evaluate", ["--files", "precious"]),
+    ("export", ["--to=exported"]),
+    ("sample", ["--output=made.png"]),
+]
+
+
+@pytest.mark.parametrize(("verb", "flags"), VERBS, ids=[verb for verb, _ in VERBS])
+@pytest.mark.parametrize("place", ["", "model.stack", "learner.optimizer.learning_rate", "compiler.options.x"])
+def test_the_verbs_refuse_a_strangers_workdir(verb, flags, place, folder, experiment, capsys):
+    stranger = folder / "stranger"
+    for payload in (PAYLOADS[0], PAYLOADS[25]):
+        stranger.mkdir()
+        (stranger / "config.json").write_text(json.dumps(_placed(experiment, place, _filled(payload, folder))))
+        assert _verb(verb)([f"--workdir={stranger}", *flags]) == 2
+        error = capsys.readouterr().err
+        assert "is refused: it is no component" in error
+        assert error.count("\n") == 1
+        assert [file.name for file in stranger.iterdir()] == ["config.json"]
+        (stranger / "config.json").unlink()
+        stranger.rmdir()
+        _unharmed(folder)
+
+
+def test_a_config_of_something_else_is_one_line(folder, experiment, capsys):
+    stranger = folder / "stranger"
+    stranger.mkdir()
+    adamw = {"$class": "optax.adamw", "learning_rate": 0.1}
+    for place, words in [
+        ("", "expected the config of an Experiment, given that of adamw"),
+        ("trainer", "trainer: expected a config of TrainerOptions, given that of adamw"),
+        ("compiler", "compiler: expected a config of Compiler, given that of adamw"),
+        ("model", "model: expected a config of Chain, given that of adamw"),
+        ("data", "data: expected a config of Pipeline, given that of adamw"),
+    ]:
+        (stranger / "config.json").write_text(json.dumps(_placed(experiment, place, adamw)))
+        assert _verb("generate")([f"--workdir={stranger}", "--prompt=x"]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "payload", "flags"),
+    [("generate", PAYLOADS[0], ["--prompt=x"]), ("evaluate", PAYLOADS[25], ["--files=precious"])],
+    ids=["generate", "evaluate"],
+)
+def test_in_a_process_of_its_own(verb, payload, flags, folder):
+    (folder / "config.json").write_text(json.dumps(_filled(payload, folder)))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [sys.executable, "-m", f"launch.{verb}", f"--workdir={folder}", *flags]
+    result = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 2
+    assert "is refused: it is no component" in result.stderr
+    (folder / "config.json").unlink()
+    _unharmed(folder)
+
+
+@pytest.mark.parametrize("payload", [PAYLOADS[0], {"architectures": ["LlamaForCausalLM"], "x": PAYLOADS[0]}])
+def test_a_directory_of_published_weights_is_no_door(payload, folder, capsys):
+    published = folder / "published"
+    published.mkdir()
+    (published / "config.json").write_text(json.dumps(_filled(payload, folder)))
+    for kind in ("hf", "lora", "qlora"):
+        assert _verb("configs")(["show", f"{kind}:{published}"]) == 2
+    assert _verb("generate")([f"--hf={published}", "--prompt=x"]) == 2
+    assert capsys.readouterr().err.count("\n") == 4
+    assert not (folder / "PWNED").exists()
+    assert [file.name for file in published.iterdir()] == ["config.json"]
+
+
+# What a stored config may say of a machine: nothing.
+
+
+def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, experiment):
+    from launch import stored
+
+    text = json.loads(json.dumps(experiment))
+    text["trainer"]["compilation_cache"] = f"{folder}/PWNED"
+    options = {
+        **{"xla_dump_to": f"{folder}/PWNED", "xla_gpu_cuda_data_dir": ".", "xla_gpu_kernel_cache_file": "x"},
+        **{"xla_backend_extra_options": "x", "xla_gpu_dump_autotune_results_to": "x", "xla_gpu_new_option": "../x"},
+        **{"xla_cpu_enable_fast_math": False, "xla_backend_optimization_level": 1},
+    }
+    text["compiler"]["options"] = options
+    (folder / "config.json").write_text(json.dumps(text))
+    lines: list[str] = []
+    config = stored.read(folder, [], lines.append)
+    assert config.trainer.compilation_cache == "~/.cache/plimsoll/xla"
+    assert config.compiler.options == {"xla_cpu_enable_fast_math": False, "xla_backend_optimization_level": 1}
+    assert len(lines) == 6
+    # The command line is the user's own, and a run without a cache keeps none.
+    own = [("trainer.compilation_cache", "mine"), ("compiler.options.xla_dump_to", "mine")]
+    config = stored.read(folder, own, lines.append)
+    assert (config.trainer.compilation_cache, config.compiler.options["xla_dump_to"]) == ("mine", "mine")
+    text["trainer"]["compilation_cache"] = None
+    (folder / "config.json").write_text(json.dumps(text))
+    assert stored.read(folder, [], lines.append).trainer.compilation_cache is None
+
+
+# What was always meant to load does.
+
+
+def test_names_of_older_configs_load(experiment):
+    older = _placed(experiment, "learner.rules.0", {**experiment["learner"]["rules"][0]})
+    older["learner"]["rules"][0]["$class"] = "framework.learner.Rule"  # before rules had a file of their own
+    assert Config.from_dict(older) == Config.from_dict(experiment)
+    assert Config.from_dict(older).instantiate().learner is not None
+
+
+def test_a_class_of_ones_own_loads_once_its_file_is_read(folder):
+    source = (
+        "import optax\nfrom framework.config import config_for\n"
+        "class Mine:\n    def __init__(self, *, x: int = 1): self.x = x\n"
+        "def mine(): return config_for(optax.adamw, learning_rate=0.1, mask=config_for(Mine, x=3))\n"
+    )
+    (folder / "own_classes.py").write_text(source)
+    text = json.dumps(
+        {"$class": "optax.adamw", "learning_rate": 0.1, "mask": {"$class": "user_config_own_classes.Mine", "x": 3}}
+    )
+    with pytest.raises(ConfigError, match="give it as --config"):
+        Config.from_json(text)
+    config = configs.load(f"{folder}/own_classes.py:mine")
+    assert Config.from_json(text).mask == config.mask
+    assert Config.from_json(config.to_json()) == config
