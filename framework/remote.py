@@ -32,6 +32,8 @@ OWNER = "process {pid} on host {host}, since {since} ({command})"
 _NOT_FETCHED = ("checkpoints", "tensorboard", "profile", "lock.json")  # what begins so, of a workdir
 # Process numbers count only within their namespace: containers may share a host's name.
 _NAMESPACE = os.path.basename(os.path.realpath("/proc/self/ns/pid"))
+# Filesystems of fsspec around another one: they keep copies where the URL says, or interpret templates in a file.
+_WRAPPERS = ("simplecache", "filecache", "blockcache", "cached", "reference")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _SECRET = re.compile(r"(?<=://)[^/\s]*@|(?<=[?&])[\w-]*(?:signature|token|credential|secret|sig|key)=[^\s&]*", re.I)
 
@@ -48,7 +50,8 @@ def without_secrets(text: str) -> str:
 
 def connect(url: str) -> tuple[Any, str]:
     """The fsspec filesystem of a URL, and the path there; no request is made. Listings are not cached, as other
-    processes write too. Raises ValueError: credentials in the URL, an unknown protocol, or a package is missing."""
+    processes write too. Raises ValueError: credentials in the URL, an unknown protocol or one that wraps another, or
+    a package is missing."""
     from fsspec.config import conf
     from fsspec.core import url_to_fs
 
@@ -57,6 +60,9 @@ def connect(url: str) -> tuple[Any, str]:
             f"{without_secrets(url)}: credentials in a URL are refused, as logs and configs would keep them; use the "
             "store's own environment variables or files"
         )
+    for part in url.split("::") if is_url(url) or "::" in url else []:
+        if part.partition("://")[0] in _WRAPPERS:
+            raise ValueError(f"{url}: {part.partition('://')[0]} is refused; give the URL of the file itself")
     for name in _EXTRAS:  # so that etils and pyarrow, which ask fsspec themselves, have none either
         conf.setdefault(name, {}).setdefault("use_listings_cache", False)
     try:

@@ -159,7 +159,8 @@ def _placed(experiment: dict[str, Any], place: str, payload: Any) -> Any:
     """A copy of the experiment's JSON with the payload at a place, which need not be there yet."""
     if not place:
         return payload
-    whole = node = copy.deepcopy(experiment)
+    whole: Any = copy.deepcopy(experiment)
+    node = whole
     *parents, last = place.split(".")
     for part in parents:
         node = node[int(part)] if isinstance(node, list) else node[part]

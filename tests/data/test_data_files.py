@@ -89,3 +89,16 @@ def test_a_remote_file_that_changes_is_hashed_again():
     time.sleep(0.01)
     memory.pipe("/files-test/y.txt", b"two")
     assert hashes.sha256(file) != first
+
+
+@pytest.mark.parametrize("kind", ["simplecache", "filecache", "blockcache", "reference"])
+def test_filesystems_around_another_one_are_refused(kind, tmp_path, monkeypatch):
+    """They would keep copies elsewhere, or interpret what the file says: a config names the file itself."""
+    (tmp_path / "x.json").write_text('{"version": 1, "refs": {"a": "text"}}')
+    monkeypatch.chdir(tmp_path)
+    for url in (f"{kind}::file://{tmp_path}/x.json", f"{kind}://a::{tmp_path}/x.json"):
+        with pytest.raises(ValueError, match=f"{kind} is refused; give the URL of the file itself"):
+            find(url)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+    (tmp_path / kind).write_text("a local file of that name")
+    assert find(kind)[0].read() == b"a local file of that name"

@@ -262,7 +262,8 @@ def test_22_nothing_in_a_workdir_is_executed(text: Path, tmp_path: Path, capsys)
     checkpoint = next((workdir / "checkpoints").iterdir())
     for name in ("state.pkl", "checkpoint.pickle", "data.yaml"):
         (checkpoint / name).write_bytes(pickle.dumps(Payload()))
-    (workdir / "config.json").write_text(json.dumps({"$class": "os.system", "command": f"touch {canary}"}))
+    (tmp_path / "evil.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
+    (workdir / "config.json").write_text(json.dumps({"$class": "configs.load", "spec": f"{tmp_path}/evil.py:f"}))
     assert train(workdir, "--config.trainer.max_steps=2") == 0
     assert not canary.exists()
 
