@@ -175,18 +175,29 @@ def prepare_own(specs: Nested, params: Nested, ctx: Context) -> Nested:
 
 
 def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
-    weight = param if spec.quantized else _cast(param, ctx.compute_dtype)
+    weight = param if spec.quantized else cast(param, ctx.compute_dtype)
     axes = tuple(_without_fsdp(axis) for axis in spec.mesh_axes)
     return weight if axes == spec.mesh_axes else ctx.constrain(weight, *axes)
 
 
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in another dtype, rounded where it stands in the program."""
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     if narrow.bits < wide.bits and narrow.nexp == wide.nexp:
         # The same rounding, in an operation that XLA leaves where it is: it would move a cast above a slice of a stack,
         # and from there out of the loop, so that the whole stack is cast at once.
         x = jax.lax.reduce_precision(x, narrow.nexp, narrow.nmant)
     return x.astype(dtype)
+
+
+def add_shared(x: jax.Array, term: jax.Array) -> jax.Array:
+    """x + term in x's dtype, where the term has fewer axes: a bias, say.
+
+    The gradient of the term is a sum over the axes that it lacks, all tokens as a rule. It is taken in the dtype of
+    this addition, so that is float32 at least.
+    """
+    wide = jnp.promote_types(jnp.promote_types(x.dtype, term.dtype), jnp.float32)
+    return (x.astype(wide) + term.astype(wide)).astype(x.dtype)
 
 
 def _without_fsdp(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:

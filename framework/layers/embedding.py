@@ -1,6 +1,6 @@
 """The first stage of a language model: token embeddings, and learned positions where a model has them.
 
-May import: framework.config, framework.layout, layers.base.
+May import: framework.config, framework.layout, layers.base, layers.lookup.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from framework.config import Config, Fraction, PositiveFloat, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer, Out
+from framework.layers.base import Context, Layer, Out, add_shared
+from framework.layers.lookup import look_up
 from framework.layout import Nested, ParameterSpec
 
 
@@ -66,17 +67,23 @@ class Embedding(Layer):
         if self.max_positions is not None and seq_len > self.max_positions:
             raise ValueError(f"data.seq_len = {seq_len} is over model.embed.max_positions = {self.max_positions}")
 
+    def prepare(self, params: Nested, ctx: Context) -> Nested:
+        """The tables as they are stored: what is looked up is cast, and moves between devices, and not the tables."""
+        return {name: params[name] for name in self.own_specs()}
+
     def apply(self, weights: Nested, carry: None, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """ctx.batch["tokens"] int32[B, S] -> x_BSD in the compute dtype."""
         tokens_BS = ctx.batch["tokens"]
-        x_BSD = jnp.take(weights["token"], tokens_BS, axis=0)
+        x_BSD = look_up(weights["token"], tokens_BS, ctx, "model")
         if self.scale is not None:
+            # Rounded to the compute dtype, as transformers does with Gemma's.
             x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
         if self.max_positions is not None:
             positions_BS = ctx.batch.get("positions")
             if positions_BS is None:
-                x_BSD = x_BSD + weights["position"][: tokens_BS.shape[1]]
+                first_SD = ctx.constrain(weights["position"][: tokens_BS.shape[1]], None, None)
+                x_BSD = add_shared(x_BSD, first_SD)
             else:
-                x_BSD = x_BSD + jnp.take(weights["position"], positions_BS, axis=0)
+                x_BSD = x_BSD + look_up(weights["position"], positions_BS, ctx, None)
         x_BSD = ctx.dropout(x_BSD, self.dropout, "embedding")
         return ctx.constrain_hidden(x_BSD), Out()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 
 from framework.config import Config, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer
+from framework.layers.base import Context, Layer, add_shared
 from framework.layout import MeshAxes, ParameterSpec
 
 
@@ -60,7 +60,7 @@ class Linear(Layer):
     def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """x [..., inputs] -> [..., outputs], in x's dtype."""
         y = x @ weights["weight"]
-        return y + weights["bias"] if self.bias else y
+        return add_shared(y, weights["bias"]) if self.bias else y
 
     def flops_per_token(self, seq_len: int) -> float:
         """2 * inputs * outputs."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from framework.config import DType, Fraction, PositiveFloat, PositiveInt, component
-from framework.layers.base import Context, Layer
+from framework.layers.base import Context, Layer, add_shared
 from framework.layers.linear import Linear
 from framework.layers.quantize import Storage, dequantize, matmul, quantized_specs
 from framework.layout import Nested, ParameterSpec
@@ -99,9 +99,13 @@ class LoRALinear(Layer):
         if self.lora.storage is None:
             y = self.base(weights, x, ctx)
         else:
-            y = matmul(self.lora.storage, x, weights["weight"]) + weights.get("bias", 0)
+            y: Any = matmul(self.lora.storage, x, weights["weight"])
+            y = add_shared(y, weights["bias"]) if self.base.bias else y
         low = ctx.dropout(x, self.lora.dropout, self.path) @ weights["lora_a"]
-        return y + (self.lora.scale * low) @ weights["lora_b"]
+        # Scaled in float32: a scale that is no power of two would be rounded to the compute dtype first.
+        wide = jnp.promote_types(low.dtype, jnp.float32)
+        scaled = (self.lora.scale * low.astype(wide)).astype(low.dtype)
+        return y + scaled @ weights["lora_b"]
 
     def flops_per_token(self, seq_len: int) -> float:
         """The Linear's and the adapter's."""

@@ -2,7 +2,8 @@
 
 The experiment's own layers are traced under `shard_map` on an abstract mesh, so shapes, remat policies, loops and
 custom layers are those of the real step, and every array has the size of one device's shard. What XLA's partitioner
-would add is written out: weights are gathered over fsdp where the layers prepare them. Attention kernels are opaque.
+would add is written out: weights are gathered over fsdp where the layers prepare them, and what is looked up in tables
+changes places with their columns. Attention kernels are opaque.
 
 May import: framework.experiment, framework.layers, framework.layout, JAX.
 """
@@ -18,13 +19,15 @@ from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from framework.experiment import Experiment
-from framework.layers import attention, kernels_xla
-from framework.layers.base import Context, Out, batch_specs
+from framework.layers import attention, embedding, kernels_xla, lookup
+from framework.layers.base import Context, Out, batch_specs, cast
+from framework.layers.embedding import Embedding
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, StateLayout, flatten, merge
@@ -58,9 +61,12 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     specs = model.parameter_specs()
 
+    def on_device(weight: jax.Array) -> jax.Array:
+        hosted = jax.typeof(weight).memory_space == jax.memory.Space.Host
+        return jax.device_put(weight, jax.memory.Space.Device) if hosted else weight
+
     def gather(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
-        if jax.typeof(weight).memory_space == jax.memory.Space.Host:
-            weight = jax.device_put(weight, jax.memory.Space.Device)
+        weight = on_device(weight)
         weight = weight if spec.quantized else weight.astype(model.compute_dtype)
         for axis, names in enumerate(spec.mesh_axes):
             if sizes["fsdp"] > 1 and "fsdp" in ((names,) if isinstance(names, str) else names or ()):
@@ -72,10 +78,13 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         if isinstance(stage, Stack):  # of which one unit's weights are gathered at a time; they have no axis of layers
             fetch = functools.partial(jax.tree.map, gather, stage.unit.parameter_specs())
             return stage.forward(params[name], carry, ctx.fold(name), state, fetch, params.get("shared"))
+        if isinstance(stage, Embedding):  # which gathers nothing but positions that all sequences share
+            tables = jax.tree.map(on_device, params[name])
+            if stage.max_positions is not None and "positions" not in ctx.batch:
+                tables |= {"position": gather(specs[name]["position"], tables["position"])}
+            return stage.apply(tables, carry, ctx.fold(name), state)
         weights = jax.tree.map(gather, specs.get(name, {}), params.get(name, {}))
-        if not isinstance(model, CausalLM):  # whose embedding takes them as they are
-            weights = stage.prepare(weights, ctx)
-        return stage.apply(weights, carry, ctx.fold(name), state)
+        return stage.apply(stage.prepare(weights, ctx), carry, ctx.fold(name), state)
 
     def gradients(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Any:
         rows = jnp.arange(batch["weights"].shape[0])
@@ -118,11 +127,35 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
     shapes = StateLayout({}, mesh).abstract(arguments)
     local = jax.shard_map(gradients, mesh=mesh, in_specs=axes, out_specs=PartitionSpec(), check_vma=False)
     # A kernel would ask for the devices of the mesh.
-    with patch.object(attention, "dot_product_attention", _attention(platform, sizes["seq"])):
+    with (
+        patch.object(attention, "dot_product_attention", _attention(platform, sizes["seq"])),
+        patch.object(embedding, "look_up", _look_up),
+    ):
         closed = jax.make_jaxpr(local)(*shapes)
     (mapped,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
     inner = mapped.params["jaxpr"]
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
+
+
+def _look_up(table: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
+    """`lookup.look_up` on shards: tokens of the whole fsdp group, columns of this device."""
+    mesh, table_type = ctx.mesh, jax.typeof(table)
+    assert mesh is not None
+    shape = table.shape[0] * (1 if vocab_axis is None else mesh.shape[vocab_axis]), table.shape[1] * mesh.shape["fsdp"]
+
+    @jax.custom_vjp
+    def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+        taken = cast(jnp.take(table, indices, axis=0), ctx.compute_dtype)
+        return jax.lax.all_to_all(taken, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+
+    def backward(indices: jax.Array, rows_grad: jax.Array) -> Any:
+        rows_grad = jax.lax.all_to_all(rows_grad, "fsdp", split_axis=2, concat_axis=0, tiled=True)
+        summed = functools.partial(lookup.table_gradient, shape=shape, dtype=table_type.dtype)
+        grad = lookup.shard_gradient(summed, indices, rows_grad, mesh=mesh, vocab_axis=vocab_axis)
+        return grad, np.zeros(indices.shape, jax.dtypes.float0)
+
+    rows.defvjp(lambda table, indices: (rows(table, indices), indices), backward)
+    return rows(table, jax.lax.all_gather(indices_BS, "fsdp", tiled=True))
 
 
 def _attention(platform: str, parts: int) -> Callable[..., jax.Array]:

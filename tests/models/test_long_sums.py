@@ -1,0 +1,166 @@
+"""Gradients that are sums over 65,536 tokens, in bfloat16 compute, against the same terms added in float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from framework.config import config_for
+from framework.layers import lookup
+from framework.layers.base import Context
+from framework.layers.lookup import look_up
+from framework.layout import flatten
+from framework.mesh import MeshShape
+from framework.schedules.step import training_context
+from tests.support import small
+
+ROWS, LENGTH, COMMON = 4096, 16, 3
+ROUNDED_ONCE = 4e-3  # a sum that was rounded to bfloat16 is off by 2^-9 at most
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """The length of the difference over the length of what was expected."""
+    return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
+
+
+def with_a_common_token(tokens: np.ndarray) -> np.ndarray:
+    return np.where(np.random.default_rng(1).random(tokens.shape) < 0.1, COMMON, tokens)
+
+
+def summed_in_float64(indices: np.ndarray, terms: Any, rows: int) -> np.ndarray:
+    sums = np.zeros((rows, terms.shape[-1]))
+    np.add.at(sums, indices.reshape(-1), np.asarray(terms, np.float64).reshape(-1, terms.shape[-1]))
+    return sums
+
+
+@pytest.mark.parametrize("sum_bytes", [lookup.SUM_BYTES, 1 << 14], ids=["at once", "in parts"])
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 4, "seq": 2}], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_gradient_of_a_lookup_is_the_sum_of_its_terms(dtype, mesh, sum_bytes, monkeypatch):
+    monkeypatch.setattr(lookup, "SUM_BYTES", sum_bytes)
+    rng, (rows, columns) = np.random.default_rng(0), (256, 32)
+    indices = with_a_common_token(rng.integers(0, rows, (ROWS, LENGTH)))
+    terms = (0.5 + rng.normal(size=(ROWS, LENGTH, columns))).astype(jnp.bfloat16)
+    table = rng.normal(size=(rows, columns)).astype(jnp.dtype(dtype))
+    devices = MeshShape(**mesh).build(jax.devices()) if mesh else None
+    ctx = Context(batch={}, mesh=devices, compute_dtype=jnp.bfloat16)
+
+    @jax.jit
+    def both(table, indices, terms):
+        taken, pull = jax.vjp(lambda table: look_up(table, indices, ctx, "model"), table)
+        return taken, pull(terms)[0]
+
+    taken, grad = both(table, indices, terms)
+    np.testing.assert_array_equal(taken, table.astype(jnp.bfloat16)[indices])
+    expected = summed_in_float64(indices, terms, rows)
+    tolerance = ROUNDED_ONCE if dtype == "bfloat16" else 1e-6
+    assert grad.dtype == dtype
+    assert distance(grad, expected) < tolerance
+    assert distance(grad[COMMON], expected[COMMON]) < tolerance
+
+
+def test_indices_outside_of_the_table_add_nothing():
+    terms = jnp.ones((1, 4, 8), jnp.bfloat16)
+    grad = lookup.table_gradient(jnp.array([[0, -1, 5, 2]]), terms, shape=(3, 8), dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(grad.astype(jnp.float32), np.array([[1.0], [0.0], [1.0]]) * np.ones(8))
+
+
+def model(param_dtype: str):
+    """One layer, tied, with learned positions."""
+    return small.gpt2(
+        **{"param_dtype": param_dtype, "compute_dtype": "bfloat16", "embed__dropout": 0.0},
+        **{"stack__num_layers": 1, "stack__pattern__0__dropout": 0.0},
+    )
+
+
+def host_batch(program) -> dict[str, np.ndarray]:
+    """Documents as `small` makes them, and a token that is 10% of all."""
+    batch = small.host_batch(program)
+    return {**batch, "tokens": with_a_common_token(batch["tokens"])}
+
+
+@pytest.fixture(scope="module")
+def expected_of():
+    """{path: gradient} of both tables by the dtype of the parameters: terms as bfloat16 compute makes them, added in
+    float64."""
+    known = {}
+
+    def expected(param_dtype: str) -> dict[str, np.ndarray]:
+        if param_dtype in known:
+            return known[param_dtype]
+        program = small.program(experiment(param_dtype))
+        state, batch = program.init(), host_batch(program)
+        chain = program.experiment.model
+
+        def after(params, x, batch):
+            ctx = training_context(batch, state["counter"], chain, program.layout, "none")
+            for stage in ("stack", "head"):
+                x, out = chain.run(stage, params, x, ctx, {})
+            return out.loss
+
+        ctx = training_context(batch, state["counter"], chain, program.layout, "none")
+        x, _ = chain.run("embed", state["parameter"], None, ctx, {})
+        of_params, terms = jax.jit(jax.grad(after, (0, 1)))(state["parameter"], x, batch)
+        of_head = np.asarray(of_params["embed"]["token"], np.float64)
+        rows = {path: spec.shape[0] for path, spec in flatten(program.layout.specs["parameter"]["embed"]).items()}
+        known[param_dtype] = {
+            "token": of_head + summed_in_float64(batch["tokens"], terms, rows["token"]),
+            "position": summed_in_float64(batch["positions"], terms, rows["position"]),
+        }
+        return known[param_dtype]
+
+    return expected
+
+
+def experiment(param_dtype: str, mesh: dict | None = None, memory: dict | None = None):
+    """A step of plain descent: what it moves the (master) weights by is the gradient."""
+    return small.experiment(
+        model(param_dtype),
+        seq_len=LENGTH,
+        batch=ROWS,
+        documents=True,
+        mesh=mesh,
+        memory=memory,
+        optimizer=config_for(optax.sgd, learning_rate=RATE),
+        clip=None,
+        master_dtype=None if param_dtype == "float32" else "float32",
+    )
+
+
+RATE = 256.0  # steps that are large beside the rounding of float32 weights
+SHARDED = {"data": 2, "fsdp": 2, "model": 2}
+HOSTED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
+SCHEDULES = [
+    pytest.param("bfloat16", {}, {}, id="after_backward"),
+    pytest.param("float32", {}, SHARDED, id="after_backward, float32, sharded"),
+    pytest.param("bfloat16", {"update": "streamed"}, {}, id="streamed"),
+    pytest.param("float32", HOSTED, {}, id="hosted gradients, float32"),
+    pytest.param("bfloat16", HOSTED, SHARDED, id="hosted gradients, sharded"),
+    pytest.param("bfloat16", {"update": "in_backward"}, {}, id="in_backward"),
+    pytest.param("bfloat16", {"update": "layer_programs"}, {}, id="layer_programs"),
+]
+
+
+@pytest.mark.parametrize(("param_dtype", "memory", "mesh"), SCHEDULES)
+def test_tables_move_by_the_sum_of_their_terms(param_dtype, memory, mesh, expected_of):
+    """A tied table of tokens, and positions under document masks, under every schedule."""
+    program = small.program(experiment(param_dtype, mesh, memory))
+    state = program.init()
+
+    def tables(state) -> dict[str, np.ndarray]:
+        kept = state["parameter"]["embed"]
+        if param_dtype == "bfloat16":
+            kept = state["optimizer"]["embed"]["default"]["master"]
+        return {path: np.array(x, np.float64) for path, x in flatten(kept).items()}
+
+    before = tables(state)
+    state, _ = program.step(state, program.put(host_batch(program)))
+    after, expected = tables(state), expected_of(param_dtype)
+    for path, terms in expected.items():
+        moved = (before[path] - after[path]) / RATE
+        assert distance(moved, terms) < 2 * ROUNDED_ONCE, path
+        rows = COMMON if path == "token" else slice(0, 4)
+        assert distance(moved[rows], terms[rows]) < 2 * ROUNDED_ONCE, path
