@@ -1,0 +1,59 @@
+"""python -m tests.oracle --seeds 0:200: random experiments, the framework's numbers against float64 and plain optax.
+
+`--seed 17` runs one, and prints what was drawn first. Ends with 1 if any disagrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+
+from tests import conftest  # noqa: F401  (eight CPU devices and cheap compiles, set before JAX is imported)
+from tests.oracle.compare import Verdict, forget, judge
+from tests.oracle.generator import as_text, draw
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.oracle", description=__doc__)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--seed", type=int, help="one experiment; what was drawn is printed first")
+    which.add_argument("--seeds", type=_seeds, metavar="FIRST:END", help="experiments FIRST to END - 1")
+    given = parser.parse_args(arguments)
+    if given.seed is not None:
+        print("\n".join(as_text(draw(given.seed))))
+    counts = {"agree": 0, "refused": 0, "disagree": 0}
+    for seed in given.seeds or [given.seed]:
+        verdict = judge(draw(seed))
+        counts[verdict.outcome] += 1
+        print("\n".join(_lines(verdict)), flush=True)
+        forget()
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    return int(counts["disagree"] > 0)
+
+
+def _seeds(text: str) -> range:
+    first, colon, end = text.partition(":")
+    if not (first.isdigit() and end.isdigit() and colon and int(first) < int(end)):
+        raise argparse.ArgumentTypeError(f"expected FIRST:END, 0:200 say, given {text!r}")
+    return range(int(first), int(end))
+
+
+def _lines(verdict: Verdict) -> list[str]:
+    head = f"seed {verdict.seed}: {verdict.outcome}"
+    if verdict.outcome == "agree":
+        return [f"{head}, at most {verdict.error:.1e} of the tolerance ({verdict.detail}), {verdict.seconds:.1f} s"]
+    if verdict.outcome == "refused":
+        return [f"{head}: {verdict.detail}"]
+    settings = [f"    {line}" for line in as_text(draw(verdict.seed))]
+    return [
+        f"{head}: {verdict.error:.1e} times the tolerance: {verdict.detail}",
+        *settings,
+        f"    python -m tests.oracle --seed {verdict.seed}",
+    ]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    sys.exit(main())

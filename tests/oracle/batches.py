@@ -1,0 +1,42 @@
+"""The batches of random experiments: tokens, packed documents and padding, rows without targets, a poisoned step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.oracle.drawn import Drawn
+
+
+def host_batch(drawn: Drawn, step: int) -> dict[str, np.ndarray]:
+    """The global batch of a step: arrays [B, S], as a DataPipeline's."""
+    data = drawn.data
+    shape = (data.batch, data.seq_len)
+    rng = np.random.default_rng([drawn.seed, step])
+    stream = rng.integers(0, drawn.model.vocab, (data.batch, data.seq_len + 1)).astype(np.int32)
+    weights = (rng.random(shape) < 0.8).astype(np.float32)
+    if data.fractions:
+        weights *= rng.integers(1, 5, shape) / np.float32(4)  # quarters, whose sums are exact in float32
+    batch = {"tokens": stream[:, :-1], "targets": stream[:, 1:]}
+    if data.documents:
+        batch |= _documents(rng, *shape)
+        weights *= batch["segments"] > 0
+    for empty_step, count, index in data.empty:
+        if step == empty_step:
+            weights[index::count] = 0.0
+    if step == data.poisoned:
+        weights = weights * np.float32(np.nan)
+    return {**batch, "weights": weights}
+
+
+def _documents(rng: np.random.Generator, batch: int, length: int) -> dict[str, np.ndarray]:
+    """Segments 1, 2, ... of a few positions each, and padding (0) behind them; a row may be nothing but padding."""
+    segments, positions = np.zeros((2, batch, length), np.int32)
+    for row in range(batch):
+        used = int(rng.integers(length // 2, length + 1)) if rng.random() < 0.9 else 0
+        start, number = 0, 1
+        while start < used:
+            end = min(used, start + int(rng.integers(1, length)))
+            segments[row, start:end] = number
+            positions[row, start:end] = np.arange(end - start)
+            start, number = end, number + 1
+    return {"segments": segments, "positions": positions}

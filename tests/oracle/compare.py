@@ -1,0 +1,114 @@
+"""Runs a random experiment twice, by the framework and by the reference, and says where they differ most."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from tests.oracle import subject, training64
+from tests.oracle.drawn import Drawn
+from tests.oracle.parameters import first_values
+from tests.support import exact
+
+# By how much a tensor may differ after the last step, as a part of the most that any of its elements was moved.
+TOLERANCES = {"float64": 1e-7, "float32": 1e-3, "mixed": 5e-2}
+INT8_TOLERANCE = 1e-5  # weights in 8 bits are documented to be multiplied out in float32
+METRIC_TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "mixed": 2e-2}  # losses and norms, which are float32
+
+
+class Verdict(NamedTuple):
+    """What came of a seed. `error` is the largest, as a part of the tolerance."""
+
+    seed: int
+    outcome: Literal["agree", "refused", "disagree"]
+    error: float
+    detail: str
+    seconds: float
+
+
+@contextmanager
+def conditions() -> Iterator[None]:
+    """float64 exists in all threads (those of the checkpointer too), and small tensors go to the host and in blocks."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        with exact.conditions():
+            yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def judge(drawn: Drawn) -> Verdict:
+    """Runs both sides. A ValueError before anything runs is a refusal; any other error is a disagreement."""
+    start = time.monotonic()
+
+    def verdict(outcome: Literal["agree", "refused", "disagree"], error: float, detail: str) -> Verdict:
+        return Verdict(drawn.seed, outcome, error, detail, time.monotonic() - start)
+
+    try:
+        with conditions():
+            try:
+                programs = [subject.program_of(drawn, phase) for phase in drawn.phases]
+            except ValueError as error:
+                return verdict("refused", 0.0, str(error))
+            actual = subject.train(drawn, programs)
+            expected = training64.train(drawn)
+    except Exception:  # whatever the framework raises is a finding, and the next seed is to run
+        return verdict("disagree", float("inf"), traceback.format_exc())
+    errors = differences(drawn, actual, expected)
+    worst = max(errors, key=lambda name: errors[name])
+    return verdict("agree" if errors[worst] <= 1.0 else "disagree", errors[worst], worst)
+
+
+def differences(drawn: Drawn, actual: training64.Result, expected: training64.Result) -> dict[str, float]:
+    """{what: difference as a part of the tolerance} of losses, norms, the number of skipped steps, and each tensor."""
+    errors = {"skipped steps": float("inf") if actual.skipped != expected.skipped else 0.0}
+    for kind in ("losses", "norms"):
+        for step, (a, b) in enumerate(zip(getattr(actual, kind), getattr(expected, kind), strict=True)):
+            errors[f"{kind} of step {step}"] = _of_number(a, b) / METRIC_TOLERANCES[drawn.precision]
+    tolerance = TOLERANCES[drawn.precision]
+    if drawn.model.lora is not None and drawn.model.lora.base == "int8":
+        tolerance = max(tolerance, INT8_TOLERANCE)
+    for kind in ("parameters", "averages"):
+        found, wanted = getattr(actual, kind), getattr(expected, kind)
+        if found.keys() != wanted.keys():
+            errors[f"{kind}: {sorted(found.keys() ^ wanted.keys())[:3]}"] = float("inf")
+            continue
+        errors |= {
+            f"{kind}: {name}": error / tolerance for name, error in _of_tensors(drawn, found, wanted).items()
+        }
+    return errors
+
+
+def _of_tensors(drawn: Drawn, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
+    """By tensor: the largest difference, as a part of the largest change of an element; a tensor that hardly moved is
+    measured by the others."""
+    first = first_values(drawn)
+
+    def largest(a: np.ndarray, b: np.ndarray) -> float:
+        return float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max())
+
+    moves = {name: largest(wanted[name], first[name]) for name in wanted}
+    most = max(moves.values(), default=0.0)
+    if not np.isfinite(most):
+        return {"the reference is not finite": float("inf")}
+    scales = {name: max(move, 1e-2 * most) or 1.0 for name, move in moves.items()}
+    errors = {name: largest(found[name], wanted[name]) / scales[name] for name in wanted}
+    return {name: error if np.isfinite(error) else float("inf") for name, error in errors.items()}
+
+
+def _of_number(a: float, b: float) -> float:
+    if not np.isfinite(a) or not np.isfinite(b):
+        return 0.0 if np.isfinite(a) == np.isfinite(b) else float("inf")
+    return abs(a - b) / max(abs(b), 1e-3)
+
+
+def forget() -> None:
+    """Compiled programs of this seed are of no use to the next."""
+    jax.clear_caches()

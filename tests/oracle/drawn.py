@@ -1,0 +1,182 @@
+"""What a random experiment is made of: plain numbers and names, which the reference and the framework each build from.
+
+Nothing of the framework is imported: the reference reads these alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+Precision = Literal["float64", "float32", "mixed"]
+Fields = dict[str, Any]  # keyword arguments of a function of optax
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm or LayerNorm; `bias` is LayerNorm's, `zero_centered` RMSNorm's (what is stored is the scale less 1)."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    zero_centered: bool = False
+    bias: bool = True
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention; `rope_scaling` is a name and the fields of `framework.layers.rotary`."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False
+    output_bias: bool = False
+    rope_theta: float | None = None
+    rope_scaling: tuple[Literal["linear", "llama3"], Fields] | None = None
+    qk_norm: Norm | None = None
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+
+
+@dataclass(frozen=True)
+class MLP:
+    """One feed-forward block."""
+
+    hidden: int
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"] = "gelu_tanh"
+    gated: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the pattern."""
+
+    attention: Attention
+    mlp: MLP
+    norm: Norm = Norm()
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Adapters for the linear layers whose path `targets` matches; `base` int8 stores their weights in 8 bits."""
+
+    rank: int
+    alpha: float
+    targets: str
+    base: Literal["int8"] | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A language model: `units` times the pattern `layers`, of which those `shared` have one copy for all units."""
+
+    dim: int
+    vocab: int
+    layers: tuple[Layer, ...]
+    units: int
+    shared: tuple[int, ...] = ()
+    streams: Literal["one", "float32", "fixed"] = "one"
+    positions: int | None = None
+    embed_scale: float | None = None
+    head_norm: Norm = Norm()
+    tied: bool = False
+    z_loss: float = 0.0
+    head_softcap: float | None = None
+    chunk_tokens: int = 1024
+    lora: LoRA | None = None
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A function of `tests.oracle.optimizers`; `rate` is a number, or a schedule of optax and its fields."""
+
+    name: str
+    rate: float | tuple[str, Fields]
+    fields: Fields = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What differs for parameters whose path matches; one of the three."""
+
+    pattern: str
+    freeze: bool = False
+    set: Fields = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+
+
+@dataclass(frozen=True)
+class Learner:
+    """How parameters learn. `clip_mode` global_norm stands for two_pass too, which a schedule may need instead."""
+
+    optimizer: Optimizer
+    scope: Literal["unit", "model"] = "unit"
+    rules: tuple[Rule, ...] = ()
+    clip: float | None = None
+    clip_mode: Literal["global_norm", "previous_norm", "update_rms", "norm_growth"] = "global_norm"
+    ema: float | None = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """The batches. `empty` are (step, count, index): rows whose number modulo `count` is `index` have no targets."""
+
+    seq_len: int
+    batch: int
+    documents: bool = False
+    fractions: bool = False
+    empty: tuple[tuple[int, int, int], ...] = ()
+    poisoned: int | None = None
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The part of a run from step `start` on: everything here may differ after a checkpoint."""
+
+    start: int = 0
+    mesh: dict[str, int] = field(default_factory=dict)
+    update: Literal["after_backward", "streamed", "in_backward", "layer_programs"] = "after_backward"
+    gradients: Literal["device", "pinned_host", "none"] = "device"
+    optimizer_state: Literal["device", "pinned_host"] = "device"
+    parameters: Literal["device", "pinned_host"] = "device"
+    hosted_layers: int | None = None
+    activations: Literal["device", "pinned_host"] = "device"
+    remat: str = "none"
+    unroll: int = 1
+    accumulate: int = 1
+
+    @property
+    def updates_at_once(self) -> bool:
+        """Whether each unit is updated before all gradients are known."""
+        return self.update == "in_backward" or self.gradients == "none"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A whole experiment."""
+
+    seed: int
+    model: Model
+    learner: Learner
+    data: Data
+    phases: tuple[Phase, ...]
+    steps: int = 4
+    precision: Precision = "float64"
+
+
+def settings(drawn: Any, path: str = "") -> dict[str, Any]:
+    """{dotted path: value} of all fields that have no default, or another value than it."""
+    if is_dataclass(drawn):
+        found: dict[str, Any] = {}
+        for own in fields(drawn):
+            value = getattr(drawn, own.name)
+            default = own.default_factory() if own.default_factory is not MISSING else own.default
+            if default is MISSING or value != default:
+                found |= settings(value, f"{path}.{own.name}" if path else own.name)
+        return found
+    if isinstance(drawn, tuple) and any(is_dataclass(item) for item in drawn):
+        return {key: value for i, item in enumerate(drawn) for key, value in settings(item, f"{path}.{i}").items()}
+    return {path: drawn}

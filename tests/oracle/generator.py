@@ -1,0 +1,236 @@
+"""Draws a whole experiment from a seed: a model, a learner, batches, and one or more phases of a run.
+
+What is drawn is meant to be accepted: the rules that docs/memory.md and the errors name are kept here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tests.oracle import drawn as plain
+from tests.oracle.generator_learner import INSENSITIVE, draw_learner, draw_optimizer
+from tests.oracle.parameters import parameter_shapes, path
+
+DEVICES = 8
+_T = TypeVar("_T")
+
+
+class Dice:
+    """A random generator with the words of this file."""
+
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
+
+    def chance(self, probability: float) -> bool:
+        """True so often."""
+        return bool(self.rng.random() < probability)
+
+    def pick(self, values: Sequence[_T]) -> _T:
+        """One of them."""
+        return values[int(self.rng.integers(len(values)))]
+
+    def between(self, low: int, high: int) -> int:
+        """An integer, both ends included."""
+        return int(self.rng.integers(low, high + 1))
+
+    def log_uniform(self, low: float, high: float) -> float:
+        """A number of three digits, small ones as often as large ones."""
+        return float(f"{math.exp(self.rng.uniform(math.log(low), math.log(high))):.3g}")
+
+
+def draw(seed: int) -> plain.Drawn:
+    """The experiment of a seed."""
+    dice = Dice(seed)
+    precision = dice.pick(["float64"] * 8 + ["float32", "mixed"])
+    optimizer = draw_optimizer(dice, INSENSITIVE if precision != "float64" else None)
+    is_sensitive = optimizer.name not in INSENSITIVE
+    model = _model(dice, precision=precision, is_sensitive=is_sensitive)
+    shapes = parameter_shapes(model)
+    paths = list(dict.fromkeys(path(name) for name in shapes))
+    learner = draw_learner(dice, optimizer, model, paths, precision)
+    seq_len = dice.pick([8, 12, 16])
+    data = plain.Data(
+        seq_len=seq_len if model.positions is None else min(seq_len, model.positions),
+        batch=dice.pick([4, 8, 8, 12, 16]),
+        documents=dice.chance(0.5),
+        fractions=dice.chance(0.2),
+    )
+    steps = 4
+    count = dice.pick([1, 1, 1, 2, 2, 2, 2, 3])
+    starts = [0, *sorted(dice.rng.choice(np.arange(1, steps), count - 1, replace=False).tolist())]
+    phases = tuple(_phase(dice, int(start), model, learner, data) for start in starts)
+    empty, poisoned = _bad_rows(dice, phases, steps)
+    data = plain.Data(data.seq_len, data.batch, data.documents, data.fractions, empty, poisoned)
+    return plain.Drawn(seed, model, learner, data, phases, steps, precision)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def _model(dice: Dice, *, precision: str, is_sensitive: bool) -> plain.Model:
+    length = dice.pick([1, 1, 2, 2, 3])
+    units = dice.pick([n for n in (1, 2, 3, 4) if n * length <= 4])
+    kv_heads = dice.pick([1, 2, 2, 4])
+    layers = tuple(_layer(dice, kv_heads, is_sensitive=is_sensitive) for _ in range(length))
+    shared = [index for index in range(length) if dice.chance(0.25)]
+    streams = dice.pick(["one", "one", "one", "float32", "fixed"])
+    dim = dice.pick([8, 8, 16])
+    return plain.Model(
+        dim=dim,
+        vocab=4 * dice.between(4, 10) if dice.chance(0.6) else dice.between(13, 40),
+        layers=layers,
+        units=units,
+        shared=tuple(shared[: length - 1]),
+        streams="float32" if streams == "fixed" and precision != "float64" else streams,
+        positions=dice.pick([None, None, 8, 16, 24]),
+        embed_scale=dice.pick([None, None, round(math.sqrt(dim), 3)]),
+        head_norm=_norm(dice),
+        tied=dice.chance(0.5),
+        z_loss=dice.pick([0.0, 0.0, 1e-2]),
+        head_softcap=dice.pick([None, None, None, 5.0]),
+        chunk_tokens=dice.pick([0, 5, 16, 1024]),
+        lora=_lora(dice, precision) if dice.chance(0.2) else None,
+    )
+
+
+def _norm(dice: Dice) -> plain.Norm:
+    eps = dice.pick([1e-6, 1e-5, 1e-3])
+    if dice.chance(0.5):
+        return plain.Norm("rms", eps, zero_centered=dice.chance(0.3))
+    return plain.Norm("layer", eps, bias=dice.chance(0.7))
+
+
+def _layer(dice: Dice, kv_heads: int, *, is_sensitive: bool) -> plain.Layer:
+    mlp = plain.MLP(
+        hidden=4 * dice.between(2, 6),
+        activation=dice.pick(["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]),
+        gated=dice.chance(0.5),
+        bias=dice.chance(0.3),
+    )
+    layer_kv_heads = kv_heads if dice.chance(0.7) else dice.pick([1, 2, 4])
+    attention = _attention(dice, layer_kv_heads, is_sensitive=is_sensitive)
+    return plain.Layer(attention, mlp, _norm(dice), _norm(dice) if dice.chance(0.25) else None)
+
+
+def _attention(dice: Dice, kv_heads: int, *, is_sensitive: bool) -> plain.Attention:
+    theta = dice.pick([None, 10.0, 10_000.0])
+    scaling = dice.pick(
+        [
+            None,
+            ("linear", {"factor": 2.5}),
+            ("llama3", {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 20}),
+        ]
+    )
+    # The softmax does not see what is added to all keys alike: such a bias has a gradient of nothing but rounding, of
+    # which optimizers that divide by it make whole updates.
+    has_key_bias = theta is not None or not is_sensitive
+    qk_norm = dice.pick([None, None, plain.Norm("rms", 1e-5), plain.Norm("layer", 1e-5, bias=has_key_bias)])
+    head_dim = dice.pick([4, 6, 8])
+    return plain.Attention(
+        heads=kv_heads * dice.pick([1, 1, 2, 3]),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        bias=dice.chance(0.3) and has_key_bias,
+        output_bias=dice.chance(0.3),
+        rope_theta=theta,
+        rope_scaling=scaling if theta is not None else None,
+        qk_norm=qk_norm,
+        window=dice.pick([None, None, 2, 5]),
+        softcap=dice.pick([None, None, 2.0]),
+        scale=dice.pick([None, None, 0.3]),
+    )
+
+
+def _lora(dice: Dice, precision: str) -> plain.LoRA:
+    return plain.LoRA(
+        rank=dice.pick([1, 2, 4]),
+        alpha=dice.pick([1.0, 4.0, 32.0]),
+        targets=dice.pick([".", "attention", "query|value", "mlp", "block0", "block0/attention/output"]),
+        base=dice.pick([None, None, "int8"]),
+    )
+
+
+# --- phases of a run -------------------------------------------------------------------------------------------------
+
+
+def _phase(dice: Dice, start: int, model: plain.Model, learner: plain.Learner, data: plain.Data) -> plain.Phase:
+    updates = ["after_backward", "streamed", "in_backward", "layer_programs"]
+    update = "after_backward" if learner.scope == "model" else dice.pick(updates)
+    gradients = {
+        "streamed": ["device", "pinned_host"],
+        "layer_programs": ["device", "pinned_host", "none"],
+    }.get(update, ["device"])
+    gradients = dice.pick(gradients)
+    parts = [n for n in (1, 2, 3, 4) if data.batch % n == 0]
+    accumulate = 1 if update == "in_backward" or gradients == "none" else dice.pick([1, *parts])
+    parameters = activations = "device"
+    if update != "after_backward":
+        parameters = dice.pick(["device", "pinned_host"])
+        activations = dice.pick(["device", "pinned_host"])
+    hosted_layers = None
+    if update == "layer_programs" and parameters == "pinned_host" and model.units > 1 and dice.chance(0.5):
+        hosted_layers = dice.between(1, model.units - 1)
+    return plain.Phase(
+        start=start,
+        mesh=_mesh(dice, model, data, accumulate),
+        update=update,
+        gradients=gradients,
+        optimizer_state=dice.pick(["device", "pinned_host"]),
+        parameters=parameters,
+        hosted_layers=hosted_layers,
+        activations=activations,
+        remat=_remat(dice, model, update, activations),
+        unroll=dice.between(0, model.units),
+        accumulate=accumulate,
+    )
+
+
+def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> dict[str, int]:
+    """Sizes of data, fsdp, seq and model that the sizes of the experiment are multiples of; of 1, 2, 4 or 8 devices."""
+    heads = math.gcd(*(layer.attention.kv_heads for layer in model.layers))
+    hidden = math.gcd(*(layer.mlp.hidden for layer in model.layers))
+    by_model, rows = math.gcd(heads, hidden, model.vocab), data.batch // accumulate
+    meshes: dict[int, list[dict[str, int]]] = {}
+    for sizes in product((1, 2, 4, 8), repeat=4):
+        mesh = dict(zip(("data", "fsdp", "seq", "model"), sizes, strict=True))
+        fits = rows % (mesh["data"] * mesh["fsdp"]) == 0 and model.dim % mesh["fsdp"] == 0
+        fits &= data.seq_len % mesh["seq"] == 0 and by_model % mesh["model"] == 0
+        if fits and math.prod(sizes) <= DEVICES:
+            meshes.setdefault(math.prod(sizes), []).append(mesh)
+    return dice.pick(meshes[dice.pick(list(meshes))])
+
+
+def _remat(dice: Dice, model: plain.Model, update: str, activations: str) -> str:
+    policies = ["none", "none", "full", "dots", "dots_no_batch", "save:query,attention", "save:mlp_up", "sqrt"]
+    policies += [f"sqrt:{n}" for n in (2, 3) if model.units % n == 0]
+    if update != "layer_programs":
+        policies += ["offload", "offload:input", "save:attention;offload:mlp_up,input"]
+    if model.streams != "one" and activations == "device":
+        policies += ["invert"] * 4
+    return dice.pick(policies)
+
+
+def _bad_rows(
+    dice: Dice, phases: Sequence[plain.Phase], steps: int
+) -> tuple[tuple[tuple[int, int, int], ...], int | None]:
+    """(rows without targets: a whole microbatch or the whole batch, the step with NaN)."""
+    empty: list[tuple[int, int, int]] = []
+    ends = [phase.start for phase in phases[1:]] + [steps]
+    for phase, end in zip(phases, ends, strict=True):
+        if phase.accumulate > 1 and dice.chance(0.5):
+            step = dice.between(phase.start, end - 1)
+            empty.append((step, phase.accumulate, dice.between(0, phase.accumulate - 1)))
+    if dice.chance(0.08):
+        empty.append((dice.between(0, steps - 1), 1, 0))
+    return tuple(empty), dice.between(0, steps - 1) if dice.chance(0.4) else None
+
+
+def as_text(experiment: plain.Drawn) -> list[str]:
+    """One line for each setting that is drawn, as far as it is no default."""
+    drawn_settings: dict[str, Any] = plain.settings(experiment)
+    return [f"{name} = {value!r}" for name, value in drawn_settings.items()]

@@ -1,0 +1,115 @@
+"""Draws the learner of a random experiment: optimizer, schedule of the learning rate, rules, clipping, averaging."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tests.oracle import drawn as plain
+
+if TYPE_CHECKING:
+    from tests.oracle.generator import Dice
+
+# Learning rates that move weights by a few percent in a step, and fields. A large eps keeps Adam and its kin from
+# making whole updates of a gradient that is nothing but rounding.
+_OPTIMIZERS: dict[str, tuple[float, list[dict[str, Any]]]] = {
+    "sgd": (0.05, [{}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}]),
+    "adam": (1e-2, [{"eps": 1e-4}]),
+    "adamw": (1e-2, [{"eps": 1e-4, "weight_decay": 0.1}, {"eps": 1e-3, "b2": 0.95, "weight_decay": 0.01}]),
+    "amsgrad": (1e-2, [{"eps": 1e-4}]),
+    "yogi": (1e-2, [{}]),
+    "adagrad": (3e-2, [{}]),
+    "rmsprop": (3e-3, [{"eps": 1e-4}, {"eps": 1e-4, "momentum": 0.9}]),
+    "adamaxw": (1e-2, [{"eps": 1e-4, "weight_decay": 0.1}]),
+    "adan": (1e-2, [{"eps": 1e-4}, {"eps": 1e-4, "weight_decay": 0.1}]),
+    "lion": (3e-3, [{"weight_decay": 0.1}]),
+    "adafactor": (1e-2, [{"min_dim_size_to_factor": 8}, {"min_dim_size_to_factor": 8, "weight_decay_rate": 1e-3}]),
+    "adabelief": (1e-2, [{}]),
+    "lamb": (1e-2, [{"weight_decay": 0.1}]),
+    "novograd": (1e-2, [{"weight_decay": 0.01}]),
+    "sm3": (1e-2, [{}]),
+    "lars": (1.0, [{"weight_decay": 0.01}]),
+    "muon": (1e-2, [{}, {"weight_decay": 0.1}]),
+}
+# Those that make nothing of a gradient of nothing but rounding.
+INSENSITIVE = ("sgd", "adam", "adamw", "amsgrad", "yogi", "adagrad", "rmsprop", "adamaxw", "adan", "clipped_adamw")
+_PATTERNS = ("norm", "embed", "head/", "bias", "attention", "mlp", "block0/mlp", "^shared", "query|key", "lora_b", "up")
+
+
+def draw_optimizer(dice: Dice, names: Sequence[str] | None = None) -> plain.Optimizer:
+    """An optimizer; AdamW as often as four others."""
+    known = [name for name in (names or _OPTIMIZERS) if name in _OPTIMIZERS]
+    name = dice.pick(known + ["adamw"] * 3)
+    rate, choices = _OPTIMIZERS[name]
+    peak = dice.log_uniform(0.5 * rate, 1.5 * rate)
+    return plain.Optimizer(name, _schedule(dice, peak) if dice.chance(0.5) else peak, dice.pick(choices))
+
+
+def _schedule(dice: Dice, peak: float) -> tuple[str, dict[str, Any]]:
+    return dice.pick(
+        [
+            ("cosine_decay_schedule", {"init_value": peak, "decay_steps": 5, "alpha": 0.1}),
+            ("linear_schedule", {"init_value": peak, "end_value": 0.1 * peak, "transition_steps": 3}),
+            ("exponential_decay", {"init_value": peak, "transition_steps": 2, "decay_rate": 0.5}),
+            (
+                "warmup_cosine_decay_schedule",
+                {"init_value": 0.1 * peak, "peak_value": peak, "warmup_steps": 2, "decay_steps": 6},
+            ),
+        ]
+    )
+
+
+def draw_learner(
+    dice: Dice, optimizer: plain.Optimizer, model: plain.Model, paths: Sequence[str], precision: str
+) -> plain.Learner:
+    """A learner for a model with these paths."""
+    whole = precision != "mixed" and dice.chance(0.08)
+    if whole:
+        optimizer = plain.Optimizer("clipped_adamw", optimizer.rate, {"max_norm": 0.5, "weight_decay": 0.05})
+    clip, clip_mode = None, "global_norm"
+    if dice.chance(0.75):
+        clip_mode = dice.pick(["global_norm", "global_norm", "previous_norm", "update_rms", "norm_growth"])
+        clip = {"update_rms": dice.pick([0.3, 1.0]), "norm_growth": dice.pick([1.01, 1.2])}.get(clip_mode)
+        clip = dice.log_uniform(0.1, 3.0) if clip is None else clip
+    return plain.Learner(
+        optimizer,
+        scope="model" if whole else "unit",
+        rules=_rules(dice, optimizer, model, paths),
+        clip=clip,
+        clip_mode=clip_mode,
+        ema=dice.pick([None, None, 0.9, 0.5]),
+    )
+
+
+def _rules(
+    dice: Dice, optimizer: plain.Optimizer, model: plain.Model, paths: Sequence[str]
+) -> tuple[plain.Rule, ...]:
+    """Up to two rules, each of which has something left to decide; they never freeze everything."""
+    trained = [path for path in paths if model.lora is None or re.search("/lora_[ab]$", path)]
+    left, learning, rules = set(trained), set(trained), []
+    for _ in range(dice.pick([0, 0, 1, 2])):
+        # With adapters, a rule names what it may train: the rest is frozen anyway.
+        pattern = dice.pick(_PATTERNS)
+        matched = {path for path in left if re.search(pattern, path)}
+        freeze = dice.chance(0.5)
+        if not matched or (freeze and not learning - matched):
+            continue
+        left -= matched
+        if freeze:
+            learning -= matched
+            rules.append(plain.Rule(pattern, freeze=True))
+        elif dice.chance(0.5):
+            rules.append(plain.Rule(pattern, set=_changed_field(dice, optimizer)))
+        else:
+            rate = dice.log_uniform(1e-3, 1e-2)
+            other = dice.pick(["sgd", "adamw"])
+            fields = {"momentum": 0.5} if other == "sgd" else {"eps": 1e-4, "weight_decay": 0.2}
+            rules.append(plain.Rule(pattern, optimizer=plain.Optimizer(other, rate, fields)))
+    return tuple(rules)
+
+
+def _changed_field(dice: Dice, optimizer: plain.Optimizer) -> dict[str, Any]:
+    if "weight_decay" in optimizer.fields:
+        return {"weight_decay": 0.0}
+    return {"learning_rate": dice.log_uniform(1e-3, 1e-2)}

@@ -1,0 +1,223 @@
+"""The reference's language model, from the published formulas, with JAX alone: no layer of the framework is imported.
+
+Parameters are a flat dictionary by the names of tests.oracle.parameters. Each layer of each unit is written out: no
+scan, no blocks of rows, no chunks.
+
+Axis letters: B sequences, S positions (T of keys), N heads, H channels of a head, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.oracle.drawn import MLP, Attention, Layer, LoRA, Model, Norm
+
+Parameters = dict[str, jax.Array]
+
+
+def prepared(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What `loss` reads of a batch: tokens, targets, each target's share, positions, and who sees whom.
+
+    A share, weight / sum of weights (1 at least), is a float32, as `framework.layers.base.Context` documents of both.
+    """
+    tokens, weights = batch["tokens"], batch["weights"]
+    total = np.maximum(np.sum(weights, dtype=np.float32), np.float32(1.0))
+    return {
+        "tokens": tokens,
+        "targets": batch["targets"],
+        "share": (weights / total).astype(np.float64),
+        "positions": batch.get("positions", np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)),
+        "visible": np.broadcast_to(_visible(batch), (*tokens.shape, tokens.shape[1])),
+    }
+
+
+def loss(model: Model, params: Parameters, batch: dict[str, Any]) -> jax.Array:
+    """The sum over targets of share * (cross-entropy + z_loss * logsumexp^2); `batch` as `prepared` makes it."""
+    logits_BSV = _logits(model, params, batch)
+    log_sum_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
+    target_BS = jnp.take_along_axis(logits_BSV, batch["targets"][..., None], axis=-1)[..., 0]
+    return jnp.sum(batch["share"] * (log_sum_BS - target_BS + model.z_loss * log_sum_BS**2))
+
+
+def _logits(model: Model, params: Parameters, batch: dict[str, Any]) -> jax.Array:
+    positions_BS, mask_BST = batch["positions"], batch["visible"]
+    x_BSD = params["embed/token"][batch["tokens"]] * (1.0 if model.embed_scale is None else model.embed_scale)
+    if model.positions is not None:
+        x_BSD = x_BSD + params["embed/position"][positions_BS]
+    branches: list[Callable[[jax.Array], jax.Array]] = []  # of all layers in order
+    for unit in range(model.units):
+        for index, layer in enumerate(model.layers):
+            home = f"shared/block{index}" if index in model.shared else f"stack/{unit}/block{index}"
+            branches += _branches(model, layer, params, home, f"stack/block{index}", positions_BS, mask_BST)
+    x_BSD = _residual(branches, x_BSD) if model.streams == "one" else _two_streams(branches, x_BSD, model.streams)
+    h_BSD = _norm(model.head_norm, params, "head/norm", x_BSD)
+    return _capped(h_BSD @ params["embed/token" if model.tied else "head/table"].T, model.head_softcap)
+
+
+def _residual(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Array) -> jax.Array:
+    for branch in branches:
+        x_BSD = x_BSD + branch(x_BSD)
+    return x_BSD
+
+
+def _two_streams(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Array, kind: str) -> jax.Array:
+    """x1 += F(x2), x2 += G(x1), and so on (arXiv 1707.04585); the mean of both at the end."""
+    round_off = _rounded if kind == "fixed" else lambda x: x
+    first = second = round_off(x_BSD)
+    for attention, mlp in zip(branches[::2], branches[1::2], strict=True):
+        first = first + round_off(attention(second))
+        second = second + round_off(mlp(first))
+    return 0.5 * (first + second)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """Multiples of 2^-12, with the gradient of x itself."""
+    nearest = jax.lax.stop_gradient(jnp.round(x * 4096.0) / 4096.0)
+    return nearest + (x - jax.lax.stop_gradient(x))
+
+
+def _visible(batch: dict[str, Any]) -> np.ndarray:
+    """bool [B, S, T]: the past and itself; of its own document; padding sees itself alone."""
+    length = batch["tokens"].shape[1]
+    past_ST = np.tril(np.ones((length, length), bool))
+    if "segments" not in batch:
+        return past_ST[None]
+    rows, columns = batch["segments"][:, :, None], batch["segments"][:, None, :]
+    return (past_ST & (rows == columns) & (rows > 0)) | np.eye(length, dtype=bool)
+
+
+def _branches(
+    model: Model,
+    layer: Layer,
+    params: Parameters,
+    home: str,
+    target: str,
+    positions_BS: jax.Array,
+    mask_BST: jax.Array,
+) -> list[Callable[[jax.Array], jax.Array]]:
+    """What a layer adds to the residual stream, as functions of it: attention, then the MLP."""
+
+    def linear(name: str, x: jax.Array) -> jax.Array:
+        return _linear(model.lora, params, f"{home}/{name}", f"{target}/{name}", x)
+
+    def attend(x_BSD: jax.Array) -> jax.Array:
+        h_BSD = _norm(layer.norm, params, f"{home}/attention_norm", x_BSD)
+        y_BSD = _attention(layer.attention, params, home, linear, h_BSD, positions_BS, mask_BST)
+        return y_BSD if layer.post_norm is None else _norm(layer.post_norm, params, f"{home}/attention_post_norm", y_BSD)
+
+    def feed_forward(x_BSD: jax.Array) -> jax.Array:
+        y_BSD = _mlp(layer.mlp, linear, _norm(layer.norm, params, f"{home}/mlp_norm", x_BSD))
+        return y_BSD if layer.post_norm is None else _norm(layer.post_norm, params, f"{home}/mlp_post_norm", y_BSD)
+
+    return [attend, feed_forward]
+
+
+def _linear(lora: LoRA | None, params: Parameters, home: str, target: str, x: jax.Array) -> jax.Array:
+    """x W + b, and beside it (alpha / rank) x A B (arXiv 2106.09685)."""
+    adapted = lora is not None and re.search(lora.targets, target) is not None
+    if adapted and lora.base == "int8":
+        weight = params[f"{home}/weight/codes"].astype(x.dtype) * params[f"{home}/weight/scales"].astype(x.dtype) / 127
+    else:
+        weight = params[f"{home}/weight"]
+    y = x @ weight + params.get(f"{home}/bias", 0.0)
+    if not adapted:
+        return y
+    return y + (lora.alpha / lora.rank) * (x @ params[f"{home}/lora_a"]) @ params[f"{home}/lora_b"]
+
+
+def _norm(norm: Norm, params: Parameters, home: str, x: jax.Array) -> jax.Array:
+    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) over the last axis."""
+    scale = params[f"{home}/scale"]
+    if norm.kind == "rms":
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + norm.eps) * (scale + norm.zero_centered)
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    x = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + norm.eps) * scale
+    return x + params[f"{home}/bias"] if norm.bias else x
+
+
+def _capped(x: jax.Array, cap: float | None) -> jax.Array:
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def _attention(
+    attention: Attention,
+    params: Parameters,
+    home: str,
+    linear: Callable[[str, jax.Array], jax.Array],
+    x_BSD: jax.Array,
+    positions_BS: jax.Array,
+    mask_BST: jax.Array,
+) -> jax.Array:
+    """Softmax attention; head n reads the keys of group n // (heads / kv_heads)."""
+    batch, length, _ = x_BSD.shape
+    channels = attention.head_dim
+    queries, keys, values = (
+        linear(f"attention/{name}", x_BSD).reshape(batch, length, -1, channels) for name in ("query", "key", "value")
+    )
+    if attention.qk_norm is not None:
+        queries = _norm(attention.qk_norm, params, f"{home}/attention/query_norm", queries)
+        keys = _norm(attention.qk_norm, params, f"{home}/attention/key_norm", keys)
+    if attention.rope_theta is not None:
+        angles = positions_BS[:, :, None] * _frequencies(attention)
+        queries, keys = (_turned(x, angles[:, :, None]) for x in (queries, keys))
+    if attention.window is not None:
+        distance_ST = np.arange(length)[:, None] - np.arange(length)[None, :]
+        mask_BST = mask_BST & (distance_ST < attention.window)
+    scale = 1.0 / math.sqrt(channels) if attention.scale is None else attention.scale
+    group_N = np.arange(attention.heads) // (attention.heads // attention.kv_heads)
+    logits_BNST = jnp.einsum("bsnh,btnh->bnst", queries, keys[:, :, group_N]) * scale
+    logits_BNST = jnp.where(mask_BST[:, None], _capped(logits_BNST, attention.softcap), -jnp.inf)
+    y_BSNH = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(logits_BNST, axis=-1), values[:, :, group_N])
+    return linear("attention/output", y_BSNH.reshape(batch, length, -1))
+
+
+def _frequencies(attention: Attention) -> np.ndarray:
+    """Radians per position of each pair of channels (arXiv 2104.09864), scaled as Llama 3.1's or linearly."""
+    assert attention.rope_theta is not None
+    pairs = np.arange(0, attention.head_dim, 2)
+    frequencies = 1.0 / attention.rope_theta ** (pairs / attention.head_dim)
+    if attention.rope_scaling is None:
+        return frequencies
+    kind, given = attention.rope_scaling
+    if kind == "linear":
+        return frequencies / given["factor"]
+    scaled = []
+    for frequency in frequencies:  # as in Meta's code
+        wavelength, length = 2 * math.pi / frequency, given["original_length"]
+        if wavelength < length / given["high_freq_factor"]:
+            scaled.append(frequency)
+        elif wavelength > length / given["low_freq_factor"]:
+            scaled.append(frequency / given["factor"])
+        else:
+            smooth = (length / wavelength - given["low_freq_factor"]) / (
+                given["high_freq_factor"] - given["low_freq_factor"]
+            )
+            scaled.append((1 - smooth) * frequency / given["factor"] + smooth * frequency)
+    return np.array(scaled)
+
+
+def _turned(x_BSNH: jax.Array, angles: jax.Array) -> jax.Array:
+    """Channel i and channel i + H/2 are a complex number, turned by the angle."""
+    half = x_BSNH.shape[-1] // 2
+    turned = (x_BSNH[..., :half] + 1j * x_BSNH[..., half:]) * jnp.exp(1j * angles)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def _mlp(mlp: MLP, linear: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    activation = {
+        "gelu": lambda x: 0.5 * x * (1.0 + jax.lax.erf(x / math.sqrt(2.0))),
+        "gelu_tanh": lambda x: 0.5 * x * (1.0 + jnp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
+        "silu": lambda x: x / (1.0 + jnp.exp(-x)),
+        "relu": lambda x: jnp.where(x > 0, x, 0.0),
+        "relu_squared": lambda x: jnp.where(x > 0, x, 0.0) ** 2,
+    }[mlp.activation]
+    if mlp.gated:
+        return linear("mlp/down", activation(linear("mlp/gate", x)) * linear("mlp/up", x))
+    return linear("mlp/down", activation(linear("mlp/up", x)))

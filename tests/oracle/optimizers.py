@@ -1,0 +1,24 @@
+"""The optimizers of random experiments: optax's own, and one of a user that clips inside. Both sides call these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+
+def clipped_adamw(*, learning_rate: Any, max_norm: float, weight_decay: float = 0.0) -> optax.GradientTransformation:
+    """AdamW behind a clip by the norm of all that it is given, which needs learner.scope = model."""
+    adamw = optax.adamw(learning_rate, eps=1e-4, weight_decay=weight_decay)
+    return optax.chain(optax.clip_by_global_norm(max_norm), adamw)
+
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    name: getattr(optax, name)
+    for name in (
+        "sgd", "adam", "adamw", "lion", "adafactor", "rmsprop", "adagrad", "lamb", "yogi", "adamaxw", "novograd",
+        "adabelief", "sm3", "lars", "amsgrad", "adan",
+    )
+}  # fmt: skip
+OPTIMIZERS |= {"muon": optax.contrib.muon, "clipped_adamw": clipped_adamw}

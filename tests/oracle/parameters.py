@@ -1,0 +1,133 @@
+"""Which parameters a random model has, by name and shape, and first values for them.
+
+A name is the framework's path, with the number of the unit where the stack has one tensor for all of them:
+stack/2/block0/attention/query/weight. Written beside the framework's own table, from docs and papers, not from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+
+from tests.oracle.drawn import Drawn, LoRA, Model, Norm
+
+Shapes = dict[str, tuple[int, ...]]
+PRECISE = {"float64": np.float64, "float32": np.float32, "mixed": ml_dtypes.bfloat16}
+
+
+def parameter_shapes(model: Model) -> Shapes:
+    """{name: shape} of all parameters, one tensor per layer."""
+    shapes: Shapes = {"embed/token": (model.vocab, model.dim)}
+    if model.positions is not None:
+        shapes["embed/position"] = (model.positions, model.dim)
+    for home, index in _homes(model):
+        shapes |= _layer_shapes(model, home, index)
+    shapes |= _norm_shapes("head/norm", model.head_norm, model.dim)
+    if not model.tied:
+        shapes["head/table"] = (model.vocab, model.dim)
+    return shapes
+
+
+def path(name: str) -> str:
+    """The framework's path of a name: without the number of the unit."""
+    return re.sub(r"^stack/\d+/", "stack/", name)
+
+
+def _homes(model: Model) -> Iterator[tuple[str, int]]:
+    """(prefix of the names, index in the pattern) of every layer that has parameters of its own."""
+    for index in range(len(model.layers)):
+        if index in model.shared:
+            yield f"shared/block{index}", index
+        else:
+            yield from ((f"stack/{unit}/block{index}", index) for unit in range(model.units))
+
+
+def _layer_shapes(model: Model, home: str, index: int) -> Shapes:
+    layer, dim = model.layers[index], model.dim
+    attention, mlp = layer.attention, layer.mlp
+    inner, inner_kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    linears = {
+        "attention/query": (dim, inner, attention.bias),
+        "attention/key": (dim, inner_kv, attention.bias),
+        "attention/value": (dim, inner_kv, attention.bias),
+        "attention/output": (inner, dim, attention.output_bias),
+        "mlp/up": (dim, mlp.hidden, mlp.bias),
+        "mlp/down": (mlp.hidden, dim, mlp.bias),
+    }
+    if mlp.gated:
+        linears["mlp/gate"] = (dim, mlp.hidden, mlp.bias)
+    shapes: Shapes = {}
+    for name, (inputs, outputs, bias) in linears.items():
+        shapes |= _linear_shapes(model.lora, f"{home}/{name}", f"stack/block{index}/{name}", inputs, outputs, bias)
+    norms = {"attention_norm": layer.norm, "mlp_norm": layer.norm}
+    if layer.post_norm is not None:
+        norms |= {"attention_post_norm": layer.post_norm, "mlp_post_norm": layer.post_norm}
+    for name, norm in norms.items():
+        shapes |= _norm_shapes(f"{home}/{name}", norm, dim)
+    if attention.qk_norm is not None:
+        for name in ("query_norm", "key_norm"):
+            shapes |= _norm_shapes(f"{home}/attention/{name}", attention.qk_norm, attention.head_dim)
+    return shapes
+
+
+def _linear_shapes(lora: LoRA | None, home: str, target: str, inputs: int, outputs: int, bias: bool) -> Shapes:
+    shapes: Shapes = {f"{home}/bias": (outputs,)} if bias else {}
+    if lora is None or not re.search(lora.targets, target):
+        return {**shapes, f"{home}/weight": (inputs, outputs)}
+    shapes |= {f"{home}/lora_a": (inputs, lora.rank), f"{home}/lora_b": (lora.rank, outputs)}
+    if lora.base is None:
+        return {**shapes, f"{home}/weight": (inputs, outputs)}
+    return {**shapes, f"{home}/weight/codes": (inputs, outputs), f"{home}/weight/scales": (1, outputs)}
+
+
+def _norm_shapes(home: str, norm: Norm, dim: int) -> Shapes:
+    shapes: Shapes = {f"{home}/scale": (dim,)}
+    if norm.kind == "layer" and norm.bias:
+        shapes[f"{home}/bias"] = (dim,)
+    return shapes
+
+
+# --- their first values ----------------------------------------------------------------------------------------------
+
+
+def first_values(drawn: Drawn) -> dict[str, np.ndarray]:
+    """{name: array}: nothing is zero or one, as biases, scales and adapters would be at the start of a real run."""
+    values = {}
+    for number, (name, shape) in enumerate(sorted(parameter_shapes(drawn.model).items())):
+        rng = np.random.default_rng([drawn.seed, 1_000_000 + number])
+        kind = name.rsplit("/", 1)[1]
+        if kind == "codes":
+            values[name] = rng.integers(-127, 128, shape).astype(np.int8)
+        elif kind == "scales":
+            values[name] = rng.uniform(0.5, 1.0, shape).astype(np.float32)
+        else:
+            values[name] = _floats(drawn, name, shape, rng)
+    return values
+
+
+def _floats(drawn: Drawn, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    normal = rng.standard_normal(shape)
+    kind = name.rsplit("/", 1)[1]
+    if kind == "scale":
+        value = 0.2 * normal + (0.0 if _is_zero_centered(drawn.model, name) else 1.0)
+    elif kind == "bias":
+        value = 0.2 * normal
+    elif name in ("embed/token", "embed/position", "head/table"):
+        value = 0.5 * normal
+    else:
+        value = normal / np.sqrt(shape[0])
+    return value.astype(PRECISE[drawn.precision]).astype(np.float64)  # exact in the framework's dtype
+
+
+def _is_zero_centered(model: Model, name: str) -> bool:
+    if name.startswith("head/"):
+        return model.head_norm.zero_centered
+    found = re.search(r"/block(\d+)/(.+)/scale$", name)
+    assert found is not None, name
+    layer = model.layers[int(found[1])]
+    norm = {"attention_norm": layer.norm, "mlp_norm": layer.norm}.get(found[2], layer.post_norm)
+    norm = layer.attention.qk_norm if found[2].startswith("attention/") else norm
+    return norm is not None and norm.zero_centered

@@ -1,0 +1,178 @@
+"""The reference's training: gradients of the whole batch in float64, clipping by the documented formulas, plain optax.
+
+One tensor per layer, one optimizer per rule, no schedule, no mesh, no microbatches, no checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+
+from tests.oracle.batches import host_batch
+from tests.oracle.drawn import Drawn, Learner, Optimizer
+from tests.oracle.model64 import loss, prepared
+from tests.oracle.optimizers import OPTIMIZERS
+from tests.oracle.parameters import first_values, path
+
+Tensors = dict[str, Any]
+FROZEN, DEFAULT = "frozen", "default"
+
+
+class Result(NamedTuple):
+    """What both sides are compared by: per step, and of each tensor after the last step, by name."""
+
+    losses: list[float]
+    norms: list[float]
+    skipped: int
+    parameters: dict[str, np.ndarray]
+    averages: dict[str, np.ndarray]
+
+
+def labels(names: list[str], drawn: Drawn) -> dict[str, str]:
+    """Which optimizer each parameter has, or "frozen": the first rule whose pattern its path matches. With LoRA only
+    the adapters are trained."""
+
+    def label(name: str) -> str:
+        if drawn.model.lora is not None and not re.search(r"/lora_[ab]$", name):
+            return FROZEN
+        for index, rule in enumerate(drawn.learner.rules):
+            if re.search(rule.pattern, path(name)):
+                return FROZEN if rule.freeze else f"rule{index}"
+        return DEFAULT
+
+    return {name: label(name) for name in names}
+
+
+def train(drawn: Drawn) -> Result:
+    """All steps of the experiment."""
+    learner, values = drawn.learner, first_values(drawn)
+    labelled = labels(list(values), drawn)
+    frozen = {name: jnp.asarray(value) for name, value in values.items() if labelled[name] == FROZEN}
+    params: Tensors = {name: jnp.asarray(value) for name, value in values.items() if name not in frozen}
+    averages = dict(params) if learner.ema is not None else {}
+    optimizers = _optimizers(learner)
+    states = {label: one.init(_of(params, labelled, label)) for label, (one, _) in optimizers.items()}
+    gradients = jax.jit(partial(_gradients, drawn, frozen))
+    update = jax.jit(partial(_update, drawn, optimizers, labelled))
+    tensor_norms = {name: jnp.float32(0.0) for name in params}  # of clip_mode norm_growth
+    losses, norms, skipped, last_norm = [], [], 0, 0.0
+    for step in range(drawn.steps):
+        value, grads = gradients(params, prepared(host_batch(drawn, step)))
+        norm = np.sqrt(sum(float(jnp.sum(grad**2)) for grad in grads.values()))
+        losses.append(float(value))
+        norms.append(float(norm))
+        if not (np.isfinite(value) and np.isfinite(norm)):
+            skipped += 1
+            continue
+        count = jnp.int32(step - skipped)
+        factor = _clip_factor(learner, norm, last_norm)
+        params, states, tensor_norms = update(params, states, tensor_norms, grads, factor, count)
+        last_norm = float(np.float32(norm))  # the state's counter is a float32
+        if learner.ema is not None:
+            averages = {n: learner.ema * averages[n] + (1.0 - learner.ema) * params[n] for n in params}
+    everything = {**frozen, **params}
+    return Result(losses, norms, skipped, jax.device_get(everything), jax.device_get(averages))
+
+
+def _of(tensors: Tensors, labelled: dict[str, str], label: str) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if labelled[name] == label}
+
+
+def _gradients(drawn: Drawn, frozen: Tensors, params: Tensors, batch: Tensors) -> Any:
+    """Of the loss; in mixed precision at the weights that are read, bfloat16, whose gradients are bfloat16 too."""
+
+    def read(name: str, x: jax.Array) -> jax.Array:
+        is_narrow = drawn.precision == "mixed" and not re.search(r"/lora_[ab]$", name)
+        return x.astype(ml_dtypes.bfloat16).astype(jnp.float64) if is_narrow else x
+
+    def objective(params: Tensors) -> jax.Array:
+        return loss(drawn.model, {**frozen, **params}, batch)
+
+    value, grads = jax.value_and_grad(objective)({name: read(name, x) for name, x in params.items()})
+    return value, {name: read(name, grad) for name, grad in grads.items()}
+
+
+def _clip_factor(learner: Learner, norm: float, last_norm: float) -> float:
+    """What all gradients are multiplied by."""
+    if learner.clip is None:
+        return 1.0
+    if learner.clip_mode == "global_norm":
+        return min(1.0, learner.clip / norm) if norm > 0 else 1.0
+    if learner.clip_mode == "previous_norm":
+        return min(1.0, learner.clip / last_norm) if last_norm > 0 else 1.0
+    return 1.0
+
+
+def _update(
+    drawn: Drawn,
+    optimizers: dict[str, Any],
+    labelled: dict[str, str],
+    params: Tensors,
+    states: Tensors,
+    tensor_norms: Tensors,
+    grads: Tensors,
+    factor: Any,
+    count: Any,
+) -> tuple[Tensors, Tensors, Tensors]:
+    """One update by optax: (parameters, optimizer states, norms of clip_mode norm_growth)."""
+    learner = drawn.learner
+    grads = {name: grad * factor for name, grad in grads.items()}
+    if learner.clip is not None and learner.clip_mode == "norm_growth":
+        grads, tensor_norms = _limited_growth(grads, tensor_norms, learner.clip)
+    new_params, new_states = dict(params), {}
+    for label, (optimizer, rate) in optimizers.items():
+        weights = _of(params, labelled, label)
+        changes, new_states[label] = optimizer.update(_of(grads, labelled, label), states[label], weights)
+        if learner.clip is not None and learner.clip_mode == "update_rms":
+            changes = {name: _limited_rms(change, learner.clip * rate(count)) for name, change in changes.items()}
+        new_params |= optax.apply_updates(weights, changes)
+    return new_params, new_states, tensor_norms
+
+
+def _limited_rms(change: jax.Array, bound: Any) -> jax.Array:
+    """Adafactor's update clipping (arXiv 1804.04235, section 6): the change has the learning rate in it."""
+    rms = jnp.sqrt(jnp.mean(change**2))
+    return jnp.where(rms > bound, change * (bound / jnp.where(rms > 0, rms, 1.0)), change)
+
+
+def _limited_growth(grads: Tensors, before: Tensors, growth: float) -> tuple[Tensors, Tensors]:
+    """The norm-growth limiter of Fira (arXiv 2410.01623): each tensor's norm is at most `growth` times its last one."""
+    new, norms = {}, {}
+    for name, grad in grads.items():
+        norm, bound = jnp.sqrt(jnp.sum(grad**2)), growth * before[name].astype(jnp.float64)
+        is_limited = (before[name] > 0) & (norm > bound)
+        new[name] = jnp.where(is_limited, grad * (bound / jnp.where(norm > 0, norm, 1.0)), grad)
+        norms[name] = jnp.where(is_limited, bound, norm).astype(jnp.float32)
+    return new, norms
+
+
+def _optimizers(learner: Learner) -> dict[str, tuple[optax.GradientTransformation, Callable[[Any], Any]]]:
+    """{label: (transformation, learning rate as a function of the number of updates)}."""
+    drawn = {DEFAULT: learner.optimizer}
+    for index, rule in enumerate(learner.rules):
+        if not rule.freeze:
+            drawn[f"rule{index}"] = _changed(learner.optimizer, rule.set) if rule.optimizer is None else rule.optimizer
+    return {label: _built(one) for label, one in drawn.items()}
+
+
+def _changed(optimizer: Optimizer, fields: dict[str, Any]) -> Optimizer:
+    rate = fields.get("learning_rate", optimizer.rate)
+    others = {name: value for name, value in fields.items() if name != "learning_rate"}
+    return Optimizer(optimizer.name, rate, {**optimizer.fields, **others})
+
+
+def _built(optimizer: Optimizer) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
+    if isinstance(optimizer.rate, tuple):
+        name, fields = optimizer.rate
+        rate = getattr(optax, name)(**fields)
+        return OPTIMIZERS[optimizer.name](learning_rate=rate, **optimizer.fields), rate
+    number = optimizer.rate
+    return OPTIMIZERS[optimizer.name](learning_rate=number, **optimizer.fields), lambda count: number
