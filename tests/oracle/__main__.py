@@ -21,10 +21,11 @@ def main(arguments: list[str] | None = None) -> int:
     which.add_argument("--seed", type=int, help="one experiment; what was drawn is printed first")
     which.add_argument("--seeds", type=_seeds, metavar="FIRST:END", help="experiments FIRST to END - 1")
     given = parser.parse_args(arguments)
+    seeds: range = given.seeds or range(given.seed, given.seed + 1)
     if given.seed is not None:
         print("\n".join(as_text(draw(given.seed))))
     counts = {"agree": 0, "refused": 0, "disagree": 0}
-    for seed in given.seeds or [given.seed]:
+    for seed in seeds:
         verdict = judge(draw(seed))
         counts[verdict.outcome] += 1
         print("\n".join(_lines(verdict)), flush=True)

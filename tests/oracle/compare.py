@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
 @contextmanager
 def conditions() -> Iterator[None]:
     """float64 exists in all threads (those of the checkpointer too), and small tensors go to the host and in blocks."""
-    before = jax.config.jax_enable_x64
+    before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", True)
     try:
         with exact.conditions():
@@ -80,9 +80,7 @@ def differences(drawn: Drawn, actual: training64.Result, expected: training64.Re
         if found.keys() != wanted.keys():
             errors[f"{kind}: {sorted(found.keys() ^ wanted.keys())[:3]}"] = float("inf")
             continue
-        errors |= {
-            f"{kind}: {name}": error / tolerance for name, error in _of_tensors(drawn, found, wanted).items()
-        }
+        errors |= {f"{kind}: {name}": error / tolerance for name, error in _of_tensors(drawn, found, wanted).items()}
     return errors
 
 

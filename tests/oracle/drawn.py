@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-Precision = Literal["float64", "float32", "mixed"]
 Fields = dict[str, Any]  # keyword arguments of a function of optax
 
 
@@ -24,7 +23,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention; `rope_scaling` is a name and the fields of `framework.layers.rotary`."""
+    """One attention; `rope_scaling` is linear or llama3, and its fields."""
 
     heads: int
     kv_heads: int
@@ -32,7 +31,7 @@ class Attention:
     bias: bool = False
     output_bias: bool = False
     rope_theta: float | None = None
-    rope_scaling: tuple[Literal["linear", "llama3"], Fields] | None = None
+    rope_scaling: tuple[str, Fields] | None = None
     qk_norm: Norm | None = None
     window: int | None = None
     softcap: float | None = None
@@ -78,7 +77,7 @@ class Model:
     layers: tuple[Layer, ...]
     units: int
     shared: tuple[int, ...] = ()
-    streams: Literal["one", "float32", "fixed"] = "one"
+    streams: str = "one"
     positions: int | None = None
     embed_scale: float | None = None
     head_norm: Norm = Norm()
@@ -110,13 +109,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Learner:
-    """How parameters learn. `clip_mode` global_norm stands for two_pass too, which a schedule may need instead."""
+    """How parameters learn. `clip_mode` is global_norm (which stands for two_pass too: a schedule may need that
+    instead), previous_norm, update_rms or norm_growth."""
 
     optimizer: Optimizer
     scope: Literal["unit", "model"] = "unit"
     rules: tuple[Rule, ...] = ()
     clip: float | None = None
-    clip_mode: Literal["global_norm", "previous_norm", "update_rms", "norm_growth"] = "global_norm"
+    clip_mode: str = "global_norm"
     ema: float | None = None
 
 
@@ -134,16 +134,17 @@ class Data:
 
 @dataclass(frozen=True)
 class Phase:
-    """The part of a run from step `start` on: everything here may differ after a checkpoint."""
+    """The part of a run from step `start` on: everything here may differ after a checkpoint. The words are those of
+    `framework.memory.Memory`."""
 
     start: int = 0
     mesh: dict[str, int] = field(default_factory=dict)
-    update: Literal["after_backward", "streamed", "in_backward", "layer_programs"] = "after_backward"
-    gradients: Literal["device", "pinned_host", "none"] = "device"
-    optimizer_state: Literal["device", "pinned_host"] = "device"
-    parameters: Literal["device", "pinned_host"] = "device"
+    update: str = "after_backward"
+    gradients: str = "device"
+    optimizer_state: str = "device"
+    parameters: str = "device"
     hosted_layers: int | None = None
-    activations: Literal["device", "pinned_host"] = "device"
+    activations: str = "device"
     remat: str = "none"
     unroll: int = 1
     accumulate: int = 1
@@ -156,7 +157,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A whole experiment."""
+    """A whole experiment. `precision` is float64, float32, or mixed: bfloat16 weights with a float32 master copy."""
 
     seed: int
     model: Model
@@ -164,7 +165,7 @@ class Drawn:
     data: Data
     phases: tuple[Phase, ...]
     steps: int = 4
-    precision: Precision = "float64"
+    precision: str = "float64"
 
 
 def settings(drawn: Any, path: str = "") -> dict[str, Any]:

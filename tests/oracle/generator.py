@@ -61,7 +61,7 @@ def draw(seed: int) -> plain.Drawn:
         fractions=dice.chance(0.2),
     )
     steps = 4
-    count = dice.pick([1, 1, 1, 2, 2, 2, 2, 3])
+    count = dice.pick([1] * 11 + [2] * 8 + [3])
     starts = [0, *sorted(dice.rng.choice(np.arange(1, steps), count - 1, replace=False).tolist())]
     phases = tuple(_phase(dice, int(start), model, learner, data) for start in starts)
     empty, poisoned = _bad_rows(dice, phases, steps)
@@ -197,7 +197,7 @@ def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> 
     by_model, rows = math.gcd(heads, hidden, model.vocab), data.batch // accumulate
     meshes: dict[int, list[dict[str, int]]] = {}
     for sizes in product((1, 2, 4, 8), repeat=4):
-        mesh = dict(zip(("data", "fsdp", "seq", "model"), sizes, strict=True))
+        mesh: dict[str, int] = dict(zip(("data", "fsdp", "seq", "model"), sizes, strict=True))
         fits = rows % (mesh["data"] * mesh["fsdp"]) == 0 and model.dim % mesh["fsdp"] == 0
         fits &= data.seq_len % mesh["seq"] == 0 and by_model % mesh["model"] == 0
         if fits and math.prod(sizes) <= DEVICES:

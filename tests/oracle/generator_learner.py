@@ -82,9 +82,7 @@ def draw_learner(
     )
 
 
-def _rules(
-    dice: Dice, optimizer: plain.Optimizer, model: plain.Model, paths: Sequence[str]
-) -> tuple[plain.Rule, ...]:
+def _rules(dice: Dice, optimizer: plain.Optimizer, model: plain.Model, paths: Sequence[str]) -> tuple[plain.Rule, ...]:
     """Up to two rules, each of which has something left to decide; they never freeze everything."""
     trained = [path for path in paths if model.lora is None or re.search("/lora_[ab]$", path)]
     left, learning, rules = set(trained), set(trained), []

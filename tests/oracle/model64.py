@@ -110,7 +110,9 @@ def _branches(
     def attend(x_BSD: jax.Array) -> jax.Array:
         h_BSD = _norm(layer.norm, params, f"{home}/attention_norm", x_BSD)
         y_BSD = _attention(layer.attention, params, home, linear, h_BSD, positions_BS, mask_BST)
-        return y_BSD if layer.post_norm is None else _norm(layer.post_norm, params, f"{home}/attention_post_norm", y_BSD)
+        return (
+            y_BSD if layer.post_norm is None else _norm(layer.post_norm, params, f"{home}/attention_post_norm", y_BSD)
+        )
 
     def feed_forward(x_BSD: jax.Array) -> jax.Array:
         y_BSD = _mlp(layer.mlp, linear, _norm(layer.norm, params, f"{home}/mlp_norm", x_BSD))
@@ -121,14 +123,15 @@ def _branches(
 
 def _linear(lora: LoRA | None, params: Parameters, home: str, target: str, x: jax.Array) -> jax.Array:
     """x W + b, and beside it (alpha / rank) x A B (arXiv 2106.09685)."""
-    adapted = lora is not None and re.search(lora.targets, target) is not None
-    if adapted and lora.base == "int8":
-        weight = params[f"{home}/weight/codes"].astype(x.dtype) * params[f"{home}/weight/scales"].astype(x.dtype) / 127
+    bias = params.get(f"{home}/bias", 0.0)
+    if lora is None or not re.search(lora.targets, target):
+        return x @ params[f"{home}/weight"] + bias
+    if lora.base == "int8":
+        codes, scales = params[f"{home}/weight/codes"], params[f"{home}/weight/scales"]
+        weight = codes.astype(x.dtype) * scales.astype(x.dtype) / 127
     else:
         weight = params[f"{home}/weight"]
-    y = x @ weight + params.get(f"{home}/bias", 0.0)
-    if not adapted:
-        return y
+    y = x @ weight + bias
     return y + (lora.alpha / lora.rank) * (x @ params[f"{home}/lora_a"]) @ params[f"{home}/lora_b"]
 
 

@@ -208,9 +208,7 @@ def train(drawn: plain.Drawn, programs: list[Program]) -> Result:
     weights = {**flatten(stored["parameter"]), **flatten(stored["frozen"]), **_masters(stored["optimizer"])}
     names, averages = list(first_values(drawn)), flatten(stored["ema"])
     trained = [name for name in names if path(name) in averages]
-    return Result(
-        losses, norms, int(counter["skipped"]), _by_layer(weights, names), _by_layer(averages, trained)
-    )
+    return Result(losses, norms, int(counter["skipped"]), _by_layer(weights, names), _by_layer(averages, trained))
 
 
 def _first_state(drawn: plain.Drawn, program: Program) -> Any:

@@ -133,7 +133,7 @@ def _update(
         changes, new_states[label] = optimizer.update(_of(grads, labelled, label), states[label], weights)
         if learner.clip is not None and learner.clip_mode == "update_rms":
             changes = {name: _limited_rms(change, learner.clip * rate(count)) for name, change in changes.items()}
-        new_params |= optax.apply_updates(weights, changes)
+        new_params.update({name: weight + changes[name] for name, weight in weights.items()})
     return new_params, new_states, tensor_norms
 
 

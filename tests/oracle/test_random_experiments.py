@@ -1,0 +1,147 @@
+"""Random experiments: the framework's losses, norms and weights are those of float64 and plain optax.
+
+More seeds: `python -m tests.oracle --seeds 0:200`.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from framework.layers import kernels_xla
+from framework.models.chain import Chain
+from tests.oracle import __main__ as command
+from tests.oracle import compare, generator, subject, training64
+from tests.oracle.drawn import MLP, Attention, Data, Drawn, Layer, Learner, Model, Norm, Optimizer, Phase, Rule
+
+FOLDER = Path(generator.__file__).parent
+REFERENCE = ("drawn", "optimizers", "batches", "parameters", "model64", "training64")
+QUICK = (10, 11)
+
+
+@pytest.fixture(autouse=True)
+def compiled_programs_of_one_seed() -> Iterator[None]:
+    yield
+    compare.forget()
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_the_reference_imports_nothing_of_the_framework(name: str):
+    nodes = list(ast.walk(ast.parse((FOLDER / f"{name}.py").read_text())))
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    ours = {module for module in modules if module.split(".")[0] in ("tests", "framework", "configs")}
+    assert ours <= {f"tests.oracle.{reference}" for reference in REFERENCE}
+    assert {module.split(".")[0] for module in modules - ours} <= {"jax", "numpy", "optax", "ml_dtypes"} | set(
+        sys.stdlib_module_names
+    )
+
+
+@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10))])
+def test_a_random_experiment_equals_float64_and_plain_optax(seed: int, capsys: pytest.CaptureFixture[str]):
+    """By the command that people use. These seeds are none that the framework refuses."""
+    code = command.main([f"--seeds={seed}:{seed + 1}"])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert printed.endswith("1 agree, 0 refused, 0 disagree\n")
+
+
+def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
+    experiments = [generator.draw(seed) for seed in range(200)]
+    assert experiments[17] == generator.draw(17)
+    phases = [phase for one in experiments for phase in one.phases]
+    for name in ("update", "gradients", "optimizer_state", "parameters", "activations", "accumulate"):
+        values = {getattr(phase, name) for phase in phases}
+        assert len(values) == {"update": 4, "gradients": 3, "accumulate": 4}.get(name, 2), name
+    for axis in ("data", "fsdp", "seq", "model"):
+        assert {phase.mesh[axis] for phase in phases} >= {1, 2, 4}, axis
+    assert {one.learner.clip_mode for one in experiments} == {
+        "global_norm", "previous_norm", "update_rms", "norm_growth",
+    }  # fmt: skip
+    for rare in (
+        lambda one: one.model.lora is not None,
+        lambda one: one.model.shared,
+        lambda one: one.data.empty,
+        lambda one: one.data.poisoned is not None,
+        lambda one: one.learner.scope == "model",
+        lambda one: len(one.phases) == 3,
+        lambda one: any(phase.remat == "invert" for phase in one.phases),
+    ):
+        assert sum(map(bool, map(rare, experiments))) >= 2
+
+
+# --- the comparison can fail -----------------------------------------------------------------------------------------
+
+
+PLAIN = Drawn(
+    seed=1,
+    model=Model(
+        dim=8,
+        vocab=16,
+        layers=(Layer(Attention(heads=2, kv_heads=1, head_dim=4, window=5), MLP(hidden=8)),),
+        units=2,
+        tied=True,
+        head_norm=Norm("layer"),
+    ),
+    learner=Learner(
+        Optimizer("adamw", 1e-2, {"eps": 1e-4, "weight_decay": 0.1}), clip=0.7, rules=(Rule("norm", set={"b1": 0.8}),)
+    ),
+    data=Data(seq_len=8, batch=4, documents=True, poisoned=1),
+    phases=(Phase(mesh={"data": 1, "fsdp": 1, "seq": 1, "model": 1}),),
+    steps=3,
+)
+
+
+@pytest.fixture(scope="module")
+def expected() -> training64.Result:
+    with compare.conditions():
+        return training64.train(PLAIN)
+
+
+def without_the_tie(self: Chain, params: dict, stage: str, original=Chain.stage_params) -> dict:
+    """What the stage reads; a table that lives elsewhere gets no gradient."""
+    own = original(self, params, stage)
+    return {name: x if name in params.get(stage, {}) else jax.lax.stop_gradient(x) for name, x in own.items()}
+
+
+def slightly_faster(drawn: Drawn) -> Drawn:
+    optimizer = replace(drawn.learner.optimizer, rate=1.001e-2)
+    return replace(drawn, learner=replace(drawn.learner, optimizer=optimizer))
+
+
+def wider_window(drawn: Drawn) -> Drawn:
+    layer = drawn.model.layers[0]
+    layer = replace(layer, attention=replace(layer.attention, window=6))
+    return replace(drawn, model=replace(drawn.model, layers=(layer,)))
+
+
+@pytest.mark.parametrize("broken", ["nothing", "learning rate", "window", "segments", "tie"])
+def test_what_is_broken_in_the_framework_is_seen(
+    broken: str, expected: training64.Result, monkeypatch: pytest.MonkeyPatch
+):
+    drawn = {"learning rate": slightly_faster, "window": wider_window}.get(broken, lambda same: same)(PLAIN)
+    if broken == "segments":
+        monkeypatch.setattr(kernels_xla, "separate_padding", lambda segments: None)
+    if broken == "tie":
+        monkeypatch.setattr(Chain, "stage_params", without_the_tie)
+    with compare.conditions():
+        found = subject.train(drawn, [subject.program_of(drawn, drawn.phases[0])])
+    largest = max(compare.differences(PLAIN, found, expected).values())
+    assert largest <= 1.0 if broken == "nothing" else largest > 100.0, largest
+
+
+def test_a_disagreement_names_seed_settings_tensor_and_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    verdict = compare.Verdict(3, "disagree", 12.0, "parameters: head/table", 1.0)
+    monkeypatch.setattr(command, "judge", lambda drawn: verdict)
+    assert command.main(["--seeds=3:4"]) == 1
+    printed = capsys.readouterr().out
+    assert "seed 3: disagree: 1.2e+01 times the tolerance: parameters: head/table" in printed
+    assert "    learner.optimizer.name = " in printed
+    assert "    python -m tests.oracle --seed 3\n" in printed
+    assert printed.endswith("0 agree, 0 refused, 1 disagree\n")
