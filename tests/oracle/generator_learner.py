@@ -43,7 +43,9 @@ def draw_optimizer(dice: Dice, names: Sequence[str] | None = None) -> plain.Opti
     name = dice.pick(known + ["adamw"] * 3)
     rate, choices = _OPTIMIZERS[name]
     peak = dice.log_uniform(0.5 * rate, 1.5 * rate)
-    return plain.Optimizer(name, _schedule(dice, peak) if dice.chance(0.5) else peak, dice.pick(choices))
+    takes_schedule = name != "sm3"  # optax's negates the number
+    rate = _schedule(dice, peak) if takes_schedule and dice.chance(0.5) else peak
+    return plain.Optimizer(name, rate, dice.pick(choices))
 
 
 def _schedule(dice: Dice, peak: float) -> tuple[str, dict[str, Any]]:
