@@ -1,4 +1,4 @@
-"""A random experiment as the framework runs it: configs, programs, steps, and checkpoints between the phases."""
+"""A random experiment as the framework runs it: programs, steps, and checkpoints between the phases."""
 
 from __future__ import annotations
 
@@ -9,185 +9,22 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from framework.checkpoint import Checkpointer
-from framework.config import Config, config_for
-from framework.data.pipeline import DataPipeline
-from framework.data.sources import TokenMemmap
-from framework.data.tokenizers import NoTokenizer
-from framework.experiment import Experiment
-from framework.layers import attention, block, embedding, head, linear, lora, mlp, norm, rotary, stack
 from framework.layout import flatten
-from framework.learner import Learner
-from framework.memory import Memory
-from framework.mesh import MeshShape
-from framework.models.causal_lm import CausalLM
 from framework.program import Program
-from framework.rules import Rule
-from framework.trainer_options import TrainerOptions
 from framework.units import in_structure
 from tests.oracle import drawn as plain
 from tests.oracle.batches import host_batch
-from tests.oracle.optimizers import OPTIMIZERS
 from tests.oracle.parameters import first_values, path
+from tests.oracle.subject_config import experiment_config
 from tests.oracle.training64 import Result
-
-DTYPES = {  # of parameters, computing, the master copy, and adapters
-    "float64": ("float64", "float64", None, "float64"),
-    "float32": ("float32", "float32", None, "float32"),
-    "mixed": ("bfloat16", "float32", "float32", "float32"),
-}
-
-
-# --- the config ------------------------------------------------------------------------------------------------------
-
-
-def experiment_config(drawn: plain.Drawn, phase: plain.Phase) -> Config:
-    """The config of one phase of the run."""
-    return config_for(
-        Experiment,
-        model=_model(drawn, phase),
-        data=config_for(
-            DataPipeline,
-            source=config_for(TokenMemmap, path="never-read.bin"),
-            tokenizer=config_for(NoTokenizer, vocab_size=drawn.model.vocab),
-            seq_len=drawn.data.seq_len,
-            global_batch_size=drawn.data.batch,
-            document_mask=drawn.data.documents,
-        ),
-        mesh=config_for(MeshShape, **phase.mesh),
-        learner=_learner(drawn, phase),
-        memory=config_for(
-            Memory,
-            update=phase.update,
-            gradients=phase.gradients,
-            optimizer_state=phase.optimizer_state,
-            parameters=phase.parameters,
-            hosted_layers=phase.hosted_layers,
-            activations=phase.activations,
-            remat=phase.remat,
-        ),
-        trainer=config_for(TrainerOptions, max_steps=drawn.steps),
-    )
-
-
-def _model(drawn: plain.Drawn, phase: plain.Phase) -> Config:
-    model = drawn.model
-    param_dtype, compute_dtype, _, adapter_dtype = DTYPES[drawn.precision]
-    adapters = None
-    if model.lora is not None:
-        one = model.lora
-        fields = {"rank": one.rank, "alpha": one.alpha, "targets": one.targets, "base": one.base}
-        adapters = config_for(lora.LoRA, **fields, dtype=adapter_dtype)
-    layers = config_for(
-        stack.Stack,
-        num_layers=model.units * len(model.layers),
-        pattern=[_block(layer) for layer in model.layers],
-        shared=list(model.shared),
-        streams=model.streams,
-        unroll=phase.unroll,
-    )
-    last = config_for(
-        head.LMHead,
-        norm=_norm(model.head_norm),
-        tied=model.tied,
-        chunk_tokens=model.chunk_tokens,
-        z_loss=model.z_loss,
-        softcap=model.head_softcap,
-    )
-    return config_for(
-        CausalLM,
-        dim=model.dim,
-        vocab_size=model.vocab,
-        embed=config_for(embedding.Embedding, max_positions=model.positions, scale=model.embed_scale),
-        stack=layers,
-        head=last,
-        lora=adapters,
-        param_dtype=param_dtype,
-        compute_dtype=compute_dtype,
-    )
-
-
-def _block(layer: plain.Layer) -> Config:
-    return config_for(
-        block.Block,
-        attention=_attention(layer.attention),
-        mlp=config_for(
-            mlp.MLP,
-            hidden=layer.mlp.hidden,
-            activation=layer.mlp.activation,
-            gated=layer.mlp.gated,
-            linear=config_for(linear.Linear, bias=layer.mlp.bias),
-        ),
-        norm=_norm(layer.norm),
-        post_norm=None if layer.post_norm is None else _norm(layer.post_norm),
-    )
-
-
-def _attention(one: plain.Attention) -> Config:
-    turned = scaling = None
-    if one.rope_scaling is not None:
-        kind, fields = one.rope_scaling
-        scaling = config_for({"linear": rotary.LinearScaling, "llama3": rotary.Llama3Scaling}[kind], **fields)
-    if one.rope_theta is not None:
-        turned = config_for(rotary.Rotary, theta=one.rope_theta, scaling=scaling)
-    return config_for(
-        attention.Attention,
-        num_heads=one.heads,
-        num_kv_heads=one.kv_heads,
-        head_dim=one.head_dim,
-        linear=config_for(linear.Linear, bias=one.bias),
-        output_bias=one.output_bias,
-        rotary=turned,
-        qk_norm=None if one.qk_norm is None else _norm(one.qk_norm),
-        window=one.window,
-        softcap=one.softcap,
-        scale=one.scale,
-    )
-
-
-def _norm(one: plain.Norm) -> Config:
-    if one.kind == "rms":
-        return config_for(norm.RMSNorm, eps=one.eps, zero_centered=one.zero_centered)
-    return config_for(norm.LayerNorm, eps=one.eps, bias=one.bias)
-
-
-def _learner(drawn: plain.Drawn, phase: plain.Phase) -> Config:
-    learner = drawn.learner
-    rules = []
-    for rule in learner.rules:
-        optimizer = None if rule.optimizer is None else _optimizer(rule.optimizer)
-        rules.append(config_for(Rule, pattern=rule.pattern, freeze=rule.freeze, set=rule.set, optimizer=optimizer))
-    exact = learner.clip_mode == "global_norm"
-    return config_for(
-        Learner,
-        optimizer=_optimizer(learner.optimizer),
-        scope=learner.scope,
-        rules=rules,
-        clip=learner.clip,
-        clip_mode="two_pass" if exact and phase.updates_at_once else learner.clip_mode,
-        accumulate=phase.accumulate,
-        ema=learner.ema,
-        master_dtype=DTYPES[drawn.precision][2],
-    )
-
-
-def _optimizer(one: plain.Optimizer) -> Config:
-    rate: Any = one.rate
-    if isinstance(rate, tuple):
-        name, fields = rate
-        rate = config_for(getattr(optax, name), **fields)
-    return config_for(OPTIMIZERS[one.name], learning_rate=rate, **one.fields)
 
 
 def program_of(drawn: plain.Drawn, phase: plain.Phase) -> Program:
     """The program of a phase, on as many devices as its mesh has. Raises ValueError: the framework refuses it."""
     devices = int(np.prod(list(phase.mesh.values()), dtype=int))
     return Program(experiment_config(drawn, phase).instantiate(), jax.devices()[:devices])
-
-
-# --- the run ---------------------------------------------------------------------------------------------------------
 
 
 def train(drawn: plain.Drawn, programs: list[Program]) -> Result:

@@ -20,7 +20,7 @@ from tests.oracle.drawn import MLP, Attention, Data, Drawn, Layer, Learner, Mode
 
 FOLDER = Path(generator.__file__).parent
 REFERENCE = ("drawn", "optimizers", "batches", "parameters", "model64", "training64")
-QUICK = (10, 11)
+QUICK = (28, 53)  # of one layer, with gradients in host memory and with an update in the backward pass
 
 
 @pytest.fixture(autouse=True)
