@@ -35,7 +35,7 @@ class ConfigError(ValueError):
         self.path = path
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.args[0]}" if self.path else self.args[0]
+        return f"{printable(self.path)}: {self.args[0]}" if self.path else self.args[0]
 
 
 class FieldError(ConfigError, AttributeError, KeyError):
@@ -50,6 +50,12 @@ class FieldTypeError(ConfigError, TypeError):
 def join(path: str, name: Any) -> str:
     """The dotted path of `name` under `path`; the root's path is ""."""
     return f"{path}.{name}" if path else str(name)
+
+
+def printable(text: str) -> str:
+    """A text that came from outside, for a terminal: one line of at most 200 characters, without control sequences."""
+    cut = text if len(text) <= 200 else f"{text[:197]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 def show(value: Any) -> str:

@@ -151,6 +151,9 @@ class Pretrained:
         facts: dict[str, Any] = {},  # noqa: B006
         generation: dict[str, Any] = {},  # noqa: B006
     ):
+        for name, published in (("facts", facts), ("generation", generation)):
+            if "auto_map" in published:  # an export would hand it on to whoever loads that
+                raise ValueError(f"{name}: auto_map names code of a directory, which is never executed")
         self.path = path
         self.facts = facts
         self.generation = generation

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from framework.compiler import names_files
 from framework.config import Config, ConfigError, target_of
+from framework.config_names import printable
 from launch import cli
 
 
@@ -49,7 +50,5 @@ def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
     for name, value in list(options.items()):
         if names_files(name, value):
             del options[name]
-            tell(
-                f"compiler.options.{name} of the run is left out, as it names files of the machine; to set it, "
-                f"--config.compiler.options.{name}={value}"
-            )
+            shown = printable(f"compiler.options.{name}={value}")
+            tell(f"{shown} of the run is left out, as it names files; to set it, --config.compiler.options.NAME=VALUE")

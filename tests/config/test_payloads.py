@@ -12,7 +12,9 @@ import optax
 import pytest
 
 import configs
+from configs.families.llama import Llama
 from framework.config import Config, ConfigError, config_for, reference
+from framework.pretrained import Pretrained
 from tests.support.watched import watched
 
 # In texts: {dir} is a folder with evil.py, which writes the file PWNED when it is run, and with the file `precious`.
@@ -256,6 +258,20 @@ def test_depth_and_size_are_one_line(depth):
         Config.from_json('{"$class": "optax.scale", "step_size": ' + "9" * 10_000 + "}")
     with pytest.raises(ConfigError, match=r"^[^\n]+$"):
         Config.from_json(json.dumps({"$class": "optax.scale", "step_size": ["x"] * 100_000, "y": 1}))
+
+
+def test_what_a_terminal_would_obey_is_not_printed():
+    for key in ("a\nb", "\x1b[2J\x1b[H", "\u202egpj.exe", "\ud800", "x" * 1_000_000):
+        with pytest.raises(ConfigError) as caught:
+            Config.from_json(json.dumps({"$class": "optax.adamw", key: 1}))
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 500
+
+
+def test_an_export_hands_no_code_of_a_directory_on():
+    config = config_for(Pretrained, path="x", family=config_for(Llama), facts={"auto_map": {"AutoModel": "evil.Model"}})
+    with pytest.raises(ConfigError, match="auto_map names code"):
+        config.instantiate()
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_component():

@@ -62,6 +62,31 @@ def test_fewer_devices_than_the_mesh_wants(workdir: Path, capsys: pytest.Capture
     assert "is not the number of devices, 8; nearest: [8]; using mesh.fsdp = 8" in capsys.readouterr().err
 
 
+def test_a_runs_config_says_nothing_of_this_machine(workdir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """What it says of files stays unread, and nothing is written but what the command line names."""
+    stranger, home = tmp_path / "stranger", tmp_path / "home"
+    shutil.copytree(workdir, stranger)
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    text = json.loads((stranger / "config.json").read_text())
+    text["trainer"] |= {"compilation_cache": f"{tmp_path}/cache", "profile": [1, 2], "wandb_project": "x"}
+    text["compiler"]["options"] = {"xla_dump_to": f"{tmp_path}/dump", "xla_dump_hlo_as_text": True}
+    text["data"]["cache_dir"] = f"{tmp_path}/tokens"
+    (stranger / "config.json").write_text(json.dumps(text))
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    flags = (f"--workdir={stranger}", "--config.trainer.compilation_cache=none")
+    assert generate.main([*flags, "--prompt=the", "--max_new_tokens=2"]) == 0
+    assert evaluate.main([*flags, "--files", str(workdir / "config.json")]) == 0
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+    assert "xla_dump_to" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        places: list[str] = []
+        patch.setattr("framework.trainer.use_compilation_cache", places.append)
+        load(stranger)
+    assert places == ["~/.cache/plimsoll/xla"]
+
+
 def test_generate(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (f"--workdir={workdir}", "--max_new_tokens=8", "--temperature=0")
     one = text_of(capsys, *flags, f"--prompt={PROMPT}")
