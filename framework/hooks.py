@@ -175,16 +175,20 @@ class Agree(Hook):
 
 class Save(Hook):
     """Saves a checkpoint every save_every steps, when save_every_minutes are over, and of the last step, finished or
-    interrupted."""
+    interrupted. What was restored and has not moved since is not written again."""
 
     last: int | None = None
+    has_moved = False
 
     def after_step(self, run: Trainer, step: int) -> None:
+        self.has_moved = True
         if run.save_is_due:
             with run.throughput.paused():
                 self.at_end(run, step)
 
     def at_end(self, run: Trainer, step: int) -> None:
+        if not self.has_moved and step in run.checkpointer.steps():
+            return
         if step != self.last:
             run.save(step)
             self.last = step

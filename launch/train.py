@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
     add_flags(parser)
     parser.add_argument("--target", help="with --dry_run: a machine that is not here, as for launch.plan: v5p-2048")
     command = parser.parse(argv)
-    health = command.config.instantiate().health  # every mistake in the config shows before JAX starts
+    experiment = command.config.instantiate()  # every mistake in the config shows before JAX starts
+    health = experiment.health
 
     # Imported late: a typo on the command line should not wait for these.
     from framework import distributed
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
     from framework.rendezvous import ProcessesMissingError
     from framework.trainer import use_compilation_cache
     from framework.workdir import Workdir, safe_child
+    from launch import finished
 
     args, goodput = command.args, Goodput(since=began)
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
@@ -66,6 +68,14 @@ def main(argv: list[str]) -> int:
     if args.target is not None:
         return _dry_run(command, Workdir(folder), limit)
     cluster = distributed.detect(os.environ, (args.coordinator, args.num_processes, args.process_id))
+    last = None if args.dry_run else finished.last_checkpoint(folder)
+    if last is not None and args.resume == "never":
+        last.refuse()
+    end = finished.known_length(command.config)
+    if last is not None and end is not None and last.ends(end):
+        if cluster is None or cluster.process_id == 0:
+            print("\n".join(last.lines(end, command.config)))
+        return 0
     workdir = Workdir(folder)
     cli.prepare_jax()
     try:
@@ -79,6 +89,8 @@ def main(argv: list[str]) -> int:
         print(message, file=sys.stderr)
     try:
         _check_shared(workdir)
+        if last is not None and _epochs_are_over(last, command, experiment, workdir):
+            return 0
         return _guarded(command, workdir, limit, goodput, health)
     finally:
         workdir.release()
@@ -97,6 +109,25 @@ def _check_shared(workdir: Any) -> None:
             f"--workdir: {who} does not see what process 0 of this run wrote to {workdir.path}: all hosts need the "
             "same folder (NFS, Lustre, ...), or an object store (gs://..., s3://...)"
         )
+
+
+def _epochs_are_over(last: Any, command: cli.Command, experiment: Any, workdir: Any) -> bool:
+    """Whether the run has read its data as often as trainer.max_epochs says and has nothing left to do, and says so.
+
+    Asks the data only where the last run came to its end, so what that run made of the data (tokens) is there.
+    """
+    from framework import distributed
+
+    options, data = experiment.trainer, experiment.data
+    if options.max_epochs is None or not last.ends(last.config["trainer"]["max_steps"]):
+        return False
+    meet = partial(workdir.meet, partial(distributed.barrier, "finished"), is_primary=distributed.is_primary())
+    data.setup(workdir.path, is_primary=distributed.is_primary(), barrier=meet)
+    end = min(options.max_steps, data.epoch_steps(options.max_epochs))
+    is_over = last.ends(end)
+    if is_over and distributed.is_primary():
+        print("\n".join(last.lines(end, command.config)))
+    return is_over
 
 
 def _guarded(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, health: Any) -> int:

@@ -1,0 +1,106 @@
+"""A finished run, started again, says so before anything starts, and changes no file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch.train
+from framework.trainer import Trainer
+from tests.support.runs import rows, train, write_text
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workdir whose run of four steps came to its end."""
+    root = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINY_TEXT", "")
+        write_text(root / "text")
+        assert train(root / "run", "--config.trainer.max_steps=4", "--config.trainer.save_every=2") == 0
+        yield root / "run"
+
+
+def files(workdir: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file: when it was written, and what is in it."""
+    return {
+        str(path.relative_to(workdir)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(workdir.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test where the command gets as far as what compiles and trains."""
+
+    def start(*_: Any) -> int:
+        raise AssertionError("the run was started")
+
+    monkeypatch.setattr(launch.train, "_guarded", start)
+
+
+@pytest.mark.parametrize("steps", [4, 3, 1])
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_it_says_so_and_writes_nothing(
+    finished: Path, never_starts: None, steps: int, resume: str, capsys: pytest.CaptureFixture
+):
+    before = files(finished)
+    flags = [f"--config.trainer.max_steps={steps}", "--config.trainer.save_every=2", f"--resume={resume}"]
+    assert train(finished, *flags) == 0
+    *changes, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"step 4 of {steps}: nothing to do ({finished}/checkpoints; ")
+    wanted = [f"config changed since the checkpoint: config.trainer.max_steps: 4 -> {steps}"]
+    assert changes == (wanted if steps != 4 else [])
+    assert files(finished) == before
+
+
+def test_what_else_changed_is_said(finished: Path, never_starts: None, capsys: pytest.CaptureFixture):
+    assert train(finished, "--config.trainer.max_steps=4", "--config.trainer.save_every=2", "--config.data.seed=5") == 0
+    assert "config changed since the checkpoint: config.data.seed: 3 -> 5" in capsys.readouterr().out
+
+
+def test_never_resuming_is_refused_before_anything_starts(
+    finished: Path, never_starts: None, capsys: pytest.CaptureFixture
+):
+    before = files(finished)
+    assert train(finished, "--config.trainer.max_steps=4", "--resume=never") == 2
+    assert "--resume=never, but " in (message := capsys.readouterr().err)
+    assert "holds checkpoints up to step 4" in message
+    assert files(finished) == before
+
+
+def test_a_dry_run_and_a_longer_one_start(finished: Path, never_starts: None):
+    for flags in (["--config.trainer.max_steps=4", "--dry_run"], ["--config.trainer.max_steps=5"]):
+        with pytest.raises(AssertionError, match="the run was started"):
+            train(finished, *flags)
+
+
+def test_a_run_killed_after_its_last_save_is_evaluated_and_not_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setenv("TINY_TEXT", "")
+    write_text(tmp_path / "text")
+    flags = ["--config.trainer.max_steps=4", "--config.trainer.save_every=2"]
+    saved = Trainer.save
+
+    def die(run: Trainer, step: int) -> None:
+        saved(run, step)
+        if step == 4:
+            run.checkpointer.wait()
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(Trainer, "save", die)
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path / "run", *flags)
+    monkeypatch.setattr(Trainer, "save", saved)
+    assert not any("eval/held/loss" in row for row in rows(tmp_path / "run"))
+    before = files(tmp_path / "run" / "checkpoints")
+    assert train(tmp_path / "run", *flags) == 0
+    assert "resumed from step 4" in capsys.readouterr().out
+    assert [row["step"] for row in rows(tmp_path / "run") if "eval/held/loss" in row] == [4]
+    assert files(tmp_path / "run" / "checkpoints") == before
+    assert json.loads((tmp_path / "run" / "health" / "process-00000.json").read_text())["exit"] == 0
+    assert train(tmp_path / "run", *flags) == 0
+    assert "step 4 of 4: nothing to do" in capsys.readouterr().out
