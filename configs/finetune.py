@@ -28,7 +28,7 @@ def lora_tiny() -> Config:
     # Adapters cannot change the tables: one of its own for the head, large enough for confident predictions.
     config.model.head.tied = False
     config.model.head.init.stddev = 0.1
-    config.learner.optimizer = adamw(peak=1e-2, steps=steps, warmup=30, weight_decay=0.0)
+    config.learner.optimizer = adamw(peak=1e-2, warmup=0.1, weight_decay=0.0)
     config.learner.rules = []
     config.trainer.max_steps = steps
     config.trainer.eval_every = config.trainer.save_every = 100
@@ -44,7 +44,7 @@ def full(path: str) -> Config:
     model, family = families.model_of(path)
     length = facts.get("max_position_embeddings") or facts.get("n_positions") or 2048
     dtype = model.param_dtype
-    config = large(model, seq_len=min(2048, length), batch=16, peak=1e-5, steps=1000, warmup=50)
+    config = large(model, seq_len=min(2048, length), batch=16, peak=1e-5, steps=None, warmup=0.05)
     if dtype == "float32":
         config.model.param_dtype = config.model.compute_dtype = dtype
         config.learner.master_dtype = config.learner.moment_dtype = None
@@ -52,7 +52,7 @@ def full(path: str) -> Config:
     config.data.source, config.data.validation = chats["train"], {"chats": chats["validation"]}
     config.data.tokenizer = config_for(PretrainedTokenizer, path=path, vocab_size=model.vocab_size)
     config.data.document_mask = True
-    config.trainer.max_epochs = 3
+    config.trainer.max_steps, config.trainer.max_epochs = None, 3
     config.pretrained = config_for(
         Pretrained, path=path, family=family, facts=facts, generation=families.generation_facts(path)
     )
@@ -65,7 +65,7 @@ def lora(path: str, base: str | None = None) -> Config:
     """Adapters of rank 16 on all linear layers of a Hugging Face directory, whose own weights stay as they are."""
     config = full(path)
     config.model.lora = config_for(LoRA, rank=16, alpha=32.0, dropout=0.05, base=base)
-    config.learner.optimizer = adamw(peak=2e-4, steps=config.trainer.max_steps, warmup=50, weight_decay=0.0)
+    config.learner.optimizer = adamw(peak=2e-4, warmup=0.05, weight_decay=0.0)
     config.learner.rules = []
     config.learner.master_dtype = config.learner.moment_dtype = None
     return config

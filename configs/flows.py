@@ -40,17 +40,17 @@ def digits(pattern: list[Config], *, depth: int, steps: int, rate: float = 1e-3,
             global_batch_size=64,
         ),
         mesh=config_for(MeshShape, data=-1, fsdp=1),
-        learner=learner(rate=rate, steps=steps, ema=0.995),
+        learner=learner(rate=rate, ema=0.995),
         memory=config_for(Memory, remat=remat),
         trainer=config_for(TrainerOptions, max_steps=steps, eval_every=300, save_every=steps, sample_temperature=1.0),
     )
 
 
-def learner(*, rate: float, steps: int, ema: float, warmup: int = 100) -> Config:
+def learner(*, rate: float, ema: float, warmup: float = 100) -> Config:
     """AdamW, decay for the nets alone, clip 1.0, averaged weights."""
     return config_for(
         Learner,
-        optimizer=adamw(peak=rate, steps=steps, warmup=warmup, weight_decay=0.01, b2=0.999, end=0.02),
+        optimizer=adamw(peak=rate, warmup=warmup, weight_decay=0.01, b2=0.999, end=0.02),
         rules=[no_decay("bias|log_s|^prior|block[0-9]+/(lower|upper)")],
         clip=1.0,
         ema=ema,
@@ -119,7 +119,7 @@ def images_glow() -> Config:
             flip=True,
         ),
         mesh=config_for(MeshShape, data=-1, fsdp=1),
-        learner=learner(rate=1e-3, steps=steps, ema=0.9995, warmup=5000),
+        learner=learner(rate=1e-3, ema=0.9995, warmup=5000),
         memory=config_for(Memory, remat="invert"),
         trainer=config_for(TrainerOptions, max_steps=steps, eval_every=2000, save_every=2000),
     )

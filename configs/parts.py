@@ -24,6 +24,7 @@ from framework.layers.stack import Stack
 from framework.learner import Learner
 from framework.mesh import MeshShape
 from framework.models.causal_lm import CausalLM
+from framework.optimizers.learning_rates import warmup_cosine
 from framework.rules import Rule
 from framework.trainer_options import TrainerOptions
 
@@ -85,32 +86,25 @@ def llama_model(
 
 
 def adamw(
-    *, peak: float, steps: int, warmup: int, weight_decay: float = 0.1, b2: float = 0.95, end: float = 0.1
+    *,
+    peak: float,
+    warmup: float,
+    weight_decay: float = 0.1,
+    b2: float = 0.95,
+    end: float = 0.1,
+    steps: int | None = None,
 ) -> Config:
-    """AdamW with a linear warm-up and a cosine down to `end` times the peak."""
-    schedule = config_for(
-        optax.warmup_cosine_decay_schedule,
-        init_value=0.0,
-        peak_value=peak,
-        warmup_steps=warmup,
-        decay_steps=steps,
-        end_value=end * peak,
-    )
+    """AdamW with a linear warm-up (steps, or a fraction of the run) and a cosine down to `end` times the peak, as long
+    as the run or of so many steps."""
+    schedule = config_for(warmup_cosine, peak_value=peak, warmup=warmup, end_fraction=end, steps=steps)
     return config_for(optax.adamw, learning_rate=schedule, b1=0.9, b2=b2, weight_decay=weight_decay)
 
 
-def muon(*, peak: float, adam_peak: float, steps: int, warmup: int, end: float = 0.02) -> tuple[Config, Config]:
+def muon(*, peak: float, adam_peak: float, warmup: float, end: float = 0.02) -> tuple[Config, Config]:
     """Muon (Jordan et al. 2024) for the stack's matrices; (the optimizer, the rule that gives the rest AdamW)."""
 
     def schedule(rate: float) -> Config:
-        return config_for(
-            optax.warmup_cosine_decay_schedule,
-            init_value=0.0,
-            peak_value=rate,
-            warmup_steps=warmup,
-            decay_steps=steps,
-            end_value=end * rate,
-        )
+        return config_for(warmup_cosine, peak_value=rate, warmup=warmup, end_fraction=end)
 
     rest = config_for(optax.adamw, learning_rate=schedule(adam_peak), b2=0.95, weight_decay=0.0)
     return (
@@ -124,7 +118,7 @@ def no_decay(pattern: str = r"norm|bias|position") -> Config:
     return config_for(Rule, pattern=pattern, set={"weight_decay": 0.0})
 
 
-def large(model: Config, *, seq_len: int, batch: int, peak: float, steps: int, warmup: int = 2000) -> Config:
+def large(model: Config, *, seq_len: int, batch: int, peak: float, steps: int | None, warmup: float = 2000) -> Config:
     """The defaults of large models: AdamW, clip 1.0, bf16 parameters and compute, f32 master weights and moments.
 
     Data is nanoGPT-style token files: set data.source.path to what `launch.prepare` wrote.
@@ -144,7 +138,7 @@ def large(model: Config, *, seq_len: int, batch: int, peak: float, steps: int, w
         mesh=config_for(MeshShape, fsdp=-1),
         learner=config_for(
             Learner,
-            optimizer=adamw(peak=peak, steps=steps, warmup=warmup),
+            optimizer=adamw(peak=peak, warmup=warmup),
             rules=[no_decay("norm|bias" if model.embed.max_positions is None else "norm|bias|position")],
             clip=1.0,
             master_dtype="float32",

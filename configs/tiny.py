@@ -21,7 +21,7 @@ def stdlib_tiny() -> Config:
     steps = 500
     model = llama_model(layers=4, heads=4, dim=128, hidden=344, vocab_size=2048, tied=True)
     model.stack.unroll = 0
-    optimizer, rest = muon(peak=0.02, adam_peak=4e-3, steps=steps, warmup=30)
+    optimizer, rest = muon(peak=0.02, adam_peak=4e-3, warmup=0.06)
     return config_for(
         Experiment,
         model=model,
@@ -78,7 +78,7 @@ def nanogpt_cpu() -> Config:
         mesh=config_for(MeshShape, data=-1, fsdp=1),
         learner=config_for(
             Learner,
-            optimizer=adamw(peak=1e-3, steps=steps, warmup=100, b2=0.99),
+            optimizer=adamw(peak=1e-3, warmup=0.05, b2=0.99),
             rules=[no_decay()],
         ),
         trainer=config_for(TrainerOptions, max_steps=steps, eval_every=500, eval_batches=20, save_every=500),

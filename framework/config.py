@@ -33,6 +33,7 @@ from framework.config_schema import (
     accepts_config,
     convert,
     element_hint,
+    has_integer_keys,
     literal,
     mentions_config,
     parse_text,
@@ -194,6 +195,9 @@ class Config(ConfigBase):
             for key, value in self._ordered_fields.items()
             if key not in late
         }
+        for key, value in values.items():
+            if isinstance(value, dict) and has_integer_keys(known[key].hint):
+                values[key] = {int(step): item for step, item in value.items()}
         try:
             return self._target(**values, **late)
         except ValueError as error:

@@ -33,6 +33,7 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", _NONE: "n
 # In which order alternatives are tried: what settles the question first; `str` and Any take whatever is left.
 _ORDER = [Literal, _NONE, bool, int, float, *LISTS, tuple, *DICTS, str, Any]
 _SIGNS = {at.Gt: ">", at.Ge: ">=", at.Lt: "<", at.Le: "<="}
+_INTEGER = re.compile(r"-?[0-9]+")
 _PLAIN = re.compile(r"[\w./:*+-]+\Z")
 _LITERALS = {"none": None, "null": None, "true": True, "false": False} | {w: float(w) for w in ("inf", "-inf", "nan")}
 
@@ -176,6 +177,11 @@ def element_hint(hint: Any, key: str | int) -> Any:
     return Any
 
 
+def has_integer_keys(hint: Any) -> bool:
+    """Whether a value of this hint may be a dict whose keys are integers (steps, of optax's piecewise schedules)."""
+    return any(base in DICTS and args[:1] == (int,) for base, args in map(split, arms(hint)))
+
+
 def expected(hint: Any) -> str:
     """A hint in words: `an integer > 0 or none`."""
     choices = sorted(arms(hint), key=lambda arm: arm is _NONE)
@@ -191,7 +197,9 @@ def _arm_in_words(arm: Any) -> str:
     elif base is tuple or base in LISTS:
         words = f"a {'tuple' if base is tuple else 'list'}" + (f" (each: {expected(args[0])})" if args else "")
     elif base in DICTS:
-        words = "a dict with text keys" + (f" (each value: {expected(args[1])})" if args else "")
+        words = f"a dict with {'integer' if has_integer_keys(arm) else 'text'} keys" + (
+            f" (each value: {expected(args[1])})" if args else ""
+        )
     else:
         words = _WORDS.get(base, "data or a config" if base is Any else "a config")
     limits = " and ".join(f"{limit} {bound}" for limit, bound, _ in _limits(arm))
@@ -255,6 +263,11 @@ def _convert_arm(arm: Any, value: Any, path: str) -> Any:
         if args and args[-1] is not Ellipsis and len(args) != len(value):
             raise ConfigError("", path=path)
         return tuple(element(key, item) for key, item in enumerate(value))
+    elif base in DICTS and has_integer_keys(arm) and isinstance(value, dict):
+        # As text, since JSON has no other keys; `Config.instantiate` makes them integers again.
+        keys = [str(key) for key in value if not isinstance(key, bool)]
+        if len(keys) == len(value) and all(map(_INTEGER.fullmatch, keys)):
+            return {key: element(key, item) for key, item in zip(keys, value.values(), strict=True)}
     elif base in DICTS and isinstance(value, dict):
         if all(isinstance(key, str) and key and not key.startswith("$") for key in value):
             return {key: element(key, item) for key, item in value.items()}

@@ -20,10 +20,14 @@ from framework.memory import Memory
 from framework.mesh import MeshShape
 from framework.models.causal_lm import CausalLM
 from framework.models.chain import Chain
+from framework.optimizers.schedule_steps import with_run_length
 from framework.parts import STACK, in_parts
 from framework.trainer_options import TrainerOptions
 
 Part = TypeVar("Part")
+# The length of a run while its epochs' steps are not known: bytes and FLOPs, which are asked for by then, do not depend
+# on it, and `framework.run_length.set_length` gives the real one before anything is compiled.
+_NOMINAL_STEPS = 1000
 
 
 @component
@@ -75,10 +79,11 @@ class Experiment:
         self.model = _built("model", model, Chain)
         self.data = _built("data", data, Pipeline)
         self.mesh = _built("mesh", mesh, MeshShape)
-        self.learner = _built("learner", learner, Learner, specs=self.model.parameter_specs())
+        self.trainer = _built("trainer", trainer, TrainerOptions)
+        scheduled = with_run_length(learner, self.trainer.known_steps or _NOMINAL_STEPS)
+        self.learner = _built("learner", scheduled, Learner, specs=self.model.parameter_specs())
         self.memory = _built("memory", memory, Memory)
         self.compiler = _built("compiler", compiler, Compiler)
-        self.trainer = _built("trainer", trainer, TrainerOptions)
         self.health = _built("health", health, Health)
         self.pretrained = None if pretrained is None else pretrained.instantiate()
 

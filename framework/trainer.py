@@ -28,6 +28,7 @@ from framework.metrics.throughput import MetricsBuffer, Throughput
 from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
 from framework.plan.guard import Need
 from framework.program import Program, State
+from framework.run_length import changed_length
 from framework.workdir import Workdir, config_changes
 
 
@@ -122,6 +123,8 @@ class Trainer:
         step = self._restore()
         for change in config_changes(self._extra["config"], self.config.to_dict()):
             self.progress.print(f"config changed since the checkpoint: {change}")
+        for line in changed_length(self._extra["config"], self.config):
+            self.progress.print(line)
         old, new = self._extra["data"]["fingerprint"], self.data.fingerprint()
         if old != new:
             message = f"the data differs from the checkpoint's (fingerprint {new[:12]}, was {old[:12]})"

@@ -5,7 +5,7 @@ May import: framework.config.
 
 from __future__ import annotations
 
-from framework.config import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, component, diff
+from framework.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, component
 
 
 @component
@@ -13,9 +13,8 @@ class TrainerOptions:
     """The loop's options. Every interval is in steps; a step is one update.
 
     Args:
-        max_steps: where the run ends.
-        max_epochs: it ends when the training data was read that many times instead; then `max_steps` is only the length
-            that the learner's schedules are written for: all their steps are scaled to what the data gives.
+        max_steps: the run ends after so many; None: with `max_epochs` alone.
+        max_epochs: it ends when the training data was read that many times, if that comes first.
         seed: of initialization and dropout; the data has its own.
         log_every: metrics are written and shown this often.
         eval_every: validation sets are evaluated this often, and at the end; None means only at the end.
@@ -35,7 +34,7 @@ class TrainerOptions:
     def __init__(
         self,
         *,
-        max_steps: PositiveInt,
+        max_steps: PositiveInt | None = None,
         max_epochs: PositiveFloat | None = None,
         seed: Seed = 0,
         log_every: PositiveInt = 10,
@@ -54,7 +53,9 @@ class TrainerOptions:
     ):
         if profile and (len(profile) != 2 or not 1 <= profile[0] <= profile[1]):
             raise ValueError(f"profile: expected [] or [first, last] with 1 <= first <= last, given {profile}")
-        self.max_steps, self.max_epochs, self.seed = max_steps, max_epochs, seed
+        if max_steps is None and max_epochs is None:
+            raise ValueError("expected max_steps, max_epochs, or both: the run ends with what comes first")
+        self.known_steps, self.max_epochs, self.seed = max_steps, max_epochs, seed
         self.log_every, self.eval_every, self.eval_batches = log_every, eval_every, eval_batches
         self.save_every, self.save_every_minutes = save_every, save_every_minutes
         self.keep, self.keep_every = keep, keep_every
@@ -63,15 +64,8 @@ class TrainerOptions:
         self.sample_temperature = sample_temperature
         self.compilation_cache, self.wandb_project = compilation_cache, wandb_project
 
-
-def scale_steps(config: Config, steps: int) -> list[str]:
-    """Makes an experiment's config one of so many steps, in place: `trainer.max_steps`, and in proportion to it the
-    learner's `*_steps` and `transition_begin`. Returns a line for each change."""
-    before, written = config.copy(), config.trainer.max_steps
-    for path, value in list(config.learner.leaves()):
-        name = path.rpartition(".")[2]
-        if isinstance(value, int) and (name.endswith("_steps") or name == "transition_begin"):
-            least = 0 if name in ("warmup_steps", "transition_begin") else 1
-            config.learner.set_path(path, max(least, value * steps // written))
-    config.trainer.max_steps = steps
-    return [f"trainer.max_epochs = {config.trainer.max_epochs:g}: {p} {a} -> {b}" for p, a, b in diff(before, config)]
+    @property
+    def max_steps(self) -> int:
+        """Where the run ends. `known_steps` is None while the data has yet to say how many steps its epochs are."""
+        assert self.known_steps is not None, "the data has yet to say how many steps max_epochs are"
+        return self.known_steps

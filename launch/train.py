@@ -123,7 +123,8 @@ def _epochs_are_over(last: Any, command: cli.Command, experiment: Any, workdir: 
         return False
     meet = partial(workdir.meet, partial(distributed.barrier, "finished"), is_primary=distributed.is_primary())
     data.setup(workdir.path, is_primary=distributed.is_primary(), barrier=meet)
-    end = min(options.max_steps, data.epoch_steps(options.max_epochs))
+    epoch_steps = data.epoch_steps(options.max_epochs)
+    end = min(options.known_steps or epoch_steps, epoch_steps)
     is_over = last.ends(end)
     if is_over and distributed.is_primary():
         print("\n".join(last.lines(end, command.config)))
@@ -197,8 +198,8 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
     from framework.program import Program
     from framework.replicas import ReplicaMismatchError
     from framework.report import compression_lines, sample_images, sample_text, start_report
+    from framework.run_length import rate_notes, set_length
     from framework.trainer import LastStepNotSavedError, Trainer
-    from framework.trainer_options import scale_steps
     from framework.workdir import write_json
 
     args = command.args
@@ -207,7 +208,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
     program = Program(experiment)
     options, primary = experiment.trainer, distributed.is_primary()
     with Progress(
-        options.max_steps,
+        options.known_steps or 0,
         log_every=options.log_every,
         stream=None if primary else open("/dev/null", "w"),
         log_path=workdir.log if primary else None,
@@ -227,11 +228,13 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
             experiment.data.setup(workdir.path, is_primary=primary, barrier=meet)
         progress.status("")
         if options.max_epochs is not None:
-            for line in scale_steps(config, experiment.data.epoch_steps(options.max_epochs)):
+            for line in set_length(config, experiment.data.epoch_steps(options.max_epochs)):
                 progress.print(line)
             data, experiment = experiment.data, config.instantiate()
             experiment.data, options, program = data, experiment.trainer, Program(experiment)
             progress.set_total(options.max_steps)
+        for line in rate_notes(config.learner, options.max_steps):
+            progress.print(line)
         progress.print(render(start_report(command.spec, program)))
         check_host(program)
         progress.status("compiling")

@@ -64,7 +64,7 @@ def test_golden_files_show_changes_of_fields_components_and_defaults(resolved):
     assert changed["model.stack.pattern.0.attention.window"] == "nothing -> 128"
     assert changed["model.stack.pattern.0.attention.rotary"] == '"framework.layers.rotary.Rotary" -> nothing'
     assert changed["learner.optimizer"] == '"optax.adamw" -> "optax.lion"'
-    assert changed["learner.optimizer.learning_rate"] == '"optax.warmup_cosine_decay_schedule" -> 0.004'
+    assert changed["learner.optimizer.learning_rate"] == '"framework.optimizers.learning_rates.warmup_cosine" -> 0.004'
     assert changed["learner.master_dtype"] == '"float32" -> nothing'
     defaults = {**before["defaults"], "framework.layers.linear.Linear.bias": True}
     (line,) = golden.differences(before, {**before, "defaults": defaults})

@@ -52,7 +52,7 @@ def tuned(folder: Path, kind: str, *memory: str) -> Path:
     trainer["compilation_cache"] = runs.ROOT / ".cache" / "xla"
     flags += [f"--config.trainer.{name}={value}" for name, value in trainer.items()]
     flags += ["--config.data.global_batch_size=8", "--config.learner.optimizer.learning_rate.peak_value=1e-2"]
-    flags += ["--config.learner.optimizer.learning_rate.warmup_steps=1", "--config.learner.clip_mode=update_rms"]
+    flags += ["--config.learner.optimizer.learning_rate.warmup=1", "--config.learner.clip_mode=update_rms"]
     assert train.main([f"--config={kind}:{folder / 'model'}", f"--workdir={workdir}", *chats, *flags]) == 0
     losses = list(runs.losses(workdir).values())
     assert losses[-1] < losses[0]

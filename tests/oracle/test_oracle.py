@@ -43,7 +43,7 @@ def small(dtype: str) -> Program:
     config.model.dim, config.model.stack.num_layers, config.model.vocab_size = DIM, LAYERS, VOCAB
     block.attention.num_heads, block.mlp.hidden, config.model.head.chunk_tokens = HEADS, HIDDEN, CHUNK
     config.data.seq_len, config.data.global_batch_size, config.data.tokenizer.vocab_size = LENGTH, ROWS, VOCAB
-    rate.peak_value, rate.end_value, rate.warmup_steps, rate.decay_steps = 1e-2, 1e-3, 2, 6
+    rate.peak_value, rate.end_fraction, rate.warmup, rate.steps = 1e-2, 0.1, 2, 6
     config.model.param_dtype, config.model.compute_dtype, config.memory.remat = dtype, dtype, "full"
     for path in [path for path, _ in config.leaves() if path.endswith("stddev")]:
         config.set_path(path, 0.2)

@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.parts import adamw
-from framework.config import Config, config_for
-from framework.trainer_options import TrainerOptions, scale_steps
 from launch.train import main
 from tests.support import pretrained, runs
 
@@ -41,7 +38,7 @@ def chat():
             seq_len=64,
             global_batch_size=8,
         ),
-        learner=config_for(Learner, optimizer=adamw(peak=1e-2, steps=20, warmup=2), clip=None),
+        learner=config_for(Learner, optimizer=adamw(peak=1e-2, warmup=2), clip=None),
         trainer=config_for(
             TrainerOptions, max_steps=20, log_every=1, save_every=5, eval_every=None, compilation_cache="CACHE"
         ),
@@ -110,31 +107,20 @@ def test_a_killed_run_goes_on_with_the_same_batches(folder: Path):
     assert runs.losses(killed) == runs.losses(folder / "whole")
 
 
-def test_epochs_set_the_steps_and_scale_the_schedule(folder: Path, capsys: pytest.CaptureFixture):
-    assert train(folder, "epochs", "--config.trainer.max_epochs=2") == 0
+def test_whichever_comes_first_ends_the_run(folder: Path, capsys: pytest.CaptureFixture):
+    assert train(folder, "epochs", "--config.trainer.max_epochs=2", "--config.trainer.max_steps=none") == 0
     out, rows = capsys.readouterr().out, runs.losses(folder / "epochs")
     steps = max(rows)
-    assert steps != 20
-    assert f"trainer.max_epochs = 2: trainer.max_steps 20 -> {steps}" in out
-    assert f"learning_rate.decay_steps 20 -> {steps}" in out
+    assert f"trainer.max_epochs = 2: trainer.max_steps none -> {steps}" in out
     stored = json.loads((folder / "epochs/config.json").read_text())
     assert stored["trainer"]["max_steps"] == steps
-    assert stored["learner"]["optimizer"]["learning_rate"]["warmup_steps"] == 2 * steps // 20
-    assert train(folder, "epochs", "--config.trainer.max_epochs=2", "--resume=must") == 0  # nothing is left to do
-
-
-def test_steps_are_scaled_in_proportion():
-    trainer = config_for(TrainerOptions, max_steps=300, max_epochs=1.5)
-    config = config_for(Run, learner=adamw(peak=1.0, steps=300, warmup=30), trainer=trainer)
-    lines = scale_steps(config, 45)
-    assert lines[0] == "trainer.max_epochs = 1.5: learner.learning_rate.warmup_steps 30 -> 4"
-    assert config.learner.learning_rate.decay_steps == 45
-    scale_steps(config, 1)
-    assert (config.learner.learning_rate.warmup_steps, config.learner.learning_rate.decay_steps) == (0, 1)
-
-
-class Run:
-    """What scale_steps looks at."""
-
-    def __init__(self, *, learner: Config, trainer: Config):
-        self.parts = learner, trainer
+    before = {path: path.stat().st_mtime_ns for path in (folder / "epochs").rglob("*") if path.is_file()}
+    again = ("--config.trainer.max_epochs=2", "--config.trainer.max_steps=none", "--resume=must")
+    assert train(folder, "epochs", *again) == 0
+    assert capsys.readouterr().out.startswith(f"step {steps} of {steps}: nothing to do")
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "epochs").rglob("*") if path.is_file()}
+    assert train(folder, "steps", "--config.trainer.max_epochs=2", "--config.trainer.max_steps=3") == 0
+    assert list(runs.losses(folder / "steps")) == [1, 2, 3]
+    assert (
+        f"trainer.max_epochs = 2 would be {steps} steps: trainer.max_steps = 3 ends the run" in capsys.readouterr().out
+    )

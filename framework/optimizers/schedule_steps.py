@@ -1,0 +1,182 @@
+"""Which numbers of a config count training steps: by what they are, never by their names.
+
+Muon's `ns_steps` are iterations within one update and `update_interval` of APOLLO counts updates, whatever the length
+of the run; the `boundaries` of joined schedules are steps of it. So optax's schedules are listed with their arguments,
+and components of one's own say it in their type hints:
+
+    def my_schedule(peak: float, hold: TrainingSteps, steps: RunSteps | None = None) -> optax.Schedule: ...
+
+May import: framework.config, optax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import annotated_types as at
+import optax
+from optax import contrib
+
+from framework.config import Config, schema_of, target_of
+from framework.config_names import join, name_of
+from framework.config_schema import arms
+
+
+@dataclass(frozen=True)
+class _CountsSteps:
+    """Of a type hint: the number counts training steps. `is_run`: it is the run's length unless it is set."""
+
+    is_run: bool
+
+
+TrainingSteps = Annotated[int, at.Ge(0), _CountsSteps(is_run=False)]
+RunSteps = Annotated[int, at.Gt(0), _CountsSteps(is_run=True)]
+
+# What an argument is: a length, a place that may be step 0, a list of places, the keys of a dict, or a list of dicts of
+# arguments of warmup_cosine_decay_schedule.
+_Kind = Literal["length", "place", "places", "keys", "cycles"]
+
+_TRANSITION: dict[str, _Kind] = {"transition_steps": "length", "transition_begin": "place"}
+_COSINE: dict[str, _Kind] = {"warmup_steps": "place", "decay_steps": "length"}
+STEP_ARGUMENTS: dict[Callable[..., Any], dict[str, _Kind]] = {
+    optax.constant_schedule: {},
+    optax.cosine_decay_schedule: {"decay_steps": "length"},
+    optax.cosine_onecycle_schedule: {"transition_steps": "length"},
+    optax.exponential_decay: _TRANSITION,
+    optax.join_schedules: {"boundaries": "places"},
+    optax.linear_onecycle_schedule: {"transition_steps": "length"},
+    optax.linear_schedule: _TRANSITION,
+    optax.piecewise_constant_schedule: {"boundaries_and_scales": "keys"},
+    optax.piecewise_interpolate_schedule: {"boundaries_and_scales": "keys"},
+    optax.polynomial_schedule: _TRANSITION,
+    optax.sgdr_schedule: {"cosine_kwargs": "cycles"},
+    optax.warmup_constant_schedule: {"warmup_steps": "place"},
+    optax.warmup_cosine_decay_schedule: _COSINE,
+    optax.warmup_exponential_decay_schedule: {"warmup_steps": "place", **_TRANSITION},
+    # Optimizers with a schedule inside.
+    contrib.schedule_free_adamw: {"warmup_steps": "place"},
+    contrib.schedule_free_sgd: {"warmup_steps": "place"},
+}
+
+
+def step_arguments(config: Config) -> dict[str, _Kind] | None:
+    """The arguments of one component that count training steps; None: nobody has said which."""
+    target = target_of(config)
+    if target in STEP_ARGUMENTS:
+        return STEP_ARGUMENTS[target]
+    marked = {name: _marks(field.hint) for name, field in schema_of(config).items()}
+    if not any(marked.values()):
+        return None
+    return {name: "place" for name, marks in marked.items() if marks and not marks[0].is_run}
+
+
+def _marks(hint: Any) -> list[_CountsSteps]:
+    metadata = [note for arm in arms(hint) for note in getattr(arm, "__metadata__", ())]
+    return [note for note in metadata if isinstance(note, _CountsSteps)]
+
+
+def _run_fields(config: Config) -> list[str]:
+    """The fields of one component that are the run's length unless they are set."""
+    return [name for name, field in schema_of(config).items() if any(mark.is_run for mark in _marks(field.hint))]
+
+
+def following(config: Config) -> list[str]:
+    """The paths of the fields in a config that follow the run: its length, and not set."""
+    return [
+        join(path, name)
+        for path, node in config.walk()
+        if isinstance(node, Config)
+        for name in _run_fields(node)
+        if node.get(name) is None
+    ]
+
+
+def with_run_length(config: Config, steps: int) -> Config:
+    """A copy whose schedules that follow the run have its length."""
+    filled = config.copy()
+    for path in following(config):
+        filled.set_path(path, steps)
+    return filled
+
+
+def schedules(config: Config) -> Iterator[tuple[str, Config]]:
+    """(path, config) of each schedule in a config, without those that are parts of another."""
+    found: list[str] = []
+    for path, node in config.walk():
+        if not isinstance(node, Config) or any(path.startswith(f"{outer}.") for outer in found):
+            continue
+        for name, value in node.items():
+            if isinstance(value, Config) and _takes_schedule(name, schema_of(node)[name].hint):
+                found.append(join(path, name))
+                yield found[-1], value
+
+
+def _takes_schedule(name: str, hint: Any) -> bool:
+    """Whether an argument may be a schedule. `learning_rate` is what the learner reports; of one's own optimizers too,
+    which may have no type hints."""
+    return name == "learning_rate" or any(arm == optax.Schedule for arm in arms(hint))
+
+
+def scale(config: Config, new: int, old: int) -> list[str]:
+    """Makes what was written for a run of `old` steps fit one of `new` steps, in place. What follows the run does so by
+    itself. Returns a line for each schedule of which nobody has said what counts steps in it."""
+    inside = {path for path, _ in schedules(config)}
+    unknown = []
+    for path, node in list(config.walk()):
+        if not isinstance(node, Config):
+            continue
+        if _run_fields(node):
+            continue
+        arguments = step_arguments(node)
+        is_in_schedule = any(path == outer or path.startswith(f"{outer}.") for outer in inside)
+        if arguments is None and is_in_schedule:
+            unknown.append(
+                f"{path} ({name_of(target_of(node))}) is as it was: which of its numbers are training steps is not "
+                "known (framework.optimizers.schedule_steps.TrainingSteps as their type hint says it)"
+            )
+        for name, kind in (arguments or {}).items():
+            if (value := node.get(name)) is not None:
+                config.set_path(join(path, name), _scaled(value, kind, new, old))
+    return unknown
+
+
+def _scaled(value: Any, kind: _Kind, new: int, old: int) -> Any:
+    if kind == "length":
+        return max(1, value * new // old)
+    if kind == "place":
+        return value * new // old
+    if kind == "places":
+        return [place * new // old for place in value]
+    if kind == "keys":
+        return {str(int(place) * new // old): factor for place, factor in value.items()}
+    return [
+        {name: _scaled(x, _COSINE[name], new, old) if name in _COSINE else x for name, x in cycle.items()}
+        for cycle in value
+    ]
+
+
+def own_length(config: Config) -> int | None:
+    """How many steps a schedule is written for, counting its parts; None: it says nothing of that."""
+    lengths = []
+    for _, node in config.walk():
+        if not isinstance(node, Config):
+            continue
+        arguments: dict[str, _Kind] = step_arguments(node) or {}
+        values = [(kind, node.get(name)) for name, kind in arguments.items()]
+        # A fraction of the run is no number of steps.
+        lengths += [_last(kind, value) for kind, value in values if value and not isinstance(value, float)]
+        lengths += [node[name] for name in _run_fields(node) if node.get(name) is not None]
+    return max(lengths, default=None)
+
+
+def _last(kind: _Kind, value: Any) -> int:
+    """The last step that an argument speaks of."""
+    if kind == "places":
+        return max(value)
+    if kind == "keys":
+        return max(map(int, value))
+    if kind == "cycles":
+        return sum(cycle.get("decay_steps", 0) for cycle in value)
+    return value
