@@ -209,12 +209,16 @@ def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> P
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Writes JSON so that a reader, or a crash at any moment, sees the old file or the new one, never a part.
+    """Writes JSON so that a reader, or a crash at any moment, sees the old file or the new one, never a part. A
+    file that says the same already is not touched.
 
     Raises TypeError or ValueError: the value is not JSON (NaN and infinity included); the old file is untouched.
     """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     target = Path(path)
+    with contextlib.suppress(OSError, ValueError):
+        if target.read_text(encoding="utf-8") == text:
+            return
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     # Not mkstemp, which makes 0600: the umask decides whether colleagues may read it.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
