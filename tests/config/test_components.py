@@ -105,6 +105,7 @@ FIELDS: dict[str, Any] = {
     "outputs": 4,
     "path": "not/there",
     "paths": ["not/there"],
+    "peak_value": 0.1,
     "pattern": "x",
     "seq_len": 8,
     "set": {"memory.remat": "full"},
@@ -119,6 +120,7 @@ FIELDS: dict[str, Any] = {
 }
 # Where a name means something else, and where a part of another kind is needed.
 BLOCK = config_for(Block, attention=config_for(Attention, num_heads=2), mlp=config_for(MLP, hidden=16))
+SCHEDULES = ("warmup_cosine", "warmup_linear", "warmup_stable_decay")
 SPECIAL: dict[str, dict[str, Any]] = {
     "framework.data.images.ImagePipeline": {"source": config_for(images.DigitsSource)},
     "framework.layers.stack.Stack": {"pattern": [BLOCK]},
@@ -128,6 +130,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "specs": {"embed": {"token": Linear(inputs=4, outputs=4).parameter_specs()["weight"]}}
     },
     "framework.rules.Rule": {"freeze": True, "optimizer": None},
+    "framework.trainer_options.TrainerOptions": {"max_steps": 3},
+    **{f"framework.optimizers.learning_rates.{name}": {"steps": 10} for name in SCHEDULES},
 }
 
 
