@@ -27,6 +27,7 @@ from framework.parts import part_path
 from framework.program import Program, State
 
 LAYER = "{layer}"
+_FLOATS = ("F32", "BF16", "F16", "F64")  # what weights may be stored as
 Index = tuple[slice, ...]
 
 
@@ -103,13 +104,14 @@ class Directory:
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser()
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
-        if index.is_file():
+        if single.is_file():
+            # As transformers: an index beside it is of shards that were there before.
+            self.home: dict[str, str] = dict.fromkeys(self._open(single.name).keys(), single.name)
+        elif index.is_file():
             try:
-                self.home: dict[str, str] = json.loads(index.read_text())["weight_map"]
+                self.home = json.loads(index.read_text())["weight_map"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{index}: no index of shards: {error}") from None
-        elif single.is_file():
-            self.home = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
             found = sorted(file.name for file in self.path.glob("*")) if self.path.is_dir() else "no such directory"
             raise FileNotFoundError(f"{self.path}: neither {single.name} nor {index.name}, but: {found}")
@@ -235,12 +237,15 @@ def checked(directory: Directory, family: Family, model: CausalLM) -> dict[str, 
     """`family.places(model)`, with the names that the directory has: some leave the model's own prefix out.
 
     Raises:
-        ValueError: tensors are missing, unexpected, or of another shape; holds a table.
+        ValueError: tensors are missing, unexpected, of another shape, or no floats; holds a table. Or the head has
+            other weights than the embedding that config.json ties it to.
     """
     places = family.places(model)
     if not any(source.name in directory.home for sources in places.values() for source in sources):
         cut = lambda source: replace(source, name=source.name.split(".", 1)[1])  # noqa: E731
         places = {path: [cut(source) for source in sources] for path, sources in places.items()}
+    if model.ties:
+        _check_tied(directory, places["embed/token"][0].name)
     rows, used = [], set()
     for path, sources in places.items():
         for source in sources:
@@ -250,12 +255,31 @@ def checked(directory: Directory, family: Family, model: CausalLM) -> dict[str, 
                 rows.append(f"missing     {source.name} {list(expected)}")
             elif (shape := tuple(directory.tensor(source.name).get_shape())) != expected:
                 rows.append(f"shape       {source.name} {list(shape)}, expected {list(expected)}")
+            elif (dtype := directory.tensor(source.name).get_dtype()) not in _FLOATS:
+                rows.append(f"dtype       {source.name} {dtype}, expected one of {', '.join(_FLOATS)}")
     skip = re.compile(f"{family.ignored}|^lm_head.weight$" if model.ties else family.ignored)
     rows += [f"unexpected  {name}" for name in sorted(directory.home.keys() - used) if not skip.search(name)]
     if rows:
         rows[20:] = [f"... and {len(rows) - 20} more"] if len(rows) > 20 else []
         raise ValueError("\n  ".join([f"{directory.path}: its tensors are not those of its config.json:", *rows]))
     return places
+
+
+def _check_tied(directory: Directory, table: str) -> None:
+    """Raises ValueError: the file has a head of its own. transformers would not tie it then, whatever config.json says.
+    A band of rows is in memory at a time."""
+    head = "lm_head.weight"
+    if not {head, table} <= directory.home.keys():
+        return
+    tensors = [directory.tensor(name) for name in (table, head)]
+    shape, head_shape = (list(tensor.get_shape()) for tensor in tensors)
+    rows_at_once = max(1, (64 << 20) // (4 * shape[-1]))
+    bands = [slice(row, min(row + rows_at_once, shape[0])) for row in range(0, shape[0], rows_at_once)]
+    if shape != head_shape or not all(np.array_equal(*(tensor[band] for tensor in tensors)) for band in bands):
+        raise ValueError(
+            f"{directory.path}: config.json says tie_word_embeddings = true, but {head} is another than {table}; set "
+            "tie_word_embeddings to false for a head of its own, or remove the tensor"
+        )
 
 
 def layer_shape(spec: ParameterSpec) -> tuple[int, ...]:

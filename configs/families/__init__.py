@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from configs.families.facts import Facts, float_dtype, refuse_unread
 from configs.families.gemma import Gemma2
 from configs.families.gpt2 import GPT2
 from configs.families.llama import Llama
@@ -16,6 +17,14 @@ from framework.config import Config, ConfigError, config_for
 from framework.pretrained import Directory, Family
 
 FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2]
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "GPT2LMHeadModel": "gpt2",
+}
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], Config]:
@@ -32,10 +41,19 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
         facts = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}") from None
+    if not isinstance(facts, dict):
+        raise ValueError(f"{file}: expected a JSON object, given {type(facts).__name__}")
     if "auto_map" in facts:
         raise ValueError(f"{file} asks for code of its own (auto_map); code of a directory is never executed")
+    if (adapter := file.with_name("adapter_config.json")).is_file():
+        raise ValueError(
+            f"{adapter}: an adapter beside a model, which transformers would load with it; merge it into the model, or "
+            "give the directory of the model alone"
+        )
     try:
-        return facts, config_for(family_of(facts))
+        family = family_of(facts)
+        refuse_unread(Facts(facts))
+        return facts, config_for(family)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 
@@ -55,13 +73,21 @@ def generation_facts(path: str | Path) -> dict[str, Any]:
 
 
 def family_of(facts: dict[str, Any]) -> type[Family]:
-    """By config.json's architectures. Raises ValueError for unknown ones."""
+    """By config.json's architectures. Raises ValueError for unknown ones, several, and where model_type, by which
+    transformers chooses, is of another."""
     wanted = facts.get("architectures") or []
-    for family in FAMILIES:
-        if set(wanted) & set(family.architectures):
-            return family
-    known = [name for family in FAMILIES for name in family.architectures]
-    raise ValueError(f"unknown architecture {', '.join(wanted) or None}; known: {', '.join(known)}")
+    if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
+        raise ValueError(f"architectures = {wanted!r}; expected a list of names")
+    by_name = {name: family for family in FAMILIES for name in family.architectures}
+    known = [name for name in wanted if name in by_name]
+    if not known:
+        raise ValueError(f"unknown architecture {', '.join(wanted) or None}; known: {', '.join(by_name)}")
+    if len(wanted) > 1:
+        raise ValueError(f"architectures = {wanted!r}; expected one")
+    model_type = MODEL_TYPES[known[0]]
+    if (given := facts.get("model_type", model_type)) != model_type:
+        raise ValueError(f"model_type = {given!r}; expected {model_type!r}, that of {known[0]}")
+    return by_name[known[0]]
 
 
 def model_of(path: str | Path) -> tuple[Config, Config]:
@@ -70,13 +96,14 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
     facts, family = read(path)
     try:
         model = family.instantiate().model(facts)
-    except KeyError as error:
-        raise ValueError(f"{path}/config.json: no field {error}, which {facts['architectures'][0]} needs") from None
-    dtype = facts.get("dtype") or facts.get("torch_dtype")
+        dtype = float_dtype(Facts(facts))
+    except ValueError as error:
+        raise ValueError(str(error).replace("config.json", f"{path}/config.json", 1)) from None
     if dtype is None and list(Path(path).expanduser().glob("*.safetensors")):
         directory = Directory(path)
-        dtype = {"F32": "float32"}.get(directory.tensor(next(iter(directory.home))).get_dtype())
-    model.param_dtype = model.compute_dtype = "float32" if dtype == "float32" else "bfloat16"
+        dtype = {"F32": "float32", "F64": "float32"}.get(directory.tensor(next(iter(directory.home))).get_dtype())
+    is_wide = dtype in ("float32", "float64")
+    model.param_dtype = model.compute_dtype = "float32" if is_wide else "bfloat16"
     return model, family
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.families.llama import activation, common_facts, decoder_names, rope, with_windows
+from configs.families.facts import Facts
+from configs.families.llama import (
+    activation,
+    common_facts,
+    decoder_names,
+    layer_types,
+    layer_windows,
+    rope,
+    with_windows,
+)
 from configs.parts import llama_model
 from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
@@ -25,20 +34,22 @@ class Gemma2(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """As Family.model."""
-        heads, dim, layers = facts["num_attention_heads"], facts["hidden_size"], facts["num_hidden_layers"]
-        theta, scaling = rope(facts)
-        eps, head_dim = facts.get("rms_norm_eps", 1e-6), facts.get("head_dim", 256)
+        fields = Facts(facts)
+        theta, scaling = rope(fields)
+        dim, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+        layers, eps = fields.size("num_hidden_layers"), fields.number("rms_norm_eps", 1e-6)
+        head_dim = fields.size("head_dim", 256)
         model = llama_model(
             layers=layers,
             heads=heads,
-            kv_heads=facts.get("num_key_value_heads", 4),
+            kv_heads=fields.size("num_key_value_heads", 4),
             dim=dim,
-            hidden=facts["intermediate_size"],
-            vocab_size=facts["vocab_size"],
+            hidden=fields.size("intermediate_size"),
+            vocab_size=fields.size("vocab_size"),
             theta=theta,
             eps=eps,
-            qkv_bias=facts.get("attention_bias", False),
-            tied=facts.get("tie_word_embeddings", True),
+            qkv_bias=fields.flag("attention_bias", False),
+            tied=fields.flag("tie_word_embeddings", True),
             rope_scaling=scaling,
         )
         model.embed.scale = dim**0.5
@@ -46,14 +57,14 @@ class Gemma2(Family):
         block.norm, block.post_norm, model.head.norm = norm, norm.copy(), norm.copy()
         block.attention.output_bias = block.attention.linear.bias
         block.attention.head_dim = head_dim
-        block.attention.softcap = facts.get("attn_logit_softcapping", 50.0)
-        scale = facts.get("query_pre_attn_scalar", 256) ** -0.5
+        block.attention.softcap = fields.number("attn_logit_softcapping", 50.0, null=True)
+        scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
         block.attention.scale = None if scale == head_dim**-0.5 else scale
-        block.mlp.activation = activation(facts.get("hidden_activation") or "gelu_pytorch_tanh")
-        model.head.softcap = facts.get("final_logit_softcapping", 30.0)
-        kinds = facts.get("layer_types") or (["sliding_attention", "full_attention"] * layers)[:layers]
-        window = facts.get("sliding_window", 4096)
-        return with_windows(model, [window if kind == "sliding_attention" else None for kind in kinds])
+        block.mlp.activation = activation(fields, "hidden_activation", "gelu_pytorch_tanh")
+        model.head.softcap = fields.number("final_logit_softcapping", 30.0, null=True)
+        kinds = layer_types(fields) or (["sliding_attention", "full_attention"] * layers)[:layers]
+        window = fields.size("sliding_window", 4096, null=True)
+        return with_windows(model, layer_windows(kinds, window, fields))
 
     def facts(self, model: Config) -> dict[str, Any]:
         """As Family.facts."""

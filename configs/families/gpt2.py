@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from configs.families.facts import Facts
 from configs.families.llama import activation, activation_fact
 from configs.parts import gpt2_model
 from framework.config import Config, component
@@ -37,21 +38,29 @@ class GPT2(Family):
 
     def model(self, facts: dict[str, Any]) -> Config:
         """As Family.model."""
-        if facts.get("scale_attn_by_inverse_layer_idx") or not facts.get("scale_attn_weights", True):
-            raise ValueError("config.json: attention logits are scaled in a way that is not supported here")
-        dim = facts["n_embd"]
-        model = gpt2_model(
-            layers=facts["n_layer"],
-            heads=facts["n_head"],
-            dim=dim,
-            vocab_size=facts["vocab_size"],
-            positions=facts["n_positions"],
+        fields = Facts(facts)
+        if fields.flag("scale_attn_by_inverse_layer_idx", False):
+            raise fields.error(
+                "scale_attn_by_inverse_layer_idx", "false: logits of attention scaled alike in all layers"
+            )
+        # transformers takes each of these by a second name as well.
+        dim, heads = (
+            fields.size_by_names("n_embd", "hidden_size"),
+            fields.size_by_names("n_head", "num_attention_heads"),
         )
-        block, eps = model.stack.pattern[0], facts.get("layer_norm_epsilon", 1e-5)
+        model = gpt2_model(
+            layers=fields.size_by_names("n_layer", "num_hidden_layers"),
+            heads=heads,
+            dim=dim,
+            vocab_size=fields.size("vocab_size"),
+            positions=fields.size_by_names("n_positions", "max_position_embeddings"),
+        )
+        block, eps = model.stack.pattern[0], fields.number("layer_norm_epsilon", 1e-5)
         block.norm.eps = model.head.norm.eps = eps
-        block.mlp.hidden = facts.get("n_inner") or 4 * dim
-        block.mlp.activation = activation(facts.get("activation_function", "gelu_new"))
-        model.head.tied = facts.get("tie_word_embeddings", True)
+        block.attention.scale = None if fields.flag("scale_attn_weights", True) else 1.0
+        block.mlp.hidden = fields.size("n_inner", None, null=True) or 4 * dim
+        block.mlp.activation = activation(fields, "activation_function", "gelu_new")
+        model.head.tied = fields.flag("tie_word_embeddings", True)
         return model
 
     def facts(self, model: Config) -> dict[str, Any]:
@@ -69,4 +78,5 @@ class GPT2(Family):
             "activation_function": activation_fact(block.mlp.activation),
             "layer_norm_epsilon": block.norm.eps,
             "tie_word_embeddings": model.head.tied,
+            **({} if block.attention.scale is None else {"scale_attn_weights": False}),
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from configs.families.facts import Facts
 from configs.parts import llama_model
 from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
@@ -15,6 +16,7 @@ from framework.pretrained import Family, Source
 
 ACTIVATIONS = {
     "silu": "silu",
+    "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
@@ -41,10 +43,11 @@ def decoder_names(**norms: str) -> dict[str, Source]:
     return names
 
 
-def activation(name: str) -> str:
+def activation(facts: Facts, field: str, default: str) -> str:
     """Ours of transformers'. Raises ValueError for an unknown one."""
+    name = facts.text(field, default)
     if name not in ACTIVATIONS:
-        raise ValueError(f"config.json: hidden_act = {name!r}; expected one of {', '.join(ACTIVATIONS)}")
+        raise facts.error(field, f"one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -55,20 +58,38 @@ def activation_fact(ours: str) -> str:
     return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)
 
 
-def rope(facts: dict[str, Any]) -> tuple[float, Config | None]:
-    """(theta, scaling) of a config.json, as transformers 4 or 5 writes it. Raises ValueError for an unknown scaling."""
-    scaling = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta", facts.get("rope_theta", 10_000.0)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "llama3":
-        fields = {name: scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor")}
-        length = scaling.get("original_max_position_embeddings", facts.get("max_position_embeddings"))
-        return theta, config_for(Llama3Scaling, **fields, original_length=length)
+def rope(facts: Facts) -> tuple[float, Config | None]:
+    """(theta, scaling) of a config.json, as transformers 4 (`rope_scaling`, `rope_theta`) or 5 (`rope_parameters`)
+    writes it. Raises ValueError for an unknown scaling, and where both stand and differ."""
+    old, new = facts.part("rope_scaling"), facts.part("rope_parameters")
+    if old is not None and new is not None and old.values != new.values:
+        raise facts.error("rope_scaling", f"the same as rope_parameters ({new.values}), or one of the two")
+    scaling = old or new or Facts({}, "rope_parameters.")
+    if any(isinstance(value, dict) for value in scaling.values.values()):
+        raise ValueError(f"config.json: rope_parameters = {scaling.values}; expected the same for all layers")
+    theta = (scaling if "rope_theta" in scaling.values else facts).number("rope_theta", 10_000.0)
+    for part in (scaling, facts):
+        if part.any("partial_rotary_factor", None) not in (None, 1):
+            raise part.error("partial_rotary_factor", "1: all elements of a head are turned")
+    kind = scaling.any("rope_type", scaling.any("type", "default"))
+    if kind == "default":
+        return theta, None
     if kind == "linear":
-        return theta, config_for(LinearScaling, factor=scaling["factor"])
-    if kind != "default" or scaling.get("partial_rotary_factor", facts.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError(f"config.json: rope scaling {scaling}; expected rope_type default, linear or llama3")
-    return theta, None
+        return theta, config_for(LinearScaling, factor=scaling.number("factor"))
+    if kind == "llama3":
+        return theta, _llama3_scaling(facts, scaling)
+    raise ValueError(f"config.json: rope scaling {scaling.values}; expected rope_type default, linear or llama3")
+
+
+def _llama3_scaling(facts: Facts, scaling: Facts) -> Config:
+    fields = {name: scaling.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    if fields["high_freq_factor"] <= fields["low_freq_factor"]:
+        raise scaling.error("high_freq_factor", f"more than low_freq_factor = {fields['low_freq_factor']}")
+    name = "original_max_position_embeddings"
+    length = scaling.size(name) if name in scaling.values else facts.size("max_position_embeddings", 2048)
+    if facts.any(name, length) != length:  # transformers takes this one
+        raise facts.error(name, f"that of rope_parameters, {length}")
+    return config_for(Llama3Scaling, **fields, original_length=length)
 
 
 def rope_facts(rotary: Config) -> dict[str, Any]:
@@ -120,6 +141,45 @@ def common_facts(model: Config) -> dict[str, Any]:
     return facts | ({} if attention.rotary is None else rope_facts(attention.rotary))
 
 
+# What transformers takes for num_key_value_heads where it is absent; None, and null: as many as there are heads.
+_KV_HEADS = {"LlamaForCausalLM": None, "MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+
+
+def layer_windows(kinds: list[str], window: int | None, facts: Facts) -> list[int | None]:
+    """The window of each layer. Raises ValueError: `layer_types` disagrees with the number of layers or the window."""
+    if len(kinds) != facts.size("num_hidden_layers"):
+        raise facts.error("layer_types", f"one for each of {facts.size('num_hidden_layers')} layers")
+    if window is None and "sliding_attention" in kinds:
+        raise facts.error("sliding_window", "a number of tokens, as there are layers of sliding_attention")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def layer_types(facts: Facts) -> list[str] | None:
+    """The field of that name, if it is there. Raises ValueError: it is no list of the two kinds that we have."""
+    kinds = facts.any("layer_types", None)
+    known = ("full_attention", "sliding_attention")
+    if kinds is not None and not (isinstance(kinds, list) and all(kind in known for kind in kinds)):
+        raise facts.error("layer_types", f"a list of {' and '.join(known)}")
+    return kinds
+
+
+def _windows(kind: str, facts: Facts) -> list[int | None]:
+    """Which layers of the architecture see how much, as transformers decides it."""
+    layers, kinds = facts.size("num_hidden_layers"), layer_types(facts)
+    if kind in ("LlamaForCausalLM", "MistralForCausalLM"):
+        # All layers are alike. Mistral has no `use_sliding_window`, Llama no `sliding_window`: both are ignored.
+        window = facts.size("sliding_window", 4096, null=True) if kind == "MistralForCausalLM" else None
+        alike = ["full_attention" if window is None else "sliding_attention"] * layers
+        if kinds not in (None, alike):
+            raise facts.error("layer_types", f"{alike[0]} in all layers, which is all that {kind} has")
+        return [window] * layers
+    window = facts.size("sliding_window", 4096, null=True) if facts.flag("use_sliding_window", False) else None
+    if kinds is None:  # Qwen's first layers see everything
+        full = facts.size("max_window_layers", 28, least=0)
+        kinds = ["full_attention" if window is None or i < full else "sliding_attention" for i in range(layers)]
+    return layer_windows(kinds, window, facts)
+
+
 @component
 class Llama(Family):
     """LlamaForCausalLM and what differs from it by biases, windows, and norms of queries and keys."""
@@ -130,40 +190,36 @@ class Llama(Family):
     def model(self, facts: dict[str, Any]) -> Config:
         """As Family.model."""
         (kind,) = set(facts["architectures"]) & set(self.architectures)
-        heads, dim, layers = facts["num_attention_heads"], facts["hidden_size"], facts["num_hidden_layers"]
-        theta, scaling = rope(facts)
-        kv_heads, eps = facts.get("num_key_value_heads"), facts.get("rms_norm_eps", 1e-6)
-        biases = facts.get("attention_bias", False)
+        fields = Facts(facts)
+        theta, scaling = rope(fields)
+        dim, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+        kv_heads = fields.size("num_key_value_heads", _KV_HEADS[kind], null=True)
+        eps = fields.number("rms_norm_eps", 1e-6)
+        # Mistral and Qwen2 have no such field, and transformers ignores it there.
+        biases = fields.flag("attention_bias", False) if kind in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
         model = llama_model(
-            layers=layers,
+            layers=fields.size("num_hidden_layers"),
             heads=heads,
             kv_heads=None if kv_heads == heads else kv_heads,
             dim=dim,
-            hidden=facts["intermediate_size"],
-            vocab_size=facts["vocab_size"],
+            hidden=fields.size("intermediate_size"),
+            vocab_size=fields.size("vocab_size"),
             theta=theta,
             eps=eps,
             qkv_bias=biases or kind == "Qwen2ForCausalLM",
-            tied=facts.get("tie_word_embeddings", False),
+            tied=fields.flag("tie_word_embeddings", False),
             rope_scaling=scaling,
         )
         block = model.stack.pattern[0]
         block.attention.output_bias = biases
-        block.mlp.activation = activation(facts.get("hidden_act", "silu"))
-        block.mlp.linear.bias = facts.get("mlp_bias", False)
-        head_dim = facts.get("head_dim") or (128 if kind == "Qwen3ForCausalLM" else None)
+        block.mlp.activation = activation(fields, "hidden_act", "silu")
+        block.mlp.linear.bias = kind == "LlamaForCausalLM" and fields.flag("mlp_bias", False)
+        head_dim = fields.size("head_dim", 128 if kind == "Qwen3ForCausalLM" else None, null=True)
         if head_dim is not None and head_dim * heads != dim:
             block.attention.head_dim = head_dim
         if kind == "Qwen3ForCausalLM":
             block.attention.qk_norm = config_for(RMSNorm, eps=eps)
-        window = facts.get("sliding_window")
-        if kind == "LlamaForCausalLM" or not facts.get("use_sliding_window", kind == "MistralForCausalLM"):
-            window = None
-        kinds = facts.get("layer_types")
-        if kinds is None:  # Qwen's first layers see everything
-            full = 0 if kind == "MistralForCausalLM" else facts.get("max_window_layers", 28)
-            kinds = ["full_attention"] * min(full, layers) + ["sliding_attention"] * max(0, layers - full)
-        return with_windows(model, [window if of == "sliding_attention" else None for of in kinds])
+        return with_windows(model, _windows(kind, fields))
 
     def facts(self, model: Config) -> dict[str, Any]:
         """As Family.facts; all that can be is written as LlamaForCausalLM."""

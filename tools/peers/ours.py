@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from configs.families.facts import Facts
 from configs.families.llama import rope
 from framework.config import Config, config_for
 from framework.data.packing import Batch
@@ -138,7 +139,7 @@ def train(program: Program, params: Nested, inputs: Inputs) -> tuple[np.ndarray,
 
 
 def _rotary(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> Rotary:
-    theta, ours = rope({"rope_theta": theta, "rope_scaling": scaling})
+    theta, ours = rope(Facts({"rope_theta": theta, "rope_scaling": scaling}))
     return config_for(Rotary, theta=theta, scaling=ours).instantiate(head_dim=head_dim)
 
 

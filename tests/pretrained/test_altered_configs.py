@@ -1,0 +1,234 @@
+"""Fields of config.json that change what transformers computes: read as it does, or refused by name.
+
+What transformers 5.23 makes of each is what `python -m tools.check_altered` found; here neither it nor torch is needed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from configs import families
+from framework.config import ConfigError
+from framework.pretrained import Directory, checked
+from tools.peers.alterations import ABSENT, DYNAMIC, LINEAR, LLAMA3, PLAIN, YARN, base_facts
+from tools.peers.families import FAMILIES
+
+LAYERS, FULL, SLIDING = 2, "full_attention", "sliding_attention"
+
+
+def write(folder: Path, shape: str, **changes: Any) -> Path:
+    """config.json of a shape, with these fields."""
+    facts = {key: value for key, value in {**base_facts(shape), **changes}.items() if value is not ABSENT}
+    (folder / "config.json").write_text(json.dumps(facts))
+    return folder
+
+
+def tensors_of(shape: str) -> dict[str, np.ndarray]:
+    family = families.family_of(base_facts(shape))()
+    model = family.model(base_facts(shape)).instantiate()
+    rng, tensors = np.random.default_rng(0), {}
+    for path, sources in family.places(model).items():
+        spec = model.base_specs[path]
+        shape_of_layer = spec.shape if spec.num_layers is None else spec.shape[1:]
+        for source in sources:
+            tensors[source.name] = 0.3 * rng.standard_normal(source.shape(shape_of_layer)).astype(np.float32)
+    return tensors
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "yarn beside": ("llama", {"rope_parameters": PLAIN, "rope_scaling": YARN}, "rope_scaling = .*the same as rope"),
+    "linear beside": ("qwen3", {"rope_parameters": PLAIN, "rope_scaling": LINEAR}, "rope_scaling = .*the same as rope"),
+    "two factors": (
+        "llama", {"rope_parameters": LINEAR, "rope_scaling": LINEAR | {"factor": 2.0}}, "rope_scaling = .*the same as",
+    ),
+    "yarn": ("llama", {"rope_parameters": YARN}, "rope_type default, linear or llama3"),
+    "dynamic": ("gemma2", {"rope_scaling": DYNAMIC}, "rope_type default, linear or llama3"),
+    "partial, linear": (
+        "llama", {"rope_scaling": LINEAR, "partial_rotary_factor": 0.99}, r"partial_rotary_factor = 0\.99; expected 1",
+    ),
+    "partial, inside": (
+        "mistral", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}},
+        r"rope_parameters\.partial_rotary_factor = 0\.5; expected 1",
+    ),
+    "partial": ("qwen2-untied", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    "by layer": ("gemma2", {"rope_parameters": {FULL: PLAIN, SLIDING: LINEAR}}, "the same for all layers"),
+    "no factor": ("llama", {"rope_scaling": {"rope_type": "linear"}}, r"no field 'rope_scaling\.factor'"),
+    "a factor of 0": ("llama", {"rope_scaling": LINEAR | {"factor": 0}}, r"rope_scaling\.factor = 0; expected a"),
+    "a text": ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear'; expected an object or null"),
+    "thresholds": ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}}, r"high_freq_factor = 0\.5; "),
+    "two lengths": (
+        "llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64},
+        "original_max_position_embeddings = 64; expected that of rope_parameters, 16",
+    ),
+    "not causal": ("llama", {"is_causal": False}, "is_causal = False; expected true"),
+    "not causal, null": ("gpt2", {"is_causal": None}, "is_causal = None; expected true"),
+    "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    "sizes by layer": ("llama", {"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
+    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*expected null"),
+    "other weights": ("llama", {"transformers_weights": "other.safetensors"}, "transformers_weights = 'other"),
+    "other configs": ("llama", {"configuration_files": ["config.4.0.0.json"]}, "configuration_files"),
+    "another type": ("mistral", {"model_type": "llama"}, "model_type = 'llama'; expected 'mistral'"),
+    "two architectures": (
+        "llama", {"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]}, "architectures = .*expected one",
+    ),
+    "no list": ("llama", {"architectures": "LlamaForCausalLM"}, "architectures = .*expected a list"),
+    "Mistral by layer": ("mistral", {"layer_types": [FULL, SLIDING]}, "layer_types = .*expected sliding_attention in"),
+    "Llama by layer": ("llama", {"layer_types": [FULL, SLIDING]}, "layer_types = .*expected full_attention in"),
+    "too few layers": ("gemma2", {"layer_types": [FULL, SLIDING]}, "layer_types = .*one for each of 4 layers"),
+    "chunks": ("qwen3", {"layer_types": ["chunked_attention", FULL]}, "a list of full_attention and sliding_att"),
+    "no window": ("qwen3", {"layer_types": [SLIDING, FULL]}, "sliding_window = absent; expected a number of tokens"),
+    "by layer index": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+    "two widths": ("gpt2", {"n_embd": 32, "hidden_size": 16}, "n_embd = 32, hidden_size = 16; expected one value"),
+    "a flag as a text": ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'; expected true"),
+    "a size as a float": ("llama", {"hidden_size": 32.0}, r"hidden_size = 32\.0; expected an integer of at least 1"),
+    "no layers": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers = 0; expected an integer of at least 1"),
+    "not a number": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan; expected a number above 0"),
+    "a list of names": ("llama", {"hidden_act": ["silu"]}, "hidden_act = .*expected a string"),
+    "eight bits": ("llama", {"dtype": "float8_e4m3fn"}, "dtype = 'float8_e4m3fn'; expected float32, bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(case, tmp_path):
+    shape, changes, message = REFUSED[case]
+    with pytest.raises((ValueError, ConfigError), match=f"{tmp_path}/config.json: .*{message}") as caught:
+        families.model_of(write(tmp_path, shape, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="expected a JSON object, given list"):
+        families.model_of(tmp_path)
+
+
+def windows(folder: Path) -> list[int | None]:
+    model = families.model_of(folder)[0]
+    pattern = [block.attention.window for block in model.stack.pattern]
+    return pattern * (model.stack.num_layers // len(pattern))
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "expected"),
+    [
+        ("mistral", {"use_sliding_window": False}, [7, 7]),  # Mistral has no such field
+        ("mistral", {"sliding_window": ABSENT}, [4096, 4096]),
+        ("mistral", {"sliding_window": None}, [None, None]),
+        ("llama", {"sliding_window": 7, "use_sliding_window": True}, [None, None]),  # nor has Llama
+        ("qwen2-tied", {"sliding_window": 7}, [None, None]),
+        ("qwen2-tied", {"use_sliding_window": True, "max_window_layers": 1}, [None, 4096]),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, [7, 7]),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "layer_types": [SLIDING, FULL]}, [7, None]),
+        ("gemma2", {"sliding_window": 5, "layer_types": [FULL] * 3 + [SLIDING]}, [None, None, None, 5]),
+    ],
+)
+def test_windows_are_those_of_transformers(shape, changes, expected, tmp_path):
+    assert windows(write(tmp_path, shape, **changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, "float32"),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, "bfloat16"),
+        ({"torch_dtype": "float32"}, "float32"),
+        ({"torch_dtype": "float16"}, "bfloat16"),
+        ({"dtype": "float64"}, "float32"),
+        ({"dtype": None, "torch_dtype": "float32"}, "float32"),
+    ],
+)
+def test_dtype_goes_before_torch_dtype(fields, expected, tmp_path):
+    model, _ = families.model_of(write(tmp_path, "llama", **fields))
+    assert str(model.param_dtype) == str(model.compute_dtype) == expected
+
+
+def test_a_second_name_of_a_size_is_read(tmp_path):
+    write(tmp_path, "gpt2", n_embd=ABSENT, hidden_size=32, n_layer=ABSENT, num_hidden_layers=3)
+    model, _ = families.model_of(tmp_path)
+    assert (model.dim, model.stack.num_layers) == (32, 3)
+
+
+def test_unscaled_attention_comes_in_and_goes_out(tmp_path):
+    model, _ = families.model_of(write(tmp_path, "gpt2", scale_attn_weights=False))
+    assert model.stack.pattern[0].attention.scale == 1.0
+    assert families.of_model(model)[0]["scale_attn_weights"] is False
+
+
+# ---- files
+
+
+def places(folder: Path) -> None:
+    """Looks at all headers, as a start does."""
+    model, family = families.model_of(folder)
+    checked(Directory(folder), family.instantiate(), model.instantiate())
+
+
+def test_a_tied_head_is_the_embedding(tmp_path):
+    tensors = tensors_of("qwen2-tied")
+    table = tensors["model.embed_tokens.weight"]
+    write(tmp_path, "qwen2-tied")
+    save_file({**tensors, "lm_head.weight": table.copy()}, tmp_path / "model.safetensors")
+    places(tmp_path)
+    other = table.copy()
+    other[-1, -1] += 1e-3
+    for head in (other, table[:-1].copy()):
+        save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=r"tie_word_embeddings = true, but lm_head\.weight is another"):
+            places(tmp_path)
+
+
+def test_a_single_file_goes_before_an_index(tmp_path):
+    """As in transformers: a model saved again leaves the shards of the first time behind."""
+    tensors = tensors_of("llama")
+    write(tmp_path, "llama")
+    save_file(tensors, tmp_path / "model.safetensors")
+    shard = "model-00001-of-00001.safetensors"
+    save_file({name: 2 * array for name, array in tensors.items()}, tmp_path / shard)
+    index = tmp_path / "model.safetensors.index.json"
+    for file in (shard, "nowhere.safetensors"):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file)}))
+        directory = Directory(tmp_path)
+        for name, array in tensors.items():
+            np.testing.assert_array_equal(directory.tensor(name)[:], array)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
+def test_weights_that_are_no_floats_are_refused(dtype, tmp_path):
+    write(tmp_path, "llama")
+    save_file(
+        {name: array.astype(dtype) for name, array in tensors_of("llama").items()}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"dtype +model\.embed_tokens\.weight .*expected one of F32, BF16, F16, F64"):
+        places(tmp_path)
+
+
+def test_an_adapter_beside_a_model_is_refused(tmp_path):
+    write(tmp_path, "llama")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="an adapter beside a model"):
+        families.model_of(tmp_path)
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_what_transformers_ignores_is_no_reason_to_refuse(shape, tmp_path):
+    harmless = {
+        "_name_or_path": "x",
+        "unsloth_fixed": True,
+        "pretraining_tp": 2,
+        "is_causal": True,
+        "text_config": None,
+    }
+    harmless |= {
+        "quantization_config": None,
+        "rope_parameters": {},
+        "rope_scaling": base_facts(shape).get("rope_scaling"),
+    }
+    plain, more = ({**base_facts(shape), **fields} for fields in ({}, harmless))
+    (tmp_path / "config.json").write_text(json.dumps(more))
+    model, _ = families.model_of(tmp_path)
+    assert families.of_model(model, plain)[0] == plain

@@ -1,0 +1,217 @@
+"""Alters published models one thing at a time, and asks whether transformers and we compute the same, or we refuse.
+
+    python -m tools.check_altered                # every alteration of every shape: about 4,000 directories
+    python -m tools.check_altered --sample=250   # some of them, drawn from --seed
+    python -m tools.check_altered --shape=qwen3 --only=rope_scaling
+
+Exit status 1: some are read without a word and computed otherwise, or end in an error that does not name its cause.
+Needs torch and transformers (pip install -e '.[peers]').
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import logging
+import math
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs import families
+from framework.layers.base import Context
+from framework.layout import unflatten
+from framework.models.causal_lm import CausalLM
+from framework.pretrained import Directory, Family, checked, layer_shape
+from tools.peers.alterations import SEQ_LEN, Alteration, alterations, base_facts
+from tools.peers.families import FAMILIES, VOCAB
+from tools.peers.recording import Tensors
+
+LIMIT = 1e-4  # of the largest logit
+LARGEST = 2_000_000  # elements of a model that is made anew for an alteration
+AGREE, WE_REFUSE, THEY_REFUSE = "agree", "we refuse", "they refuse"
+SILENT, UNNAMED = "SILENTLY DIFFERENT", "UNNAMED ERROR"
+FAILURES = (SILENT, UNNAMED)
+TOKENS = np.random.default_rng(3).integers(0, VOCAB, (2, SEQ_LEN), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one directory; `reason` is a refusal's text, or the difference."""
+
+    alteration: Alteration
+    kind: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kind:20} {self.alteration.shape:14} {self.alteration.name}: {self.reason}"
+
+
+def our_logits(folder: Path) -> np.ndarray:
+    """float32[B, S, V] of a directory, with its weights rounded as a run would hold them, computed in float32.
+
+    Raises:
+        FileNotFoundError, ValueError: the directory is refused.
+    """
+    model_config, family_config = families.model_of(folder)
+    model_config.compute_dtype = "float32"
+    model: CausalLM = model_config.instantiate()
+    family: Family = family_config.instantiate()
+    directory = Directory(folder)
+    weights: dict[str, Any] = {}
+    for path, sources in checked(directory, family, model).items():
+        spec = model.base_specs[path]
+        shape = layer_shape(spec)
+        whole = tuple(slice(None) for _ in shape)
+        layers = [source.take(directory.tensor(source.name), shape, whole) for source in sources]
+        array = np.stack(layers) if spec.num_layers is not None else layers[0]
+        weights[path] = jnp.asarray(array).astype(model.param_dtype).astype(jnp.float32)
+    context = Context({"tokens": jnp.asarray(TOKENS, jnp.int32)})
+    with jax.disable_jit():
+        return np.asarray(model.logits(unflatten(weights), context, {}))
+
+
+def their_logits(folder: Path) -> np.ndarray:
+    """The same of transformers. Where it takes float16 as it is, we make bfloat16 of it, and so does this. Raises
+    whatever transformers does."""
+    import torch
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = (parameter.bfloat16() if parameter.dtype == torch.float16 else parameter).float()
+        outputs = model(torch.as_tensor(TOKENS))
+    return (outputs[0] if isinstance(outputs, tuple) else outputs.logits).numpy()
+
+
+def their_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the tensors that transformers saves for a config.json. Raises whatever transformers does."""
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**facts)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    tied = set(model.all_tied_weights_keys)
+    return {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], *, zero_centered: bool) -> Tensors:
+    """Weights with which every part of a model shows: norms' eps too, which small embeddings make visible."""
+    tensors: Tensors = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        noise = np.random.default_rng(number).standard_normal(shape)
+        if len(shape) == 2:
+            is_table = any(part in name for part in ("embed", "wte", "wpe", "lm_head"))
+            value = noise * (0.1 if is_table else 1.2 / math.sqrt(max(shape[0], 1)))
+        elif name.endswith("bias"):
+            value = 0.2 * noise
+        else:
+            value = (0.0 if zero_centered else 1.0) + 0.25 * noise
+        # Numbers that float16 has: rounding them twice is rounding them once.
+        tensors[name] = value.astype(np.float16).astype(np.float32)
+    return tensors
+
+
+def quietly(compute: Callable[[Path], np.ndarray], folder: Path) -> np.ndarray | Exception:
+    """Its result, or the exception that it ended with."""
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            return compute(folder)
+        except Exception as error:  # transformers, torch and a mistake of ours may raise anything
+            return error
+
+
+def judge(alteration: Alteration, tensors: Tensors) -> Verdict:
+    """Writes the directory, and asks both."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        alteration.write(folder, tensors)
+        ours = quietly(our_logits, folder)
+        if isinstance(ours, Exception):
+            text = str(ours).replace(name, "DIR").replace("\n", " ")
+            named = isinstance(ours, (ValueError, FileNotFoundError)) and not isinstance(ours, UnicodeError)
+            return Verdict(alteration, WE_REFUSE if named else UNNAMED, f"{type(ours).__name__}: {text[:200]}")
+        theirs = quietly(their_logits, folder)
+    if isinstance(theirs, Exception):
+        return Verdict(alteration, THEY_REFUSE, f"{type(theirs).__name__}: {str(theirs)[:120]!r}")
+    if not np.isfinite(theirs).all():
+        return Verdict(alteration, THEY_REFUSE, "not finite")
+    if ours.shape != theirs.shape:
+        return Verdict(alteration, SILENT, f"shapes {ours.shape}, {theirs.shape}")
+    difference = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+    return Verdict(alteration, AGREE if difference <= LIMIT else SILENT, f"{difference:.1e} of the largest logit")
+
+
+def weights_for(alteration: Alteration, base: Tensors) -> Iterator[tuple[Alteration, Tensors]]:
+    """The directory with the weights of the shape, and where its config.json asks for others, with those besides."""
+    yield alteration, base
+    try:
+        shapes = their_shapes(alteration.facts)
+    except Exception:  # transformers refuses the config.json, in one of many ways
+        return
+    same = shapes == {name: array.shape for name, array in base.items()}
+    if same or alteration.damage or sum(math.prod(shape) for shape in shapes.values()) > LARGEST:
+        return
+    anew = Alteration(alteration.shape, f"{alteration.name}, its own weights", alteration.facts)
+    yield anew, random_tensors(shapes, zero_centered=alteration.facts["model_type"] == "gemma2")
+
+
+def all_alterations(shape: str) -> Iterator[Alteration]:
+    """Of a shape, with every field that transformers' config class has."""
+    import transformers
+
+    fields = transformers.AutoConfig.for_model(**base_facts(shape)).to_dict()
+    yield from alterations(shape, fields)
+
+
+def verdicts(shapes: Iterable[str], *, sample: int | None = None, seed: int = 0, only: str = "") -> Iterator[Verdict]:
+    """Of all alterations of the shapes whose names contain `only`, or of a sample of so many in all."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # Models are tiny: threads would only wait for each other.
+    cases = [case for shape in shapes for case in all_alterations(shape) if only in case.name]
+    if sample is not None and sample < len(cases):
+        chosen = np.random.default_rng(seed).choice(len(cases), sample, replace=False)
+        cases = [cases[i] for i in sorted(chosen)]
+    for shape, group in itertools.groupby(cases, lambda case: case.shape):
+        zero_centered = shape == "gemma2"
+        base = random_tensors(their_shapes(base_facts(shape)), zero_centered=zero_centered)
+        for case in group:
+            for alteration, tensors in weights_for(case, base):
+                yield judge(alteration, tensors)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(FAMILIES), action="append", help="this one; may be repeated")
+    parser.add_argument("--only", default="", metavar="TEXT", help="alterations whose name contains it")
+    parser.add_argument("--sample", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true", help="a line for each directory")
+    args = parser.parse_args(argv)
+    counts: collections.Counter[str] = collections.Counter()
+    for verdict in verdicts(args.shape or FAMILIES, sample=args.sample, seed=args.seed, only=args.only):
+        counts[verdict.kind] += 1
+        if args.verbose or verdict.kind in FAILURES:
+            print(verdict, flush=True)
+    print(f"{sum(counts.values())} directories: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}")
+    return 1 if any(counts[kind] for kind in FAILURES) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
