@@ -66,6 +66,7 @@ class Checkpointer:
         read_only: for looking at a directory that another job may be writing; `save` is then an error. Otherwise
             what killed saves left behind is removed at once.
         before_commit: in an object store, called by the primary in the background before a checkpoint counts.
+        after_commit: called by the primary in the background with each step that was committed.
     """
 
     def __init__(
@@ -76,10 +77,12 @@ class Checkpointer:
         keep_every: PositiveInt | None = None,
         read_only: bool = False,
         before_commit: Callable[[], None] = lambda: None,
+        after_commit: Callable[[int], None] = lambda step: None,
     ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep and keep_every: expected at least 1, got {keep} and {keep_every}")
         self.directory, self._in_store, self._before_commit = files.folder(directory), is_url(directory), before_commit
+        self._after_commit = after_commit
         self.keep, self.keep_every, self.read_only = keep, keep_every, read_only
         self._thread: threading.Thread | None = None
         self._failure: CheckpointSaveError | None = None
@@ -197,6 +200,10 @@ class Checkpointer:
             self._known.add(step)
         if not distributed.is_primary():
             return
+        try:
+            self._after_commit(step)
+        except OSError as error:
+            _log.warning("checkpoints: step %d was saved, but not recorded in the workdir: %s", step, error)
         # Steps beyond this one, which another course of the run left here, are neither counted nor removed.
         past = [old for old in self.steps() if old <= step and old not in self._bad]
         try:
@@ -265,10 +272,7 @@ class Checkpointer:
             frozen = {"frozen": once.restore(manifest.frozen, abstract.get("frozen", {})).state}
             abstract = {group: abstract[group] for group in abstract if group != "frozen"}
         wanted = flatten(abstract)
-        if table := files.mismatch_table(
-            stored, {n: files.LeafRecord(tuple(x.shape), str(x.dtype)) for n, x in wanted.items()}
-        ):
-            raise CheckpointMismatchError(f"step {step} of {self.directory} is of another model: {table}")
+        self._refuse_mismatch(step, stored, wanted)
         path = files.step_directory(self.directory, step)
         if manifest.arrays != files.STATE:
             arrays = objects.read(path / manifest.arrays, wanted)
@@ -288,12 +292,28 @@ class Checkpointer:
         state = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
         return Restored(step, {**state, **frozen} if frozen else state, manifest.extra, [])
 
+    def compare(self, step: int, abstract: Any) -> files.Manifest:
+        """What is stored at `step`, once it is known to be of the same leaves as `abstract`. No array is read.
+        Raises as `restore`."""
+        manifest = self.manifest(step)
+        if manifest.frozen is not None:
+            once = Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
+            once.compare(manifest.frozen, abstract.get("frozen", {}))
+            abstract = {group: abstract[group] for group in abstract if group != "frozen"}
+        self._refuse_mismatch(step, manifest.leaves, flatten(abstract))
+        return manifest
+
+    def _refuse_mismatch(self, step: int, stored: dict[str, files.LeafRecord], wanted: dict[str, Any]) -> None:
+        records = {name: files.LeafRecord(tuple(x.shape), str(x.dtype)) for name, x in wanted.items()}
+        if table := files.mismatch_table(stored, records):
+            raise CheckpointMismatchError(f"step {step} of {self.directory} is of another model: {table}")
+
     def restore_latest(self, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
         """Restores, as `restore`, the newest step that is whole: corrupt ones are passed over, loudly.
 
         Raises:
             CheckpointMissingError: there is none.
-            CheckpointMismatchError: at once, as the ones before are no better.
+            CheckpointMismatchError, CheckpointFormatError, PermissionError: at once, as the ones before are no better.
             CheckpointCorruptError: none of them is whole; lists what is wrong with each.
         """
         self._join()

@@ -60,6 +60,10 @@ class CheckpointCorruptError(CheckpointError):
     """Stored bytes cannot be read, or are not what was saved."""
 
 
+class CheckpointFormatError(CheckpointError):
+    """The checkpoint is whole, and of a format that is not known here: another version of this program wrote it."""
+
+
 class CheckpointSaveError(CheckpointError):
     """A save failed, or the disk has no room for it; the checkpoints before it are untouched."""
 
@@ -100,19 +104,30 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Of the checkpoint in `directory`. Raises CheckpointCorruptError: unreadable, changed since it was written, or
-        of a format that is not known here."""
+        """Of the checkpoint in `directory`.
+
+        Raises:
+            CheckpointCorruptError: its bytes cannot be read, or were changed since it was written.
+            CheckpointFormatError: it is whole, and of a format that is not known here.
+            PermissionError: this user may not read it.
+        """
         path = directory / MANIFEST / MANIFEST_FILE
         try:
             body = json.loads(path.read_bytes())
             digest, found = body.pop("digest"), _digest(body)
             known = body.pop("format")
+        except PermissionError as error:  # no fault of the checkpoint: the one before is not to be taken instead
+            raise PermissionError(f"no permission to read {path}") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {one_line(error)}") from error
         if digest != found:
             raise CheckpointCorruptError(f"{path} was changed after it was saved: its digest does not match")
         if known != FORMAT:
-            raise CheckpointCorruptError(f"{path} has format {known}; this version reads format {FORMAT}")
+            writer = (body.get("versions") or {}).get("plimsoll-train", "an unknown version")
+            raise CheckpointFormatError(
+                f"{path} has format {known}, written by plimsoll-train {writer}; this version reads format {FORMAT}: "
+                "install that version, or choose another --workdir"
+            )
         for name, leaf in body["leaves"].items():
             body["leaves"][name] = LeafRecord(tuple(leaf["shape"]), leaf["dtype"], leaf["checksum"])
         return cls(**body)
@@ -183,6 +198,15 @@ def scan(root: Path) -> tuple[list[int], list[str]]:
         else:
             committed.append(int(entry))
     return sorted(committed), problems
+
+
+def put_aside(root: Path) -> list[int]:
+    """The steps of checkpoints that were put aside for a successor that never came, ascending: the next Checkpointer
+    that may write puts them back."""
+    if is_url(root) or not root.is_dir():
+        return []
+    names = [found for entry in root.iterdir() if (found := _REPLACED.fullmatch(entry.name))]
+    return sorted(int(name[1]) for name in names if incomplete(root / name[0]) is None)
 
 
 def incomplete(path: Path) -> str | None:

@@ -102,6 +102,7 @@ class Mirror:
         self.root = root.rstrip("/")
         self.folder = Path(tempfile.mkdtemp(prefix="plimsoll-"))
         self._carried: dict[str, tuple[int, int]] = {}  # by name: size and time of what is the same on both sides
+        self._fetched: set[str] = set()  # names of what was at the URL before anything was carried there
         self._lock, self._held, self._lost = f"{self.root}/lock.json", b"", False
         self._turn, self._stop, self._threads = threading.Lock(), threading.Event(), list[threading.Thread]()
 
@@ -116,6 +117,17 @@ class Mirror:
                     (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                     self.fs.get_file(found, str(self.folder / name))
                     self._carried[name] = _state(self.folder / name)
+                    self._fetched.add(name)
+
+    def withdraw(self) -> None:
+        """Removes from the URL what was uploaded and is not in the folder any more, unless it was there before. Raises
+        as `explained`."""
+        with explained(self.url), self._turn:
+            for name in [*self._carried]:
+                if name not in self._fetched and not (self.folder / name).exists():
+                    with contextlib.suppress(FileNotFoundError):
+                        self.fs.rm_file(f"{self.root}/{name}")
+                    del self._carried[name]
 
     def upload(self) -> None:
         """Uploads what has changed. Raises as `explained`; ValueError: the lock is not ours any more."""

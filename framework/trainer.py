@@ -9,14 +9,16 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import jax
 
-from framework import distributed
+from framework import distributed, remains
 from framework.accelerators import spec_for
 from framework.checkpoint import Checkpointer, CheckpointSaveError
+from framework.checkpoint_directory import CheckpointCorruptError
 from framework.config import Config
 from framework.data.order import BatchOrder
 from framework.health import Pulse
@@ -67,11 +69,9 @@ class Trainer:
         self.evaluation: dict[str, float] = {}
         self.batch_order = BatchOrder()  # only a roll back leaves a batch out
         self._saved_at = time.monotonic()
-        keep, keep_every = self.options.keep, self.options.keep_every
-        self.checkpointer = Checkpointer(
-            directory=workdir.checkpoints, keep=keep, keep_every=keep_every, before_commit=workdir.sync
-        )
-        self.writer: Writer = self._writers()
+        # Both write to the workdir as soon as they are made: not before `start` has found that the run may go on there.
+        self.checkpointer = Checkpointer(directory=workdir.checkpoints, read_only=True)
+        self.writer: Writer = MultiWriter([])
         peak = spec_for(list(program.mesh.devices.flat)).peak_flops(str(experiment.model.compute_dtype))
         self.throughput = Throughput(
             self.data.global_batch_size * self.data.seq_len,
@@ -97,43 +97,60 @@ class Trainer:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def start(self, resume: Literal["auto", "never", "must"], *, force: bool = False) -> int:
-        """Fills the state, from the newest valid checkpoint or from initialization; returns its step. Raises an error:
-        resume is "must" and there is none, or "never" and there are some; or it has other data, without `force`."""
-        with self.goodput.during("restore"):
-            return self._start(resume, force)
+    def start(self, *, force: bool = False) -> int:
+        """Fills the state, from the newest valid checkpoint or from initialization; returns its step.
 
-    def _start(self, resume: Literal["auto", "never", "must"], force: bool) -> int:
-        steps = self.checkpointer.steps()
-        for problem in self.checkpointer.problems():
-            self.progress.print(f"checkpoint: {problem}")
-        if resume == "never" and steps:
-            raise ValueError(
-                f"--resume=never, but {self.checkpointer.directory} holds checkpoints up to step {max(steps)}; "
-                "choose another --workdir, or remove them"
-            )
-        if resume == "must" and not steps:
-            raise FileNotFoundError(f"--resume=must, but {self.checkpointer.directory} holds no valid checkpoint")
-        if not steps:
+        What the workdir holds was looked at by `remains.check`. Raises an error before anything is written there: the
+        newest checkpoint is of another model, or, without `force`, of other data.
+        """
+        with self.goodput.during("restore"):
+            return self._start(force)
+
+    def _start(self, force: bool) -> int:
+        newest = max(self.checkpointer.steps(), default=None)
+        if newest is not None:
+            with suppress(CheckpointCorruptError):  # then one before may do, which is looked at below
+                self._refuse_other_data(self.checkpointer.compare(newest, self.program.abstract_stored).extra, force)
+        self._open()
+        if not self.checkpointer.steps():
             self.goodput.go_back({})
             if self.workdir.metrics.exists() and self.workdir.metrics.stat().st_size:
-                self.writer.resume(0)  # an earlier start had no checkpoint yet: its steps are done again
+                self.writer.resume(0)
             self._initialize()
             return 0
+        for problem in self.checkpointer.problems():
+            self.progress.print(f"checkpoint: {problem}")
         step = self._restore()
         for change in config_changes(self._extra["config"], self.config.to_dict()):
             self.progress.print(f"config changed since the checkpoint: {change}")
         for line in changed_length(self._extra["config"], self.config):
             self.progress.print(line)
-        old, new = self._extra["data"]["fingerprint"], self.data.fingerprint()
-        if old != new:
-            message = f"the data differs from the checkpoint's (fingerprint {new[:12]}, was {old[:12]})"
-            if not force:
-                raise ValueError(f"{message}: batches would not continue where they stopped; --force goes on anyway")
-            self.progress.print(f"{message}; going on, as --force says")
+        if difference := self._refuse_other_data(self._extra, force):
+            self.progress.print(f"{difference}; going on, as --force says")
         self.pulse.note(step=step)
         self.progress.print(f"resumed from step {step}")
         return step
+
+    def _open(self) -> None:
+        """From here on the workdir is this run's to write."""
+        record = partial(remains.record_saved, self.workdir.path)
+        options = {"keep": self.options.keep, "keep_every": self.options.keep_every}
+        hooks = {"before_commit": self.workdir.sync, "after_commit": record}
+        self.checkpointer = Checkpointer(directory=self.workdir.checkpoints, **options, **hooks)
+        self.writer = self._writers()
+        self.workdir.keep()
+        self.progress.write_log()
+
+    def _refuse_other_data(self, extra: dict[str, Any], force: bool) -> str | None:
+        """How the data differ from those of a checkpoint; None: they do not. Raises ValueError: they do, and there is
+        no `force`."""
+        old, new = extra["data"]["fingerprint"], self.data.fingerprint()
+        if old == new:
+            return None
+        message = f"the data differs from the checkpoint's (fingerprint {new[:12]}, was {old[:12]})"
+        if not force:
+            raise ValueError(f"{message}: batches would not continue where they stopped; --force goes on anyway")
+        return message
 
     def _initialize(self) -> None:
         """Fills the state as a run starts."""

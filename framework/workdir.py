@@ -1,6 +1,6 @@
 """The working directory of a run: its layout, its lock, safe names, atomic JSON files, and what changed in a config.
 
-May import: the standard library and framework.remote. Nothing here starts JAX.
+May import: the standard library, framework.footprint and framework.remote. Nothing here starts JAX.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from framework.footprint import Footprint
 from framework.remote import OWNER, Mirror, is_url, without_secrets
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{,127}")
@@ -28,7 +29,7 @@ _MISSING = "(absent)"
 
 
 class Workdir:
-    """A run's directory, made if it is not there. It belongs to one job at a time: `claim`, or `with`.
+    """A run's directory. It belongs to one job at a time: `claim`, or `with`, which make it if it is not there.
 
     Where `path` is a URL (gs://, s3://), `self.path` is a local folder of this process, carried there by a Mirror.
 
@@ -50,14 +51,14 @@ class Workdir:
         self.log = self.path / "log.txt"  # what was printed
         self._lock = self.path / "lock.json"  # who holds the directory
         self._held: tuple[int, int, str] | None = None  # an open descriptor of it, the process, what is in the lock
+        self._footprint: Footprint | None = None  # what a start that is refused takes away again
         if self.mirror:
             return
-        if self.path.exists() and not self.path.is_dir():
-            raise NotADirectoryError(f"--workdir: expected a directory, got the file {self.path}")
-        for directory in (self.path, self.path / "checkpoints", self.tensorboard):
-            directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(self.path, os.W_OK | os.X_OK):
-            raise PermissionError(f"--workdir: no permission to write in {self.path}")
+        parent = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not parent.is_dir():
+            raise NotADirectoryError(f"--workdir: expected a directory, got the file {parent}")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(f"--workdir: no permission to write in {parent}")
 
     def claim(self) -> str | None:
         """Makes this process the directory's owner until it ends or calls `release`.
@@ -77,8 +78,11 @@ class Workdir:
             message = self.mirror.claim(owner)
             self._held = -1, os.getpid(), ""
             self.mirror.fetch()
+            self._footprint = Footprint(self.path)
             self.mirror.start()
             return message
+        footprint = Footprint(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
         text = json.dumps(owner, indent=2) + "\n"
         with contextlib.ExitStack() as on_error:
             directory = os.open(self.path, os.O_RDONLY)
@@ -90,7 +94,7 @@ class Workdir:
             except FileExistsError:
                 raise ValueError(f"--workdir: another job has just claimed {self.path}") from None
             on_error.pop_all()
-        self._held = directory, os.getpid(), text
+        self._held, self._footprint = (directory, os.getpid(), text), footprint
         atexit.register(self.release)
         return message
 
@@ -123,10 +127,16 @@ class Workdir:
         self._lock.unlink()
         return f"took over {self.path}: its lock was left behind by {who}, which has ended"
 
-    def release(self) -> None:
-        """Gives the directory back. Only the process that claimed it does, and only if the lock is still its own."""
+    def release(self, *, undo: bool = False) -> None:
+        """Gives the directory back. Only the process that claimed it does, and only if the lock is still its own.
+        `undo`: leaves it as it was before the claim, unless `keep` was called: for a start that was refused."""
         held, self._held = self._held, None
+        footprint, self._footprint = self._footprint if undo else None, None
+        if footprint is not None and held is not None and held[1] == os.getpid():
+            footprint.undo()
         if self.mirror:
+            if footprint is not None:
+                self.mirror.withdraw()
             return self.mirror.close()
         if held is None or held[1] != os.getpid():
             return  # never claimed, or a forked child that inherited this object
@@ -135,6 +145,12 @@ class Workdir:
             if self._lock.read_text(errors="replace") == held[2]:
                 self._lock.unlink()
         os.close(held[0])
+        if footprint is not None:
+            footprint.remove_folders()
+
+    def keep(self) -> None:
+        """The start has not been refused: what was written since the claim stays, and so does what comes."""
+        self._footprint = None
 
     def sync(self) -> None:
         """Uploads what has changed, where the workdir is a URL. Raises OSError, ValueError: that failed."""

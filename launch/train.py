@@ -22,7 +22,7 @@ from typing import Any
 
 from launch import cli, mistakes
 
-EXIT_NONFINITE = 3
+EXIT_FAILED, EXIT_USAGE, EXIT_NONFINITE = 1, 2, 3
 EXIT_TOO_BIG = 4
 # What JAX says when the others have left: gloo on CPU, NCCL on GPU, the coordinator.
 _PEER = re.compile("(?i)gloo|nccl|connection (closed|reset|refused)|coordinat|heartbeat|barrier|unavailable|deadline")
@@ -85,15 +85,18 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_PEER
     use_compilation_cache(command.config.trainer.compilation_cache)
-    if distributed.is_primary() and (message := workdir.claim()):
-        print(message, file=sys.stderr)
+    code = EXIT_USAGE  # of what is raised before the run is guarded; a run that is over changes nothing either
     try:
+        if distributed.is_primary() and (message := workdir.claim()):
+            print(message, file=sys.stderr)
         _check_shared(workdir)
         if last is not None and _epochs_are_over(last, command, experiment, workdir):
             return 0
-        return _guarded(command, workdir, limit, goodput, health)
+        code = EXIT_FAILED
+        code = _guarded(command, workdir, limit, goodput, health)
+        return code
     finally:
-        workdir.release()
+        workdir.release(undo=args.dry_run or code in (EXIT_USAGE, EXIT_TOO_BIG))
 
 
 def _check_shared(workdir: Any) -> None:
@@ -155,8 +158,8 @@ def _guarded(command: cli.Command, workdir: Any, limit: int | None, goodput: Any
             if not command.args.dry_run:
                 pulse.write(exit=code, reason=reason)
     if count > 1 and code in (1, 2, EXIT_PEER):
-        workdir.release()
         time.sleep(0 if process else 1)  # JAX ends all others as soon as the first is gone; they may be about to speak
+        workdir.release(undo=command.args.dry_run or code == EXIT_USAGE)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -176,14 +179,17 @@ def _dry_run(command: cli.Command, workdir: Any, limit: int | None) -> int:
     target = targets.resolve(command.args.target)
     config, rules = command.resolve(target.name)
     print("".join(f"{line}\n" for line in rules), end="")
-    with workdir:
+    workdir.claim()
+    try:
         return 0 if startup.dry_run(command.spec, config, target, workdir.path, limit) else EXIT_TOO_BIG
+    finally:
+        workdir.release(undo=True)
 
 
 def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, pulse: Any) -> int:
     import jax
 
-    from framework import canary, distributed
+    from framework import canary, distributed, remains
     from framework.accelerators import accelerator_name
     from framework.checkpoint import Checkpointer
     from framework.experiment import Experiment
@@ -212,10 +218,13 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         log_every=options.log_every,
         stream=None if primary else open("/dev/null", "w"),
         log_path=workdir.log if primary else None,
+        log_waits=True,
         item=experiment.data.item,
     ) as progress:
         for line in rules:
             progress.print(line)
+        for note in remains.check(workdir, args.resume, config.to_dict()):
+            progress.print(note)
         if (
             experiment.pretrained is not None
             and not Checkpointer(directory=workdir.checkpoints, read_only=True).steps()
@@ -257,7 +266,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
             return 0
         trainer, waits = Trainer(config, program, workdir, progress, need, goodput, pulse), True
         try:
-            step = trainer.start(args.resume, force=args.force)
+            step = trainer.start(force=args.force)
             if primary:
                 write_json(workdir.config, config.to_dict())
             stopped = trainer.run(step)

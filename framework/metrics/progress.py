@@ -24,6 +24,7 @@ class Progress:
       log_every: lines are for steps that this divides, and for the last; the bar is for every step.
       stream: where to show; standard output if None.
       log_path: a file that gets every line and message too, with no bar; None for no file.
+      log_waits: that file is not touched before `write_log`; what comes until then is written first.
       item: what is counted, if no tokens.
     """
 
@@ -34,12 +35,16 @@ class Progress:
         log_every: int = 1,
         stream: IO[str] | None = None,
         log_path: Path | None = None,
+        log_waits: bool = False,
         item: str = "token",
     ):
         self._total, self._log_every = total_steps, log_every
         self._item, self._unit = item, {"token": "tok/s", "image": "img/s"}[item]
         self._stream = sys.stdout if stream is None else stream
-        self._log = None if log_path is None else open(log_path, "a", encoding="utf-8")  # noqa: SIM115 (see __exit__)
+        self._log_path, self._log = log_path, None
+        self._waiting: list[str] | None = []  # lines of the log, until its file is opened
+        if log_path is None or not log_waits:
+            self.write_log()
         is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._bar = _bar(self._stream, total_steps) if is_terminal else None
         self._drawn_at = -math.inf
@@ -55,6 +60,14 @@ class Progress:
             self._bar.stop()
         if self._log is not None:
             self._log.close()
+
+    def write_log(self) -> None:
+        """From now on lines are written to the log, those that wait first. Raises OSError: it cannot be opened."""
+        waiting, self._waiting = self._waiting or [], None
+        if self._log_path is not None and self._log is None:
+            self._log = open(self._log_path, "a", encoding="utf-8")  # noqa: SIM115 (see __exit__)
+        for line in waiting:
+            self._log_line(line)
 
     def set_total(self, total_steps: int) -> None:
         """The run ends at another step than was thought."""
@@ -92,6 +105,8 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], status=what, refresh=True)
 
     def _log_line(self, line: str) -> None:
+        if self._waiting is not None:
+            self._waiting.append(line)
         if self._log is not None:
             print(line, file=self._log, flush=True)
 

@@ -44,8 +44,9 @@ def leave_lock(workdir, **changes) -> None:
 
 def test_layout(tmp_path):
     workdir = Workdir(tmp_path / "a" / "b")
-    assert workdir.checkpoints.is_dir()
-    assert workdir.tensorboard.is_dir()
+    assert not (tmp_path / "a").exists(), "it is made by the claim"
+    with workdir:
+        assert workdir.path.is_dir()
     assert [p.name for p in (workdir.config, workdir.metrics, workdir.log)] == [
         "config.json",
         "metrics.jsonl",
