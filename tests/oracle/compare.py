@@ -17,8 +17,8 @@ from tests.oracle.parameters import first_values
 from tests.support import exact
 
 # By how much a tensor may differ after the last step, as a part of the most that any of its elements was moved.
-TOLERANCES = {"float64": 1e-7, "float32": 1e-3, "mixed": 5e-2}
-INT8_TOLERANCE = 1e-5  # weights in 8 bits are documented to be multiplied out in float32
+# A learning rate that is bounded by or scheduled is a float32, whose half ulp is 6e-8.
+TOLERANCES = {"float64": 5e-7, "float32": 1e-3, "mixed": 5e-2}
 METRIC_TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "mixed": 2e-2}  # losses and norms, which are float32
 
 
@@ -73,8 +73,6 @@ def differences(drawn: Drawn, actual: training64.Result, expected: training64.Re
         for step, (a, b) in enumerate(zip(getattr(actual, kind), getattr(expected, kind), strict=True)):
             errors[f"{kind} of step {step}"] = _of_number(a, b) / METRIC_TOLERANCES[drawn.precision]
     tolerance = TOLERANCES[drawn.precision]
-    if drawn.model.lora is not None and drawn.model.lora.base == "int8":
-        tolerance = max(tolerance, INT8_TOLERANCE)
     for kind in ("parameters", "averages"):
         found, wanted = getattr(actual, kind), getattr(expected, kind)
         if found.keys() != wanted.keys():
