@@ -40,6 +40,14 @@ def read(workdir: Path, overrides: cli.Overrides, tell: Callable[[str], None]) -
     return cli.apply_overrides(config, overrides)
 
 
+def check(config: Config) -> None:
+    """Raises ConfigError where `read` would refuse what a run with this config stores: before the run, not after it."""
+    try:
+        Config.from_json(config.to_json())
+    except ConfigError as error:
+        raise ConfigError(f"{error.args[0]}; the config of the run could not be read again", path=error.path) from None
+
+
 def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
     """Sets back, in place, what names a place on the machine that the run was on."""
     # Machine code is loaded from the cache, so a stranger does not choose where it is.

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from launch import cli, mistakes
+from launch import cli, mistakes, stored
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NONFINITE = 1, 2, 3
 EXIT_TOO_BIG = 4
@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
     add_flags(parser)
     parser.add_argument("--target", help="with --dry_run: a machine that is not here, as for launch.plan: v5p-2048")
     command = parser.parse(argv)
+    stored.check(command.config)
     experiment = command.config.instantiate()  # every mistake in the config shows before JAX starts
     health = experiment.health
 

@@ -423,3 +423,17 @@ def test_a_class_of_ones_own_loads_once_its_file_is_read(folder):
     config = configs.load(f"{folder}/own_classes.py:mine")
     assert Config.from_json(text).mask == config.mask
     assert Config.from_json(config.to_json()) == config
+
+
+def test_a_run_whose_config_could_not_be_read_again_does_not_start(folder, capsys):
+    source = (
+        "import configs\nfrom framework.config import config_for\nfrom framework.layers.base import Layer\n"
+        "def mine():\n    config = configs.load('nanogpt-cpu')\n"
+        "    config.model.stack.pattern[0].norm = config_for(Layer)\n    return config\n"
+    )
+    (folder / "own_layer.py").write_text(source)
+    assert _verb("train")([f"--config={folder}/own_layer.py:mine", f"--workdir={folder}/run", "--dry_run"]) == 2
+    error = capsys.readouterr().err
+    assert "model.stack.pattern.0.norm: 'framework.layers.base.Layer' is refused: it is no component" in error
+    assert "could not be read again" in error
+    assert not (folder / "run").exists()
