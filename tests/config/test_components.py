@@ -298,3 +298,17 @@ def test_what_our_own_code_configures_is_not_thereby_open_to_files():
     config_for(configs.load, spec="nanogpt-cpu")  # as any code of ours, or a user's, may do
     with pytest.raises(ConfigError, match=r"'configs\.load' is refused: it is no component"):
         Config.from_dict({"$class": "configs.load", "spec": "nanogpt-cpu"})
+
+
+def test_our_own_code_configures_nothing_that_files_may_not_name():
+    """What is configured in this process is loadable, if it is not ours; so ours adds nothing to the list."""
+    named = set()
+    for package in ("framework", "configs", "launch"):
+        for file in (ROOT / package).rglob("*.py"):
+            calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call) and node.args]
+            named |= {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "config_for"}
+    foreign = {name for name in named if name.startswith(("optax.", "jax."))}
+    assert foreign >= {"optax.adamw", "jax.nn.initializers.normal"}
+    assert not {name for name in named if name.startswith(("os.", "np.", "subprocess.", "pathlib."))}
+    for name in foreign:
+        config_names.resolve(name)
