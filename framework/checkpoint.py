@@ -19,11 +19,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from framework import checkpoint_directory as files
 from framework import checkpoint_objects as objects
@@ -272,6 +273,8 @@ class Checkpointer:
             frozen = {"frozen": once.restore(manifest.frozen, abstract.get("frozen", {})).state}
             abstract = {group: abstract[group] for group in abstract if group != "frozen"}
         wanted = flatten(abstract)
+        narrow = _narrow_averages(wanted, stored)
+        wanted |= {name: x for name, (x, _) in narrow.items()}
         self._refuse_mismatch(step, stored, wanted)
         path = files.step_directory(self.directory, step)
         if manifest.arrays != files.STATE:
@@ -286,6 +289,8 @@ class Checkpointer:
                 f"step {step} of {self.directory} is corrupt: {len(bad)} of {len(wanted)} arrays are not what was "
                 f"saved: {', '.join(bad[:20])}{', ...' if len(bad) > 20 else ''}"
             )
+        for name, (_, kept) in narrow.items():
+            arrays[name] = _widened(arrays[name], kept)
         # Later steps that this object has saved are of another course of the run now: they may be saved again.
         self._saved = {saved for saved in self._saved if saved <= step}
         self._frozen = manifest.frozen if frozen else None
@@ -300,7 +305,9 @@ class Checkpointer:
             once = Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
             once.compare(manifest.frozen, abstract.get("frozen", {}))
             abstract = {group: abstract[group] for group in abstract if group != "frozen"}
-        self._refuse_mismatch(step, manifest.leaves, flatten(abstract))
+        wanted = flatten(abstract)
+        wanted |= {name: x for name, (x, _) in _narrow_averages(wanted, manifest.leaves).items()}
+        self._refuse_mismatch(step, manifest.leaves, wanted)
         return manifest
 
     def _refuse_mismatch(self, step: int, stored: dict[str, files.LeafRecord], wanted: dict[str, Any]) -> None:
@@ -331,6 +338,22 @@ class Checkpointer:
                 _log.warning("checkpoints: %s; trying the one before", error)
         kind = CheckpointCorruptError if steps else CheckpointMissingError
         raise kind("\n  ".join([f"no checkpoint in {self.directory} can be restored:", *problems]))
+
+
+def _narrow_averages(wanted: Mapping[str, Any], stored: Mapping[str, files.LeafRecord]) -> dict[str, tuple[Any, Any]]:
+    """{name: (as stored, as wanted)} of moving averages that an earlier version kept in bfloat16, as the weights."""
+    narrow = {}
+    for name, x in wanted.items():
+        kept_in_bfloat16 = name in stored and stored[name].dtype == "bfloat16"
+        if name.startswith("ema/") and kept_in_bfloat16 and x.dtype == jnp.float32:
+            narrow[name] = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), x
+    return narrow
+
+
+def _widened(x: jax.Array, like: Any) -> jax.Array:
+    """An array in the dtype of `like`, where that lives: arithmetic on host memory does not compile."""
+    on_device = jax.device_put(x, like.sharding.with_memory_kind("device"))
+    return jax.device_put(on_device.astype(like.dtype), like.sharding)
 
 
 def _version(package: str) -> str:

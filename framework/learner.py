@@ -63,7 +63,8 @@ class Learner:
             "update_rms", each tensor's update, as in Adafactor (clip is usually 1); "norm_growth", what each tensor's
             gradient norm may grow by from step to step, as in Fira and APOLLO (clip is usually 1.01).
         accumulate: microbatches per step.
-        ema: decay of a moving average of the weights, 0.999 say; None keeps none.
+        ema: decay of a moving average of the weights, 0.999 say; None keeps none. Averages are float32, or the wider
+            dtype of the update: four bytes a trainable parameter, beside bfloat16 weights too.
         master_dtype: dtype of a precise copy of the weights in the optimizer state; None updates the parameters alone.
         moment_dtype: dtype in which moments are kept; None means that of the weights that are updated.
         rounding: how weights narrower than float32 take an update when they have no master copy. "nearest": the update
@@ -133,8 +134,8 @@ class Learner:
     # --- state: specs and first values -------------------------------------------------------------------------------
 
     def gradient_dtype(self, spec: ParameterSpec) -> Any:
-        """What gradients are summed in over microbatches: the dtype in which the update is computed."""
-        return self._reference_dtype(spec)
+        """What gradients are summed in over microbatches: the dtype of the update, float32 at least."""
+        return _wide(self._reference_dtype(spec))
 
     def gradient_specs(self, memory_kind: MemoryKind) -> Nested:
         """Buffers for all gradients, large ones tagged with `memory_kind`; in their own dtype if nothing is summed."""
@@ -224,13 +225,14 @@ class Learner:
         return replace(spec, shape=(length, *spec.shape), mesh_axes=(None, *spec.mesh_axes))
 
     def ema_specs(self, memory_kind: MemoryKind = "device") -> Nested:
-        """The averages of trainable parameters, in the master dtype, large ones tagged; {} without `ema`."""
+        """The averages of trainable parameters, large ones tagged; {} without `ema`. In float32 at least: a bfloat16
+        average whose decay is over 0.99 is moved by less than it can hold, and stays at its first value."""
         if self.ema is None:
             return {}
 
         def average(spec: ParameterSpec) -> TensorSpec:
             return move_to_host(
-                _like(spec, self._reference_dtype(spec)), memory_kind, stacked=spec.num_layers is not None
+                _like(spec, _wide(self._reference_dtype(spec))), memory_kind, stacked=spec.num_layers is not None
             )
 
         return jax.tree.map(average, self.specs)
@@ -271,7 +273,8 @@ class Learner:
             home = f"{group.stage}/{group.label}"
             optimizer |= {f"{home}/{path}": x.astype(dtypes[path]) for path, x in flatten(entry).items()}
         params = {path: x.astype(specs[path].dtype) for path, x in precise.items()}
-        return {"parameter": params, "optimizer": optimizer, "ema": {} if self.ema is None else cast}
+        average = {} if self.ema is None else {path: x.astype(_wide(x.dtype)) for path, x in cast.items()}
+        return {"parameter": params, "optimizer": optimizer, "ema": average}
 
     def init_parts(self) -> list[tuple[str, ...]]:
         """Paths of the trainable parameters that `init_part` can be called with, the smallest that are possible."""
@@ -484,6 +487,10 @@ def _schedule(optimizer: Config) -> Callable[[Any], Any] | None:
 def _debias(count: jax.Array) -> jax.Array:
     """What a moving average that began at zero is too small by after so many updates (as in Adam)."""
     return jnp.maximum(1.0 - _DECAY ** count.astype(jnp.float32), 1e-6)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _like(spec: ParameterSpec, dtype: Any, owner: str | None = None) -> OptStateSpec:

@@ -71,7 +71,7 @@ class Attention(Layer):
                 f"nearest: {nearest_divisors(num_heads, self.num_kv_heads)}"
             )
         self.window, self.softcap = window, softcap
-        self.query_factor = None if scale is None else scale * self.head_dim**0.5  # the kernels' own scale is H ** -0.5
+        self.scale = self.head_dim**-0.5 if scale is None else scale
         self.implementation: Implementation = implementation
         inner, inner_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         into = {"inputs": dim, "mesh_axes": ("fsdp", "model"), "roles": ("in", "heads")}
@@ -125,8 +125,6 @@ class Attention(Layer):
         if self.rotary is not None:
             positions_BS = ctx.batch.get("positions", jnp.arange(length)[None])
             q_BSNH, k_BSKH = self.rotary(positions_BS, q_BSNH, k_BSKH)
-        if self.query_factor is not None:
-            q_BSNH = q_BSNH * jnp.asarray(self.query_factor, q_BSNH.dtype)
         q_BSNH = checkpoint_name(q_BSNH, "query")
         k_BSKH, v_BSKH = checkpoint_name(k_BSKH, "key"), checkpoint_name(v_BSKH, "value")
         if layer_state:
@@ -137,7 +135,7 @@ class Attention(Layer):
                 layer_state,
                 first_B=ctx.batch["first"],
                 slot=ctx.batch["slot"],
-                scale=self.head_dim**-0.5,
+                scale=self.scale,
                 window=self.window,
                 softcap=self.softcap,
             )
@@ -149,6 +147,7 @@ class Attention(Layer):
                 segments_BS=ctx.batch.get("segments"),
                 window=self.window,
                 softcap=self.softcap,
+                scale=self.scale,
                 implementation=self.implementation,
                 mesh=ctx.mesh,
             )

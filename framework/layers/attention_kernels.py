@@ -26,18 +26,20 @@ def dot_product_attention(
     segments_BS: jax.Array | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    scale: float | None = None,
     implementation: Implementation = "auto",
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Attention of N query heads to K key/value heads; query head n uses key/value head n // (N / K).
 
     Args:
-        query_BSNH: [B, S, N, H], floating. Its logits are scaled by H ** -0.5.
+        query_BSNH: [B, S, N, H], floating.
         key_BSKH, value_BSKH: [B, S, K, H], of the query's dtype. Position i attends to j <= i.
         segments_BS: int32 [B, S]: positions attend only within their own segment. 0 is padding: it attends to itself
             alone, and nothing attends to it.
         window: position i attends to j in (i - window, i]; None means no limit.
         softcap: logits become softcap * tanh(logits / softcap), before masking; None means they stay.
+        scale: of logits, before the cap; None means H ** -0.5.
         implementation: "xla", "splash", "cudnn", or "auto": splash on TPU, cuDNN on GPU, each if it can serve the
             call; else xla.
         mesh: the devices that the arrays are spread over, by axes data, fsdp, expert, seq, model: batch over data and
@@ -50,7 +52,7 @@ def dot_product_attention(
     Raises:
         ValueError: arrays do not belong together, or the implementation asked for by name cannot serve them.
     """
-    call = describe_call(query_BSNH, key_BSKH, value_BSKH, segments_BS, window, softcap, mesh)
+    call = describe_call(query_BSNH, key_BSKH, value_BSKH, segments_BS, window, softcap, mesh, scale)
     kernel = _KERNELS[choose_implementation(call, implementation)]
     return kernel.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS)
 

@@ -43,11 +43,12 @@ class AttentionCall:
     softcap: float | None
     mesh: Mesh | None
     platform: str  # cpu, tpu, gpu
+    given_scale: float | None = None
 
     @property
     def scale(self) -> float:
         """What logits are multiplied by, before the cap."""
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.given_scale is None else self.given_scale
 
     def shards(self, *axes: str) -> int:
         """The product of the sizes of these mesh axes."""
@@ -63,7 +64,14 @@ class AttentionCall:
 
 
 def describe_call(
-    q: Any, k: Any, v: Any, segments: Any, window: int | None, softcap: float | None, mesh: Mesh | None
+    q: Any,
+    k: Any,
+    v: Any,
+    segments: Any,
+    window: int | None,
+    softcap: float | None,
+    mesh: Mesh | None,
+    scale: float | None = None,
 ) -> AttentionCall:
     """Checks q [B, S, N, H], k and v [B, S, K, H], segments [B, S], arrays or ShapeDtypeStructs; keeps what is static.
 
@@ -82,7 +90,7 @@ def describe_call(
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     sizes, has_segments = (*q.shape, k.shape[2]), segments is not None
-    return AttentionCall(*sizes, dtypes.pop(), has_segments, window, softcap, mesh, platform)  # pyright: ignore
+    return AttentionCall(*sizes, dtypes.pop(), has_segments, window, softcap, mesh, platform, scale)  # pyright: ignore
 
 
 def separate_padding(segments_BS: Array | None) -> Array | None:

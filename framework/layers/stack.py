@@ -2,7 +2,7 @@
 
 A unit is one period of `pattern`, a list of layer configs, so unlike layers alternate freely. One `forward(fetch)`
 serves every use: training, evaluation with averaged weights, sampling.
-May import: framework.config, layers.base, layers.remat, layers.reversible.
+May import: framework.config, layers.base, layers.remat, layers.reversible, layers.sums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from framework.config import Config, PositiveInt, component
-from framework.layers import remat
+from framework.layers import remat, sums
 from framework.layers.base import Context, Layer, Out
 from framework.layers.reversible import Reversible, TwoStream, filled, floats
 from framework.layout import Nested, TensorSpec
@@ -185,11 +185,11 @@ class Stack(Layer):
         if ctx.training and ctx.remat == "invert":
             carry, outs = self._inverting(fetch, ctx, layer_state)(params, carry, shared or {})
             return self.leave(carry, ctx), self.combine(outs)
-        unit = self.unit_function(params, ctx, fetch)
+        unit, taps = self.unit_function(params, ctx, fetch), sums.taps(shared or {})
 
         def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
             index, unit_params, unit_state = xs
-            return unit(carry, unit_params, shared or {}, unit_state, ctx.fold_index(index))
+            return unit(carry, unit_params, sums.tapped(shared or {}, taps), unit_state, ctx.fold_index(index))
 
         if isinstance(params, list):
             results = []
@@ -232,7 +232,7 @@ class Stack(Layer):
             params, y, shared = kept
 
             def body(carry: Any, xs: Any) -> Any:
-                y, ct, sums = carry
+                y, ct, of_shared = carry
                 index, own, state, loss_ct = xs
 
                 def join(own_floats: Nested, shared_floats: Nested) -> Nested:
@@ -240,12 +240,12 @@ class Stack(Layer):
 
                 trained, ctx_i = (floats(own), floats(shared)), ctx.fold_index(index)
                 y, (grads, more), ct = self.reverse_unit(y, trained, join, state, ctx_i, (ct, loss_ct))
-                return (y, ct, jax.tree.map(jnp.add, sums, more)), grads
+                return (y, ct, sums.add(of_shared, more)), grads
 
-            first = y, cts[0], jax.tree.map(jnp.zeros_like, floats(shared))
+            first = y, cts[0], sums.zeros(floats(shared))
             xs = (indices, params, layer_state, cts[1].loss)
-            (_, ct, sums), grads = jax.lax.scan(body, first, xs, reverse=True, unroll=self._loop_unroll)
-            return grads, ct, sums
+            (_, ct, of_shared), grads = jax.lax.scan(body, first, xs, reverse=True, unroll=self._loop_unroll)
+            return grads, ct, sums.rounded(of_shared, floats(shared))
 
         run = jax.custom_vjp(whole)
         run.defvjp(forward, backward)

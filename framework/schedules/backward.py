@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from framework.layers import remat
+from framework.layers import remat, sums
 from framework.layers.base import Context, Out
 from framework.layout import (
     Nested,
@@ -248,7 +248,7 @@ class _Stages:
                 unit, (ct, y) = turn(_stacks(work, name), first + i, here, (ct, y))
                 own = None if invert else _take(kept, i)
                 y, grads, more, ct = behind(unit, first + i, y, own, ct)
-                shared_grads = jax.tree.map(jnp.add, shared_grads, more)
+                shared_grads = sums.add(shared_grads, more)
                 if grads:
                     work = visit(work, name, self.constrained(name, grads), first + i)
                 return work, ct, shared_grads, y, following
@@ -280,9 +280,9 @@ class _Stages:
             return work, *pull_enter(ct), grads
 
         def back(work: Work, ct: Any, visit: Visit) -> tuple[Work, Any, Nested]:
-            zeros = jax.tree.map(jnp.zeros_like, shared)
+            nothing = sums.zeros(shared)
             if all_at_once:
-                return back_all(work, ct, zeros, kept, jnp.int32(0), size, visit)
+                return back_all(work, ct, nothing, kept, jnp.int32(0), size, visit)
 
             def body(step: jax.Array, carry: Any) -> Any:
                 work, ct, shared_grads = carry
@@ -291,7 +291,7 @@ class _Stages:
                 _, (_, inner) = ahead_all(x, _stacks(work, name), starts[index], size)
                 return back_all(work, ct, shared_grads, inner, starts[index], size, visit)
 
-            return jax.lax.fori_loop(0, starts.size, body, (work, ct, zeros))
+            return jax.lax.fori_loop(0, starts.size, body, (work, ct, nothing))
 
         return x, stack.combine(outs), pull
 

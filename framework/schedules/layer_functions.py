@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from framework.layers import sums as sums_of_uses
 from framework.layers.base import BATCH_AXES, Context, Out
 from framework.layers.remat import group_size
 from framework.layout import MemoryKind, Nested, StateLayout, TensorSpec, flatten, merge, move_to_host, unflatten
@@ -176,7 +177,7 @@ class LayerFunctions:
             found = jax.tree.leaves(y)
         else:
             grads, more, ct = self._restore(kept, arguments)((ct, loss_ct))
-        more = jax.tree.map(jnp.add, sums, more) if sums else more
+        more = sums_of_uses.add(sums or sums_of_uses.zeros(more), more)
         grads = self.added("stack", jax.tree.map(lambda g: g[None], grads), before)
         return ct, grads, more, self.judged(tally, grads), found
 

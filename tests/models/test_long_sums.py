@@ -8,11 +8,12 @@ import numpy as np
 import optax
 import pytest
 
-from framework.config import config_for
-from framework.layers import lookup
-from framework.layers.base import Context
+from framework.config import component, config_for
+from framework.layers import lookup, sums
+from framework.layers.base import Context, Layer, Out, add_shared
+from framework.layers.linear import Linear
 from framework.layers.lookup import look_up
-from framework.layout import flatten
+from framework.layout import ParameterSpec, flatten
 from framework.mesh import MeshShape
 from framework.schedules.step import training_context
 from tests.support import small
@@ -164,3 +165,131 @@ def test_tables_move_by_the_sum_of_their_terms(param_dtype, memory, mesh, expect
         assert distance(moved, terms) < 2 * ROUNDED_ONCE, path
         rows = COMMON if path == "token" else slice(0, 4)
         assert distance(moved[rows], terms[rows]) < 2 * ROUNDED_ONCE, path
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_the_gradient_of_a_bias_is_the_sum_of_its_terms(stored):
+    layer = Linear(inputs=8, outputs=16, bias=True)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, LENGTH, 8)).astype(jnp.bfloat16)
+    terms = (0.5 + rng.normal(size=(ROWS, LENGTH, 16))).astype(jnp.bfloat16)
+    ctx = Context(batch={}, compute_dtype=jnp.bfloat16)
+    params = {"weight": jnp.ones((8, 16), stored), "bias": jnp.zeros(16, stored)}
+
+    @jax.jit
+    def grads(params, x, terms):
+        return jax.vjp(lambda params: layer(layer.prepare(params, ctx), x, ctx), params)[1](terms)[0]
+
+    expected = np.asarray(terms, np.float64).sum((0, 1))
+    assert distance(grads(params, x, terms)["bias"], expected) < ROUNDED_ONCE
+
+
+def test_uses_of_a_parameter_in_a_loop_are_added_up_in_float32():
+    """In bfloat16 a sum of equal terms stays where it is after 256 of them."""
+    weight, terms = jnp.full(4, 2.0, jnp.bfloat16), jnp.ones((2048, 4), jnp.bfloat16)
+
+    def total(params, terms):
+        taps = sums.taps(params)
+
+        def body(x, term):
+            return x + jnp.sum(sums.tapped(params, taps)["w"] * term, dtype=jnp.float32), None
+
+        return jax.lax.scan(body, jnp.float32(0), terms)[0]
+
+    value, grads = jax.jit(jax.value_and_grad(total))({"w": weight}, terms)
+    assert float(value) == 2.0 * terms.size
+    np.testing.assert_array_equal(grads["w"].astype(jnp.float32), np.full(4, 2048.0))
+    assert sums.taps({"w": weight.astype(jnp.float32)}) == {}
+
+
+@component
+class Shift(Layer):
+    """x + w: the gradient of w is the same at every use."""
+
+    def __init__(self, *, dim: int):
+        self.dim = dim
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        return {"shift": ParameterSpec((self.dim,), "float32", roles=("channel",))}
+
+    def apply(self, weights, carry, ctx, layer_state):
+        return add_shared(carry, weights["shift"]), Out()
+
+
+UNITS = 512
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [{}, {"update": "in_backward"}, HOSTED, {"update": "in_backward", "remat": "sqrt"}, {"update": "layer_programs"}],
+    ids=str,
+)
+def test_gradients_of_shared_layers_are_added_up_in_float32(memory):
+    """Every unit has a weight of its own and one that all share, whose gradient is the sum of the others'."""
+    shared = model("bfloat16")
+    shared.stack.pattern, shared.stack.shared = [config_for(Shift), config_for(Shift)], [1]
+    shared.stack.num_layers = 2 * UNITS
+    more = {"optimizer": config_for(optax.sgd, learning_rate=RATE), "clip": None, "master_dtype": "float32"}
+    program = small.program(small.experiment(shared, memory=memory, **more))
+
+    def masters(state) -> dict[str, np.ndarray]:
+        kept = {stage: state["optimizer"][stage] for stage in ("stack", "shared")}
+        return {path: np.array(x, np.float64) for path, x in flatten(kept).items() if "master" in path}
+
+    state = program.init()
+    before = masters(state)
+    state, _ = program.step(state, program.put(small.host_batch(program)))
+    moved = {path: before[path] - x for path, x in masters(state).items()}
+    each = [x.reshape(-1, 32) for path, x in moved.items() if path.startswith("stack")]
+    terms = np.concatenate(each)
+    assert terms.shape[0] == UNITS
+    (total,) = (x for path, x in moved.items() if path.startswith("shared"))
+    assert distance(total, terms.sum(0)) < ROUNDED_ONCE
+
+
+def test_microbatches_are_added_up_in_float32():
+    """Equal ones, so that their sum is known; beside bfloat16 weights without a master copy."""
+    count = 512
+
+    def gradients(accumulate: int):
+        config = small.experiment(model("bfloat16"), seq_len=4, batch=count, accumulate=accumulate)
+        program = small.program(config)
+        row = {name: np.repeat(x[:1], count, 0) for name, x in small.host_batch(program).items()}
+        row["weights"][:] = 1.0
+        (_, _), grads = small.compiled_gradients(program)(program.init(), program.put(row))
+        return small.arrays(grads)
+
+    expected, found = gradients(1), gradients(count)
+    for path, grad in found.items():
+        assert grad.dtype == np.float32, path
+        if not path.endswith("key/bias"):  # which is 0 but for rounding: all logits of a query move alike
+            assert distance(grad, np.asarray(expected[path], np.float64)) < 5 * ROUNDED_ONCE, path
+
+
+SUMS = ("reduce_sum", "scatter", "cumsum", "psum", "reduce_window")
+
+
+def equations(jaxpr) -> list[Any]:
+    """All of a jaxpr and of those inside it."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn)
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                found += equations(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("memory", [{}, {"update": "in_backward"}], ids=str)
+@pytest.mark.parametrize("family", [small.gpt2, small.llama])
+def test_no_step_asks_for_a_sum_in_bfloat16(family, memory):
+    """What a compiler makes of such a sum is its own affair: some add in float32, some do not."""
+    config = small.experiment(
+        family(param_dtype="bfloat16", compute_dtype="bfloat16"), documents=True, memory=memory, clip=None
+    )
+    step = small.program(config).traced_step.jaxpr.jaxpr
+    asked = [eqn for eqn in equations(step) if any(name in eqn.primitive.name for name in SUMS)]
+    assert asked
+    narrow = [eqn for eqn in asked if any(x.aval.dtype == jnp.bfloat16 for x in eqn.outvars)]
+    assert not narrow, [(eqn.primitive.name, eqn.outvars[0].aval) for eqn in narrow]
