@@ -27,6 +27,7 @@ from framework.parts import part_path
 from framework.program import Program, State
 
 LAYER = "{layer}"
+_HEAD = "lm_head.weight"
 _FLOATS = ("F32", "BF16", "F16", "F64")  # what weights may be stored as
 Index = tuple[slice, ...]
 
@@ -241,8 +242,10 @@ def checked(directory: Directory, family: Family, model: CausalLM) -> dict[str, 
             other weights than the embedding that config.json ties it to.
     """
     places = family.places(model)
-    if not any(source.name in directory.home for sources in places.values() for source in sources):
-        cut = lambda source: replace(source, name=source.name.split(".", 1)[1])  # noqa: E731
+    names = {source.name for sources in places.values() for source in sources} - {_HEAD}
+    if not names & directory.home.keys():
+        # A prefix is of the model without its head.
+        cut = lambda source: replace(source, name=re.sub(r"^(model|transformer)\.", "", source.name))  # noqa: E731
         places = {path: [cut(source) for source in sources] for path, sources in places.items()}
     if model.ties:
         _check_tied(directory, places["embed/token"][0].name)
@@ -268,16 +271,15 @@ def checked(directory: Directory, family: Family, model: CausalLM) -> dict[str, 
 def _check_tied(directory: Directory, table: str) -> None:
     """Raises ValueError: the file has a head of its own. transformers would not tie it then, whatever config.json says.
     A band of rows is in memory at a time."""
-    head = "lm_head.weight"
-    if not {head, table} <= directory.home.keys():
+    if not {_HEAD, table} <= directory.home.keys():
         return
-    tensors = [directory.tensor(name) for name in (table, head)]
+    tensors = [directory.tensor(name) for name in (table, _HEAD)]
     shape, head_shape = (list(tensor.get_shape()) for tensor in tensors)
     rows_at_once = max(1, (64 << 20) // (4 * shape[-1]))
     bands = [slice(row, min(row + rows_at_once, shape[0])) for row in range(0, shape[0], rows_at_once)]
     if shape != head_shape or not all(np.array_equal(*(tensor[band] for tensor in tensors)) for band in bands):
         raise ValueError(
-            f"{directory.path}: config.json says tie_word_embeddings = true, but {head} is another than {table}; set "
+            f"{directory.path}: config.json says tie_word_embeddings = true, but {_HEAD} is another than {table}; set "
             "tie_word_embeddings to false for a head of its own, or remove the tensor"
         )
 

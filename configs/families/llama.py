@@ -86,7 +86,7 @@ def _llama3_scaling(facts: Facts, scaling: Facts) -> Config:
     if fields["high_freq_factor"] <= fields["low_freq_factor"]:
         raise scaling.error("high_freq_factor", f"more than low_freq_factor = {fields['low_freq_factor']}")
     name = "original_max_position_embeddings"
-    length = scaling.size(name) if name in scaling.values else facts.size("max_position_embeddings", 2048)
+    length = scaling.size(name) if name in scaling.values else facts.size("max_position_embeddings")
     if facts.any(name, length) != length:  # transformers takes this one
         raise facts.error(name, f"that of rope_parameters, {length}")
     return config_for(Llama3Scaling, **fields, original_length=length)

@@ -61,6 +61,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a factor of 0": ("llama", {"rope_scaling": LINEAR | {"factor": 0}}, r"rope_scaling\.factor = 0; expected a"),
     "a text": ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear'; expected an object or null"),
     "thresholds": ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}}, r"high_freq_factor = 0\.5; "),
+    "no length": (
+        "qwen3",
+        {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": None}, "max_position_embeddings": ABSENT},
+        "original_max_position_embeddings = None; expected an integer",
+    ),
+    "no length at all": (
+        "qwen3",
+        {"rope_scaling": {k: v for k, v in LLAMA3.items() if k[0] != "o"}, "max_position_embeddings": ABSENT},
+        "no field 'max_position_embeddings'",
+    ),
     "two lengths": (
         "llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64},
         "original_max_position_embeddings = 64; expected that of rope_parameters, 16",
@@ -180,6 +190,17 @@ def test_a_tied_head_is_the_embedding(tmp_path):
         save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=r"tie_word_embeddings = true, but lm_head\.weight is another"):
             places(tmp_path)
+
+
+def test_a_head_has_no_prefix(tmp_path):
+    """The rest may leave it out: `model.norm.weight` as `norm.weight`, but `weight` is no head."""
+    write(tmp_path, "llama")
+    tensors = {name.removeprefix("model."): array for name, array in tensors_of("llama").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    places(tmp_path)
+    save_file({"weight": tensors.pop("lm_head.weight"), **tensors}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing +lm_head\.weight(.|\n)*unexpected +weight"):
+        places(tmp_path)
 
 
 def test_a_single_file_goes_before_an_index(tmp_path):

@@ -350,6 +350,10 @@ def _table(tensors: Tensors) -> str:
     return next(name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
 
 
+def _without_prefix(name: str) -> str:
+    return name.removeprefix("model.").removeprefix("transformer.")
+
+
 def _other(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.roll(array, 1, axis=0))
 
@@ -406,7 +410,8 @@ FILES: dict[str, Callable[[Path, Tensors], None]] = {
     "the first tensor is missing": _with(lambda t: dict(list(t.items())[1:])),
     "the last tensor is missing": _with(lambda t: dict(list(t.items())[:-1])),
     "all are transposed": _with(lambda t: {name: np.ascontiguousarray(array.T) for name, array in t.items()}),
-    "names without the prefix": _with(lambda t: {name.split(".", 1)[1]: array for name, array in t.items()}),
+    "names without the first word": _with(lambda t: {name.split(".", 1)[1]: array for name, array in t.items()}),
+    "names without the prefix": _with(lambda t: {_without_prefix(name): array for name, array in t.items()}),
     "names with a prefix more": _with(lambda t: {f"base.{name}": array for name, array in t.items()}),
     "an adapter beside": _adapter,
     "float16": _as(np.float16),
