@@ -55,7 +55,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
         refuse_unread(Facts(facts))
         return facts, config_for(family)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
 
 
 def generation_facts(path: str | Path) -> dict[str, Any]:
