@@ -53,12 +53,23 @@ def compiled(lowered: Any, options: Any = None, devices: list[Any] | None = None
     except Exception as error:  # cut short, or of another build: it is made again
         _log.warning("%s cannot be used: %s", path, error)
     result = lowered.compile()
-    kept.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=kept)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(serialize_executable.serialize(result)[0])
-    os.replace(temporary, path)
+    try:
+        _keep(path, serialize_executable.serialize(result)[0])
+    except OSError as error:  # a disk that is full or read-only costs the cache, not the run
+        _log.warning("%s is not kept: %s", path, error.strerror or error)
     return result
+
+
+def _keep(path: Path, program: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(program)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 def call(jitted: Any, arrays: Any, *static: Any) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,12 +17,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from framework.layers.lora import merge_adapters
 from framework.layout import Nested, flatten, unflatten
 from framework.models.causal_lm import CausalLM
 from framework.pretrained import Family, Source, layer_shape
+from framework.workdir import writing
 
 Files = Mapping[str, bytes]
 Parts = list[tuple[str, int | None, Source]]  # a tensor's: our path, the unit of the stack, where it is
@@ -145,12 +149,19 @@ def _layer(model: CausalLM, flat: dict[str, jax.Array], path: str, unit: int | N
 
 
 def _write(file: Path, facts: dict[str, Any]) -> None:
-    file.write_text(json.dumps(facts, indent=2) + "\n")
+    with writing(file):
+        file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def _write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """A safetensors file that whoever may read the directory's other files may read."""
-    save_file(tensors, file, {"format": "pt"})
+    """A safetensors file that whoever may read the directory's other files may read. Raises OSError: it cannot be
+    written."""
+    try:
+        save_file(tensors, file, {"format": "pt"})
+    except SafetensorError as error:  # the library tells of a full disk in words
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
     probe = file.with_name(f"{file.name}.mode")
     probe.touch()
     file.chmod(probe.stat().st_mode)  # The library makes 0600, whatever the umask is.
@@ -168,7 +179,8 @@ def _appearing(to: str | Path, beside: Files) -> Iterator[Path]:
     folder.mkdir(parents=True)
     try:
         for name, data in beside.items():
-            (folder / name).write_bytes(data)
+            with writing(folder / name):
+                (folder / name).write_bytes(data)
         yield folder
         folder.rename(to)
     finally:

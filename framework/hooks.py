@@ -228,8 +228,12 @@ class Profile(Hook):
     def at_end(self, run: Trainer, step: int) -> None:
         if self.on:
             jax.block_until_ready(run.state)  # so that the trace holds whole steps
-            jax.profiler.stop_trace()
             self.on = False
+            try:
+                jax.profiler.stop_trace()
+            except (OSError, RuntimeError) as error:  # a full disk, say: no reason to end a run
+                run.progress.print(f"the profile of steps {run.options.profile} was not written: {error}")
+                return
             run.progress.print(f"profile of steps {run.options.profile}: {run.workdir.path / 'profile'}")
 
     def on_roll_back(self, run: Trainer, step: int) -> None:

@@ -91,6 +91,10 @@ def save_grid(images: np.ndarray, png_path: Path, *, levels: int, columns: int |
         top, left = number // columns * cell[0] + _GAP, number % columns * cell[1] + _GAP
         picture[top : top + scale * height, left : left + scale * width] = image
     temporary = png_path.with_name(png_path.name + ".tmp")
-    Image.fromarray(picture[..., 0] if channels == 1 else picture).save(temporary, format="PNG")
+    try:
+        Image.fromarray(picture[..., 0] if channels == 1 else picture).save(temporary, format="PNG")
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, png_path)
     return png_path

@@ -25,6 +25,7 @@ from framework.health import Pulse
 from framework.hooks import Agree, Evaluate, Guard, Hook, Prediction, Profile, Report, RollBack, Save
 from framework.metrics.goodput import Goodput
 from framework.metrics.jsonl import JsonlWriter
+from framework.metrics.patient import PatientWriter
 from framework.metrics.progress import Progress
 from framework.metrics.throughput import MetricsBuffer, Throughput
 from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
@@ -89,7 +90,11 @@ class Trainer:
     def _writers(self) -> Writer:
         if not distributed.is_primary():
             return MultiWriter([])
-        writers: list[Writer] = [JsonlWriter(self.workdir.metrics), TensorBoardWriter(self.workdir.tensorboard)]
+        say = self.progress.print
+        writers: list[Writer] = [
+            PatientWriter(JsonlWriter(self.workdir.metrics), "metrics.jsonl", say),
+            PatientWriter(TensorBoardWriter(self.workdir.tensorboard), "tensorboard", say),
+        ]
         if (project := self.options.wandb_project) is not None:
             path = self.workdir.path
             writers.append(WandbWriter(project, path.name, workdir=path, config=self.config.to_dict()))

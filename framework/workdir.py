@@ -17,7 +17,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +224,24 @@ def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> P
     return path
 
 
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Puts the file's name into an OSError that lacks it: the system names none where a write fails, as the disk is
+    full, say."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
+
+
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Writes JSON so that a reader, or a crash at any moment, sees the old file or the new one, never a part. A
     file that says the same already is not touched.
 
-    Raises TypeError or ValueError: the value is not JSON (NaN and infinity included); the old file is untouched.
+    Raises TypeError or ValueError: the value is not JSON (NaN and infinity included); OSError, with the file's name: it
+    cannot be written. The old file is untouched.
     """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     target = Path(path)
@@ -239,7 +252,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     # Not mkstemp, which makes 0600: the umask decides whether colleagues may read it.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with writing(target), os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(descriptor)

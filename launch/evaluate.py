@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from framework.workdir import writing
 from launch import cli, weights
 
 
@@ -57,7 +58,8 @@ def main(argv: list[str]) -> int:
     if args.tasks:
         results["tasks"] = harness.evaluate(loaded, scorer, args.tasks.split(","), args.task_path, args.limit)
     if args.json:
-        Path(args.json).expanduser().write_text(json.dumps(results, indent=2) + "\n")
+        with writing(args.json):
+            Path(args.json).expanduser().write_text(json.dumps(results, indent=2) + "\n")
     return 0
 
 

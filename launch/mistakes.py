@@ -3,6 +3,7 @@
 May import: framework.config.
 """
 
+import errno
 import os
 import sys
 import sysconfig
@@ -12,6 +13,14 @@ from pathlib import Path
 from framework.config import ConfigError
 
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+# What the disk says, and what to do about it.
+_DISK = {
+    errno.ENOSPC: "Free some space there; the same command then goes on",
+    errno.EDQUOT: "Free some of your quota there; the same command then goes on",
+    errno.EFBIG: "Raise the limit of a file's size (ulimit -f); the same command then goes on",
+    errno.EROFS: "Choose a folder that can be written",
+    errno.EIO: "The disk, or the connection to it, has failed",
+}
 _ROOT = Path(__file__).resolve().parent.parent
 _PLIMSOLL = tuple(f"{_ROOT / name}/" for name in ("framework", "configs", "launch"))
 # Where Python and installed packages are: no file there is a user's own.
@@ -29,13 +38,24 @@ def tell(error: BaseException, *, of_process: bool) -> int | None:
         error: what a verb raised.
         of_process: the verb is what the process was started for: a program that calls one gets what its code raised.
     """
-    message = str(error) if is_user_error(error) else user_report(error) if of_process else None
+    disk = disk_problem(error)
+    message = disk or (str(error) if is_user_error(error) else user_report(error) if of_process else None)
     if message is None:
         return None
     if os.environ.get("PLIMSOLL_TRACEBACK"):
         traceback.print_exception(error)
     print(f"error: {message}", file=sys.stderr)
-    return 1 if IN_THE_LOOP in getattr(error, "__notes__", ()) else 2
+    # Another start may find room, and there is nothing to correct on the command line.
+    return 1 if disk or IN_THE_LOOP in getattr(error, "__notes__", ()) else 2
+
+
+def disk_problem(error: BaseException) -> str | None:
+    """What is told of a disk that is full, or that cannot be written: none of our bugs, and none of the user's config.
+    None: it is something else."""
+    if not isinstance(error, OSError) or error.errno not in _DISK:
+        return None
+    where = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror}{where}. {_DISK[error.errno]}"
 
 
 def is_user_error(error: BaseException) -> bool:

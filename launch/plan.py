@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from framework.workdir import writing
 from launch import cli
 
 EXIT_TOO_BIG = 3
@@ -54,9 +55,11 @@ def main(argv: list[str]) -> int:
     reports = [_plan(variant, target, limit) for variant in commands]
     print(render(report.sections(reports[0]) if len(reports) == 1 else [report.comparison(reports)]))
     if args.json:
-        args.json.write_text(json.dumps(reports if args.compare else reports[0], indent=1) + "\n")
+        with writing(args.json):
+            args.json.write_text(json.dumps(reports if args.compare else reports[0], indent=1) + "\n")
     if args.html:
-        args.html.write_text(html.page(reports))
+        with writing(args.html):
+            args.html.write_text(html.page(reports))
         print(f"page: {args.html}")
     return 0 if any(one["fits"] for one in reports) else EXIT_TOO_BIG
 

@@ -20,6 +20,7 @@ from framework.data.files import FileHashes
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap, located
 from framework.data.token_files import Progress, write_tokens
+from framework.workdir import writing
 from launch import cli
 
 MANIFEST = "prepare.json"
@@ -63,7 +64,8 @@ def prepare(data: Config, out: Path, *, force: bool) -> None:
                 records[name] = leaf.source.contents(FileHashes())
         files = sorted([*(path.name for path in temporary.iterdir()), MANIFEST])
         manifest = {"data": data.to_dict(), "sources": records, "files": files}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        with writing(temporary / MANIFEST):
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
         if out.exists():  # moved aside first and removed last, so that no kill costs the old files
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(out, aside)

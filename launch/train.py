@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -290,16 +291,26 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         del state  # the memory is free again for whoever runs another in this process
         if primary:
             about = (command.spec, experiment.data.loss_unit)
-            progress.print(f"loss curves: {plot_losses(workdir.metrics, workdir.path / 'loss.png', *about)}")
+            curves = partial(plot_losses, workdir.metrics, workdir.path / "loss.png", *about)
+            progress.print(_picture("loss curves", curves))
             if images is not None:
                 levels = getattr(experiment.data, "levels", 256)
-                progress.print(f"samples: {save_grid(images, workdir.path / 'samples.png', levels=levels)}")
+                grid = partial(save_grid, images, workdir.path / "samples.png", levels=levels)
+                progress.print(_picture("samples", grid))
         if text is not None:
             progress.print(f"sample, continuing {options.sample_prompt!r}:\n{text}")
         for line in compression_lines(experiment.data, trainer.evaluation):
             progress.print(line)
         progress.print(f"checkpoint: {workdir.checkpoints} (steps {trainer.checkpointer.steps()})")
     return 0
+
+
+def _picture(name: str, draw: Callable[[], object]) -> str:
+    """What to say of a picture that is drawn. A full disk costs it, and not the run that it is of."""
+    try:
+        return f"{name}: {draw()}"
+    except OSError as error:
+        return f"{name}: not written: {error.strerror or error}"
 
 
 if __name__ == "__main__":

@@ -316,3 +316,7 @@ def located(label: str) -> Iterator[None]:
             raise
         kind = type(error) if isinstance(error, OSError) else ValueError  # a UnicodeError takes other arguments
         raise kind(f"{label}: {error}") from error
+    except OSError as error:  # a full disk, say
+        if error.errno is None or str(error.strerror).startswith("data."):
+            raise
+        raise OSError(error.errno, f"{label}: {error.strerror}", error.filename) from error

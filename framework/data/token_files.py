@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from framework.data.files import BLOCK_BYTES, DataFile, FileHashes, find
-from framework.workdir import write_json
+from framework.workdir import write_json, writing
 
 if TYPE_CHECKING:
     from framework.data.sources import TextSource, TokenMemmap
@@ -60,7 +60,13 @@ def write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Iterat
 
     Raises:
         ValueError: the source holds no text, or a document is damaged (naming file and place).
+        OSError: `path` cannot be written, as the disk is full, say; names it.
     """
+    with writing(path):
+        yield from _write_tokens(source, tokenizer, path)
+
+
+def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Iterator[Progress]:
     files = source.files()
     progress = Progress(total=sum(file.size() for file in files))
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")

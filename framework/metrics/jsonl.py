@@ -31,20 +31,35 @@ class JsonlWriter:
             self._replace(line for _, line in _rows(self.path))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends one row. Values: numbers (0-d arrays too), bools, strings, None. Raises OSError on a full disk."""
-        line = _encode({"step": step, **metrics})
-        while line:
-            line = line[self._file.write(line) :]
+        """Appends one row. Values: numbers (0-d arrays too), bools, strings, None. Raises OSError on a full disk, which
+        leaves nothing of the row behind."""
+        self._append(_encode({"step": step, **metrics}))
 
     def resume(self, from_step: int) -> None:
         """Drops the rows after `from_step` and appends one `{"step": from_step, "resumed_from": from_step}`. Where a
         line is no JSON object, that is a ValueError, and the file is left as it is."""
-        kept = [line for row, line in _rows(self.path) if row["step"] <= from_step]
-        self._replace([*kept, _encode({"step": from_step, "resumed_from": from_step})])
+        rows = list(_rows(self.path))
+        keeps = [row["step"] <= from_step for row, _ in rows]
+        if keeps == sorted(keeps, reverse=True):  # as every run writes them: what is dropped is the end
+            os.ftruncate(
+                self._file.fileno(), sum(len(line) for (_, line), is_kept in zip(rows, keeps, strict=True) if is_kept)
+            )
+        else:
+            self._replace(line for (_, line), is_kept in zip(rows, keeps, strict=True) if is_kept)
+        self._append(_encode({"step": from_step, "resumed_from": from_step}))
 
     def close(self) -> None:
         """A second call does nothing."""
         self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            os.ftruncate(self._file.fileno(), size)
+            raise
 
     def _replace(self, lines: Iterable[bytes]) -> None:
         # Renamed when it is whole, so that a kill leaves the old file or the new one.

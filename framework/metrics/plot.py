@@ -49,7 +49,11 @@ def plot_losses(
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     temporary = png_path.with_name(png_path.name + ".tmp")
-    figure.savefig(temporary, format="png")
+    try:
+        figure.savefig(temporary, format="png")
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, png_path)  # whoever looks at the picture while it is renewed sees a whole one
     return png_path
 

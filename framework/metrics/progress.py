@@ -41,7 +41,9 @@ class Progress:
         self._total, self._log_every = total_steps, log_every
         self._item, self._unit = item, {"token": "tok/s", "image": "img/s"}[item]
         self._stream = sys.stdout if stream is None else stream
-        self._log_path, self._log = log_path, None
+        self._log_path = log_path
+        self._log: IO[bytes] | None = None
+        self._unlogged = 0  # lines that a full disk has kept from the log
         self._waiting: list[str] | None = []  # lines of the log, until its file is opened
         if log_path is None or not log_waits:
             self.write_log()
@@ -65,7 +67,7 @@ class Progress:
         """From now on lines are written to the log, those that wait first. Raises OSError: it cannot be opened."""
         waiting, self._waiting = self._waiting or [], None
         if self._log_path is not None and self._log is None:
-            self._log = open(self._log_path, "a", encoding="utf-8")  # noqa: SIM115 (see __exit__)
+            self._log = open(self._log_path, "a+b", buffering=0)  # noqa: SIM115 (see __exit__)
         for line in waiting:
             self._log_line(line)
 
@@ -89,13 +91,13 @@ class Progress:
             line = "   ".join(fields)
             self._log_line(line)
             if self._bar is None:
-                print(line, file=self._stream, flush=True)
+                self._show(line)
 
     def print(self, message: object) -> None:
         """Shows a message on lines of its own, above the bar."""
         self._log_line(str(message))
         if self._bar is None:
-            print(message, file=self._stream, flush=True)
+            self._show(str(message))
         else:
             self._bar.console.print(str(message), markup=False, soft_wrap=True)
 
@@ -108,7 +110,36 @@ class Progress:
         if self._waiting is not None:
             self._waiting.append(line)
         if self._log is not None:
-            print(line, file=self._log, flush=True)
+            self._append(self._log, line)
+
+    def _append(self, log: IO[bytes], line: str) -> None:
+        """Writes a line to the log, whole or not at all. A full disk is no reason to end a run: it is told where the
+        run is shown, once, and in the log when there is room again."""
+        text = f"{line}\n".encode()
+        if self._unlogged:
+            text = f"({self._unlogged} lines are missing: the disk was full)\n".encode() + text
+        size = log.seek(0, os.SEEK_END)
+        try:
+            while text:
+                text = text[log.write(text) :]
+        except OSError as error:
+            os.ftruncate(log.fileno(), size)
+            self._unlogged += 1
+            if self._unlogged == 1:
+                self._show(
+                    f"log.txt cannot be written: {error.strerror}. Training goes on; its lines are lost until then"
+                )
+            return
+        self._unlogged = 0
+
+    def _show(self, line: str) -> None:
+        """Prints a line, as far as there is room: the stream may be a file on a full disk."""
+        try:
+            print(line, file=self._stream, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            self._stream = open(os.devnull, "w")  # noqa: SIM115  (log.txt has what follows)
 
     def _fields(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         # Fixed widths, so that lines are columns and the bar does not jump.

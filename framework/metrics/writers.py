@@ -34,15 +34,21 @@ class TensorBoardWriter:
 
     def __init__(self, directory: str | os.PathLike[str], flush_seconds: float = 10.0):
         self._directory, self._flush_seconds = os.fspath(directory), flush_seconds
-        self._flushed_at, self._file = 0.0, None
+        self._flushed_at = 0.0
+        self._file: Any = None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One event with all values of the row."""
+        """One event with all values of the row. Raises OSError on a full disk; the next row then opens another file, as
+        nobody reads on behind half an event."""
         values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
-        self._add(step, summary={"value": values})
-        if time.monotonic() - self._flushed_at > self._flush_seconds:
-            self._file.flush()
-            self._flushed_at = time.monotonic()
+        try:
+            self._add(step, summary={"value": values})
+            if time.monotonic() - self._flushed_at > self._flush_seconds:
+                self._file.flush()
+                self._flushed_at = time.monotonic()
+        except OSError:
+            self._abandon()
+            raise
 
     def resume(self, from_step: int) -> None:
         """A new event file, whose first event tells TensorBoard to hide earlier events of later steps."""
@@ -51,9 +57,23 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """The next row would open another file."""
-        if self._file is not None:
-            self._file.close()
-        self._file: Any = None
+        try:
+            if self._file is not None:
+                self._file.close()
+        finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Lets go of the file as it is, and of one that holds nothing altogether."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        with contextlib.suppress(OSError, ValueError):  # its last bytes go nowhere; or it was closed
+            file._py_recordio_writer.close()
+        path = file._file_name
+        with contextlib.suppress(OSError):
+            if os.path.getsize(path) == 0:
+                os.unlink(path)
 
     def _add(self, step: int, **content: Any) -> None:
         from tensorboardX.event_file_writer import EventsWriter

@@ -1,0 +1,150 @@
+"""A disk that is full: while a run trains it goes on, and what cannot go on says so in one line.
+
+The limit of a file's size (RLIMIT_FSIZE) stands for the disk: the kernel refuses what is written beyond it.
+"""
+
+import importlib
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.hooks import Hook
+from framework.metrics import patient
+from framework.trainer import Trainer
+from tests.support.runs import CONFIG, losses, train
+
+ALONE = "--config.trainer.compilation_cache=None"  # JAX complains of its own files in words of its own
+LAST_SAVE = "--config.trainer.save_every=12"
+ROOM = 1200  # bytes that a file may have; metrics.jsonl and log.txt of a few steps have more
+
+
+def set_limit(limit: int) -> None:
+    """No file grows beyond so many bytes; -1: any does."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+
+
+@contextmanager
+def full_disk(limit: int = ROOM) -> Iterator[None]:
+    """A disk that is full: no file grows beyond so many bytes."""
+    set_limit(limit)
+    try:
+        yield
+    finally:
+        set_limit(-1)
+
+
+class Disk(Hook):
+    """Full after one step, and again with room after another; None: never again."""
+
+    def __init__(self, full: int, room: int | None):
+        self.full, self.room = full, room
+
+    def after_step(self, run: Trainer, step: int) -> None:
+        if step in (self.full, self.room):
+            run.checkpointer.wait()  # what is being written fails in another way, which tests/checkpoint tries
+            set_limit(ROOM if step == self.full else -1)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Rows are tried again at once; a disk with a limit says that it has no room; there is room again afterwards."""
+    usage = shutil.disk_usage
+
+    def disk_usage(path: str) -> Any:
+        is_full = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != -1
+        return usage(path)._replace(free=0) if is_full else usage(path)
+
+    monkeypatch.setattr(patient, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    with full_disk(-1):
+        yield monkeypatch
+
+
+def fills(disk: pytest.MonkeyPatch, full: int, room: int | None) -> None:
+    """From now on, a run's disk is full after that step, until the other."""
+    begin = Trainer.__init__
+
+    def start(self: Trainer, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self.hooks.append(Disk(full, room))
+
+    disk.setattr(Trainer, "__init__", start)
+
+
+def test_training_goes_on_and_no_row_is_lost(text: Path, tmp_path: Path, disk, capsys) -> None:
+    with disk.context() as patch:
+        fills(patch, 3, 9)
+        assert train(tmp_path / "run", LAST_SAVE, ALONE) == 0
+    out = capsys.readouterr().out
+    assert out.count("metrics.jsonl cannot be written: File too large. Training goes on") == 1
+    assert out.count("metrics.jsonl is written again, with the") == 1
+    assert "none is lost" in out
+    assert out.count("log.txt cannot be written") == 1
+    assert list(losses(tmp_path / "run")) == list(range(1, 13))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "lines are missing: the disk was full)" in log
+    assert "step 12/12" in log
+    assert train(tmp_path / "other", LAST_SAVE, ALONE) == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "other")
+
+
+def test_a_disk_that_stays_full_says_what_is_lost(text: Path, tmp_path: Path, disk, capsys) -> None:
+    with disk.context() as patch:
+        fills(patch, 10, None)
+        assert train(tmp_path / "run", ALONE) == 1, "its last step is not on disk"
+    set_limit(-1)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    assert "metrics.jsonl: " in captured.out
+    assert "rows are lost, of steps" in captured.out
+    assert "NOT SAVED at step 12" in captured.out
+    written = list(losses(tmp_path / "run"))
+    assert written == list(range(1, len(written) + 1)), "no half row, and none out of order"
+    assert len(written) < 12
+    # With room again, the same command goes on.
+    assert train(tmp_path / "run", ALONE) == 0
+    assert "resumed from step 8" in capsys.readouterr().out
+    assert list(losses(tmp_path / "run")) == list(range(1, 13))
+
+
+def test_a_restart_on_a_full_disk_trains(text: Path, tmp_path: Path, disk, capsys) -> None:
+    assert train(tmp_path / "run", ALONE, "--config.trainer.max_steps=8") == 0
+    undisturbed = losses(tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").glob("00000008"):
+        path.rename(path.with_name("mine"))
+    size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    capsys.readouterr()
+    with full_disk(size // 2):
+        assert train(tmp_path / "run", ALONE, "--config.trainer.max_steps=8") == 1
+    out = capsys.readouterr().out
+    assert "resumed from step 4" in out
+    assert "NOT SAVED at step 8" in out
+    assert {step: loss for step, loss in undisturbed.items() if step <= 4} == losses(tmp_path / "run")
+
+
+def test_tokenizing_without_room_is_one_line(text: Path, tmp_path: Path, disk, capsys) -> None:
+    with full_disk():
+        assert train(tmp_path / "run", ALONE) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: data.source: File too large: ")
+    assert "tokens.bin" in error
+    assert error.count("\n") == 1
+    assert not list((tmp_path / "run").glob("data/*tokens*")), "no half of a token file is left"
+
+
+@pytest.mark.parametrize("verb", ["plan", "prepare"])
+def test_verbs_name_the_file_in_one_line(text: Path, tmp_path: Path, disk, capsys, verb: str) -> None:
+    out = tmp_path / "out"
+    flags = {"plan": [f"--html={out}", "--target=cpu-1", "--estimate"], "prepare": [f"--out={out}"]}[verb]
+    with full_disk(100):
+        assert importlib.import_module(f"launch.{verb}").main([f"--config={CONFIG}:tiny", *flags]) == 1
+    error = capsys.readouterr().err
+    assert "File too large" in error
+    assert "out" in error
+    assert "Traceback" not in error
