@@ -35,6 +35,7 @@ FLAGS = [
     "--config.mesh.data=2",
     "--config.mesh.fsdp=2",
     "--config.trainer.max_steps=1000000",
+    "--config.learner.optimizer.learning_rate.steps=2000",
     "--config.trainer.eval_every=None",
     "--config.trainer.log_every=1",
     "--config.trainer.save_every=1000000",
