@@ -184,6 +184,15 @@ def everywhere(condition: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.array(condition))))
 
 
+def greatest(number: int) -> int:
+    """The greatest number of all processes'. Collective."""
+    if jax.process_count() == 1:
+        return number
+    from jax.experimental import multihost_utils
+
+    return int(np.max(multihost_utils.process_allgather(np.array(number))))
+
+
 def from_primary(value: Any) -> Any:
     """A JSON value of the primary process, for all. Collective."""
     if jax.process_count() == 1:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
+from framework import interrupts
+
 _log = logging.getLogger(__name__)
 _programs: dict[Any, Any] = {}
 
@@ -64,7 +66,7 @@ def _keep(path: Path, program: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with interrupts.removed_at_end(temporary), os.fdopen(descriptor, "wb") as file:
             file.write(program)
         os.replace(temporary, path)
     except OSError:

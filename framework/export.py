@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from framework import interrupts
 from framework.layers.lora import merge_adapters
 from framework.layout import Nested, flatten, unflatten
 from framework.models.causal_lm import CausalLM
@@ -178,10 +179,11 @@ def _appearing(to: str | Path, beside: Files) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        for name, data in beside.items():
-            with writing(folder / name):
-                (folder / name).write_bytes(data)
-        yield folder
-        folder.rename(to)
+        with interrupts.removed_at_end(folder):
+            for name, data in beside.items():
+                with writing(folder / name):
+                    (folder / name).write_bytes(data)
+            yield folder
+            folder.rename(to)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Health: what each process says of itself while it runs, and what ends it when it no longer moves.
 
 A thread writes WORKDIR/health/process-00000.json every few seconds, for `launch.status` and for the next start, and
-looks whether the loop still moves. May import: framework.config, framework.metrics.goodput, framework.workdir.
+looks whether the loop still moves. May import: framework.config, framework.interrupts, framework.metrics.goodput,
+framework.workdir.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from framework import interrupts
 from framework.config import PositiveFloat, PositiveInt, component
 from framework.metrics.goodput import Goodput
 from framework.workdir import write_json
@@ -131,9 +133,11 @@ class Pulse:
             faulthandler.register(signal.SIGUSR1, _STDERR)  # and when somebody asks
         self.write()
         self._thread.start()
+        self._take_back = interrupts.at_end(lambda number, line: self.write(exit=128 + number, reason=line))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._take_back()
         self._stop.set()
         self._thread.join()
 

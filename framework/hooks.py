@@ -127,7 +127,11 @@ class Evaluate(Hook):
             for name in run.data.validation_names:
                 prefix = f"{'eval_ema' if averaged else 'eval'}/{name}"
                 run.progress.status(f"evaluating {name}")
-                row |= {f"{prefix}/{key}": v for key, v in self.evaluate_set(run, name, limit, averaged).items()}
+                found = self.evaluate_set(run, name, limit, averaged)
+                if run.stopping:
+                    run.progress.print(f"step {step}: not evaluated, as the run is to stop")
+                    return
+                row |= {f"{prefix}/{key}": v for key, v in found.items()}
         run.progress.status("")
         if row:
             run.writer.write(step, row)
@@ -146,6 +150,8 @@ class Evaluate(Hook):
             for number, batch in enumerate(batches):
                 buffer.put(number, run.program.evaluate(run.state, run.program.put(batch), averaged=averaged))
                 run.pulse.note()  # a batch is a move
+                if run.stopping:
+                    return {}
                 for _, sums in buffer.take(keep=1):  # one behind: the device always has work, and memory is bounded
                     totals.update(sums)
         for _, sums in buffer.take(keep=0):

@@ -429,6 +429,14 @@ class Program:
         evaluate, group = (self.evaluate_averages_jit, "ema") if averaged else (self.evaluate_jit, "parameter")
         return evaluate(state[group], state["frozen"], state["buffer"], batch)
 
+    def compile_evaluation(self, state: State) -> None:
+        """Has evaluation compiled, by a batch of nothing."""
+        specs = self.evaluation_specs
+        rows = len(self.rows)
+        batch = {name: np.zeros((rows, *spec.shape[1:]), spec.dtype) for name, spec in specs.items()}
+        for averaged in [False, True] if state["ema"] else [False]:
+            jax.block_until_ready(self.evaluate(state, self.put(batch), averaged=averaged))
+
     def weights(self, state: State, *, averaged: bool = False) -> Nested:
         """All parameters as the model takes them; no copies."""
         return merge(state["ema" if averaged else "parameter"], state["frozen"])

@@ -6,7 +6,6 @@ May import: everything in framework. Nothing under framework imports configs or 
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from framework.config import Config
 from framework.data.order import BatchOrder
 from framework.health import Pulse
 from framework.hooks import Agree, Evaluate, Guard, Hook, Prediction, Profile, Report, RollBack, Save
+from framework.interrupts import stop_signals
 from framework.metrics.goodput import Goodput
 from framework.metrics.jsonl import JsonlWriter
 from framework.metrics.patient import PatientWriter
@@ -85,6 +85,8 @@ class Trainer:
         self.ballot = distributed.Ballot(program.mesh)
         # What the processes have agreed on: the signal that ends the run, whether to save by the clock.
         self.agreed = {"stop": 0, "save": 0}
+        self.stop: list[int] = []  # the signals that this process has got
+        self._begun = False  # whether a step was trained, which a signal would lose
         self.save_is_due = False  # after the step that was dispatched last; the same in every process
 
     def _writers(self) -> Writer:
@@ -222,12 +224,15 @@ class Trainer:
         self.progress.status("compiling")
         with self.goodput.during("compile"):
             self.program.compile()  # before the first batch is read
+            if self.data.validation_names:
+                # Before there are steps to lose: who interrupts a compiler need not wait for it.
+                self.program.compile_evaluation(self.state)
             distributed.barrier("compiled")
         self.progress.status("")
-        with stop_signals() as stop:
+        with stop_signals(lambda: self._begun) as self.stop:
             while True:
                 try:
-                    step = self._steps(step, stop)
+                    step = self._steps(step)
                     break
                 except RollBack as request:
                     with self.goodput.during("restore"):
@@ -237,7 +242,12 @@ class Trainer:
             if not self.saved(step):
                 kept = self.checkpointer.steps()
                 raise LastStepNotSavedError(f"the last step was not saved; checkpoints: {kept or 'none'}")
-        return self.agreed["stop"] or None
+            return self.agreed["stop"] or distributed.greatest(next(iter(self.stop), 0)) or None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal is to end this run, which is of one process: several have to agree first."""
+        return jax.process_count() == 1 and bool(self.stop)
 
     def _roll_back(self, bad_step: int) -> int:
         """Goes back to the newest checkpoint, or to the start where there is none, for a course of the run in which
@@ -263,7 +273,7 @@ class Trainer:
         )
         return step
 
-    def _steps(self, step: int, stop: list[int]) -> int:
+    def _steps(self, step: int) -> int:
         buffer = MetricsBuffer()
         batches = self.data.train_iterator(step, self.program.rows, self.batch_order)
         try:
@@ -274,8 +284,9 @@ class Trainer:
                     hook.before_step(self, step)
                 with self.goodput.during("input"):
                     _, batch = next(batches)
+                self._begun = True
                 self.state, metrics = self.program.step(self.state, self.program.put(batch))
-                votes = {"stop": stop[0] if stop else 0, "save": int(self._wishes_save())}
+                votes = {"stop": self.stop[0] if self.stop else 0, "save": int(self._wishes_save())}
                 if jax.process_count() == 1:
                     self.agreed = votes
                 else:
@@ -316,24 +327,6 @@ class Trainer:
             self.checkpointer.close()
         finally:
             self.writer.close()
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT become an entry of the list, to be looked at between steps; the second one ends at once."""
-    received: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        if received:
-            os._exit(128 + number)  # no clean-up: whoever signals twice wants out, and commits are atomic
-        received.append(number)
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def use_compilation_cache(directory: str | None) -> None:

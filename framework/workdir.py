@@ -1,6 +1,6 @@
 """The working directory of a run: its layout, its lock, safe names, atomic JSON files, and what changed in a config.
 
-May import: the standard library, framework.footprint and framework.remote. Nothing here starts JAX.
+May import: the standard library, framework.footprint, framework.interrupts and framework.remote. Nothing here starts JAX.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from framework import interrupts
 from framework.footprint import Footprint
 from framework.remote import OWNER, Mirror, is_url, without_secrets
 
@@ -52,6 +53,7 @@ class Workdir:
         self._lock = self.path / "lock.json"  # who holds the directory
         self._held: tuple[int, int, str] | None = None  # an open descriptor of it, the process, what is in the lock
         self._footprint: Footprint | None = None  # what a start that is refused takes away again
+        self._stay: Callable[[], None] = lambda: None  # takes back that a signal releases it
         if self.mirror:
             return
         parent = next(path for path in (self.path, *self.path.parents) if path.exists())
@@ -77,6 +79,7 @@ class Workdir:
         if self.mirror:
             message = self.mirror.claim(owner)
             self._held = -1, os.getpid(), ""
+            self._stay = interrupts.at_end(lambda number, line: self.release())
             self.mirror.fetch()
             self._footprint = Footprint(self.path)
             self.mirror.start()
@@ -96,6 +99,7 @@ class Workdir:
             on_error.pop_all()
         self._held, self._footprint = (directory, os.getpid(), text), footprint
         atexit.register(self.release)
+        self._stay = interrupts.at_end(lambda number, line: self.release())
         return message
 
     def _take(self, directory: int) -> str | None:
@@ -134,6 +138,7 @@ class Workdir:
         footprint, self._footprint = self._footprint if undo else None, None
         if footprint is not None and held is not None and held[1] == os.getpid():
             footprint.undo()
+        self._stay()
         if self.mirror:
             if footprint is not None:
                 self.mirror.withdraw()
@@ -201,6 +206,7 @@ def read_only(path: str) -> tuple[Path, str]:
         return Path(path).expanduser(), f"{Path(path).expanduser()}/checkpoints"
     workdir = Workdir(path)
     atexit.register(shutil.rmtree, workdir.path, ignore_errors=True)
+    interrupts.at_end(lambda number, line: shutil.rmtree(workdir.path, ignore_errors=True))
     workdir.sees("")
     return workdir.path, str(workdir.checkpoints)
 
@@ -250,6 +256,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
             return
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     # Not mkstemp, which makes 0600: the umask decides whether colleagues may read it.
+    take_back = interrupts.at_end(lambda number, line: temporary.unlink(missing_ok=True))
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with writing(target), os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -260,6 +267,8 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+    finally:
+        take_back()
     directory = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(directory)  # the rename itself must reach the disk too

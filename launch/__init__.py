@@ -1,1 +1,10 @@
 """The verbs: `python -m launch.VERB`, or `plimsoll VERB`. One module per verb, each with `main(argv=None) -> int`."""
+
+import sys
+
+# Python calls itself "-m" while it looks for the module that it is to run: this process is a verb, and no program that
+# imports one. Ctrl-C is seen to before anything that takes time is imported.
+if sys.argv[0] == "-m" or sys.argv[0].endswith("/plimsoll"):
+    from framework import interrupts
+
+    interrupts.begin()

@@ -14,6 +14,7 @@ Imports `framework.config`, `configs`, `launch.flag_hints`, `launch.mistakes`.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import configs
+from framework import interrupts
 from framework.config import Config, ConfigError, did_you_mean, diff
 from framework.config_schema import as_text
 from launch import flag_hints, mistakes
@@ -160,12 +162,14 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
     @functools.wraps(verb)
     def wrapped(argv: list[str] | None = None) -> int:
         try:
-            return verb(sys.argv[1:] if argv is None else argv)
+            with interrupts.watched() if argv is None else contextlib.nullcontext():
+                return verb(sys.argv[1:] if argv is None else argv)
         except BrokenPipeError:
             # The reader of a pipe (`| head`) left. Python would complain once more when it flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except Exception as error:
+            interrupts.settle()
             code = mistakes.tell(error, of_process=argv is None)
             if code is None:
                 raise

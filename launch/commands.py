@@ -10,12 +10,13 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
+from framework import interrupts
 from framework.workdir import safe_child
 from launch import cli, train
 
 MEANINGS = ["the run came to its end", "failed", "command, config or data are wrong", "loss not finite", "does not fit"]
 MEANINGS += ["another process is gone, or was not found", "hung", "replicas disagree"]
-STOPPED = {130: "stopped by SIGINT, after saving", 143: "stopped by SIGTERM, after saving"}
+STOPPED = {130: "stopped by SIGINT", 143: "stopped by SIGTERM"}
 FINAL = (0, 2, 3, 4, 130, 143)  # starting again would change nothing, or is not wanted
 
 
@@ -51,7 +52,11 @@ def execute(words: list[str], text: str | None = None) -> int:
     """Runs a command that reads `text`; its exit code. Raises FileNotFoundError: this machine does not have it."""
     if shutil.which(words[0]) is None:
         raise FileNotFoundError(f"there is no {words[0]} on this machine; --dry_run prints what it would be given")
-    return subprocess.run(words, input=text, text=True).returncode
+    process = subprocess.Popen(words, stdin=None if text is None else subprocess.PIPE, text=True)
+    take_back = interrupts.at_end(lambda number, line: process.terminate())
+    process.communicate(text)
+    take_back()
+    return process.returncode
 
 
 def meaning(code: int) -> str:

@@ -16,3 +16,7 @@ def tie() -> None:
 
 
 tie()
+# A fork of the server gets back the handler of this moment, until it has its own. Python's raises an exception, and so
+# a traceback, wherever the server or the fork is.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -28,6 +28,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
+from framework import interrupts
 from framework.checkpoint_directory import folder, scan
 from launch import cli, commands
 
@@ -101,6 +102,7 @@ def _place(coordinator: str, count: int, index: int) -> list[str]:
 def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connection) -> None:
     """One process of the run, in a fork of the server. Ends with the exit code of the verb, a module."""
     os.setsid()  # a terminal's Ctrl-C comes to the launcher alone
+    interrupts.begin()
     from launch import leash  # not above: the launcher itself goes on when its shell ends
 
     leash.tie()
@@ -123,6 +125,7 @@ class Supervisor:
             0,
             dict[int, ForkServerProcess](),
         )  # the signal that ends the run; processes by number
+        self._started = False  # whether all processes were started once
         self._events = queue.SimpleQueue[tuple[int, int | None]]()  # (process, its code), or (signal, None)
 
     def run(self, grace: float, backoff: float, max_restarts: int) -> int:
@@ -131,8 +134,18 @@ class Supervisor:
         os.environ.update(shared, PYTHONUNBUFFERED="1")  # what JAX reads when it is imported, in the server
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["launch.leash", self.preload])
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: self._events.put((number, None)))
+        with interrupts.heard_by(self._hear):
+            return self._run(grace, backoff, max_restarts)
+
+    def _hear(self, number: int) -> str | None:
+        """A signal: for the processes, if all of them are there."""
+        if not self._started:
+            self._send(signal.SIGKILL, os.killpg)
+            return interrupts.stopped_by(number)
+        self._events.put((number, None))
+        return None
+
+    def _run(self, grace: float, backoff: float, max_restarts: int) -> int:
         fruitless, more = 0, list[str]()
         try:
             while not self.stopped:
@@ -161,6 +174,7 @@ class Supervisor:
             self.alive[i].start()
             out.close()
             threading.Thread(target=self._follow, args=(i, self.alive[i], output), daemon=True).start()
+        self._started = True
         _say(f"started, pids {' '.join(str(child.pid) for child in self.alive.values())}")
 
     def _follow(self, index: int, child: ForkServerProcess, output: Connection) -> None:
@@ -202,7 +216,8 @@ class Supervisor:
                 ended[event[0]] = event[1]
             if at is None and event[1] not in (0, *commands.STOPPED):
                 at, deadline = time.time(), time.monotonic() + grace
-        index, code = min(ended.items(), key=lambda one: (one[1] == 0, one[1] in commands.STOPPED, one[1] == 5))
+        gone = 5, *((-signal.SIGABRT,) if {*commands.STOPPED} & {*ended.values()} else ())  # as another one is
+        index, code = min(ended.items(), key=lambda one: (one[1] == 0, one[1] in gone, one[1] in commands.STOPPED))
         told = f"process {index} {commands.meaning(code)}"
         if at is not None:
             others = [str(ended.get(i, "killed")) for i in range(len(self.environments)) if i != index] or ["none"]
@@ -212,9 +227,9 @@ class Supervisor:
 
     def _send(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
         for child in self.alive.values():
-            assert child.pid is not None
-            with contextlib.suppress(ProcessLookupError):
-                send(child.pid, number)
+            if child.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    send(child.pid, number)
 
 
 def _pass_on(output: Connection, index: int) -> None:

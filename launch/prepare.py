@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from framework import interrupts
 from framework.config import Config
 from framework.data.files import FileHashes
 from framework.data.pipeline import DataPipeline
@@ -48,6 +49,7 @@ def prepare(data: Config, out: Path, *, force: bool) -> None:
     temporary, aside = (out.with_name(f".{out.name}.{kind}") for kind in ("partial", "replaced"))
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
     temporary.mkdir(parents=True)
+    take_back = interrupts.at_end(lambda number, line: shutil.rmtree(temporary, ignore_errors=True))
     try:
         pipeline.prepare_tokenizer(temporary, write=True)
         records = {}
@@ -73,6 +75,7 @@ def prepare(data: Config, out: Path, *, force: bool) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        take_back()
     print(f"wrote {out}: {', '.join(files)}; to train on it, for each source:")
     print("  --config.data.source=framework.data.sources.TokenMemmap")
     print(f"  --config.data.source.path={out}/{next(iter(records))}.bin")

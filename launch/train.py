@@ -6,7 +6,8 @@
 Exit codes: 0 the run came to its end; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
 finite and learner.nonfinite ended the run; 4 it does not fit into the devices' memory, and nothing was started; 5
 another process of the run is gone, or they did not find each other; 6 it hung, and its stacks are in WORKDIR/health; 7
-replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, after saving. docs/operations.md says what to do.
+replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, with what was trained saved. docs/operations.md says
+what to do.
 """
 
 import os
@@ -21,10 +22,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from framework import interrupts
 from launch import cli, mistakes, stored
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NONFINITE = 1, 2, 3
 EXIT_TOO_BIG = 4
+_OTHERS_SECONDS = 0.5  # which all processes of a run have to end after a signal, before the first does
 # What JAX says when the others have left: gloo on CPU, NCCL on GPU, the coordinator.
 _PEER = re.compile("(?i)gloo|nccl|connection (closed|reset|refused)|coordinat|heartbeat|barrier|unavailable|deadline")
 
@@ -86,6 +89,9 @@ def main(argv: list[str]) -> int:
     except ProcessesMissingError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_PEER
+    if cluster is not None and distributed.is_primary():
+        # JAX ends the others as soon as the first is gone; they have a line to say, and their own exit code.
+        interrupts.at_end(lambda number, line: time.sleep(_OTHERS_SECONDS))
     use_compilation_cache(command.config.trainer.compilation_cache)
     code = EXIT_USAGE  # of what is raised before the run is guarded; a run that is over changes nothing either
     try:

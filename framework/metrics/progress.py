@@ -9,10 +9,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from framework import interrupts
 from framework.metrics.tables import human_bytes, human_count
 
 
@@ -50,13 +51,22 @@ class Progress:
         is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._bar = _bar(self._stream, total_steps) if is_terminal else None
         self._drawn_at = -math.inf
+        self._take_back: Callable[[], None] = lambda: None
 
     def __enter__(self) -> "Progress":
+        self._take_back = interrupts.at_end(self._interrupted)
         if self._bar is not None:
             self._bar.start()
         return self
 
+    def _interrupted(self, number: int, line: str) -> None:
+        """A signal ends the process: the log says so too, and the terminal is given back."""
+        self._log_line(line)
+        if self._bar is not None:
+            self._bar.stop()
+
     def __exit__(self, *exception: object) -> None:
+        self._take_back()
         if self._bar is not None:
             self.status("")
             self._bar.stop()

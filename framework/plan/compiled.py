@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from framework import interrupts
 from framework.executables import HostBytes, on_device, peak_bytes
 from framework.plan import buffers
 from framework.schedules.programs import Ledger
@@ -63,7 +64,7 @@ def compile_for(
         hosted: what of its arguments and results lives in host memory.
         memory_mib: TPU: a program that needs more is refused, as one that needs more than the chip has.
     """
-    with tempfile.TemporaryDirectory(prefix="plimsoll-plan-") as folder:
+    with tempfile.TemporaryDirectory(prefix="plimsoll-plan-") as folder, interrupts.removed_at_end(folder):
         options: dict[str, Any] = {buffers.DUMP_OPTION: folder}
         if memory_mib is not None and platform == "tpu":
             options["xla_tpu_max_hbm_size_mib"] = memory_mib
