@@ -227,9 +227,12 @@ class Supervisor:
 
     def _send(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
         for child in self.alive.values():
-            if child.pid is not None:
+            # A fork that has just begun has no group of its own yet: it gets the signal itself.
+            pid = child.pid
+            for call in dict.fromkeys((send, os.kill)):
                 with contextlib.suppress(ProcessLookupError):
-                    send(child.pid, number)
+                    if pid is not None:
+                        call(pid, number)
 
 
 def _pass_on(output: Connection, index: int) -> None:

@@ -6,8 +6,8 @@
 Exit codes: 0 the run came to its end; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
 finite and learner.nonfinite ended the run; 4 it does not fit into the devices' memory, and nothing was started; 5
 another process of the run is gone, or they did not find each other; 6 it hung, and its stacks are in WORKDIR/health; 7
-replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, with what was trained saved. docs/operations.md says
-what to do.
+replicas disagree; 130 and 143 it was stopped by SIGINT and SIGTERM, and what was trained is saved. docs/operations.md
+says what to do.
 """
 
 import os

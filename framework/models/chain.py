@@ -145,7 +145,11 @@ class Chain:
         assert out.loss is not None
         return out.loss, out
 
+    def forward_flops_per_token(self, seq_len: int) -> float:
+        """The forward pass's matrix products."""
+        return sum(stage.flops_per_token(seq_len) for stage in self.stages.values())
+
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward: three times the forward pass's matrix products. Recomputation is not counted."""
-        forward, weights_alone = (sum(s.flops_per_token(n) for s in self.stages.values()) for n in (seq_len, 0))
+        forward, weights_alone = (self.forward_flops_per_token(length) for length in (seq_len, 0))
         return 3.0 * forward - (0.0 if self.lora is None else weights_alone)  # frozen weights have no gradient

@@ -103,9 +103,13 @@ class Flow(Chain):
         row = {"loss": loss, "bits_per_dim": loss / math.log(2.0), "log_det": log_det, "log_prior": log_prior}
         return {**row, "images": totals["images"]}
 
+    def forward_flops_per_token(self, seq_len: int) -> float:
+        """Of an image, the forward pass's matrix products."""
+        return sum(count * self.stages[name].flops_per_token(count) for name, count in self._positions.items())
+
     def flops_per_token(self, seq_len: int) -> float:
         """Of an image, forward and backward: three times the forward pass's matrix products."""
-        return 3.0 * sum(n * self.stages[name].flops_per_token(n) for name, n in self._positions.items())
+        return 3.0 * self.forward_flops_per_token(seq_len)
 
     # --- the first values --------------------------------------------------------------------------------------------
 

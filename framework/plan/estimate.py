@@ -14,6 +14,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh
 
 from framework.accelerators import AcceleratorSpec
@@ -22,6 +23,7 @@ from framework.layers.base import batch_specs
 from framework.layout import OptStateSpec, StateLayout
 from framework.models.causal_lm import CausalLM
 from framework.optimizers.reach import Reach
+from framework.plan.jaxprs import FlopCount, flops
 from framework.plan.liveness import Rules, most_held, on_host
 from framework.plan.local_step import trace
 from framework.plan.naming import OF_LAYOUT
@@ -33,10 +35,12 @@ _COSTLY = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin
 
 
 class Estimate(NamedTuple):
-    """Bytes of one device at the instant of the peak, by the keys of a report's breakdown, and of its host's memory."""
+    """Bytes of one device at the instant of the peak, by the keys of a report's breakdown, and of its host's memory;
+    and the matrix products' FLOPs of one step on all devices, with what is recomputed."""
 
     breakdown: dict[str, int]
     host_breakdown: dict[str, int]
+    flops: FlopCount
 
     @property
     def peak_bytes(self) -> int:
@@ -67,7 +71,8 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     for batch in batch_specs(data.arrays()).values():
         shard = layout.sharding(batch).shard_shape(batch.shape)
         breakdown["batch"] += math.prod(shard) * batch.dtype.itemsize
-    backward = _backward(experiment, layout, sizes, spec.platform)
+    traced = trace(experiment, sizes, spec.platform)
+    backward = _backward(experiment, layout, sizes, spec.platform, traced)
     if (
         learner.accumulate > 1 and memory.gradients == "device"
     ):  # the sums of the microbatches' gradients, which are there all the time
@@ -78,7 +83,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     if spec.platform == "cpu":  # its compiler copies what the optimizer keeps before it updates that
         backward["activations"] += layout.bytes_per_device("optimizer", "device")
     if "offload" in memory.remat or memory.activations != "device":
-        host["activations"] = _backward(experiment, layout, sizes, spec.platform, host=True).total()
+        host["activations"] = _backward(experiment, layout, sizes, spec.platform, traced, host=True).total()
     units = {name: stack.num_units for name, stack in experiment.model.stacks.items()}
     if memory.update == "in_backward":  # a unit's gradients wait until all of it is updated
         backward["gradients"] += max(sum(_stacked(layout, [name]).values()) // count for name, count in units.items())
@@ -90,7 +95,20 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
         update["gradients"] = layout.bytes_per_device("parameter")
     for group, size in max(backward, update, key=Counter.total).items():
         breakdown[group] += size
-    return Estimate(breakdown, host)
+    return Estimate(breakdown, host, _flops(experiment, sizes, traced))
+
+
+def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -> FlopCount:
+    """Of the forward and backward passes of all microbatches on all devices; not those of an optimizer (Muon, GaLore)."""
+    learner, memory = experiment.learner, experiment.memory
+    microbatch = flops(traced)
+    total = microbatch.flops * math.prod(sizes.values()) * learner.accumulate
+    unkept = memory.update == "in_backward" or memory.gradients == "none"
+    if learner.clip is not None and learner.clip_mode == "two_pass" and unkept:
+        # The norm of all gradients is needed before the first update, and gradients do not stay: they are made twice.
+        tokens = experiment.data.global_batch_size * experiment.data.seq_len
+        total += total - round(experiment.model.forward_flops_per_token(experiment.data.seq_len) * tokens)
+    return FlopCount(total, microbatch.uncounted_loops)
 
 
 def _taken(experiment: Experiment) -> bool:
@@ -108,7 +126,13 @@ def _stacked(layout: StateLayout, stacks: Collection[str]) -> dict[tuple[int, ..
 
 
 def _backward(
-    experiment: Experiment, layout: StateLayout, sizes: dict[str, int], platform: str, *, host: bool = False
+    experiment: Experiment,
+    layout: StateLayout,
+    sizes: dict[str, int],
+    platform: str,
+    traced: ClosedJaxpr,
+    *,
+    host: bool = False,
 ) -> Counter[str]:
     """The most that the gradients of one microbatch hold besides state and batch, on the device or in host memory.
     Gradients of the stack that are taken away are not counted."""
@@ -159,7 +183,7 @@ def _backward(
         table_parts=sizes["fsdp"],
         nbytes=nbytes,
     )
-    jaxpr = trace(experiment, sizes, platform).jaxpr
+    jaxpr = traced.jaxpr
     return most_held(jaxpr, rules, ["gradients"] * len(jaxpr.outvars), taken=taken)
 
 

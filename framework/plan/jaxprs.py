@@ -41,8 +41,13 @@ def _sum(counts: Any) -> FlopCount:
     return FlopCount(*map(sum, zip(FlopCount(), *counts, strict=True)))
 
 
-# cuDNN's attention in products of B N S T H multiply-adds: q k and w v; backward q k again, dv, dw, dq, dk.
-_CUDNN = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
+# Attention in products of B N S T H multiply-adds: q k and w v; backward q k again, dv, dw, dq, dk.
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+_CUDNN = {
+    "dot_product_attention_fwd_wrapper": _FORWARD_PRODUCTS,
+    "dot_product_attention_bwd_wrapper": _BACKWARD_PRODUCTS,
+}
+LOCAL_ATTENTION = "attention_kernel"  # what stands for a kernel in framework.plan.local_step
 
 
 def _flops_of(eqn: JaxprEqn) -> FlopCount:
@@ -57,6 +62,9 @@ def _flops_of(eqn: JaxprEqn) -> FlopCount:
     if name in _CUDNN:
         length = shapes[1][2 if params["layout"] else 1]  # of keys [B, T, K, H] or, layout 1, [B, K, T, H]
         return FlopCount(2 * _CUDNN[name] * math.prod(shapes[0]) * length)
+    if name == LOCAL_ATTENTION:  # operands are queries, keys, values; of the backward pass more; heads come first
+        products = _BACKWARD_PRODUCTS if len(eqn.invars) > 3 else _FORWARD_PRODUCTS
+        return FlopCount(2 * products * math.prod(shapes[0]) * shapes[1][2])
     if name == "pallas_call" and params["cost_estimate"] is not None:
         return FlopCount(int(params["cost_estimate"].flops))
     inner = list(map(flops, inner_jaxprs(params)))

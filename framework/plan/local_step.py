@@ -32,8 +32,9 @@ from framework.layers.kernels_call import SAVED_NAME, AttentionCall
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, StateLayout, flatten, merge
 from framework.models.causal_lm import CausalLM
+from framework.plan.jaxprs import LOCAL_ATTENTION
 
-KERNEL = Primitive("attention_kernel")  # flash attention, forward or backward: its operands and results, nothing else
+KERNEL = Primitive(LOCAL_ATTENTION)  # flash attention, forward or backward: its operands and results, nothing else
 KERNEL.multiple_results = True
 KERNEL.def_abstract_eval(lambda *operands, results: list(results))
 

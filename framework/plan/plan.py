@@ -55,6 +55,7 @@ def quick(name: str, config: Config, target: Target, limit: int | None) -> Repor
         "breakdown": found.breakdown,
         "host_breakdown": found.host_breakdown,
         "estimate": {"device_peak_bytes": peak, "breakdown": found.breakdown, "error": None},
+        **_flops(found.flops, report["tokens_per_step"]),
     }
     _add_host(report, found.host_bytes, 0, target)
     if not report["fits"]:
@@ -196,15 +197,22 @@ def traced(program: Program) -> Report:
     state, batch = layout.abstract(), layout.abstract(program.batch_specs)
     leaves = [leaf for leaf in layout if leaf.group == "parameter"]
     zero = jaxprs.unreached(loss, state["parameter"], state, batch)
-    loops = f"{count.uncounted_loops} loops run as often as the data says; their FLOPs are counted once"
     return {
-        "flops_per_step": count.flops,
-        "flops_per_token": count.flops / (program.experiment.data.global_batch_size * program.experiment.data.seq_len),
+        **_flops(count, program.experiment.data.global_batch_size * program.experiment.data.seq_len),
         "zero_gradients": [
             {"path": leaf.path.removeprefix("parameter/"), "bytes": leaf.bytes_per_device}
             for leaf, is_zero in zip(leaves, zero, strict=True)
             if is_zero
         ],
+    }
+
+
+def _flops(count: jaxprs.FlopCount, tokens: int) -> Report:
+    """What a report says of them."""
+    loops = f"{count.uncounted_loops} loops run as often as the data says; their FLOPs are counted once"
+    return {
+        "flops_per_step": count.flops,
+        "flops_per_token": count.flops / tokens,
         "notes": [loops] if count.uncounted_loops else [],
     }
 

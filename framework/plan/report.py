@@ -89,7 +89,9 @@ def _about(report: Report) -> list[list[str]]:
     if report["estimated"]:
         rows.append(["from", "the closed form; without --estimate it is compiled"])
     elif closed["error"] is not None:
-        rows.append(["closed form", f"{human_bytes(closed['device_peak_bytes'])} ({100 * closed['error']:+.1f}%)"])
+        compiled = f"the {human_bytes(report['device_peak_bytes'])} that are alive at the peak, packing apart"
+        difference = f"{100 * abs(closed['error']):.1f}% {'more' if closed['error'] > 0 else 'less'} than"
+        rows.append(["closed form", f"{human_bytes(closed['device_peak_bytes'])}, {difference} {compiled}"])
     return rows
 
 

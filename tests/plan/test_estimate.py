@@ -9,7 +9,9 @@ from framework.accelerators import spec_for
 from framework.config import config_for
 from framework.layers import attention
 from framework.layers.linear import Linear
+from framework.layers.stack import Stack
 from framework.plan.estimate import estimate
+from framework.plan.jaxprs import flops
 from framework.plan.liveness import Rules, most_held
 from framework.plan.local_step import trace
 from framework.plan.report import KEYS
@@ -174,3 +176,47 @@ def test_what_does_not_divide_is_refused():
         of(load("llama2-7b", "mesh.model=3"), 12, "v5e")
     with pytest.raises(ValueError, match=r"nearest global_batch_size: \[8, 16\]"):
         of(load("llama2-7b", "data.global_batch_size=12"), 8, "v5e")
+
+
+WORK = ("model.dim=256", "data.seq_len=128", "model.embed.max_positions=128", "data.global_batch_size=4")
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "dots_no_batch", "full", "save:query,mlp_up"])
+def test_what_is_recomputed_counts_as_the_compiler_counts_it(remat, monkeypatch):
+    # XLA counts one iteration of a loop, so there is to be none: units one after the other.
+    monkeypatch.setattr(Stack, "is_unrolled", lambda stack, policy: True)
+    experiment = load("nanogpt-cpu", *WORK, "model.stack.unroll=0", f"memory.remat={remat}")
+    program = Program(experiment, jax.devices()[:1])
+    by_xla = program.traced_step.lower().compile().cost_analysis()["flops"]
+    assert of(experiment, 1, "cpu").flops.flops == pytest.approx(by_xla, rel=0.03)
+
+
+def test_recomputation_is_the_products_of_the_stack_without_the_last():
+    by_policy = {
+        remat: of(load("nanogpt-cpu", *WORK, f"memory.remat={remat}"), 1, "cpu").flops.flops
+        for remat in ("none", "full", "sqrt:2")
+    }
+    tokens, dim, hidden, units = 4 * 128, 256, 512, 4
+    # By hand: multiply-adds of a token in a unit's projections, attention over 128 positions (queries in two blocks, of
+    # which the first looks at the first half), and MLP.
+    down = hidden * dim
+    unit = 4 * dim * dim + 3 * 128 * dim // 2 + hidden * dim + down
+    # Nothing of the unit's backward pass needs what its last product gives.
+    assert by_policy["full"] - by_policy["none"] == 2 * tokens * units * (unit - down)
+    # Besides, each group of two runs forward again, in a loop, so all of its units whole.
+    assert by_policy["sqrt:2"] - by_policy["full"] == 2 * tokens * units * unit
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("mesh.data=2", "mesh.fsdp=4", "memory.remat=full"),
+        ("mesh.data=8", "learner.accumulate=2", "memory.remat=dots_no_batch"),
+        ("memory.update=in_backward", "learner.clip_mode=two_pass", "learner.clip=1.0", "mesh.data=8"),
+        ("memory.update=streamed", "memory.remat=full", "mesh.data=8"),
+    ],
+)
+def test_flops_are_those_of_the_traced_step_on_any_mesh(settings):
+    experiment = load("nanogpt-cpu", "data.global_batch_size=16", *settings)
+    traced = flops(Program(experiment, jax.devices()).traced_step.jaxpr).flops
+    assert of(experiment, 8, "cpu").flops.flops == pytest.approx(traced, rel=0.02)
