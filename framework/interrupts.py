@@ -49,17 +49,25 @@ class _Watch:
             os.set_blocking(descriptor, False)
         self._descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handlers = {number: signal.getsignal(number) for number in STOPS}
-        for number, handler in self._handlers.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, self._handle)
+        self.take(self._handlers)
         self._thread = threading.Thread(target=self._wait, name="signals", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Gives everything back."""
-        for number, handler in self._handlers.items():
+    def take(self, handlers: dict[signal.Signals, Any]) -> None:
+        """Puts ours in the place of these handlers, but for signals that are ignored."""
+        for number, handler in handlers.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+
+    def give_back(self, handlers: dict[signal.Signals, Any]) -> None:
+        """The inverse of `take`. None is what a C library has put there: it cannot be put back."""
+        for number, handler in handlers.items():
             if handler is not None and handler is not signal.SIG_IGN:
                 signal.signal(number, handler)
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.give_back(self._handlers)
         signal.set_wakeup_fd(self._descriptor)
         os.write(self._writer, b"\0")  # which ends the thread
         self._thread.join()
@@ -81,7 +89,8 @@ class _Watch:
         except BlockingIOError:
             return 0
         for number in numbers:
-            if number in STOPS:
+            # Whoever has put a handler of his own there since wants that to be called, and it is.
+            if number in STOPS and signal.getsignal(number) == self._handle:
                 self.hear(number)
         return None if 0 in numbers else len(numbers)
 
@@ -180,11 +189,13 @@ def heard_by(listener: Listener) -> Iterator[None]:
         if _watch is None:  # not the main thread
             yield
             return
-        watch = _watch
+        watch, handlers = _watch, {number: signal.getsignal(number) for number in STOPS}
         watch.listeners.append(listener)
+        watch.take(handlers)  # a package may have put its own there meanwhile
         try:
             yield
         finally:
+            watch.give_back(handlers)
             watch.listeners.remove(listener)
 
 

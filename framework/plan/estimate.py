@@ -99,7 +99,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
 
 
 def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -> FlopCount:
-    """Of the forward and backward passes of all microbatches on all devices; not those of an optimizer (Muon, GaLore)."""
+    """Of the forward and backward passes of all microbatches on all devices, not of an optimizer (Muon, GaLore)."""
     learner, memory = experiment.learner, experiment.memory
     microbatch = flops(traced)
     total = microbatch.flops * math.prod(sizes.values()) * learner.accumulate

@@ -145,6 +145,25 @@ def test_a_loop_with_nothing_to_lose_hears_nothing(tmp_path: Path) -> None:
     assert interrupted(python(script), said_now, signal.SIGINT, tmp_path) == "now\nstopped by SIGINT\n"
 
 
+def test_handlers_that_others_set_later_are_theirs_but_in_a_loop() -> None:
+    script = """
+import os, signal, time
+from framework import interrupts
+interrupts.begin()
+signal.signal(signal.SIGTERM, lambda *_: print("theirs", flush=True))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.2)
+with interrupts.stop_signals() as received:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+print(*received)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.2)
+"""
+    found = subprocess.run(python(script), cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == "theirs\n15\ntheirs\n"
+
+
 def test_ignored_signals_stay_ignored() -> None:
     script = """
 import os, signal
