@@ -1,6 +1,6 @@
 """The working directory of a run: its layout, its lock, safe names, atomic JSON files, and what changed in a config.
 
-May import: the standard library, framework.footprint, framework.interrupts and framework.remote. Nothing here starts JAX.
+May import: the standard library, framework.footprint, framework.interrupts, framework.remote. Nothing here starts JAX.
 """
 
 from __future__ import annotations
