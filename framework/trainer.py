@@ -224,10 +224,10 @@ class Trainer:
         self.progress.status("compiling")
         with self.goodput.during("compile"):
             self.program.compile()  # before the first batch is read
+            distributed.barrier("compiled")
             if self.data.validation_names:
                 # Before there are steps to lose: who interrupts a compiler need not wait for it.
                 self.program.compile_evaluation(self.state)
-            distributed.barrier("compiled")
         self.progress.status("")
         with stop_signals(lambda: self._begun) as self.stop:
             while True:
