@@ -18,20 +18,29 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.oracle", description=__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--seed", type=int, help="one experiment; what was drawn is printed first")
+    which.add_argument("--seed", type=_seed, help="one experiment; what was drawn is printed first")
     which.add_argument("--seeds", type=_seeds, metavar="FIRST:END", help="experiments FIRST to END - 1")
     given = parser.parse_args(arguments)
     seeds: range = given.seeds or range(given.seed, given.seed + 1)
     if given.seed is not None:
         print("\n".join(as_text(draw(given.seed))))
-    counts = {"agree": 0, "refused": 0, "disagree": 0}
-    for seed in seeds:
-        verdict = judge(draw(seed))
-        counts[verdict.outcome] += 1
-        print("\n".join(_lines(verdict)), flush=True)
-        forget()
+    counts, is_stopped = {"agree": 0, "refused": 0, "disagree": 0}, False
+    try:
+        for seed in seeds:
+            verdict = judge(draw(seed))
+            counts[verdict.outcome] += 1
+            print("\n".join(_lines(verdict)), flush=True)
+            forget()
+    except KeyboardInterrupt:
+        is_stopped = True
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-    return int(counts["disagree"] > 0)
+    return 130 if is_stopped else int(counts["disagree"] > 0)
+
+
+def _seed(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, given {text!r}")
+    return int(text)
 
 
 def _seeds(text: str) -> range:
