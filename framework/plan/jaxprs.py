@@ -6,7 +6,7 @@ May import: JAX.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -100,3 +100,16 @@ def unreached(loss: Callable[..., jax.Array], params: Any, *others: Any) -> list
 
     _, used = dce_jaxpr(jax.make_jaxpr(derivative)(params, params, *others).jaxpr, [True])
     return [not one for one in used[: len(jax.tree.leaves(params))]]
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are its carry.
+
+    Args:
+        params: parameters of the `scan` equation.
+    """
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    # From jax 0.11 on, the operands are described by a tree of three parts: constants, carry, what is scanned over.
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(list(constants)), len(list(carry))

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from framework.plan.jaxprs import inner_jaxprs
+from framework.plan.jaxprs import inner_jaxprs, scan_counts
 
 _VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "copy", "sharding_constraint", "stop_gradient")
 _STORED = (
@@ -135,7 +135,8 @@ class _Program:
         for value in known:
             value.readers.append(index)
         if name == "scan":
-            self._share_table(results[: eqn.params["num_carry"]])
+            _, num_carries = scan_counts(eqn.params)
+            self._share_table(results[:num_carries])
         for value in results:
             if name == "dot_general" and value.aval.shape == self.rules.table:
                 value.group = "gradients"
@@ -215,7 +216,7 @@ class _Program:
 
     def _begins_as_zeros(self, value: _Value) -> bool:
         equation = self.equations[value.made_at]
-        stack = equation.name == "scan" and value in equation.results[equation.params["num_carry"] :]
+        stack = equation.name == "scan" and value in equation.results[scan_counts(equation.params)[1] :]
         return stack or (value.fusible and value.stored and not value.operands)
 
     # --- running ----------------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ class _Program:
                 outputs = inner.read(body, [inner.value(v.aval, -1, held=False) for v in body.invars])
                 most.append(inner.run(outputs, set()))
                 continue
-            consts, carries = equation.params["num_consts"], equation.params["num_carry"]
+            consts, carries = scan_counts(equation.params)
             first = consts + carries  # of what it goes through
             inputs = [inner.value(v.aval, -1, held=i >= consts, fusible=i >= first) for i, v in enumerate(body.invars)]
             inner._share_table(inputs[consts:first])
