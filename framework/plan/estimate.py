@@ -78,8 +78,8 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     ):  # the sums of the microbatches' gradients, which are there all the time
         for leaf in layout:
             if leaf.group == "parameter":
-                master = learner.master_dtype or leaf.spec.dtype
-                backward["gradients"] += leaf.bytes_per_device // leaf.spec.dtype.itemsize * master.itemsize
+                summed_in: Any = learner.gradient_dtype(leaf.spec)  # pyright: ignore[reportArgumentType]
+                backward["gradients"] += leaf.bytes_per_device // leaf.spec.dtype.itemsize * summed_in.itemsize
     if spec.platform == "cpu":  # its compiler copies what the optimizer keeps before it updates that
         backward["activations"] += layout.bytes_per_device("optimizer", "device")
     if "offload" in memory.remat or memory.activations != "device":
