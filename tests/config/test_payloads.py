@@ -338,6 +338,9 @@ def test_a_config_of_something_else_is_one_line(folder, experiment, capsys):
         error = capsys.readouterr().err
         assert words in error
         assert error.count("\n") == 1
+    (stranger / "config.json").write_text('{"$class": "framework.layers.linear.Linear"}')
+    assert _verb("generate")([f"--workdir={stranger}", "--prompt=x"]) == 2
+    assert "expected the config of an Experiment, given that of Linear" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
