@@ -45,8 +45,9 @@ def tell(error: BaseException, *, of_process: bool) -> int | None:
     if os.environ.get("PLIMSOLL_TRACEBACK"):
         traceback.print_exception(error)
     print(f"error: {message}", file=sys.stderr)
-    # Another start may find room, and there is nothing to correct on the command line.
-    return 1 if disk or IN_THE_LOOP in getattr(error, "__notes__", ()) else 2
+    # Another start may find room, and there is nothing to correct on the command line; a folder is to be corrected.
+    may_help = disk is not None and getattr(error, "errno", None) != errno.EROFS
+    return 1 if may_help or IN_THE_LOOP in getattr(error, "__notes__", ()) else 2
 
 
 def disk_problem(error: BaseException) -> str | None:
