@@ -1,5 +1,6 @@
 """The verbs: `python -m launch.VERB`, or `plimsoll VERB`. One module per verb, each with `main(argv=None) -> int`."""
 
+import os
 import sys
 
 # Python calls itself "-m" while it looks for the module that it is to run: this process is a verb, and no program that
@@ -8,3 +9,5 @@ if sys.argv[0] == "-m" or sys.argv[0].endswith("/plimsoll"):
     from framework import interrupts
 
     interrupts.begin()
+    # XLA's errors are shown, and its remarks and warnings, in a format of their own, where somebody asks for them.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -161,6 +162,8 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
 
     @functools.wraps(verb)
     def wrapped(argv: list[str] | None = None) -> int:
+        if argv is None:
+            _show_records()
         try:
             with interrupts.watched() if argv is None else contextlib.nullcontext():
                 return verb(sys.argv[1:] if argv is None else argv)
@@ -176,6 +179,26 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
             return code
 
     return wrapped
+
+
+class _Line(logging.Formatter):
+    """`warning: what happened (framework.checkpoint)`, as other lines of ours look."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if record.exc_info:
+            message += f"\n{self.formatException(record.exc_info)}"
+        return f"{record.levelname.lower()}: {message} ({record.name})"
+
+
+def _show_records() -> None:
+    """Warnings and errors that packages log go to stderr as lines of ours, unless the program has its own handlers."""
+    root = logging.getLogger()
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setLevel(logging.WARNING)
+        handler.setFormatter(_Line())
+        root.addHandler(handler)
 
 
 def prepare_jax() -> None:

@@ -209,3 +209,19 @@ def test_a_verb_that_is_the_main_module_knows_its_own_errors(tmp_path, content):
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith(f"error: {tmp_path}/x")
     assert result.stderr.count("\n") == 1
+
+
+def test_what_packages_log_is_a_line_like_others():
+    script = """
+import logging, sys
+from launch import cli
+
+def verb(argv):
+    logging.getLogger("absl").warning("%s is slow", "it")
+    logging.getLogger("absl").info("not shown")
+    return 0
+
+sys.exit(cli.main(verb)())
+"""
+    result = launch_process("-c", script)
+    assert (result.returncode, result.stderr) == (0, "warning: it is slow (absl)\n")
