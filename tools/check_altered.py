@@ -1,6 +1,6 @@
 """Alters published models one thing at a time, and asks whether transformers and we compute the same, or we refuse.
 
-    python -m tools.check_altered                # every alteration of every shape: about 4,000 directories
+    python -m tools.check_altered                # every alteration of every shape: about 6,000 directories
     python -m tools.check_altered --sample=250   # some of them, drawn from --seed
     python -m tools.check_altered --shape=qwen3 --only=rope_scaling
 
