@@ -22,14 +22,14 @@ def mesh_of(devices, sizes):
 
 
 def interpreted(q, k, v, segments, mesh, options):
-    call = describe_call(q, k, v, segments, options.get("window"), options.get("softcap"), mesh)
+    call = describe_call(q, k, v, segments, options.get("window"), options.get("softcap"), mesh, options.get("scale"))
     return kernels_splash.attend(call, q, k, v, segments, interpret=True)
 
 
 CASES = {
     # 640 positions make five blocks of 128: some are empty by the mask, some by the documents alone.
     "documents, grouped": ((1, 640, 2, 1, 64), True, {}, None),
-    "window and cap": ((2, 640, 1, 1, 128), False, {"window": 200, "softcap": 3.0}, None),
+    "window and cap": ((2, 640, 1, 1, 128), False, {"window": 200, "softcap": 3.0, "scale": 0.11}, None),
     "eight devices": ((2, 512, 4, 2, 64), True, {}, (1, 2, 1, 2, 2)),
     "window over seq": ((1, 512, 1, 1, 64), True, {"window": 200}, (1, 1, 1, 4, 1)),
 }
@@ -78,7 +78,7 @@ def compile_step(mesh, *, S=1024, N=4, K=4, H=128, segments=False, dtype=jnp.bfl
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "seq"))
     q, k = (jax.ShapeDtypeStruct((B, S, n, H), dtype, sharding=heads) for n in (N, K))
     ids = jax.ShapeDtypeStruct((B, S), jnp.int32, sharding=rows) if segments else None
-    call = describe_call(q, k, k, ids, options.get("window"), options.get("softcap"), mesh)
+    call = describe_call(q, k, k, ids, options.get("window"), options.get("softcap"), mesh, options.get("scale"))
     assert choose_implementation(call) == "splash"
 
     def loss(q, k, v, ids):
