@@ -202,7 +202,7 @@ def test_a_refused_start_leaves_no_folder(finished: Path, tmp_path: Path, monkey
     [
         ["--resume=never"],
         ["--config.data.seed=9"],
-        ["--config.model.stack.n=3"],
+        ["--config.model.stack.num_layers=3"],
         ["--device_memory_gib=0.0003"],
         REFUSED["data"],
         REFUSED["rows"],
