@@ -1,6 +1,6 @@
 """Processes: how they find each other, which one speaks, and how they wait for each other and agree.
 
-May import: JAX, framework.rendezvous.
+May import: JAX, framework.native_output, framework.rendezvous.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from framework.native_output import leave_out_greetings
 from framework.rendezvous import bind_host, meet
 
 PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -140,6 +141,7 @@ def initialize(cluster: Cluster | None, *, connect_seconds: float, heartbeat_sec
         if on_tpu_pod(os.environ):
             jax.distributed.initialize(**times)
         return
+    leave_out_greetings()
     meet(cluster.coordinator, cluster.num_processes, cluster.process_id, seconds=connect_seconds)
     host, _, port = cluster.coordinator.rpartition(":")
     if cluster.process_id:
