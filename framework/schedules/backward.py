@@ -172,10 +172,11 @@ class _Stages:
         like: list[Any] = []
 
         def arguments(units: Nested, index: jax.Array) -> tuple[Any, Any, Any]:
-            return units["parameter"], shared, (units["frozen"], _take(state, index), ctx.fold_index(index))
+            fixed = units["frozen"], fixed_shared
+            return units["parameter"], shared, (fixed, _take(state, index), ctx.fold_index(index))
 
         def run(own: Any, shared: Any, x: Any, rest: Any) -> tuple[tuple[Any, Any], Out]:
-            fixed, state, ctx = rest
+            (fixed, fixed_shared), state, ctx = rest
             with jax.named_scope(name):
                 y, out = unit(x, merge(own, fixed), merge(shared, fixed_shared), state, ctx)
             return (y, out.loss), out
@@ -218,7 +219,7 @@ class _Stages:
                 pull = restore(_moved(away, kept, jax.memory.Space.Device), (own, shared, rest))
                 grads, more, ct = pull((ct, loss_ct))
                 return y, grads, more, ct
-            fixed, state, ctx = rest
+            (fixed, fixed_shared), state, ctx = rest
 
             def join(own: Nested, shared: Nested) -> Nested:
                 return {**merge(own, fixed), **merge(shared, fixed_shared)}

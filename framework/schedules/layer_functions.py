@@ -123,7 +123,7 @@ class LayerFunctions:
                 y, out = unit(x, merge(own, fixed), merge(more, shared["frozen"]), state, ctx)
             return (y, out.loss), out
 
-        return run, (own, shared["parameter"], (fixed, state, ctx))
+        return run, (own, shared["parameter"], (fixed, shared["frozen"], state, ctx))
 
     def ahead(
         self, keeps: str, weights: Weights, shared: Weights, state: Nested, x: Any, inputs: Inputs, index: jax.Array
@@ -166,7 +166,7 @@ class LayerFunctions:
         _, arguments = self._unit(weights, shared, state, inputs, index)
         loss_ct, found = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), self._unit_loss), []
         if self.inverts:
-            (fixed, state, ctx), y = arguments[2], jax.tree.unflatten(jax.tree.structure(ct), kept)
+            (fixed, _, state, ctx), y = arguments[2], jax.tree.unflatten(jax.tree.structure(ct), kept)
 
             def join(own: Nested, more: Nested) -> Nested:
                 return {**merge(own, fixed), **merge(more, shared["frozen"])}

@@ -23,6 +23,25 @@ REFERENCE = ("drawn", "optimizers", "batches", "parameters", "model64", "trainin
 QUICK = (28, 53)  # of one layer, with gradients in host memory and with an update in the backward pass
 
 
+PLAIN = Drawn(
+    seed=1,
+    model=Model(
+        dim=8,
+        vocab=16,
+        layers=(Layer(Attention(heads=2, kv_heads=1, head_dim=4, window=5), MLP(hidden=8)),),
+        units=2,
+        tied=True,
+        head_norm=Norm("layer"),
+    ),
+    learner=Learner(
+        Optimizer("adamw", 1e-2, {"eps": 1e-4, "weight_decay": 0.1}), clip=0.7, rules=(Rule("norm", set={"b1": 0.8}),)
+    ),
+    data=Data(seq_len=8, batch=4, documents=True, poisoned=1),
+    phases=(Phase(mesh={"data": 1, "fsdp": 1, "seq": 1, "model": 1}),),
+    steps=3,
+)
+
+
 @pytest.fixture(autouse=True)
 def compiled_programs_of_one_seed() -> Iterator[None]:
     yield
@@ -74,26 +93,27 @@ def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
         assert sum(map(bool, map(rare, experiments))) >= 2
 
 
-# --- the comparison can fail -----------------------------------------------------------------------------------------
-
-
-PLAIN = Drawn(
-    seed=1,
-    model=Model(
-        dim=8,
-        vocab=16,
-        layers=(Layer(Attention(heads=2, kv_heads=1, head_dim=4, window=5), MLP(hidden=8)),),
-        units=2,
-        tied=True,
-        head_norm=Norm("layer"),
-    ),
-    learner=Learner(
-        Optimizer("adamw", 1e-2, {"eps": 1e-4, "weight_decay": 0.1}), clip=0.7, rules=(Rule("norm", set={"b1": 0.8}),)
-    ),
-    data=Data(seq_len=8, batch=4, documents=True, poisoned=1),
-    phases=(Phase(mesh={"data": 1, "fsdp": 1, "seq": 1, "model": 1}),),
-    steps=3,
+@pytest.mark.parametrize(
+    "phase",
+    [Phase(update="layer_programs", remat="full"), Phase(update="streamed", remat="full", activations="pinned_host")],
+    ids=lambda phase: phase.update,
 )
+def test_a_frozen_layer_that_all_units_share_is_not_kept_of_each_of_them(phase: Phase):
+    """It is an argument of a unit's backward pass: under full, only the unit's input is kept."""
+    layer, mesh = PLAIN.model.layers[0], PLAIN.phases[0].mesh
+    shared_layer = replace(layer, mlp=MLP(hidden=28))
+    model = replace(PLAIN.model, layers=(layer, shared_layer), units=3, shared=(1,))
+    learner = replace(PLAIN.learner, rules=(Rule("^shared/block1/mlp/", freeze=True),))
+    drawn = replace(PLAIN, model=model, learner=learner, phases=(replace(phase, mesh=mesh),), steps=1)
+    with compare.conditions():
+        program = subject.program_of(drawn, drawn.phases[0])
+        if not program.in_parts:
+            assert "[3,28,8]" not in str(program.traced_step.jaxpr), "stacked copies of the shared weight"
+    verdict = compare.judge(drawn)
+    assert verdict.outcome == "agree", verdict.detail
+
+
+# --- the comparison can fail -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
