@@ -25,6 +25,7 @@ from framework.checkpoint_directory import MANIFEST, STATE, CheckpointCorruptErr
 _CHUNK_BYTES = 64 << 20
 # Being read at a time, if no leaf is larger than half of this.
 _READ_BYTES = 256 << 20
+_DRAIN_SECONDS = 5.0  # how long reads that were left to themselves are waited for
 
 
 def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any]) -> Callable[[], None]:
@@ -89,10 +90,15 @@ def _quiet() -> Iterator[Callable[[], None]]:
         if not is_read(info.object) and "Event loop is closed" not in str(info.exc_value):
             hook(info)
 
+    def is_pending(thing: object) -> bool:
+        # One that has ended has no frame. It may be held for long, by a log record's traceback say, and says nothing.
+        return is_read(thing) and thing.cr_frame is not None  # pyright: ignore[reportAttributeAccessIssue]
+
     def drain() -> None:
-        for _ in range(50):
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while time.monotonic() < deadline:
             gc.collect()
-            if not any(is_read(thing) for thing in gc.get_objects()):
+            if not any(is_pending(thing) for thing in gc.get_objects()):
                 return
             time.sleep(0.1)
 
