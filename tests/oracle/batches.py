@@ -15,7 +15,8 @@ def host_batch(drawn: Drawn, step: int) -> dict[str, np.ndarray]:
     stream = rng.integers(0, drawn.model.vocab, (data.batch, data.seq_len + 1)).astype(np.int32)
     weights = (rng.random(shape) < 0.8).astype(np.float32)
     if data.fractions:
-        weights *= rng.integers(1, 5, shape) / np.float32(4)  # quarters, whose sums are exact in float32
+        # Their sums are exact in float32, and so is a division by way of the reciprocal.
+        weights *= rng.choice(np.array([0.25, 0.5, 1.0], np.float32), shape)
     batch = {"tokens": stream[:, :-1], "targets": stream[:, 1:]}
     if data.documents:
         batch |= _documents(rng, *shape)

@@ -68,7 +68,7 @@ def judge(drawn: Drawn) -> Verdict:
 
 def differences(drawn: Drawn, actual: training64.Result, expected: training64.Result) -> dict[str, float]:
     """{what: difference as a part of the tolerance} of losses, norms, the number of skipped steps, and each tensor."""
-    precision = _precision(drawn)
+    precision = drawn.precision
     errors = {"skipped steps": float("inf") if actual.skipped != expected.skipped else 0.0}
     for kind in ("losses", "norms"):
         for step, (a, b) in enumerate(zip(getattr(actual, kind), getattr(expected, kind), strict=True)):
@@ -81,12 +81,6 @@ def differences(drawn: Drawn, actual: training64.Result, expected: training64.Re
             continue
         errors |= {f"{kind}: {name}": error / tolerance for name, error in _of_tensors(drawn, found, wanted).items()}
     return errors
-
-
-def _precision(drawn: Drawn) -> str:
-    """Weights in 8 bits are documented to be multiplied out in float32, whatever the rest is computed in."""
-    is_quantized = drawn.model.lora is not None and drawn.model.lora.base is not None
-    return "float32" if is_quantized and drawn.precision == "float64" else drawn.precision
 
 
 def _of_tensors(drawn: Drawn, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:

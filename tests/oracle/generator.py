@@ -98,8 +98,7 @@ def _model(dice: Dice, *, precision: str, is_sensitive: bool) -> plain.Model:
         lora=_lora(dice) if dice.chance(0.2) else None,
     )
     # What float32 rounds differently may be another multiple of 2^-12.
-    is_rounded = precision != "float64" or (model.lora is not None and model.lora.base is not None)
-    return replace(model, streams="float32") if streams == "fixed" and is_rounded else model
+    return replace(model, streams="float32") if streams == "fixed" and precision != "float64" else model
 
 
 def _norm(dice: Dice) -> plain.Norm:

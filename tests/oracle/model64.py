@@ -128,7 +128,7 @@ def _linear(lora: LoRA | None, params: Parameters, home: str, target: str, x: ja
         return x @ params[f"{home}/weight"] + bias
     if lora.base == "int8":
         codes, scales = params[f"{home}/weight/codes"], params[f"{home}/weight/scales"]
-        weight = codes.astype(x.dtype) * scales.astype(x.dtype) / 127
+        weight = (codes.astype(jnp.float32) / 127 * scales).astype(x.dtype)  # in float32, as documented
     else:
         weight = params[f"{home}/weight"]
     y = x @ weight + bias

@@ -15,6 +15,11 @@ import numpy as np
 from tests.oracle.drawn import Drawn, LoRA, Model, Norm
 
 Shapes = dict[str, tuple[int, ...]]
+# Weights in 8 bits are code / 127 * scale in float32, a compiler may make it code * (scale * (1 / 127)). With these
+# codes, and powers of two for scales, all orders give the same number: so they are compared as closely as others.
+_CODES = np.arange(-127, 128).astype(np.int8)
+_QUOTIENTS = _CODES.astype(np.float32) / np.float32(127)
+EXACT_CODES = _CODES[_CODES.astype(np.float32) * (np.float32(1) / np.float32(127)) == _QUOTIENTS]
 PRECISE = {"float64": np.float64, "float32": np.float32, "mixed": ml_dtypes.bfloat16}
 
 
@@ -100,9 +105,9 @@ def first_values(drawn: Drawn) -> dict[str, np.ndarray]:
         rng = np.random.default_rng([drawn.seed, 1_000_000 + number])
         kind = name.rsplit("/", 1)[1]
         if kind == "codes":
-            values[name] = rng.integers(-127, 128, shape).astype(np.int8)
+            values[name] = rng.choice(EXACT_CODES, shape)
         elif kind == "scales":
-            values[name] = rng.uniform(0.5, 1.0, shape).astype(np.float32)
+            values[name] = rng.choice(np.array([0.5, 1.0], np.float32), shape)
         else:
             values[name] = _floats(drawn, name, shape, rng)
     return values
