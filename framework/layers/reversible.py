@@ -62,8 +62,7 @@ class TwoStream(Reversible):
         """What flows through the stack, of what comes into it: two equal streams, in float32 or wider."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.fixed:
-            x = rounded(x)
-            x = jnp.where(x == 0.0, jnp.zeros_like(x), x)  # a zero comes back without a sign
+            x = without_signed_zeros(rounded(x))  # a zero comes back without a sign
         return x, x
 
     def leave(self, carry: tuple[jax.Array, jax.Array], ctx: Context) -> jax.Array:
@@ -121,6 +120,15 @@ def rounded(x: jax.Array) -> jax.Array:
 
 
 rounded.defjvps(lambda tangent, out, x: tangent)
+
+
+@jax.custom_jvp
+def without_signed_zeros(x: jax.Array) -> jax.Array:
+    """x, with zeros in place of negative zeros; its derivative is 1, at zero too."""
+    return jnp.where(x == 0.0, jnp.zeros_like(x), x)
+
+
+without_signed_zeros.defjvps(lambda tangent, out, x: tangent)
 
 
 def floats(tree: Any) -> Any:

@@ -51,7 +51,9 @@ def probe(optimizer: Any, specs: Nested) -> Reach:
     owners |= {f"update/{path}": path for path in shapes}
     run = _trial(optimizer, shapes)
     clean, cut = run(None, 0.0), 2 if any(len(shape) > 1 for shape in shapes.values()) else 1
-    for path in {len(shape): path for path, shape in shapes.items()}.values():  # one of each number of dimensions
+    # One of each shape, not of each number of dimensions: in one row, tensor and row are the same, and in one column,
+    # row and element.
+    for path in {shape: path for path, shape in shapes.items()}.values():
         for value in (1e3, np.nan):
             for name, after in run(path, value).items():
                 before, at = clean[name], _spoiled(shapes[path])

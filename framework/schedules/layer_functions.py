@@ -267,7 +267,11 @@ class LayerFunctions:
         kinds: list[MemoryKind] = ["pinned_host" if self.away(x, keeps) else "device" for x in kept]
         if self.memory.remat != "full" and not self.memory.remat.startswith("sqrt"):
             return kinds
-        return [self.carry_specs(x, kind) for x, kind in zip(kept, kinds, strict=True)]
+        # What has no rows is a constant of the unit (rotary frequencies), which all devices have.
+        return [
+            self.carry_specs(x, kind) if x.ndim > 2 else TensorSpec(x.shape, x.dtype, memory_kind=kind)
+            for x, kind in zip(kept, kinds, strict=True)
+        ]
 
     def everywhere(self, tree: Any) -> Any:
         """Of scalars."""

@@ -127,7 +127,10 @@ class Step(Pass[LayerFunctions]):
         if sums:
             before = self.waiting("shared")
             shardings = partial(self.f.gradient_specs, "shared")
-            sums = run("sum", partial(self.f.added, "shared"), sums, before, donate=(0, 1), out=shardings)
+            # The result takes the place of the sum before it; without one, of the gradients, if these are of its dtype.
+            alone = (0,) if self.f.learner.accumulate == 1 else ()
+            donated = alone if before is None else (1,)
+            sums = run("sum", partial(self.f.added, "shared"), sums, before, donate=donated, out=shardings)
             if tally is not None:
                 tally = run("judge", self.f.judged, tally, sums, out=self.f.everywhere)
             self.visit("shared", None, sums, tally, decision, measures)

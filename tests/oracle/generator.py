@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tests.oracle import drawn as plain
-from tests.oracle.generator_learner import INSENSITIVE, draw_learner, draw_optimizer
+from tests.oracle.generator_learner import INSENSITIVE, SMOOTH, draw_learner, draw_optimizer
 from tests.oracle.parameters import parameter_shapes, path
 
 DEVICES = 8
@@ -48,7 +48,7 @@ def draw(seed: int) -> plain.Drawn:
     """The experiment of a seed."""
     dice = Dice(seed)
     precision = dice.pick(["float64"] * 8 + ["float32", "mixed"])
-    optimizer = draw_optimizer(dice, INSENSITIVE if precision != "float64" else None)
+    optimizer = draw_optimizer(dice, {"float32": INSENSITIVE, "mixed": SMOOTH}.get(precision))
     is_sensitive = optimizer.name not in INSENSITIVE
     model = _model(dice, precision=precision, is_sensitive=is_sensitive)
     shapes = parameter_shapes(model)

@@ -34,13 +34,15 @@ _OPTIMIZERS: dict[str, tuple[float, list[dict[str, Any]]]] = {
 }
 # Those that make nothing of a gradient of nothing but rounding.
 INSENSITIVE = ("sgd", "adam", "adamw", "amsgrad", "yogi", "adagrad", "rmsprop", "adamaxw", "adan", "clipped_adamw")
+# Those that do not divide by a small gradient, whose relative error is large where gradients are bfloat16.
+SMOOTH = ("sgd", "adagrad")
 _PATTERNS = ("norm", "embed", "head/", "bias", "attention", "mlp", "block0/mlp", "^shared", "query|key", "lora_b", "up")
 
 
 def draw_optimizer(dice: Dice, names: Sequence[str] | None = None) -> plain.Optimizer:
     """An optimizer; AdamW as often as four others."""
     known = [name for name in (names or _OPTIMIZERS) if name in _OPTIMIZERS]
-    name = dice.pick(known + ["adamw"] * 3)
+    name = dice.pick(known + ["adamw"] * 3 * ("adamw" in known))
     rate, choices = _OPTIMIZERS[name]
     peak = dice.log_uniform(0.5 * rate, 1.5 * rate)
     takes_schedule = name != "sm3"  # optax's negates the number
@@ -77,14 +79,16 @@ def draw_learner(
     return plain.Learner(
         optimizer,
         scope="model" if whole else "unit",
-        rules=_rules(dice, optimizer, model, paths),
+        rules=_rules(dice, optimizer, model, paths, precision),
         clip=clip,
         clip_mode=clip_mode,
         ema=dice.pick([None, None, 0.9, 0.5]),
     )
 
 
-def _rules(dice: Dice, optimizer: plain.Optimizer, model: plain.Model, paths: Sequence[str]) -> tuple[plain.Rule, ...]:
+def _rules(
+    dice: Dice, optimizer: plain.Optimizer, model: plain.Model, paths: Sequence[str], precision: str
+) -> tuple[plain.Rule, ...]:
     """Up to two rules, each of which has something left to decide; they never freeze everything."""
     trained = [path for path in paths if model.lora is None or re.search("/lora_[ab]$", path)]
     left, learning, rules = set(trained), set(trained), []
@@ -104,6 +108,7 @@ def _rules(dice: Dice, optimizer: plain.Optimizer, model: plain.Model, paths: Se
         else:
             rate = dice.log_uniform(1e-3, 1e-2)
             other = dice.pick(["sgd", "adamw"])
+            other = "sgd" if precision == "mixed" else other
             fields = {"momentum": 0.5} if other == "sgd" else {"eps": 1e-4, "weight_decay": 0.2}
             rules.append(plain.Rule(pattern, optimizer=plain.Optimizer(other, rate, fields)))
     return tuple(rules)
