@@ -9,7 +9,7 @@ import pytest
 
 from framework.config import Config, config_for
 from framework.layers.base import Context
-from framework.layers.reversible import rounded
+from framework.layers.reversible import TwoStream, rounded
 from framework.layers.stack import Stack
 from framework.layout import flatten, initialize
 from tests.support import small
@@ -145,6 +145,15 @@ def test_sums_of_rounded_numbers_are_exact():
     raw = jnp.asarray(rng.normal(0, 300, 100_000), jnp.float32)
     assert not np.array_equal((raw + h / 3) - h / 3, raw)
     np.testing.assert_array_equal(jax.grad(lambda v: rounded(v).sum())(raw), np.ones(100_000))
+
+
+def test_what_rounds_to_zero_has_a_gradient_too():
+    x = jnp.asarray([0.0, -0.0, 1e-5, -1e-5, 1.0])
+    streams = TwoStream(Twins(dim=5), "fixed")
+    values, pull = jax.vjp(lambda x: streams.enter(x)[0], x)
+    assert values.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert not np.signbit(values).any()
+    assert pull(jnp.ones_like(x))[0].tolist() == [1.0] * 5
 
 
 def test_tokens_one_by_one_have_the_logits_of_the_whole():

@@ -80,6 +80,14 @@ def test_units_of_one_leaf() -> None:
     assert probe(CASES["contrib.muon"][0], VECTOR) == "element"  # Adam's
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_tensor_of_one_row_is_not_the_only_one_that_is_tried(order: int) -> None:
+    """LAMB divides by the norm of a tensor, which in one row is that of the row: as LoRA's adapters of rank 1."""
+    shapes = {"lora_a": (64, 1), "lora_b": (1, 8)}
+    specs = {name: ParameterSpec(shape, "float32", roles=("in", "rank")) for name, shape in [*shapes.items()][::order]}
+    assert probe(optax.lamb(0.1), specs) == "tensor"
+
+
 def test_the_learner_tries_each_kind_of_unit_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("framework.learner.probe", lambda one, specs: calls.append(specs) or probe(one, specs))

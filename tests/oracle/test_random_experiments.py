@@ -113,6 +113,22 @@ def test_a_frozen_layer_that_all_units_share_is_not_kept_of_each_of_them(phase: 
     assert verdict.outcome == "agree", verdict.detail
 
 
+def test_layers_run_one_by_one_on_more_devices_than_a_head_has_frequencies():
+    """Rotary frequencies are kept for the backward pass as they are, and not cut like the rows of a batch."""
+    layer = replace(PLAIN.model.layers[0], attention=Attention(heads=1, kv_heads=1, head_dim=4, rope_theta=10.0))
+    phase = Phase(mesh={"data": 4, "fsdp": 1, "seq": 1, "model": 1}, update="layer_programs", remat="full")
+    verdict = compare.judge(replace(PLAIN, model=replace(PLAIN.model, layers=(layer,)), phases=(phase,), steps=1))
+    assert verdict.outcome == "agree", verdict.detail
+
+
+def test_microbatches_of_a_shared_layer_run_by_layers_donate_what_can_be_donated():
+    """JAX warns where a donated array's place cannot be taken, and warnings are errors."""
+    model = replace(PLAIN.model, layers=PLAIN.model.layers * 2, units=1, shared=(0,))
+    phase = Phase(mesh=PLAIN.phases[0].mesh, update="layer_programs", accumulate=2)
+    verdict = compare.judge(replace(PLAIN, model=model, phases=(phase,), steps=1))
+    assert verdict.outcome == "agree", verdict.detail
+
+
 # --- the comparison can fail -----------------------------------------------------------------------------------------
 
 
