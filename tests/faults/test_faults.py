@@ -96,12 +96,12 @@ def test_8_a_flipped_byte_falls_back_loudly(text: Path, tmp_path: Path, capsys) 
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     capsys.readouterr()
-    assert train(workdir) == 0
+    assert train(workdir, "--config.trainer.max_steps=13") == 0  # a run that has ended reads no arrays
     out = capsys.readouterr().out
     assert "step 12" in out
     assert "checksum" in out or "corrupt" in out, out
     assert "resumed from step 8" in out
-    assert losses(workdir) == undisturbed
+    assert [row for row in losses(workdir).items() if row[0] <= 12] == list(undisturbed.items())
 
 
 def test_9_a_partial_checkpoint_is_ignored_and_listed(text: Path, tmp_path: Path, capsys) -> None:
