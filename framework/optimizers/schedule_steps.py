@@ -164,7 +164,7 @@ def own_length(config: Config) -> int | None:
         if not isinstance(node, Config):
             continue
         arguments: dict[str, _Kind] = step_arguments(node) or {}
-        values = [(kind, node.get(name)) for name, kind in arguments.items()]
+        values: list[tuple[_Kind, Any]] = [(kind, node.get(name)) for name, kind in arguments.items()]
         # A fraction of the run is no number of steps.
         lengths += [_last(kind, value) for kind, value in values if value and not isinstance(value, float)]
         lengths += [node[name] for name in _run_fields(node) if node.get(name) is not None]

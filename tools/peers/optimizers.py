@@ -74,9 +74,12 @@ def _torchao(params: dict[str, Any]) -> Tensors:
         moments[key] = (zeros(True), zeros(False)) if large else (torch.zeros_like(p), torch.zeros_like(p))
     for step in range(STEPS):
         for key, g in gradients("adamw8bit", step).items():
-            rest = torch.tensor(RATE), B1, B2, DECAY, EPS, True, False
-            count = torch.tensor(step + 1.0)
-            single_param_adam(params[key].detach(), torch.as_tensor(g), count, *moments[key], None, *rest)
+            rate, count = torch.tensor(RATE), torch.tensor(step + 1.0)
+            mu, nu = moments[key]
+            gradient = torch.as_tensor(g)
+            single_param_adam(
+                params[key].detach(), gradient, count, mu, nu, None, rate, B1, B2, DECAY, EPS, True, False
+            )
     for i, part in enumerate(("mu", "nu")):
         state = moments["mlp.weight"][i]
         more |= {f"{part}/codes": state.codes.numpy(), f"{part}/scale": state.scale.numpy()}
