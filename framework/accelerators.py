@@ -31,6 +31,10 @@ class AcceleratorSpec:
       memory_bytes: device memory: HBM as published, or (GPU) the total that the CUDA driver reports.
       usable_bytes: what one program may use, where that is published. None for GPUs, see `limit_bytes`.
       peak_bf16_flops: dense bfloat16 products. peak_tf32_flops: float32 in tensor cores.
+      flops_per_cycle: bfloat16 products of a TPU, in cycles of its compiler's cost model.
+      hbm_bytes_per_second: to and from device memory, together.
+      ici_bytes_per_second: from other chips of a slice, one way, over all links; ici_link_bytes_per_second: over one.
+      pcie_bytes_per_second: to or from the host, one way.
       cores_per_chip, devices_per_chip: TensorCores and jax devices of one chip. Names count cores (v5p-8 has 4 chips).
       chips_per_host, host_memory_bytes: of one machine (a VM, on Cloud), which the comment beside them names.
       topologies: of the slices that Cloud has, in chips. xla: the numbers of a GPU's description to the compiler.
@@ -43,6 +47,11 @@ class AcceleratorSpec:
     usable_bytes: int | None = None
     peak_bf16_flops: float | None = None
     peak_tf32_flops: float | None = None
+    flops_per_cycle: int | None = None
+    hbm_bytes_per_second: float | None = None
+    ici_bytes_per_second: float | None = None
+    ici_link_bytes_per_second: float | None = None
+    pcie_bytes_per_second: float | None = None
     cores_per_chip: int = 1
     devices_per_chip: int = 1
     chips_per_host: int | None = None

@@ -120,7 +120,7 @@ MUTATIONS = (
     ),
     Mutation(
         "count a loop's collectives once",
-        "framework/plan/hlo.py",
+        "framework/plan/hlo/module.py",
         'self.trip_count(i) if role == "body" else 1',
         "1",
         ("tests/plan/test_hlo.py",),

@@ -1,0 +1,89 @@
+"""Array types in a program's text: `bf16[8,1024]{1,0:T(8,128)(2,1)S(1)}`.
+
+The part in braces is the layout: dimensions from minor to major, tiles, and the memory space. On TPU space 0 (not
+written) is HBM, 1 is the vector memory on the chip (VMEM), 5 is host memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+HBM, VMEM, HOST = 0, 1, 5
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16}  # the others' names end in their bits
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_TILE = re.compile(r"T\((\d+)(?:,(\d+))?\)")
+
+
+class Array(NamedTuple):
+    """An array type: dtype, dimensions, and whether it is in host memory."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    on_host: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Without the padding of tiled layouts."""
+        return math.prod(self.dims) * element_bits(self.dtype) // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+class Placed(NamedTuple):
+    """An array type with its memory space, and the bytes that it takes up there: tiles are padded."""
+
+    array: Array
+    space: int
+    padded_bytes: int
+
+
+def element_bits(dtype: str) -> int:
+    """Bits of one element; 32 for types that hold no numbers (token, opaque)."""
+    return _BITS.get(dtype) or int("".join(filter(str.isdigit, dtype)) or 32)
+
+
+@lru_cache(maxsize=65536)
+def placed(text: str) -> tuple[Placed, ...]:
+    """All array types in a piece of text, in order, with their places."""
+    return tuple(_placed(dtype, _numbers(dims), layout) for dtype, dims, layout in _SHAPE.findall(text))
+
+
+def arrays(text: str) -> list[Array]:
+    """All array types in a piece of text, in order."""
+    return [one.array for one in placed(text)]
+
+
+def bytes_in(text: str, *spaces: int) -> int:
+    """Bytes, padded, of all arrays in a piece of text that are in one of the memory spaces."""
+    return sum(one.padded_bytes for one in placed(text) if one.space in spaces)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _placed(dtype: str, dims: tuple[int, ...], layout: str) -> Placed:
+    space = _SPACE.search(layout)
+    number = int(space[1]) if space else HBM
+    padded = math.prod(_padded(dims, layout)) * element_bits(dtype) // 8
+    return Placed(Array(dtype, dims, number == HOST), number, padded)
+
+
+def _padded(dims: tuple[int, ...], layout: str) -> list[int]:
+    """The dimensions, the minor ones rounded up to whole tiles.
+
+    Only the first tile counts: those behind it, `(2,1)` in T(8,128)(2,1), divide it and add nothing.
+    """
+    padded = list(dims)
+    minor_to_major = [int(axis) for axis in layout.split(":")[0].split(",") if axis.strip().isdigit()]
+    tile = _TILE.search(layout)
+    if tile:
+        sizes = [int(size) for size in tile.groups() if size]
+        for axis, size in zip(minor_to_major, reversed(sizes), strict=False):
+            padded[axis] = -(-dims[axis] // size) * size
+    return padded

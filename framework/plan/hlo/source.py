@@ -1,0 +1,74 @@
+"""The line of Python that an instruction comes from.
+
+XLA writes it in one of two ways. jax 0.10 and later: tables at the top of the text (file names, places in them, and
+frames that have a place and a caller), and `stack_frame_id=7` at the instruction. Before, and where tables are switched
+off: `source_file="..." source_line=78` at the instruction.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_FILE = re.compile(r'(\d+) "(.*)"')
+_LOCATION = re.compile(r"(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)")
+_FRAME = re.compile(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+_INLINE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+_FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
+_LIBRARY = ("/site-packages/", "/dist-packages/")
+
+
+class SourceLine(NamedTuple):
+    """A file and a line in it, counted from 1."""
+
+    file: str
+    line: int
+
+
+class _Frame(NamedTuple):
+    place: SourceLine
+    caller: int
+
+
+class Sources:
+    """The tables of one program."""
+
+    def __init__(self, lines: list[str]):
+        """Reads the tables from the lines that come before the first computation."""
+        files: dict[int, str] = {}
+        places: dict[int, SourceLine] = {}
+        frames: dict[int, _Frame] = {}
+        table = ""
+        for line in lines:
+            if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+                table = line
+            elif table == "FileNames" and (found := _FILE.match(line)):
+                files[int(found[1])] = found[2]
+            elif table == "FileLocations" and (found := _LOCATION.match(line)):
+                places[int(found[1])] = SourceLine(files.get(int(found[2]), ""), int(found[3]))
+            elif table == "StackFrames" and (found := _FRAME.match(line)):
+                frames[int(found[1])] = _Frame(places.get(int(found[2]), SourceLine("", 0)), int(found[3] or 0))
+        # The first frame has no caller. XLA writes callers counted from 1 there, frames from 0: it then names itself.
+        shift = 1 if 1 in frames and frames[1].caller == 1 else 0
+        self._frames = {number: _Frame(frame.place, frame.caller - shift) for number, frame in frames.items()}
+
+    def line_of(self, attributes: str) -> SourceLine | None:
+        """The innermost line that is not in an installed package, or else the innermost; None if nothing is known.
+
+        Args:
+            attributes: of the instruction.
+        """
+        if inline := _INLINE.search(attributes):
+            return SourceLine(inline[1], int(inline[2] or 0))
+        found = _FRAME_ID.search(attributes)
+        number = int(found[1]) if found else 0
+        innermost = None
+        visited: set[int] = set()
+        while number in self._frames and number not in visited:
+            visited.add(number)
+            frame = self._frames[number]
+            innermost = innermost or frame.place
+            if not any(folder in frame.place.file for folder in _LIBRARY):
+                return frame.place
+            number = frame.caller
+        return innermost

@@ -1,0 +1,99 @@
+"""What kind of work an instruction of a TPU's program is. May import: framework.plan.hlo, step_time.attention."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Literal
+
+from framework.plan.hlo import collectives, host
+from framework.plan.hlo.flops import PRODUCTS, Flops
+from framework.plan.hlo.module import Instruction, Module
+from framework.plan.step_time.attention import is_attention
+
+Category = Literal[
+    "matmul",
+    "collective matmul",  # a matrix product with steps of a collective beside it
+    "attention",
+    "kernel",  # Pallas kernels other than attention
+    "vector",  # elementwise operations and reductions
+    "copy",  # copies and changes of layout
+    "slice",  # slices of arrays, updates in place, gathers
+    "collective",
+    "async copy",  # between HBM and VMEM, beside other work
+    "host transfer",
+    "custom call",
+]
+# Those that are no work of the cores: what they cost is counted by their bytes, elsewhere.
+MOVED_BESIDE: tuple[Category, ...] = ("collective", "async copy", "host transfer")
+# Those for which the compiler's estimate is far too high.
+THIN: tuple[Category, ...] = ("vector", "copy", "slice")
+
+_ARITHMETIC = {
+    "abs", "add", "and", "clamp", "compare", "convert", "cosine", "divide", "exponential", "exponential-minus-one",
+    "log", "logistic", "maximum", "minimum", "multiply", "negate", "or", "power", "reduce", "reduce-precision",
+    "reduce-window", "rng-bit-generator", "rsqrt", "scatter", "select", "sine", "sort", "sqrt", "subtract", "tanh",
+    "xor",
+}  # fmt: skip
+# What indices are computed with, and what picks rows: no reason to call a fusion arithmetic.
+_OF_INDICES = {"add", "and", "clamp", "compare", "select"}
+_SLICES = {"dynamic-slice", "dynamic-update-slice", "gather"}
+_COPIES = {"copy", "transpose", "reshape", "concatenate", "pad", "slice", "broadcast"}
+_STARTS = {"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start", "async-start"}
+# Names for values, and what waits for something that was started before.
+_NO_WORK = {
+    "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element", "iota", "opt-barrier",
+    "parameter", "partition-id", "replica-id", "tuple",
+}  # fmt: skip
+_NO_WORK_CALLS = re.compile(r'custom_call_target="(ConcatBitcast|AssumeGatherIndicesInBound|AllocateBuffer|Sharding)"')
+
+
+def is_work(instruction: Instruction) -> bool:
+    """Whether an instruction takes time of its own."""
+    if instruction.opcode == "custom-call":
+        return not _NO_WORK_CALLS.search(instruction.attributes)
+    return instruction.opcode not in _NO_WORK and not instruction.opcode.endswith(("-done", "-update"))
+
+
+def category(module: Module, flops: Flops, instruction: Instruction) -> Category:
+    """The kind of work that an instruction is."""
+    if host.transfer(module, instruction):
+        return "host transfer"
+    if instruction.opcode == "fusion":
+        return _of_fusion(module, flops, instruction)
+    if any(collectives.inside(module, instruction)):
+        return "collective"
+    if instruction.opcode in _STARTS:
+        return "async copy"
+    if instruction.opcode == "custom-call":
+        if "tpu_custom_call" not in instruction.attributes:
+            return "custom call"
+        return "attention" if is_attention(instruction) else "kernel"
+    if instruction.opcode in PRODUCTS:
+        return "matmul"
+    if instruction.opcode in _COPIES:
+        return "copy"
+    return "slice" if instruction.opcode in _SLICES | {"scatter"} else "vector"
+
+
+def _of_fusion(module: Module, flops: Flops, fusion: Instruction) -> Category:
+    multiplies = flops.of(fusion) > 0
+    named = "async_collective" in fusion.name or "async_collective" in fusion.called("calls")
+    if named or any(collectives.inside(module, fusion)):
+        return "collective matmul" if multiplies else "collective"
+    if multiplies:
+        return "matmul"
+    opcodes = set(_opcodes(module, fusion))
+    if opcodes & (_ARITHMETIC - _OF_INDICES):
+        return "vector"
+    if opcodes & _SLICES:
+        return "slice"
+    return "vector" if opcodes & _ARITHMETIC else "copy"
+
+
+def _opcodes(module: Module, fusion: Instruction) -> Counter[str]:
+    """What a fusion is made of."""
+    found: Counter[str] = Counter()
+    for inner in module.fused(fusion):
+        found += _opcodes(module, inner) if inner.opcode == "fusion" else Counter([inner.opcode])
+    return found

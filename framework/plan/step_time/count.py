@@ -1,0 +1,94 @@
+"""The count of a step: its operations, collectives and host transfers, and how long it takes by them.
+
+May import: framework.accelerators, framework.plan.hlo, framework.plan.step_time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from framework.plan.hlo.collectives import Collective, collectives
+from framework.plan.hlo.module import Module
+from framework.plan.step_time.operations import Operation, operations
+from framework.plan.step_time.rates import Rates
+from framework.plan.step_time.timeline import Cost, Timeline, play
+
+
+class Part(NamedTuple):
+    """A program that is a step, or, of a step that is several programs, one of them; how often it runs in a step."""
+
+    module: Module
+    runs: int
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """What a step does on one chip, and how long it takes.
+
+    Attributes:
+        rates: of the chip.
+        operations, collectives: of all programs; `runs` are those of a whole step.
+        at_all_links, at_two_links: the timelines with the fastest and with the slowest collectives.
+    """
+
+    rates: Rates
+    operations: list[Operation]
+    collectives: list[Collective]
+    at_all_links: Timeline
+    at_two_links: Timeline
+
+    @property
+    def low(self) -> float:
+        """Seconds of the step, at best."""
+        return self.at_all_links.seconds
+
+    @property
+    def high(self) -> float:
+        """Seconds of the step where collectives have two links only."""
+        return self.at_two_links.seconds
+
+    @property
+    def middle(self) -> float:
+        """The middle of the range: what two programs are compared by."""
+        return (self.low + self.high) / 2
+
+    @property
+    def product_flops(self) -> int:
+        """Of matrix products, attention kernels left out."""
+        return sum(one.flops * one.runs for one in self.operations if one.category != "attention")
+
+    @property
+    def attention_flops(self) -> int:
+        """Of attention kernels, as if nothing were masked."""
+        return sum(one.flops * one.runs for one in self.operations if one.category == "attention")
+
+
+def count(parts: Sequence[Part], rates: Rates) -> StepCount:
+    """The count of a step.
+
+    Args:
+        parts: its programs, compiled for TPU, scheduled. rates: of the chip they are for.
+    """
+    all_operations: list[Operation] = []
+    all_collectives: list[Collective] = []
+    at_all_links, at_two_links = Timeline(), Timeline()
+    for module, runs in parts:
+        found, exchanged = list(operations(module, rates)), collectives(module)
+        costs = _costs(found, exchanged)
+        for timeline, speed in ((at_all_links, rates.all_links), (at_two_links, rates.two_links)):
+            played = play(module, costs, received_per_second=speed, host_per_second=rates.pcie)
+            timeline.add(played, runs)
+        all_operations += [replace(one, runs=one.runs * runs) for one in found]
+        all_collectives += [one._replace(runs=one.runs * runs) for one in exchanged]
+    return StepCount(rates, all_operations, all_collectives, at_all_links, at_two_links)
+
+
+def _costs(found: list[Operation], exchanged: list[Collective]) -> dict[str, Cost]:
+    received: defaultdict[str, float] = defaultdict(float)
+    for one in exchanged:
+        if one.mode != "async":
+            received[one.scheduled.name] += one.bytes_received
+    return {one.instruction.name: Cost(one.seconds, received[one.instruction.name]) for one in found}

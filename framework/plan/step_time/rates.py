@@ -1,0 +1,83 @@
+"""What a chip can do in a second, and what is assumed where nothing is published or measured.
+
+The published figures are in framework/accelerators.toml, each with its source. The constants below calibrate the TPU
+compiler's cost model: they come from comparing its `estimated_cycles` with the static profile that libtpu writes of the
+scheduled bundles (LIBTPU_INIT_ARGS=--xla_jf_dump_static_llo_profile_to=DIR), on v5e, operation by operation:
+
+    operation                                estimate, cycles    profile      HBM at its peak
+    matmul 4096^3, bfloat16                  1,083,068           1,080,291    (MXU: 1,048,576)
+    bfloat16 add, 4096^2                     573,600             194,125      184,300
+    rotary: multiply, subtract, convert      52,084              6,019        in VMEM
+    rotary: concatenate (pad, maximum)       26,106              4,877        3,848
+
+So the estimate is right for matrix products and 3 to 9 times too high for thin elementwise work.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from framework.accelerators import AcceleratorSpec
+
+# Thin operations take the time of their bytes at the peak of HBM times this, or of their bytes in VMEM at that rate,
+# whichever is longer, but never more than the compiler's estimate.
+THIN_OVER_HBM = 1.25
+VMEM_BYTES_PER_CYCLE = 1400
+# Attention kernels have no estimate. Of the peak they are taken to reach this, in proportion to the head's size below
+# the MXU's 128 rows; and of what a kernel would compute without a mask, a causal one leaves half.
+ATTENTION_OF_PEAK = 0.5
+ATTENTION_FULL_HEAD = 128
+CAUSAL_SHARE = 0.5
+# Of what PCIe is published with, transfers of stacks are taken to reach this: 12 GB/s a chip each way on v5e.
+PCIE_REACHED = 0.75
+
+
+class Rates(NamedTuple):
+    """What one jax device does in a second.
+
+    Attributes:
+        name: of the accelerator.
+        flops: bfloat16 products. flops_per_cycle: the same, in cycles of the compiler's cost model.
+        hbm: bytes to and from device memory.
+        all_links, two_links: bytes received from other chips, over all links of a chip, or over two: those that the
+            corner of a slice without wrap-around has.
+        pcie: bytes to or from the host, each way at once.
+    """
+
+    name: str
+    flops: float
+    flops_per_cycle: float
+    hbm: float
+    all_links: float
+    two_links: float
+    pcie: float
+
+    @property
+    def cycles(self) -> float:
+        """Cycles of the compiler's cost model in a second."""
+        return self.flops / self.flops_per_cycle
+
+    @staticmethod
+    def of(spec: AcceleratorSpec) -> Rates:
+        """The rates of an accelerator.
+
+        Raises:
+            ValueError: it is no TPU, or its figures are not published.
+        """
+        figures = (
+            spec.peak_bf16_flops,
+            spec.flops_per_cycle,
+            spec.hbm_bytes_per_second,
+            spec.ici_bytes_per_second,
+            spec.ici_link_bytes_per_second,
+            spec.pcie_bytes_per_second,
+        )
+        known = [float(figure) for figure in figures if figure is not None]
+        if spec.platform != "tpu" or len(known) < len(figures):
+            raise ValueError(f"{spec.name}: the time of a step is counted for TPUs whose rates are known only")
+        flops, flops_per_cycle, hbm, all_links, link, pcie = known
+        return Rates(spec.name, flops, flops_per_cycle, hbm, all_links, 2 * link, PCIE_REACHED * pcie)
+
+    def attention_flops(self, head_size: int) -> float:
+        """Products that an attention kernel is taken to do in a second."""
+        return self.flops * ATTENTION_OF_PEAK * min(1.0, head_size / ATTENTION_FULL_HEAD)

@@ -1,0 +1,240 @@
+"""The count of a step's time: a small program of a v5e slice, recorded and (with libtpu) compiled anew, and by hand."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from framework.accelerators import ACCELERATORS, spec_for
+from framework.plan import targets
+from framework.plan.hlo import Module
+from framework.plan.hlo.collectives import collectives
+from framework.plan.step_time import Rates, StepCount, count
+from framework.plan.step_time.attention import attention
+from framework.plan.step_time.count import Part
+from framework.plan.step_time.timeline import Cost, play
+
+# What libtpu 0.0.42.1 made of `lowered_step`; of each backend_config only the estimated cycles are left.
+RECORDED = Path(__file__).parent / "recorded" / "v5e_step.txt"
+LAYERS, DIM, ROWS, CHIPS = 6, 512, 256, 4
+V5E = Rates.of(spec_for("v5e"))
+
+
+def lowered_step() -> jax.stages.Lowered:
+    """Layers in a loop with weights over four chips, and an update of state that lives on the host."""
+    targets.environment("v5e-4")
+    mesh = Mesh(np.array(targets.resolve("v5e-4").devices()), ("fsdp",))
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in [(None, "fsdp"), ()])
+    hosted, split = rows.with_memory_kind("pinned_host"), NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    def step(weights: jax.Array, moments: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def layer(h: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ jax.lax.with_sharding_constraint(weight, whole)), None
+
+        h, _ = jax.lax.scan(layer, x, weights)
+        moments = jax.device_put(moments, jax.memory.Space.Device) * 0.9 + h.sum()
+        return h, weights + moments.astype(weights.dtype), jax.device_put(moments, jax.memory.Space.Host)
+
+    shape = (LAYERS, DIM, DIM)
+    return jax.jit(step, out_shardings=(split, rows, hosted)).lower(
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rows),
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=hosted),
+        jax.ShapeDtypeStruct((CHIPS * ROWS, DIM), jnp.bfloat16, sharding=split),
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Module:
+    return Module(RECORDED.read_text())
+
+
+def counted(module: Module) -> StepCount:
+    return count([Part(module, 1)], V5E)
+
+
+# --- a recorded program ----------------------------------------------------------------------------------------------
+
+
+def test_flops_are_those_of_the_layers(recorded: Module):
+    assert counted(recorded).product_flops == LAYERS * 2 * ROWS * DIM * DIM
+    assert counted(recorded).attention_flops == 0
+
+
+def test_collectives_are_what_a_chip_lacks(recorded: Module):
+    gathers = [one for one in collectives(recorded) if one.kind == "all-gather"]
+    assert [(one.mode, one.runs) for one in gathers] == [("sync", LAYERS)]
+    assert gathers[0].bytes_received == (CHIPS - 1) / CHIPS * DIM * DIM * 2
+    (reduced,) = (one for one in collectives(recorded) if one.kind == "all-reduce")
+    assert reduced.bytes_received == 2 * (CHIPS - 1) / CHIPS * 2  # one bfloat16, twice around the ring
+
+
+def test_host_transfers(recorded: Module):
+    timeline = counted(recorded).at_all_links
+    shard = LAYERS * DIM * DIM * 4 // CHIPS
+    assert timeline.moved == {"to host": shard, "from host": shard}
+    assert timeline.transfers == {"to host": 1, "from host": 1}
+    # What is written at the end has nothing to hide behind; what is read goes on under the layers.
+    assert timeline.exposed["to host"] == pytest.approx(shard / V5E.pcie)
+    assert timeline.exposed["from host"] == pytest.approx(shard / V5E.pcie - layers_seconds(recorded), rel=1e-2)
+
+
+def layers_seconds(module: Module) -> float:
+    """From the entry's first operation to the update."""
+    found = counted(module)
+    update = [one.seconds for one in found.operations if one.instruction.name == "convert_add_fusion"]
+    assert len(update) == 1
+    return found.at_all_links.compute + found.at_all_links.collectives - update[0]
+
+
+def test_times(recorded: Module):
+    found = counted(recorded)
+    operations = {one.instruction.name: one for one in found.operations}
+    (product,) = (one for one in found.operations if one.category == "matmul")
+    assert product.estimate is not None
+    assert product.estimate * V5E.cycles == pytest.approx(4146)  # as the text has it; the MXU alone needs 1,024
+    assert product.seconds == product.estimate
+    assert product.roof >= 2 * ROWS * DIM * DIM / V5E.flops
+    update = operations["convert_add_fusion"]
+    assert update.category == "vector"
+    shard = LAYERS * DIM * DIM // CHIPS
+    assert update.hbm_bytes == shard * (2 + 4 + 2 + 4)  # weights and moments, in and out
+    assert update.seconds == pytest.approx(1.25 * update.hbm_bytes / V5E.hbm)
+    assert update.estimate is not None
+    assert update.seconds < update.estimate
+    for timeline, speed in ((found.at_all_links, V5E.all_links), (found.at_two_links, V5E.two_links)):
+        received = sum(one.bytes_received * one.runs for one in found.collectives)
+        assert timeline.collectives == pytest.approx(received / speed)
+        assert timeline.seconds == timeline.compute + timeline.collectives + timeline.waits
+    # The read of the moments lasts longer than the layers, whatever their collectives take.
+    assert found.low == pytest.approx(found.high)
+
+
+def test_names_and_lines(recorded: Module):
+    (product,) = (one for one in counted(recorded).operations if one.category == "matmul")
+    assert product.op_name == "jit(step)/while/body/closed_call/dot_general"
+    assert product.source is not None
+    assert product.source.file.endswith("test_step_time.py")
+    line = Path(__file__).read_text().splitlines()[product.source.line - 1]
+    assert "h @ jax.lax.with_sharding_constraint(weight, whole)" in line
+
+
+def test_programs_of_a_step_add_up(recorded: Module):
+    once, thrice = counted(recorded), count([Part(recorded, 2), Part(recorded, 1)], V5E)
+    assert thrice.product_flops == 3 * once.product_flops
+    assert thrice.low == pytest.approx(3 * once.low)
+    assert thrice.at_all_links.moved["to host"] == 3 * once.at_all_links.moved["to host"]
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU's compiler is not installed")
+def test_the_compiler_still_writes_what_was_recorded(recorded: Module):
+    fresh, before = counted(Module(lowered_step().compile().as_text())), counted(recorded)
+    assert fresh.product_flops == before.product_flops
+    assert fresh.at_all_links.moved == before.at_all_links.moved
+    received = [sum(one.bytes_received * one.runs for one in found.collectives) for found in (fresh, before)]
+    assert received[0] == pytest.approx(received[1], rel=0.01)
+    assert fresh.low == pytest.approx(before.low, rel=0.2)  # another version may fuse and tile otherwise
+    assert {one.category for one in fresh.operations} >= {"matmul", "vector", "host transfer"}
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+TRANSFERS = """HloModule step, is_scheduled=true
+
+%body (b: (s32[], f32[250])) -> (s32[], f32[250]) {
+  %b = (s32[], f32[250]) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %row = f32[250]{0} get-tuple-element(%b), index=1
+  %out = (f32[250]{0:S(5)}, f32[250]{0}, u32[]) copy-start(%row)
+  %work = f32[250]{0} negate(%row)
+  %out-done = f32[250]{0:S(5)} copy-done(%out)
+  ROOT %carry = (s32[], f32[250]) tuple(%next, %work)
+}
+
+%condition (c: (s32[], f32[250])) -> pred[] {
+  %c = (s32[], f32[250]) parameter(0)
+  %j = s32[] get-tuple-element(%c), index=0
+  %bound = s32[] constant(3)
+  ROOT %less = pred[] compare(%j, %bound), direction=LT
+}
+
+ENTRY %main (a: f32[1000], h: f32[1000]) -> f32[1000] {
+  %a = f32[1000]{0} parameter(0)
+  %h = f32[1000]{0:S(5)} parameter(1)
+  %in = (f32[1000]{0}, f32[1000]{0:S(5)}, u32[]) copy-start(%h)
+  %in2 = (f32[1000]{0}, f32[1000]{0:S(5)}, u32[]) copy-start(%h)
+  %before = f32[1000]{0} negate(%a)
+  %in-done = f32[1000]{0} copy-done(%in)
+  %zero = s32[] constant(0)
+  %part = f32[250]{0} slice(%before), slice={[0:250]}
+  %start = (s32[], f32[250]) tuple(%zero, %part)
+  %loop = (s32[], f32[250]) while(%start), condition=%condition, body=%body
+  %in2-done = f32[1000]{0} copy-done(%in2)
+  ROOT %sum = f32[1000]{0} add(%in2-done, %in-done)
+}
+"""
+
+
+def test_transfers_share_the_link():
+    """4 kB in and again 4 kB in at 1 kB a second; 1 s of work, then three turns with 1 kB out under half a second."""
+    costs = {"before": Cost(1.0, 0.0), "work": Cost(0.5, 0.0), "sum": Cost(0.25, 10.0)}
+    timeline = play(Module(TRANSFERS), costs, received_per_second=100.0, host_per_second=1000.0)
+    assert timeline.moved == {"from host": 8000, "to host": 3000}
+    assert timeline.compute == 1.0 + 3 * 0.5 + 0.25
+    assert timeline.collectives == pytest.approx(0.1)
+    # The first read is through at 4 s, 3 s after the work before; the loop is 3 x 1 s, half of each waiting; the second
+    # read, behind the first, at 8 s, one second after the loop.
+    assert timeline.waits == pytest.approx(3.0 + 3 * 0.5 + 1.0)
+    assert timeline.seconds == pytest.approx(8.0 + 0.25 + 0.1)
+    assert timeline.exposed["to host"] == pytest.approx(3 * 0.5)
+    assert timeline.exposed["from host"] == pytest.approx(3.0 + 3 * 0.5 + 1.0)
+    # Alone on the link: 1 s of work for the first read, 1 + 1.5 for the second, half a second for each write.
+    assert timeline.hidden_alone == {"from host": pytest.approx(1000 + 2500), "to host": pytest.approx(3 * 500)}
+
+
+KERNEL = """HloModule k
+ENTRY %main (q: bf16[2,8,1024,64], k: bf16[2,4,1024,64]) -> bf16[2,8,1024,64] {
+  %q = bf16[2,8,1024,64]{3,2,1,0} parameter(0)
+  %k = bf16[2,4,1024,64]{3,2,1,0} parameter(1)
+  %mask = s8[1,2,2]{2,1,0} constant({...})
+  ROOT %splash_mha_NAME = TYPE custom-call(%mask, %q, %k, %k), custom_call_target="tpu_custom_call"
+}
+"""
+QUERIES, KEYS, RUNNING_SUM = "bf16[2,8,1024,64]{3,2,1,0}", "bf16[2,4,1024,64]{3,2,1,0}", "f32[2,512,64]{2,1,0}"
+
+
+@pytest.mark.parametrize(
+    ("name", "results", "products"),
+    [
+        ("fwd_residuals", [RUNNING_SUM, QUERIES], 2),
+        ("dq_no_residuals", [RUNNING_SUM, QUERIES], 3),
+        ("dkv_no_residuals", [RUNNING_SUM, RUNNING_SUM, KEYS, KEYS], 4),
+        ("dkv_no_residuals", [RUNNING_SUM, RUNNING_SUM, "f32[2,2,8,1024,64]{4,3,2,1,0}", KEYS, KEYS], 5),
+    ],
+)
+def test_attention_kernels(name: str, results: list[str], products: int):
+    module = Module(KERNEL.replace("NAME", name).replace("TYPE", f"({', '.join(results)})"))
+    kernel = module.root(module.entry)
+    assert kernel is not None
+    flops = products * 2 * 2 * 8 * 1024 * 1024 * 64
+    assert attention(module, kernel) == (flops, 64)
+    (operation,) = (one for one in counted(module).operations if one.category == "attention")
+    assert operation.seconds == pytest.approx(
+        flops / 2 / (V5E.flops / 4)
+    )  # causal; heads of 64 at a quarter of the peak
+
+
+def test_rates_of_every_tpu():
+    for spec in ACCELERATORS:
+        if spec.platform == "tpu":
+            rates = Rates.of(spec)
+            assert 0.9e9 < rates.cycles < 2.5e9
+            assert rates.two_links < rates.all_links
+        else:
+            with pytest.raises(ValueError, match="TPUs whose rates are known"):
+                Rates.of(spec)

@@ -1,0 +1,176 @@
+"""What a counted TPU step comes to: the figures that tables, comparisons and JSON are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from framework.plan.hlo.host import DIRECTIONS, Direction
+from framework.plan.hlo.source import SourceLine
+from framework.plan.naming import place
+from framework.plan.step_time.categories import THIN
+from framework.plan.step_time.count import StepCount
+from framework.plan.step_time.operations import Operation
+from tools.bench.tpu_programs import About
+
+MODES = ("sync", "fused", "async")
+_COMPARED = ("matmul", "collective matmul", "attention", "kernel", *THIN, "custom call")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Counted(NamedTuple):
+    """A step, and its count."""
+
+    about: About
+    count: StepCount
+
+    @property
+    def ideal(self) -> float | None:
+        """Seconds of what the model needs at the peak; None where that is unknown."""
+        needed = self.about.model_flops
+        return None if needed is None else needed / self.count.rates.flops
+
+    @property
+    def found_over_traced(self) -> float | None:
+        """FLOPs found in the compiled program over those of the traced one.
+
+        Other than 1.00 means that the compiler computes something twice, or that the count is wrong.
+        """
+        found = self.count.product_flops + self.count.attention_flops
+        return None if self.about.traced_flops is None else found / self.about.traced_flops
+
+
+class Sums(NamedTuple):
+    """Operations added up, each as often as it runs in a step: seconds, FLOPs and bytes."""
+
+    runs: int
+    seconds: float
+    estimate: float
+    roof: float
+    flops: int
+    hbm_bytes: int
+
+    @staticmethod
+    def of(operations: Iterable[Operation]) -> Sums:
+        """The sums of some operations."""
+        members = list(operations)
+        return Sums(
+            runs=sum(one.runs for one in members),
+            seconds=sum(one.runs * one.seconds for one in members),
+            estimate=sum(one.runs * (one.estimate or 0.0) for one in members),
+            roof=sum(one.runs * one.roof for one in members),
+            flops=sum(one.runs * one.flops for one in members),
+            hbm_bytes=sum(one.runs * one.hbm_bytes for one in members),
+        )
+
+
+class Group(NamedTuple):
+    """Operations of one category with the same name in the traced program, from the same line of Python."""
+
+    category: str
+    name: str
+    line: str
+    sums: Sums
+
+
+def groups(operations: Iterable[Operation]) -> list[Group]:
+    """The operations by layer and line, the longest first; of those that take no time of the cores, the most bytes."""
+    members: dict[tuple[str, str, str], list[Operation]] = {}
+    for one in operations:
+        name = place(one.op_name) if one.op_name else one.instruction.name.rstrip("0123456789.")
+        members.setdefault((one.category, name, source_line(one.source)), []).append(one)
+    found = [Group(*key, Sums.of(alike)) for key, alike in members.items()]
+    return sorted(found, key=lambda group: (-group.sums.seconds, -group.sums.hbm_bytes))
+
+
+def source_line(source: SourceLine | None) -> str:
+    """`framework/layers/mlp.py:78`; of installed packages without the folder that they are in."""
+    if source is None:
+        return ""
+    file = source.file.partition("/site-packages/")[2] or source.file.removeprefix(f"{_ROOT}/")
+    return f"{file}:{source.line}"
+
+
+def received(count: StepCount, mode: str) -> float:
+    """Bytes that a chip receives in a step by collectives of a mode."""
+    return sum(one.bytes_received * one.runs for one in count.collectives if one.mode == mode)
+
+
+class HostFigures(NamedTuple):
+    """Transfers in one direction between device and host memory, in a step.
+
+    Attributes:
+        num_bytes, transfers: how many. seconds: of the link.
+        hidden: share of these seconds in which the chip worked. hidden_alone: share of the bytes that work between the
+            start and the end of a transfer would hide if it had the link to itself. None where nothing is moved.
+    """
+
+    num_bytes: int
+    transfers: int
+    seconds: float
+    hidden: float | None
+    hidden_alone: float | None
+
+
+def host_figures(count: StepCount) -> dict[Direction, HostFigures]:
+    """The transfers of a step, by direction, collectives at all links."""
+    timeline, found = count.at_all_links, dict[Direction, HostFigures]()
+    for direction in DIRECTIONS:
+        moved = timeline.moved[direction]
+        seconds = moved / count.rates.pcie
+        hidden = 1 - timeline.exposed[direction] / seconds if moved else None
+        alone = timeline.hidden_alone[direction] / moved if moved else None
+        found[direction] = HostFigures(moved, timeline.transfers[direction], seconds, hidden, alone)
+    return found
+
+
+def figures(counted: Counted) -> dict[str, float | None]:
+    """The figures by which steps are compared, by their names in the table; None: unknown."""
+    count, about = counted.count, counted.about
+    found: dict[str, float | None] = {"products, TFLOP": count.product_flops / 1e12}
+    for category in _COMPARED:
+        sums = Sums.of(one for one in count.operations if one.category == category)
+        found[f"{category}, ms"] = 1e3 * sums.seconds
+    found["HBM of operations, GB"] = Sums.of(count.operations).hbm_bytes / 1e9
+    for mode in MODES:
+        found[f"{mode} collectives, GB"] = received(count, mode) / 1e9
+    for direction, host in host_figures(count).items():
+        found[f"{direction}, GB"] = host.num_bytes / 1e9
+    found |= {
+        "compute, ms": 1e3 * count.at_all_links.compute,
+        "waiting for the host, ms": 1e3 * count.at_all_links.waits,
+        "step at all links, ms": 1e3 * count.low,
+        "step at two links, ms": 1e3 * count.high,
+        "step, middle, ms": 1e3 * count.middle,
+        "MFU, middle, %": None if counted.ideal is None else 100 * counted.ideal / count.middle,
+        "peak, GiB": None if about.peak_bytes is None else about.peak_bytes / 2**30,
+        "compiling, s": about.compile_seconds,
+    }
+    return found
+
+
+def as_json(counted: Counted) -> dict[str, Any]:
+    """Everything, for programs: seconds, bytes and FLOPs of one device and step."""
+    count = counted.count
+    return {
+        "about": vars(counted.about),
+        "rates": count.rates._asdict(),
+        "figures": figures(counted),
+        "ideal_seconds": counted.ideal,
+        "found_over_traced_flops": counted.found_over_traced,
+        "timelines": {"all_links": vars(count.at_all_links), "two_links": vars(count.at_two_links)},
+        "host": {direction: host._asdict() for direction, host in host_figures(count).items()},
+        "operations": [group._asdict() | {"sums": group.sums._asdict()} for group in groups(count.operations)],
+        "collectives": [
+            {
+                "kind": one.kind,
+                "mode": one.mode,
+                "name": one.instruction.op_name,
+                "dtype": one.dtype,
+                "runs": one.runs,
+                "bytes_received": one.bytes_received,
+            }
+            for one in count.collectives
+        ],
+    }

@@ -1,0 +1,156 @@
+"""Steps compiled for TPUs, to be counted: compiled here, kept in a folder, read from one.
+
+A folder holds the compiler's text (hlo.txt; of a step that is several programs hlo-000.txt, ...) and meta.json, which
+is an `About`: any framework's step can be put into one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from framework.plan.hlo.module import Module
+from framework.plan.step_time.count import Part
+from launch.cli import UsageError
+
+if TYPE_CHECKING:
+    from framework.plan.compiled import Compiled
+    from framework.plan.targets import Target
+    from framework.program import Program
+    from launch.cli import Command
+
+META = "meta.json"
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of a step beside its text; None: unknown.
+
+    Attributes:
+        name: of the config. target: as `launch.plan --target` has it. accelerator: v5e.
+        settings: overrides of the config, and what its rules changed.
+        tokens: of a step, on one device.
+        model_flops: of a step, on one device: forward and backward, nothing recomputed.
+        traced_flops: of the traced program, on one device: what is recomputed counts, attention as if not masked.
+        peak_bytes: of device memory.
+        compile_seconds: by the compiler alone.
+        versions: of jax and libtpu.
+        files: {file of the text: how often that program runs in a step}
+    """
+
+    name: str
+    target: str
+    accelerator: str
+    settings: list[str] = field(default_factory=list)
+    tokens: float | None = None
+    model_flops: float | None = None
+    traced_flops: float | None = None
+    peak_bytes: int | None = None
+    compile_seconds: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=lambda: {"hlo.txt": 1})
+
+
+@dataclass(frozen=True)
+class TpuStep:
+    """A compiled step: its programs, and what is known of it."""
+
+    about: About
+    parts: list[Part]
+
+
+def compiled(command: Command, target: Target) -> TpuStep:
+    """Compiles a config's training step for a target, as `launch.plan` does.
+
+    Raises:
+        UsageError: the compiler refused the program.
+        ValueError: config and target do not fit each other.
+    """
+    from framework.plan import jaxprs, layers
+    from framework.plan.cache import versions
+    from framework.plan.suggest import compile_step
+    from framework.program import Program
+
+    config, lines = command.resolve(target.name)
+    program = Program(config.instantiate(), target.devices())
+    step = compile_step(program, target, target.limit_bytes)
+    if step.message:
+        raise UsageError(f"{command.spec} on {target.name}: {step.message}")
+    experiment = program.experiment
+    tokens = experiment.data.global_batch_size * experiment.data.seq_len
+    if step.ledger is not None:
+        traced = layers.totals(step.ledger, tokens)["flops_per_step"]
+    else:
+        traced = jaxprs.flops(program.traced_step.jaxpr).flops
+    parts = _parts(step, program)
+    about = About(
+        name=command.spec,
+        target=target.name,
+        accelerator=target.spec.name,
+        settings=[*map("=".join, command.overrides), *lines],
+        tokens=tokens / target.num_devices,
+        model_flops=experiment.model.flops_per_token(experiment.data.seq_len) * tokens / target.num_devices,
+        traced_flops=traced / target.num_devices,
+        peak_bytes=step.peak,
+        compile_seconds=round(step.seconds, 1),
+        versions=versions("jax", "jaxlib", "libtpu"),
+        files=_files(parts),
+    )
+    return TpuStep(about, parts)
+
+
+def _parts(step: Compiled, program: Program) -> list[Part]:
+    """The programs of a step, each once."""
+    if step.ledger is None:
+        assert step.buffers is not None
+        return [Part(step.buffers.module, 1)]
+    calls = Counter(id(call) for call in step.ledger.calls)
+    programs = {id(call): call.about.buffers.module for call in step.ledger.calls}
+    return [Part(programs[identity], runs) for identity, runs in calls.items()]
+
+
+def _files(parts: list[Part]) -> dict[str, int]:
+    if len(parts) == 1:
+        return {"hlo.txt": parts[0].runs}
+    return {f"hlo-{index:03d}.txt": part.runs for index, part in enumerate(parts)}
+
+
+def save(step: TpuStep, folder: Path) -> None:
+    """Keeps a step in a folder, which is made if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in zip(step.about.files, step.parts, strict=True):
+        (folder / name).write_text(part.module.text)
+    (folder / META).write_text(json.dumps(dataclasses.asdict(step.about), indent=1) + "\n")
+
+
+def load(folder: Path) -> TpuStep:
+    """Reads a step from a folder.
+
+    Raises:
+        FileNotFoundError: there is none in it.
+        UsageError: meta.json is not what `save` writes.
+    """
+    if not (folder / META).is_file():
+        raise FileNotFoundError(f"no compiled step in {folder}: expected {META} and hlo.txt, as --save writes them")
+    about = _about(folder / META)
+    missing = [name for name in about.files if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{folder / META} names {missing[0]}, which is not there")
+    parts = [Part(Module((folder / name).read_text()), runs) for name, runs in about.files.items()]
+    for name, part in zip(about.files, parts, strict=True):
+        if not part.module.entry:
+            raise UsageError(f"{folder / name}: expected the compiler's text of a program, found no ENTRY computation")
+    return TpuStep(about, parts)
+
+
+def _about(path: Path) -> About:
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+        return About(**fields)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(one.name for one in dataclasses.fields(About))
+        raise UsageError(f"{path}: expected a JSON object with {names}: {error}") from None

@@ -1,0 +1,103 @@
+"""How long a training step takes on a TPU, by what the compiler says of the final program; no TPU is needed.
+
+    python -m tools.bench.tpu_time v5e-16 --config=llama2-7b --config.data.seq_len=2048 --config.memory.remat=full
+    python -m tools.bench.tpu_time v5e-16 --config=... --save build/before     # keeps the compiled text
+    python -m tools.bench.tpu_time --program build/before --top 40 --category matmul
+    python -m tools.bench.tpu_time v5e-16 --config=... --against build/before  # two steps side by side
+
+Nothing runs: a TPU's compiler notes the cycles that it takes each fusion of the final program to need, and this adds
+them up, with what it moves: between memory and the cores, between chips, and to and from the host. What is assumed
+where the compiler says nothing is printed above the figures. To compile for a target takes minutes; a program that was
+kept is counted in a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import configs
+from framework.accelerators import spec_for
+from framework.metrics.tables import render
+from framework.plan import targets
+from framework.plan.step_time import Rates, count
+from framework.plan.step_time.categories import Category
+from framework.workdir import writing
+from launch import cli
+from tools.bench import tpu_tables
+from tools.bench.tpu_figures import Counted, as_json
+from tools.bench.tpu_programs import TpuStep, compiled, load, save
+
+if TYPE_CHECKING:
+    from framework.plan.targets import Target
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("target", nargs="?", help="what to compile for: v5e-16, v5p-128, v6e-8, see launch.plan")
+    add("--config", metavar="NAME", help="a named config; --config.PATH=VALUE overrides one field, as for launch.train")
+    add("--program", type=Path, metavar="DIR", help="count the step that was kept there instead of compiling one")
+    add("--against", type=Path, metavar="DIR", help="print the step that was kept there beside this one")
+    add("--top", type=int, default=25, metavar="N", help="how many of the largest operations (25)")
+    add("--category", choices=get_args(Category), metavar="NAME", help=f"of one kind: {', '.join(get_args(Category))}")
+    add("--save", type=Path, metavar="DIR", help="keep the compiled text and what is known of it")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    return parser
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Compiles or reads a step, prints its count, and writes the files."""
+    spec, overrides, rest = cli.split(argv)
+    args = _parser().parse_args(rest)
+    if (args.program is None) == (args.target is None):
+        raise cli.UsageError("expected a target and --config, such as v5e-16 --config=llama2-7b, or else --program DIR")
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise cli.UsageError(f"no directory {args.json.absolute().parent} to write {args.json.name} into")
+    other = counted(load(args.against)) if args.against else None
+    if args.program is not None:
+        if spec is not None or overrides:
+            raise cli.UsageError("--program names a step that is compiled already; leave out --config")
+        step = load(args.program)
+    else:
+        step = _compile(args.target, spec, overrides)
+    if args.save:
+        save(step, args.save)
+    this = counted(step)
+    tables = tpu_tables.sections(this, args.top, args.category)
+    if other is not None:
+        tables.append(tpu_tables.comparison(this, other, str(args.program or args.target), str(args.against)))
+    print(render(tables), end="")
+    if args.json:
+        with writing(args.json):
+            args.json.write_text(json.dumps(as_json(this), indent=1) + "\n")
+    return 0
+
+
+def counted(step: TpuStep) -> Counted:
+    """The count of a step, by the rates of the accelerator that it was compiled for."""
+    return Counted(step.about, count(step.parts, Rates.of(spec_for(step.about.accelerator))))
+
+
+def _compile(name: str, spec: str | None, overrides: list[tuple[str, str]]) -> TpuStep:
+    if spec is None:
+        raise cli.UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
+    target: Target = targets.resolve(name)
+    Rates.of(target.spec)  # a target whose time cannot be told is refused before minutes of compiling
+    command = cli.Command(argparse.Namespace(), spec, configs.load(spec), overrides)
+    command.config  # noqa: B018  (a mistake in it shows before JAX starts)
+    targets.environment(name)
+    cli.prepare_jax()
+
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)  # a program from there comes without its buffers
+    return compiled(command, target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
