@@ -36,6 +36,8 @@ class Compiled:
         in alias too. Zero when the program was refused.
       host_temp: temporaries in host memory, where the compiler knows them (TPU).
       buffers: what is alive; None when refused, or when the program came from jax's compilation cache.
+      text: of the program as it is run (TPU). The compiler has noted by then what it takes each fusion to need. The
+        text that `buffers` are read from does not have it yet.
       message: the compiler's words, if it refused the program; `peak` is then what it named.
       ledger: of a step that is several programs, its rehearsal; `buffers` are then those of the worst program.
     """
@@ -49,6 +51,7 @@ class Compiled:
     temp: int = 0
     host_temp: int = 0
     buffers: buffers.Buffers | None = None
+    text: str = ""
     message: str = ""
     ledger: Ledger | None = None
 
@@ -70,18 +73,20 @@ def compile_for(
             options["xla_tpu_max_hbm_size_mib"] = memory_mib
         start, found = time.perf_counter(), None
         try:
-            stats = lowered.compile(compiler_options=options).memory_analysis()
+            executable = lowered.compile(compiler_options=options)
+            stats = executable.memory_analysis()
         except jax.errors.JaxRuntimeError as error:
             needed, words = refused(error)
             return Compiled(time.perf_counter() - start, needed, needed, message=words)
         seconds = time.perf_counter() - start
+        text = executable.as_text() if platform == "tpu" else ""
         with suppress(FileNotFoundError):  # taken from jax's compilation cache
             found = buffers.read(Path(folder))
     peak, gaps = peak_bytes(stats, platform, hosted), 0
     if platform == "tpu" and found:
         peak, gaps = found.live_bytes, found.gap_bytes
     sizes = *on_device(stats, platform, hosted), stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
-    return Compiled(seconds, peak, peak + gaps, *sizes, found)
+    return Compiled(seconds, peak, peak + gaps, *sizes, found, text)
 
 
 def refused(error: Exception) -> tuple[int, str]:

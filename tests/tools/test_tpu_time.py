@@ -37,7 +37,7 @@ def test_a_kept_step(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path:
         assert words in text
     assert "1.0000 of what the traced program needs" in text
     product = next(line for line in text.splitlines() if line.strip().startswith("dot_general"))
-    assert "tests/plan/test_step_time.py:" in product
+    assert "model.py:36" in product
     report = json.loads((tmp_path / "count.json").read_text())
     assert report["figures"]["products, TFLOP"] == FLOPS / 1e12
     assert report["host"]["to host"]["hidden"] == pytest.approx(0)

@@ -20,7 +20,6 @@ from launch.cli import UsageError
 if TYPE_CHECKING:
     from framework.plan.compiled import Compiled
     from framework.plan.targets import Target
-    from framework.program import Program
     from launch.cli import Command
 
 META = "meta.json"
@@ -86,7 +85,7 @@ def compiled(command: Command, target: Target) -> TpuStep:
         traced = layers.totals(step.ledger, tokens)["flops_per_step"]
     else:
         traced = jaxprs.flops(program.traced_step.jaxpr).flops
-    parts = _parts(step, program)
+    parts = _parts(step)
     about = About(
         name=command.spec,
         target=target.name,
@@ -103,14 +102,12 @@ def compiled(command: Command, target: Target) -> TpuStep:
     return TpuStep(about, parts)
 
 
-def _parts(step: Compiled, program: Program) -> list[Part]:
+def _parts(step: Compiled) -> list[Part]:
     """The programs of a step, each once."""
     if step.ledger is None:
-        assert step.buffers is not None
-        return [Part(step.buffers.module, 1)]
-    calls = Counter(id(call) for call in step.ledger.calls)
-    programs = {id(call): call.about.buffers.module for call in step.ledger.calls}
-    return [Part(programs[identity], runs) for identity, runs in calls.items()]
+        return [Part(Module(step.text), 1)]
+    calls = Counter(call.about.text for call in step.ledger.calls)
+    return [Part(Module(text), runs) for text, runs in calls.items()]
 
 
 def _files(parts: list[Part]) -> dict[str, int]:

@@ -71,6 +71,9 @@ def count(parts: Sequence[Part], rates: Rates) -> StepCount:
 
     Args:
         parts: its programs, compiled for TPU, scheduled. rates: of the chip they are for.
+
+    Raises:
+        ValueError: the text has no estimates of the compiler: it was written before the code was generated.
     """
     all_operations: list[Operation] = []
     all_collectives: list[Collective] = []
@@ -83,6 +86,11 @@ def count(parts: Sequence[Part], rates: Rates) -> StepCount:
             timeline.add(played, runs)
         all_operations += [replace(one, runs=one.runs * runs) for one in found]
         all_collectives += [one._replace(runs=one.runs * runs) for one in exchanged]
+    fusions = [one for one in all_operations if one.instruction.opcode == "fusion"]
+    if fusions and all(one.estimate is None for one in fusions):
+        raise ValueError(
+            "the program's text has no estimated_cycles: expected that of the executable, compiled for TPU"
+        )
     return StepCount(rates, all_operations, all_collectives, at_all_links, at_two_links)
 
 
