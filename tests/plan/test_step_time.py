@@ -17,7 +17,7 @@ from framework.plan.hlo.collectives import collectives
 from framework.plan.step_time import Rates, StepCount, count
 from framework.plan.step_time.attention import attention
 from framework.plan.step_time.count import Part
-from framework.plan.step_time.timeline import Cost, play
+from framework.plan.step_time.timeline import Cost, Span, play
 
 # What libtpu 0.0.42.1 made of `lowered_step`; of each backend_config only the estimated cycles are left.
 RECORDED = Path(__file__).parent / "recorded" / "v5e_step.txt"
@@ -201,6 +201,45 @@ def test_transfers_share_the_link():
     assert timeline.exposed["from host"] == pytest.approx(3.0 + 3 * 0.5 + 1.0)
     # Alone on the link: 1 s of work for the first read, 1 + 1.5 for the second, half a second for each write.
     assert timeline.hidden_alone == {"from host": pytest.approx(1000 + 2500), "to host": pytest.approx(3 * 500)}
+
+
+EXCHANGES = """HloModule step, is_scheduled=true
+
+%first_step (p: f32[100]) -> f32[400] {
+  %p = f32[100]{0} parameter(0)
+  ROOT %g = f32[400]{0} all-gather(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
+}
+
+%second_step (q: f32[100]) -> f32[400] {
+  %q = f32[100]{0} parameter(0)
+  ROOT %h = f32[400]{0} all-gather(%q), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
+}
+
+ENTRY %main (a: f32[100]) -> f32[400] {
+  %a = f32[100]{0} parameter(0)
+  %send = (f32[100]{0}, f32[100]{0}, u32[]) collective-permute-start(%a), channel_id=2, source_target_pairs={{0,1}}
+  %one = f32[400]{0} fusion(%a), kind=kCustom, calls=%first_step
+  %between = f32[100]{0} negate(%a)
+  %sent = f32[100]{0} collective-permute-done(%send)
+  %two = f32[400]{0} fusion(%sent), kind=kCustom, calls=%second_step
+  ROOT %end = f32[400]{0} negate(%two)
+}
+"""
+
+
+def test_asynchronous_collectives_share_the_links():
+    """400 bytes are sent and 1,200 gathered by two fusions of one channel, at 400 bytes a second."""
+    module = Module(EXCHANGES)
+    found = {one.kind: one for one in collectives(module)}
+    spans = [Span(one.scheduled.name, one.last.name, one.bytes_received) for one in found.values()]
+    assert set(spans) == {("send", "sent", 400.0), ("one", "two", 1200.0)}
+    costs = {"one": Cost(0.5, 0.0), "between": Cost(0.25, 0.0), "two": Cost(0.5, 0.0), "end": Cost(1.0, 0.0)}
+    timeline = play(module, costs, spans, received_per_second=400.0, host_per_second=1.0)
+    # What is sent is through at 1 s, of which 0.75 s are worked; the gather, behind it, at 4 s, after 0.5 s more.
+    assert timeline.collective_waits == pytest.approx(0.25 + 2.5)
+    assert timeline.seconds == pytest.approx(4.0 + 1.0)
+    hidden = play(module, costs, received_per_second=400.0, host_per_second=1.0)
+    assert hidden.seconds == pytest.approx(0.5 + 0.25 + 0.5 + 1.0)
 
 
 KERNEL = """HloModule k

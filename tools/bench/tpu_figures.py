@@ -106,7 +106,7 @@ class HostFigures(NamedTuple):
             start and the end of a transfer would hide if it had the link to itself. None where nothing is moved.
     """
 
-    num_bytes: int
+    num_bytes: float
     transfers: int
     seconds: float
     hidden: float | None
@@ -140,6 +140,7 @@ def figures(counted: Counted) -> dict[str, float | None]:
     found |= {
         "compute, ms": 1e3 * count.at_all_links.compute,
         "waiting for the host, ms": 1e3 * count.at_all_links.waits,
+        "async collectives not hidden (not counted) at two links, ms": 1e3 * count.not_hidden_at_two_links,
         "step at all links, ms": 1e3 * count.low,
         "step at two links, ms": 1e3 * count.high,
         "step, middle, ms": 1e3 * count.middle,

@@ -135,10 +135,12 @@ def _host(count: StepCount) -> Section:
 def _verdict(counted: Counted) -> list[list[str]]:
     count, about = counted.count, counted.about
     low, high = count.at_all_links, count.at_two_links
+    not_hidden = _range(count.not_hidden_at_all_links, count.not_hidden_at_two_links)
     rows = [
         ["compute", _milliseconds(low.compute)],
         ["synchronous collectives", _range(low.collectives, high.collectives)],
         ["waiting for the host", _range(low.waits, high.waits)],
+        ["asynchronous collectives", f"not counted; sharing the links they would add {not_hidden}"],
         ["step", f"{_range(count.low, count.high)}, middle {_milliseconds(count.middle)}"],
     ]
     if counted.ideal is not None and about.model_flops is not None:

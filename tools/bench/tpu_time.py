@@ -8,7 +8,7 @@
 Nothing runs: a TPU's compiler notes the cycles that it takes each fusion of the final program to need, and this adds
 them up, with what it moves: between memory and the cores, between chips, and to and from the host. What is assumed
 where the compiler says nothing is printed above the figures. To compile for a target takes minutes; a program that was
-kept is counted in a second.
+kept is counted in a second. MaxText's step by the same count: tools/bench/tpu_time_maxtext.py.
 """
 
 from __future__ import annotations

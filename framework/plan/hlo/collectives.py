@@ -41,6 +41,7 @@ class Collective(NamedTuple):
     Attributes:
         kind: all-gather, all-reduce, ... mode: see above.
         instruction: the collective itself. scheduled: what the program executes: itself, or the fusion around it.
+        last: of an asynchronous one, what the program executes when it has to be through; else as scheduled.
         runs: how often it runs in a step.
         bytes_received: by one chip, each time.
     """
@@ -49,6 +50,7 @@ class Collective(NamedTuple):
     mode: Mode
     instruction: Instruction
     scheduled: Instruction
+    last: Instruction
     runs: int
     bytes_received: float
 
@@ -78,7 +80,11 @@ def inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
 def collectives(module: Module) -> list[Collective]:
     """All collectives that the program executes, each channel once for every computation that it is in."""
     found: dict[tuple[str, ...], Collective] = {}
+    starts: dict[str, tuple[str, ...]] = {}
     for instruction, runs in executed(module):
+        for started in instruction.operands if instruction.opcode.endswith("-done") else ():
+            if started in starts:
+                found[starts[started]] = found[starts[started]]._replace(last=instruction)
         for inner in inside(module, instruction):
             channel, chain = _number(inner, r"channel_id=(\d+)"), _number(inner, r'chain_id="(\d+)"')
             name = inner.name if inner is instruction else ""
@@ -86,6 +92,9 @@ def collectives(module: Module) -> list[Collective]:
             known = found.get(identity)
             if known is None:
                 found[identity] = _collective(module, inner, instruction, runs)
+                starts[instruction.name] = identity
+            elif known.scheduled is not instruction:  # a further step of a chain
+                found[identity] = known._replace(last=instruction)
             elif known.instruction is inner:  # its computation is called from several places
                 found[identity] = known._replace(runs=known.runs + runs)
     return list(found.values())
@@ -108,7 +117,7 @@ def _collective(module: Module, instruction: Instruction, scheduled: Instruction
     kind, mode, received = kind_of(instruction), _mode(scheduled), _received(module, instruction)
     if mode == "fused" and kind == "all-reduce":
         kind, received = "reduce-scatter", received / 2  # what is not scattered to this chip never arrives
-    return Collective(kind, mode, instruction, scheduled, runs, received)
+    return Collective(kind, mode, instruction, scheduled, scheduled, runs, received)
 
 
 def _received(module: Module, instruction: Instruction) -> float:

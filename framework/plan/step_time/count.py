@@ -14,7 +14,7 @@ from framework.plan.hlo.collectives import Collective, collectives
 from framework.plan.hlo.module import Module
 from framework.plan.step_time.operations import Operation, operations
 from framework.plan.step_time.rates import Rates
-from framework.plan.step_time.timeline import Cost, Timeline, play
+from framework.plan.step_time.timeline import Cost, Span, Timeline, play
 
 
 class Part(NamedTuple):
@@ -31,7 +31,10 @@ class StepCount:
     Attributes:
         rates: of the chip.
         operations, collectives: of all programs; `runs` are those of a whole step.
-        at_all_links, at_two_links: the timelines with the fastest and with the slowest collectives.
+        at_all_links, at_two_links: the timelines with the fastest and with the slowest collectives, asynchronous ones
+            taken as hidden.
+        not_hidden_at_all_links, not_hidden_at_two_links: seconds that would be added if asynchronous collectives went
+            one after the other over the links, beside the operations between their start and their end.
     """
 
     rates: Rates
@@ -39,6 +42,8 @@ class StepCount:
     collectives: list[Collective]
     at_all_links: Timeline
     at_two_links: Timeline
+    not_hidden_at_all_links: float
+    not_hidden_at_two_links: float
 
     @property
     def low(self) -> float:
@@ -77,13 +82,15 @@ def count(parts: Sequence[Part], rates: Rates) -> StepCount:
     """
     all_operations: list[Operation] = []
     all_collectives: list[Collective] = []
-    at_all_links, at_two_links = Timeline(), Timeline()
+    timelines, not_hidden = (Timeline(), Timeline()), [0.0, 0.0]
     for module, runs in parts:
         found, exchanged = list(operations(module, rates)), collectives(module)
-        costs = _costs(found, exchanged)
-        for timeline, speed in ((at_all_links, rates.all_links), (at_two_links, rates.two_links)):
+        costs, spans = _costs(found, exchanged), _spans(exchanged)
+        for index, speed in enumerate((rates.all_links, rates.two_links)):
             played = play(module, costs, received_per_second=speed, host_per_second=rates.pcie)
-            timeline.add(played, runs)
+            timelines[index].add(played, runs)
+            shared = play(module, costs, spans, received_per_second=speed, host_per_second=rates.pcie)
+            not_hidden[index] += runs * max(0.0, shared.seconds - played.seconds)
         all_operations += [replace(one, runs=one.runs * runs) for one in found]
         all_collectives += [one._replace(runs=one.runs * runs) for one in exchanged]
     fusions = [one for one in all_operations if one.instruction.opcode == "fusion"]
@@ -91,7 +98,7 @@ def count(parts: Sequence[Part], rates: Rates) -> StepCount:
         raise ValueError(
             "the program's text has no estimated_cycles: expected that of the executable, compiled for TPU"
         )
-    return StepCount(rates, all_operations, all_collectives, at_all_links, at_two_links)
+    return StepCount(rates, all_operations, all_collectives, *timelines, *not_hidden)
 
 
 def _costs(found: list[Operation], exchanged: list[Collective]) -> dict[str, Cost]:
@@ -100,3 +107,9 @@ def _costs(found: list[Operation], exchanged: list[Collective]) -> dict[str, Cos
         if one.mode != "async":
             received[one.scheduled.name] += one.bytes_received
     return {one.instruction.name: Cost(one.seconds, received[one.instruction.name]) for one in found}
+
+
+def _spans(exchanged: list[Collective]) -> list[Span]:
+    """The asynchronous collectives; each has to be through before the program goes on after the last of its steps."""
+    waited_for = (one for one in exchanged if one.mode == "async")
+    return [Span(one.scheduled.name, one.last.name, one.bytes_received) for one in waited_for]

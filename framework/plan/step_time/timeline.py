@@ -1,9 +1,10 @@
-"""The schedule of a program played through, to see what compute hides of the transfers to and from the host.
+"""The schedule of a program played through, to see what compute hides of the transfers that go on beside it.
 
-Operations run one after the other. A transfer begins when it is started, or when the one before it in its direction is
+Operations run one after the other. A transfer begins when it is started, or when the one before it on its lane is
 through, and goes on beside the operations; where the program waits for one that is not done, time passes until it is.
-So transfers share the link, and what compute does between the start of one and its end is what hides it. Collectives
-that run beside products are taken to be hidden by them; all others take their bytes' time.
+So transfers share their lane, and what compute does between the start of one and its end is what hides it. There is a
+lane to the host, one from it, and one from other chips, for asynchronous collectives. Other collectives take their
+bytes' time, and what is on that lane then waits for them.
 
 May import: framework.plan.hlo, framework.plan.step_time.
 """
@@ -12,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from framework.plan.hlo import host
 from framework.plan.hlo.host import DIRECTIONS, Direction
-from framework.plan.hlo.module import Module
+from framework.plan.hlo.module import Instruction, Module
 from framework.plan.hlo.walk import longest_branch
 
 
@@ -31,10 +32,14 @@ class _Work(NamedTuple):
     cost: Cost
 
 
+Lane = Direction | Literal["from chips"]
+_LANES: tuple[Lane, ...] = (*DIRECTIONS, "from chips")
+
+
 class _Start(NamedTuple):
     name: str
-    direction: Direction
-    num_bytes: int
+    lane: Lane
+    num_bytes: float
 
 
 class _Done(NamedTuple):
@@ -49,14 +54,23 @@ class _Loop(NamedTuple):
 _Event = _Work | _Start | _Done | _Loop
 
 
+class Span(NamedTuple):
+    """An asynchronous collective: it may begin before one instruction, and has to be through after another."""
+
+    first: str
+    last: str
+    num_bytes: float
+
+
 @dataclass
 class Timeline:
     """Seconds of a step, or of a program.
 
     Attributes:
         compute: of operations. collectives: that nothing else runs beside.
-        waits: for transfers that nothing hides any more.
-        moved: bytes, by direction. transfers: how many.
+        waits: for transfers to and from the host that nothing hides any more.
+        collective_waits: likewise for asynchronous collectives, where they are played.
+        moved: bytes to and from the host, by direction. transfers: how many.
         exposed: seconds of waiting in which the link of that direction was busy.
         hidden_alone: bytes that compute between start and done would hide if each transfer had the link to itself.
     """
@@ -64,7 +78,8 @@ class Timeline:
     compute: float = 0.0
     collectives: float = 0.0
     waits: float = 0.0
-    moved: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0))
+    collective_waits: float = 0.0
+    moved: dict[Direction, float] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0))
     transfers: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0))
     exposed: dict[Direction, float] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0.0))
     hidden_alone: dict[Direction, float] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0.0))
@@ -72,13 +87,14 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """All together."""
-        return self.compute + self.collectives + self.waits
+        return self.compute + self.collectives + self.waits + self.collective_waits
 
     def add(self, other: Timeline, runs: int) -> None:
         """Adds a program that runs so often."""
         self.compute += runs * other.compute
         self.collectives += runs * other.collectives
         self.waits += runs * other.waits
+        self.collective_waits += runs * other.collective_waits
         for direction in DIRECTIONS:
             self.moved[direction] += runs * other.moved[direction]
             self.transfers[direction] += runs * other.transfers[direction]
@@ -86,37 +102,61 @@ class Timeline:
             self.hidden_alone[direction] += runs * other.hidden_alone[direction]
 
 
-def play(module: Module, costs: Mapping[str, Cost], *, received_per_second: float, host_per_second: float) -> Timeline:
+def play(
+    module: Module,
+    costs: Mapping[str, Cost],
+    spans: Iterable[Span] = (),
+    *,
+    received_per_second: float,
+    host_per_second: float,
+) -> Timeline:
     """The timeline of a program.
 
     Args:
-        costs: {instruction: what it takes}.
+        costs: {instruction: what it takes}. spans: asynchronous collectives; those not given cost nothing.
         received_per_second: bytes from other chips. host_per_second: bytes to or from the host, each way.
     """
     player = _Player(received_per_second, host_per_second)
-    player.run(_merged(_events(module, costs, module.entry)))
+    player.run(_merged(_Schedule(module, costs, spans).events(module.entry)))
     return player.timeline
 
 
-def _events(module: Module, costs: Mapping[str, Cost], computation: str) -> Iterator[_Event]:
-    started: set[str] = set()
-    for instruction in module.computations[computation]:
+class _Schedule:
+    """What happens in a program, in the order of its text."""
+
+    def __init__(self, module: Module, costs: Mapping[str, Cost], spans: Iterable[Span]):
+        self._module, self._costs = module, costs
+        self._begins: dict[str, list[_Start]] = {}
+        self._ends: dict[str, list[_Done]] = {}
+        for number, span in enumerate(spans):
+            name = f"span {number}"
+            self._begins.setdefault(span.first, []).append(_Start(name, "from chips", span.num_bytes))
+            self._ends.setdefault(span.last, []).append(_Done(name))
+
+    def events(self, computation: str) -> Iterator[_Event]:
+        started: set[str] = set()
+        for instruction in self._module.computations[computation]:
+            yield from self._begins.get(instruction.name, ())
+            if transfer := host.transfer(self._module, instruction):
+                started.add(instruction.name)
+                yield _Start(instruction.name, transfer.direction, transfer.num_bytes)
+                if transfer.waits:
+                    yield _Done(instruction.name)
+            elif host.finished(instruction) in started:
+                yield _Done(host.finished(instruction))
+            else:
+                yield from self._of(instruction)
+            yield from self._ends.get(instruction.name, ())
+
+    def _of(self, instruction: Instruction) -> Iterator[_Event]:
         if instruction.opcode == "while":
-            body = _merged(_events(module, costs, instruction.called("body")))
-            yield _Loop(module.trip_count(instruction), body)
+            yield _Loop(self._module.trip_count(instruction), _merged(self.events(instruction.called("body"))))
         elif instruction.opcode == "call":
-            yield from _events(module, costs, instruction.called("to_apply"))
+            yield from self.events(instruction.called("to_apply"))
         elif instruction.opcode == "conditional":
-            yield from _events(module, costs, longest_branch(module, instruction))
-        elif transfer := host.transfer(module, instruction):
-            started.add(instruction.name)
-            yield _Start(instruction.name, transfer.direction, transfer.num_bytes)
-            if transfer.waits:
-                yield _Done(instruction.name)
-        elif host.finished(instruction) in started:
-            yield _Done(host.finished(instruction))
-        elif instruction.name in costs:
-            yield _Work(costs[instruction.name])
+            yield from self.events(longest_branch(self._module, instruction))
+        elif instruction.name in self._costs:
+            yield _Work(self._costs[instruction.name])
 
 
 def _merged(events: Iterable[_Event]) -> list[_Event]:
@@ -144,22 +184,20 @@ class _UnderWay(NamedTuple):
 
 
 class _Player:
-    """A clock, and the two directions of the link to the host."""
+    """A clock, and the lanes."""
 
     def __init__(self, received_per_second: float, host_per_second: float):
         self.timeline = Timeline()
-        self._received_per_second, self._host_per_second = received_per_second, host_per_second
+        self._speeds: dict[Lane, float] = dict.fromkeys(DIRECTIONS, host_per_second)
+        self._speeds["from chips"] = received_per_second
+        self._free_at: dict[Lane, float] = dict.fromkeys(_LANES, 0.0)
         self._now = 0.0
-        self._free_at: dict[Direction, float] = dict.fromkeys(DIRECTIONS, 0.0)
         self._under_way: dict[str, _UnderWay] = {}
 
     def run(self, events: list[_Event]) -> None:
         for event in events:
             if isinstance(event, _Work):
-                received = event.cost.received / self._received_per_second
-                self.timeline.compute += event.cost.seconds
-                self.timeline.collectives += received
-                self._now += event.cost.seconds + received
+                self._work(event.cost)
             elif isinstance(event, _Start):
                 self._start(event)
             elif isinstance(event, _Done):
@@ -168,25 +206,36 @@ class _Player:
                 for _ in range(event.turns):
                     self.run(event.events)
 
+    def _work(self, cost: Cost) -> None:
+        received = cost.received / self._speeds["from chips"]
+        self.timeline.compute += cost.seconds
+        self.timeline.collectives += received
+        if self._free_at["from chips"] > self._now:
+            self._free_at["from chips"] += received
+        self._now += cost.seconds + received
+
     def _start(self, start: _Start) -> None:
-        begin = max(self._now, self._free_at[start.direction])
-        end = begin + start.num_bytes / self._host_per_second
-        self._free_at[start.direction] = end
+        begin = max(self._now, self._free_at[start.lane])
+        end = begin + start.num_bytes / self._speeds[start.lane]
+        self._free_at[start.lane] = end
         self._under_way[start.name] = _UnderWay(start, end, self._worked)
-        self.timeline.moved[start.direction] += start.num_bytes
-        self.timeline.transfers[start.direction] += 1
+        if start.lane != "from chips":
+            self.timeline.moved[start.lane] += start.num_bytes
+            self.timeline.transfers[start.lane] += 1
 
     def _finish(self, transfer: _UnderWay) -> None:
-        start, worked_meanwhile = transfer.start, self._worked - transfer.worked_before
-        hidden = min(start.num_bytes, worked_meanwhile * self._host_per_second)
-        self.timeline.hidden_alone[start.direction] += hidden
-        if transfer.end <= self._now:
-            return
+        lane, wait = transfer.start.lane, max(0.0, transfer.end - self._now)
         for direction in DIRECTIONS:
             busy_until = min(transfer.end, self._free_at[direction])
             self.timeline.exposed[direction] += max(0.0, busy_until - self._now)
-        self.timeline.waits += transfer.end - self._now
-        self._now = transfer.end
+        self._now += wait
+        if lane == "from chips":
+            self.timeline.collective_waits += wait
+            return
+        self.timeline.waits += wait
+        worked_meanwhile = self._worked - transfer.worked_before
+        hidden = min(transfer.start.num_bytes, worked_meanwhile * self._speeds[lane])
+        self.timeline.hidden_alone[lane] += hidden
 
     @property
     def _worked(self) -> float:

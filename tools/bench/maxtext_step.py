@@ -1,0 +1,52 @@
+"""Compiles MaxText's training step for a TPU, and keeps what the compiler says of it.
+
+    PYTHON tools/bench/maxtext_step.py FOLDER compile_topology=v5e-16 model_name=llama2-7b ...
+
+For an environment in which MaxText is installed: tools/bench/tpu_time_maxtext.py starts this with its Python. It runs
+MaxText's own ahead-of-time compilation (maxtext.trainers.pre_train.train_compile) with the arguments behind FOLDER, and
+only keeps in FOLDER the executable's text, what the compiler dumps, and step.json: seconds, and versions. Imports
+nothing of Plimsoll.
+"""
+
+import importlib.metadata
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def main(folder: Path, arguments: list[str]) -> None:
+    """Compiles the step that the arguments of train_compile describe."""
+    compile_lowered = jax.stages.Lowered.compile
+    seconds: list[float] = []
+
+    def compile_and_dump(lowered: Any, compiler_options: Any = None, **others: Any) -> Any:
+        # train_compile compiles one program; were there others, the step would be the last of them.
+        dump = {"xla_dump_to": str(folder / f"dump-{len(seconds):03d}")}
+        start = time.perf_counter()
+        compiled = compile_lowered(lowered, compiler_options={**(compiler_options or {}), **dump}, **others)
+        seconds.append(time.perf_counter() - start)
+        (folder / "hlo.txt").write_text(compiled.as_text() or "")
+        return compiled
+
+    jax.stages.Lowered.compile = compile_and_dump  # pyright: ignore[reportAttributeAccessIssue]
+
+    import maxtext  # pyright: ignore[reportMissingImports]
+    from maxtext.trainers.pre_train import train_compile  # pyright: ignore[reportMissingImports]
+
+    base = Path(next(iter(maxtext.__path__))) / "configs" / "base.yml"
+    train_compile.main(["train_compile", str(base), *arguments])
+    packages = ("maxtext", "jax", "jaxlib", "libtpu")
+    step = {
+        "dump": f"dump-{len(seconds) - 1:03d}",
+        "compile_seconds": round(seconds[-1], 1),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
+    (folder / "step.json").write_text(json.dumps(step) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

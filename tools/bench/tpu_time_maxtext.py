@@ -1,0 +1,128 @@
+"""How long MaxText's training step takes on a TPU, by the same count as ours: see tools/bench/tpu_time.py.
+
+    python -m tools.bench.tpu_time_maxtext v5e-16 --python=/opt/maxtext/bin/python --config=llama2-7b --length=2048 \\
+        --save=build/maxtext [--against=build/ours] [max_target_length=... remat_policy=... any field of MaxText]
+
+MaxText is installed in an environment of its own: `pip install maxtext`, of a release that takes the jax and libtpu
+that Plimsoll has here, as figures of other versions of the compiler cannot be compared. --python is that environment's.
+MaxText's own train_compile compiles the step, with its defaults but for the fields that are given; nothing runs.
+--config names the Plimsoll config of the same model: what the model needs, by which MFU is counted, is taken there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import configs
+from framework.metrics.tables import render
+from framework.plan import buffers, targets
+from framework.plan.hlo import Module
+from framework.plan.step_time import Rates
+from framework.plan.step_time.count import Part
+from framework.plan.targets import Target
+from launch import cli
+from tools.bench import tpu_tables
+from tools.bench.tpu_programs import About, TpuStep, load, save
+from tools.bench.tpu_time import counted
+
+_SCRIPT = Path(__file__).with_name("maxtext_step.py")
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # nothing runs
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("target", help="v5e-16, v5p-128, v6e-8: Plimsoll and MaxText call them alike")
+    add("--python", type=Path, required=True, metavar="FILE", help="of the environment that has MaxText")
+    add("--config", required=True, metavar="NAME", help="the Plimsoll config of the same model")
+    add("--model", metavar="NAME", help="what MaxText calls it (model_name); by default as --config")
+    add("--batch", type=int, default=1, help="sequences on each device (1)")
+    add("--length", type=int, required=True, help="tokens of a sequence")
+    add("--save", type=Path, required=True, metavar="DIR", help="keep the compiled text and what is known of it")
+    add("--against", type=Path, metavar="DIR", help="print the step that was kept there beside this one")
+    add("--top", type=int, default=25, metavar="N", help="how many of the largest operations (25)")
+    add("field", nargs="*", metavar="FIELD=VALUE", help="fields of MaxText's config")
+    return parser
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Compiles MaxText's step, keeps it and prints its count."""
+    args = _parser().parse_intermixed_args(argv)
+    target = targets.resolve(args.target)
+    Rates.of(target.spec)  # a target whose time cannot be told is refused before minutes of compiling
+    if not args.python.is_file():
+        raise cli.UsageError(f"--python={args.python}: expected the Python of an environment that has MaxText")
+    if wrong := [field for field in args.field if "=" not in field]:
+        raise cli.UsageError(f"{wrong[0]}: expected FIELD=VALUE, a field of MaxText's config")
+    other = counted(load(args.against)) if args.against else None
+    step = _step(args, target)
+    save(step, args.save)
+    this = counted(step)
+    tables = tpu_tables.sections(this, args.top, None)
+    if other is not None:
+        tables.append(tpu_tables.comparison(this, other, "MaxText", str(args.against)))
+    print(render(tables), end="")
+    return 0
+
+
+def _step(args: argparse.Namespace, target: Target) -> TpuStep:
+    tokens = args.batch * args.length
+    flops_per_token = configs.load(args.config).instantiate().model.flops_per_token(args.length)
+    fields = {
+        "compile_topology": args.target,
+        "compile_topology_num_slices": str(target.num_slices),
+        "model_name": args.model or args.config,
+        "per_device_batch_size": str(args.batch),
+        "max_target_length": str(args.length),
+    }
+    settings = [*(f"{name}={value}" for name, value in fields.items()), *args.field]
+    with tempfile.TemporaryDirectory(prefix="plimsoll-maxtext-") as name:
+        folder = Path(name)
+        beside = ["dataset_type=synthetic", f"base_output_directory={folder}", "run_name=count", "jax_cache_dir="]
+        _run([str(args.python), str(_SCRIPT), str(folder), *beside, *settings])
+        found = json.loads((folder / "step.json").read_text())
+        peak_bytes = buffers.read(folder / found["dump"]).live_bytes
+        module = Module((folder / "hlo.txt").read_text())
+    about = About(
+        name=f"MaxText {found['versions']['maxtext']} {fields['model_name']}",
+        target=target.name,
+        accelerator=target.spec.name,
+        settings=settings,
+        tokens=tokens,
+        model_flops=flops_per_token * tokens,
+        peak_bytes=peak_bytes,
+        compile_seconds=found["compile_seconds"],
+        versions=found["versions"],
+    )
+    return TpuStep(about, [Part(module, 1)])
+
+
+def _run(command: list[str]) -> None:
+    """Runs MaxText.
+
+    Raises:
+        UsageError: it failed; with the last line that it wrote.
+    """
+    environment = {**os.environ, **_ENVIRONMENT}
+    environment.pop("PYTHONPATH", None)  # Plimsoll's own packages are not for that environment
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no word of why"]
+        raise cli.UsageError(f"MaxText's train_compile failed: {lines[-1]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
