@@ -419,20 +419,29 @@ class Learner:
                 rate = 1.0 if schedule is None else schedule(decision.count)
                 updates = limit_update_rms(updates, self.clip, rate)
             new_reference: Any = optax.apply_updates(reference, updates)
-            new_weights, left_out = self._rounded(new_reference, weights, fold(seed, decision.count), decision.origin)
+            if self.rounding == "nearest":
+                # What is chosen is the master, and the weights are its cast. Were the weights chosen for themselves,
+                # XLA would compute the update twice, and read gradients and moments once more.
+                new_reference = chosen(decision.ok, new_reference, reference)
+                new_weights, left_out = jax.tree.map(lambda r, w: r.astype(w.dtype), new_reference, weights), {}
+            else:
+                draws = fold(seed, decision.count)
+                rounded_weights, left_out = self._rounded(new_reference, weights, draws, decision.origin)
+                new_weights = chosen(decision.ok, rounded_weights, weights)
             new_entry = {"state": jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, entry["state"])}
             if "compensation" in entry:
                 new_entry["compensation"] = left_out
-            if "master" in entry:
-                new_entry["master"] = new_reference
             if new_norms is not None:
                 new_entry["norm"] = new_norms
+            new_entry = chosen(decision.ok, new_entry, {name: entry[name] for name in new_entry})
+            if "master" in entry:
+                new_entry["master"] = new_reference
             new_average = average
             if self.ema is not None:
                 rate = 1.0 - self.ema
-                new_average = jax.tree.map(lambda a, r: a + rate * (r.astype(a.dtype) - a), average, new_reference)
-            new, old = (new_weights, new_entry, new_average), (weights, entry, average)
-            return jax.tree.map(lambda n, o: jnp.where(decision.ok, n, o), new, old)
+                moved = jax.tree.map(lambda a, r: a + rate * (r.astype(a.dtype) - a), average, new_reference)
+                new_average = chosen(decision.ok, moved, average)
+            return new_weights, new_entry, new_average
 
         return update
 
@@ -446,7 +455,7 @@ class Learner:
         return jax.tree.map(lambda w, c: w + c.astype(w.dtype), wide, entry["compensation"])
 
     def _rounded(self, new: Nested, old: Nested, seed: jax.Array, origin: Origin | None) -> tuple[Nested, Nested]:
-        """(new weights in the dtype of the old ones, what that cut off)."""
+        """(new weights in the dtype of the old ones, what that cut off), rounded otherwise than to the nearest."""
         if self.rounding == "stochastic":
 
             def one(path: Any, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -454,8 +463,6 @@ class Learner:
                 return round_stochastically(x, w.dtype, bits)
 
             return jax.tree_util.tree_map_with_path(one, new, old), {}
-        if self.rounding == "nearest":
-            return jax.tree.map(lambda x, w: x.astype(w.dtype), new, old), {}
         both = jax.tree.map(lambda x, w: cut_off(x, w.dtype), new, old)
         return tuple(jax.tree.map(lambda _, pair, i=i: pair[i], new, both) for i in (0, 1))  # type: ignore[return-value]
 
@@ -487,6 +494,11 @@ def _schedule(optimizer: Config) -> Callable[[Any], Any] | None:
 def _debias(count: jax.Array) -> jax.Array:
     """What a moving average that began at zero is too small by after so many updates (as in Adam)."""
     return jnp.maximum(1.0 - _DECAY ** count.astype(jnp.float32), 1e-6)
+
+
+def chosen(ok: jax.Array, new: Nested, old: Nested) -> Nested:
+    """The new arrays where a step counts, else the old ones."""
+    return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
 
 
 def _wide(dtype: Any) -> Any:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.layout import Nested, ParameterSpec, TensorSpec, fold_in_name
+from framework.layout import MeshAxes, Nested, ParameterSpec, TensorSpec, fold_in_name
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -179,8 +180,37 @@ def prepare_own(specs: Nested, params: Nested, ctx: Context) -> Nested:
 
 def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
     weight = param if spec.quantized else cast(param, ctx.compute_dtype)
-    axes = tuple(_without_fsdp(axis) for axis in spec.mesh_axes)
-    return weight if axes == spec.mesh_axes else ctx.constrain(weight, *axes)
+    gathered_axes = tuple(_without_fsdp(axis) for axis in spec.mesh_axes)
+    if gathered_axes == spec.mesh_axes or ctx.mesh is None or ctx.mesh.size == 1:
+        return weight
+    if not jnp.issubdtype(weight.dtype, jnp.floating):
+        return ctx.constrain(weight, *gathered_axes)
+    return _gathered(weight, ctx.mesh, spec.mesh_axes, gathered_axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered(weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes) -> jax.Array:
+    """A weight gathered over fsdp, whose gradient is scattered as the weight is stored.
+
+    The transpose of a sharding constraint alone is the same constraint: it asks for the whole gradient on every device,
+    which is an all-reduce. The slice that the update takes of it comes too late for XLA to make both a reduce-scatter.
+    """
+    return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(*gathered_axes)))
+
+
+def _gathered_forward(
+    weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes
+) -> tuple[jax.Array, None]:
+    return _gathered(weight, mesh, stored_axes, gathered_axes), None
+
+
+def _gathered_backward(
+    mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes, _: None, grad: jax.Array
+) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(grad, NamedSharding(mesh, PartitionSpec(*stored_axes))),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from framework.config import Config, PositiveInt, component, config_for
 from framework.layers.base import BATCH_AXES, Context, Layer, Out
+from framework.layers.keeping import keeping_inputs
 from framework.layers.linear import Linear
 from framework.layout import Nested
 
@@ -57,7 +58,9 @@ class MLP(Layer):
     ):
         into = {"inputs": dim, "outputs": hidden, "mesh_axes": ("fsdp", "model"), "roles": ("in", "hidden")}
         back = {"inputs": hidden, "outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("hidden", "out")}
-        self.activation = ACTIVATIONS[activation]
+        function = ACTIVATIONS[activation]
+        self.activation = keeping_inputs(function)
+        self.gated_activation = keeping_inputs(lambda gate, up: function(gate) * up)
         self.gate: Linear | None = linear.instantiate(**into) if gated else None
         self.up: Linear = linear.instantiate(**into)
         self.down: Linear = linear.instantiate(init_scale=output_init_scale, **back)
@@ -76,6 +79,9 @@ class MLP(Layer):
             return checkpoint_name(h_BSF, f"mlp_{name}")
 
         up_BSF = hidden(self.up, "up")
-        h_BSF = self.activation(up_BSF) if self.gate is None else self.activation(hidden(self.gate, "gate")) * up_BSF
+        if self.gate is None:
+            h_BSF = self.activation(up_BSF)
+        else:
+            h_BSF = self.gated_activation(hidden(self.gate, "gate"), up_BSF)
         with jax.named_scope("down"):
             return ctx.constrain_hidden(self.down(weights["down"], h_BSF, ctx)), Out()

@@ -1,6 +1,7 @@
 """LayerNorm (Ba et al. 2016, arXiv 1607.06450) and RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-Both compute in float32 whatever the input's dtype. May import: framework.config, framework.layout, layers.base.
+Both compute in float32 whatever the input's dtype. May import: framework.config, framework.layout, layers.base,
+layers.keeping.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from framework.config import PositiveFloat, PositiveInt, component
 from framework.layers.base import Context, Layer
+from framework.layers.keeping import keeping_inputs
 from framework.layout import ParameterSpec
 
 
@@ -25,6 +27,7 @@ class RMSNorm(Layer):
 
     def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-6, zero_centered: bool = False):
         self.dim, self.eps, self.offset = dim, eps, int(zero_centered)
+        self._normed = keeping_inputs(self._normalize)
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """scale [dim]: ones at first, or zeros if zero_centered."""
@@ -33,9 +36,12 @@ class RMSNorm(Layer):
 
     def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """x [..., dim] -> the same shape and dtype."""
+        return self._normed(x, weights["scale"])
+
+    def _normalize(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (y * (self.offset + weights["scale"].astype(y.dtype))).astype(x.dtype)
+        return (y * (self.offset + scale.astype(y.dtype))).astype(x.dtype)
 
 
 @component
@@ -50,6 +56,7 @@ class LayerNorm(Layer):
 
     def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-5, bias: bool = True):
         self.dim, self.eps, self.bias = dim, eps, bias
+        self._normed = keeping_inputs(self._normalize)
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """scale [dim], ones; bias [dim], zeros."""
@@ -62,8 +69,11 @@ class LayerNorm(Layer):
 
     def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """x [..., dim] -> the same shape and dtype."""
+        return self._normed(x, weights["scale"], *([weights["bias"]] if self.bias else []))
+
+    def _normalize(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         y = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + self.eps)
-        y = y * weights["scale"].astype(y.dtype)
-        return (y + weights["bias"].astype(y.dtype) if self.bias else y).astype(x.dtype)
+        y = y * scale.astype(y.dtype)
+        return (y if bias is None else y + bias.astype(y.dtype)).astype(x.dtype)

@@ -18,10 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, PartitionSpec
 
 from framework.layers import remat, sums
 from framework.layers.base import Context, Out
 from framework.layout import (
+    MeshAxes,
     Nested,
     StateLayout,
     TensorSpec,
@@ -91,6 +93,7 @@ class _Stages:
     def __init__(self, model: Chain, layout: StateLayout, memory: Memory, weights: Work, ctx: Context, buffers: Nested):
         self.model, self.ctx, self.buffers, self.activations = model, ctx, buffers, memory.activations
         self.params, self.frozen = weights["parameter"], weights["frozen"]
+        self.mesh = layout.mesh
         self.specs = model.stage_specs(layout.specs["parameter"], layout.specs["frozen"])
 
     def _inputs(self, name: str, carry: Any) -> tuple[Nested, Nested]:
@@ -187,14 +190,17 @@ class _Stages:
             places = self.specs[name]
             return {p: fetch_leaf(places[p], _take(x, index)) for p, x in leaves if places[p].memory_kind != "device"}
 
+        def as_stored(path: str, x: jax.Array) -> jax.Array:
+            return _as_stored(x, self.specs[name][path].mesh_axes[1:], self.mesh)
+
         def turn(stacks: Nested, index: jax.Array, here: dict[str, jax.Array], carry: Any) -> tuple[Nested, Any]:
             """A unit's parameters when its turn comes, not before: (unit, carry)."""
             flat = {group: flatten(stack) for group, stack in stacks.items()}
             flat = {
                 g: {p: here[p] if p in here else _take(x, index) for p, x in own.items()} for g, own in flat.items()
             }
-            unit = {group: unflatten(own) for group, own in flat.items()}
-            return jax.lax.optimization_barrier((jax.tree.map(_as_stored, unit), carry))
+            unit = {g: unflatten({p: as_stored(p, x) for p, x in own.items()}) for g, own in flat.items()}
+            return jax.lax.optimization_barrier((unit, carry))
 
         def ahead(stacks: Nested, x: Any, index: jax.Array, here: Any) -> tuple[Any, tuple[Out, list[Any]]]:
             """One unit forward, and what its pull-back keeps."""
@@ -313,11 +319,27 @@ def _take(tree: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def _as_stored(x: jax.Array) -> jax.Array:
-    """x laid out as stacks are: row-major. TPU likes some weights transposed, and would turn a whole stack around
-    before the loop that reads it; so it turns one unit's, which the barrier keeps apart. Stacks of narrow matrices TPU
-    stores otherwise itself, so as not to fill up tiles of 128."""
-    return x if x.ndim < 2 or x.shape[-1] % 128 else with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+def _as_stored(x: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:
+    """One unit's weight laid out as stacks are: row-major. TPU likes some weights transposed, and would turn a whole
+    stack around before the loop that reads it; so it turns one unit's, which the barrier keeps apart. Stacks of narrow
+    matrices TPU stores otherwise itself, so as not to fill up tiles of 128.
+
+    Args:
+        x: the weight, without the stack's leading axis.
+        axes: the mesh axes of its dimensions.
+        mesh: of the layout.
+    """
+    if x.ndim < 2 or x.shape[-1] % 128:
+        return x
+
+    def row_major(shard: jax.Array) -> jax.Array:
+        return with_layout_constraint(shard, Layout(tuple(range(shard.ndim))))
+
+    if mesh.size == 1 or not any(axes):
+        return row_major(x)
+    # Of each device's shard: the partitioner cannot split the constraint, and would gather the whole weight for it.
+    spec = PartitionSpec(*axes)
+    return jax.shard_map(row_major, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
 def split_pull(pull: Any, arguments: Any) -> tuple[list[Any], Callable[[list[Any], Any], Any]]:

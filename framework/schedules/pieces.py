@@ -205,12 +205,17 @@ class _Run:
 
         def body(step: jax.Array, carry: Any) -> Any:
             done, here = carry
-            coming = taken(done, jnp.minimum(step + 1, count - 1), ahead=True)
-            return one(step, done, here), coming
+            following = taken(done, step + 1, ahead=True)
+            return one(step, done, here), following
 
         done = views[0], views[_ENTRY], views[3]
         here = taken(done, jnp.int32(0), ahead=True)
-        done = one(jnp.int32(0), done, here) if count == 1 else jax.lax.fori_loop(0, count, body, (done, here))[0]
+        # Where pieces are fetched ahead, the last one is updated after the loop, which would fetch one more for nothing.
+        turns = count if count > 1 and not any(here) else count - 1
+        if turns:
+            done, here = jax.lax.fori_loop(0, turns, body, (done, here))
+        if turns < count:
+            done = one(jnp.int32(turns), done, here)
         old = flat[0], flat[_ENTRY], flat[3]
         return tuple({n: x.reshape(o[n].shape) for n, x in d.items()} for d, o in zip(done, old, strict=True))  # type: ignore[return-value]
 
