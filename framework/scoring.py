@@ -94,7 +94,7 @@ def _score(forward: Forward, arrays: Any, batch: Nested) -> tuple[jax.Array, jax
     ctx, head = forward.program.evaluation_context(batch), forward.model.head
     x_BSD, weights, _ = forward(arrays, ctx)
     B, S, _ = x_BSD.shape
-    chunks = head.num_chunks(B, S, ctx)
+    chunks = head.chunks(B, S, ctx).count
 
     def chunk(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[jax.Array, ...]:
         logits_BsV = head.logits(weights, x_BsD, ctx)

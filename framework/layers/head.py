@@ -1,8 +1,9 @@
 """The last stage of a language model: final norm, logits, and the cross-entropy in chunks.
 
 Logits cost 4 V bytes per token, often more than everything else together, so they exist for one chunk of positions at a
-time. The gradient with respect to hidden states and table is taken chunk by chunk in the forward pass (a scalar loss
-only scales it), so nothing is computed twice and no logits are kept.
+time. Gradients are taken in the forward pass (a scalar loss only scales them), so nothing is computed twice and no
+logits are kept: those of hidden states chunk by chunk, that of the table a group of chunks at a time. A group keeps its
+logits' gradients in the compute dtype, so that the table's is one product, reduced over the devices once.
 May import: framework.config, framework.layout, other layers.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,13 @@ from framework.layout import Nested, ParameterSpec
 Loss = tuple[jax.Array, dict[str, jax.Array]]
 
 
+class Chunks(NamedTuple):
+    """How many chunks positions are cut into, and how many groups the chunks make; `groups` divides `count`."""
+
+    count: int
+    groups: int
+
+
 @component
 class LMHead(Layer):
     """x_BSD -> the loss of ctx.batch["targets"], or logits.
@@ -34,6 +42,9 @@ class LMHead(Layer):
         norm: config of the final norm.
         tied: use the embedding's table instead of one's own.
         chunk_tokens: upper bound of tokens of one device whose logits exist at once; 0 means all.
+        gradient_tokens: upper bound of tokens of one device whose logits' gradients are kept, in the compute dtype, until
+            the table's gradient is taken of them together; at least a chunk's; 0 means all. Where tokens are more, each
+            such group's gradient is reduced over the devices and added to a float32 sum.
         z_loss: weight of mean(logsumexp^2) (PaLM, arXiv 2204.02311).
         softcap: logits become softcap * tanh(logits / softcap).
         init: initializer of an own table.
@@ -47,14 +58,17 @@ class LMHead(Layer):
         norm: Config = config_for(RMSNorm),
         tied: bool = False,
         chunk_tokens: int = 1024,
+        gradient_tokens: int = 4096,
         z_loss: NonNegativeFloat = 0.0,
         softcap: PositiveFloat | None = None,
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
     ):
-        if chunk_tokens < 0:
-            raise ValueError(f"chunk_tokens: expected 0 (all at once) or more, given {chunk_tokens}")
+        for name, tokens in (("chunk_tokens", chunk_tokens), ("gradient_tokens", gradient_tokens)):
+            if tokens < 0:
+                raise ValueError(f"{name}: expected 0 (all at once) or more, given {tokens}")
         self.vocab_size, self.dim, self.tied = vocab_size, dim, tied
-        self.chunk_tokens, self.z_loss, self.softcap = chunk_tokens, z_loss, softcap
+        self.chunk_tokens, self.gradient_tokens = chunk_tokens, gradient_tokens
+        self.z_loss, self.softcap = z_loss, softcap
         self.norm = norm.instantiate(dim=dim)
         self._init = init.instantiate()
 
@@ -80,52 +94,54 @@ class LMHead(Layer):
     def logits(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """x_BSD -> float32 logits_BSV."""
         h_BSD = self.norm(weights["norm"], x_BSD, ctx)
-        return _logits(h_BSD, weights["table"], self.softcap)
+        return _logits(_product(h_BSD, weights["table"]), self.softcap)
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[None, Out]:
         """The mean loss over counted targets: sum of weights * nll / ctx.num_targets, and z-loss."""
         assert ctx.num_targets is not None
         h_BSD = self.norm(weights["norm"], carry, ctx)
         loss_of = partial(token_loss, softcap=self.softcap, z_loss=self.z_loss)
-        chunks = self.num_chunks(h_BSD.shape[0], h_BSD.shape[1], ctx)
+        chunks = self.chunks(h_BSD.shape[0], h_BSD.shape[1], ctx)
         inputs = (ctx.batch["targets"], ctx.batch["weights"] / ctx.num_targets)
         loss, metrics = chunked_loss(loss_of, chunks, ctx, h_BSD, weights["table"], inputs)
         return None, Out(loss=loss, metrics=metrics)
 
-    def num_chunks(self, batch: int, length: int, ctx: Context) -> int:
-        """The fewest chunks that divide a device's positions and keep its tokens per chunk under the bound."""
+    def chunks(self, batch: int, length: int, ctx: Context) -> Chunks:
+        """The fewest chunks that divide a device's positions and keep its tokens per chunk under the bound, in the fewest
+        groups that divide the chunks and keep a group's tokens under its bound."""
         shards = {} if ctx.mesh is None else ctx.mesh.shape
         local_batch = max(1, batch // (shards.get("data", 1) * shards.get("fsdp", 1)))
         local_length = max(1, length // shards.get("seq", 1))
-        if self.chunk_tokens == 0:
-            return 1
-        wish = -(-local_batch * local_length // self.chunk_tokens)
-        return next((n for n in range(min(wish, local_length), local_length + 1) if local_length % n == 0), 1)
+        tokens = local_batch * local_length
+
+        def divisor(number: int, least: int) -> int:
+            return next((n for n in range(min(least, number), number + 1) if number % n == 0), 1)
+
+        count = 1 if self.chunk_tokens == 0 else divisor(local_length, -(-tokens // self.chunk_tokens))
+        groups = 1 if self.gradient_tokens == 0 else divisor(count, -(-tokens // self.gradient_tokens))
+        return Chunks(count, groups)
 
     def flops_per_token(self, seq_len: int) -> float:
         """2 V D."""
         return 2.0 * self.vocab_size * self.dim
 
 
-def _logits(h_BSD: jax.Array, table_VD: jax.Array, softcap: float | None) -> jax.Array:
+def _product(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
     dtype = jnp.promote_types(h_BSD.dtype, jnp.float32)
-    logits = jnp.einsum("bsd,vd->bsv", h_BSD, table_VD, preferred_element_type=dtype)
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    return jnp.einsum("bsd,vd->bsv", h_BSD, table_VD, preferred_element_type=dtype)
+
+
+def _logits(product_BSV: jax.Array, softcap: float | None) -> jax.Array:
+    return product_BSV if softcap is None else softcap * jnp.tanh(product_BSV / softcap)
 
 
 def token_loss(
-    h_BSD: jax.Array,
-    table_VD: jax.Array,
-    inputs: tuple[jax.Array, jax.Array],
-    *,
-    softcap: float | None,
-    z_loss: float,
+    product_BSV: jax.Array, inputs: tuple[jax.Array, jax.Array], *, softcap: float | None, z_loss: float
 ) -> Loss:
     """Weighted cross-entropy of next tokens, and z-loss.
 
     Args:
-        h_BSD: normed hidden states.
-        table_VD: the output table.
+        product_BSV: normed hidden states times the output table, f32 or wider: logits, but for the softcap.
         inputs: targets int32[B, S] and weights float32[B, S].
         softcap: see LMHead.
         z_loss: see LMHead.
@@ -134,7 +150,7 @@ def token_loss(
         (f32 scalar, metrics): sums over tokens of weight times loss. "nll" leaves the z-loss out.
     """
     targets_BS, weights_BS = inputs
-    logits_BSV = _logits(h_BSD, table_VD, softcap)
+    logits_BSV = _logits(product_BSV, softcap)
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
     picked_BS = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)[..., 0]
     nll = jnp.sum(weights_BS * (lse_BS - picked_BS))
@@ -144,72 +160,130 @@ def token_loss(
 
 def chunked_loss(
     loss_of: Callable[..., Loss],
-    chunks: int,
+    chunks: Chunks,
     ctx: Context,
     h_BSD: jax.Array,
     table_VD: jax.Array,
     inputs: Any,
 ) -> Loss:
-    """`loss_of(h, table, inputs)` summed over `chunks` interleaved slices of positions.
+    """`loss_of(product of hidden states and table, inputs)` summed over interleaved slices of positions.
 
     Slices are strided (positions i, i + chunks, ...), so that each holds an equal part of every seq shard.
     """
     # custom_vjp keeps the functions below for longer than the trace: they may hold the mesh, but no traced array.
-    ctx = Context(batch={}, mesh=ctx.mesh)
-
-    def split(x: jax.Array) -> jax.Array:
-        parts = x.reshape(x.shape[0], x.shape[1] // chunks, chunks, *x.shape[2:])
-        parts = jnp.moveaxis(parts, 2, 0)
-        return ctx.constrain(parts, None, BATCH_AXES, "seq", *(None,) * (parts.ndim - 3))
-
-    def join(parts: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(parts, 0, 2)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-    def scanned(body: Callable[..., Any], carry: Any, h: jax.Array, inputs: Any) -> Any:
-        if chunks == 1:
-            return body(carry, (h, inputs))
-        return jax.lax.scan(body, carry, (split(h), jax.tree.map(split, inputs)))
-
-    def zeros(table: jax.Array, h: jax.Array, inputs: Any) -> Loss:
-        shapes = jax.eval_shape(loss_of, h, table, inputs)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-    def add(a: Any, b: Any) -> Any:
-        return jax.tree.map(jnp.add, a, b)
+    run = _ChunkedLoss(loss_of, chunks, Context(batch={}, mesh=ctx.mesh))
 
     @jax.custom_vjp
     def total(h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
-        def body(carry: Loss, xs: Any) -> tuple[Loss, None]:
-            return add(carry, loss_of(xs[0], table, xs[1])), None
-
-        return scanned(body, zeros(table, h, inputs), h, inputs)[0]
+        return run.loss(h, table, inputs)
 
     def forward(h: Any, table: Any, inputs: Any) -> tuple[Loss, Any]:
-        argnums = (0, 1) if table.perturbed else (0,)  # a frozen table: a list of no gradients
+        is_table_trained = table.perturbed
         h, table, inputs = jax.tree.map(lambda x: x.value, (h, table, inputs))
-
-        def body(carry: tuple[Loss, list[jax.Array]], xs: Any) -> tuple[tuple[Loss, list[jax.Array]], jax.Array]:
-            loss_sum, sums = carry
-            loss, (h_grad, *grads) = jax.value_and_grad(loss_of, argnums, has_aux=True)(xs[0], table, xs[1])
-            with jax.named_scope("gradient"):
-                sums = [ctx.constrain(old + grad, "model", "fsdp") for old, grad in zip(sums, grads, strict=True)]
-            return (add(loss_sum, loss), sums), h_grad
-
-        # Summed in float32, and sharded: a loop carry cannot hold partial sums, so each chunk is reduced anyway.
-        start = [jnp.zeros(table.shape, jnp.promote_types(table.dtype, jnp.float32))] * (len(argnums) - 1)
-        carry = (zeros(table, h, inputs), [ctx.constrain(x, "model", "fsdp") for x in start])
-        (loss, sums), h_grad = scanned(body, carry, h, inputs)
-        return loss, (h_grad if chunks == 1 else join(h_grad), [x.astype(table.dtype) for x in sums], inputs)
+        loss, h_grad, table_grad = run.loss_and_gradients(h, table, inputs, of_table=is_table_trained)
+        return loss, (h_grad, table_grad, inputs)
 
     def backward(saved: Any, cotangent: Loss) -> tuple[jax.Array, jax.Array | None, Any]:
         # Metrics are not differentiated; the loss is a scalar, so its cotangent only scales.
         *grads, inputs = saved
         h_grad, table_grad = jax.tree.map(lambda grad: (grad * cotangent[0]).astype(grad.dtype), grads)
-        return h_grad, table_grad[0] if table_grad else None, _no_grad(inputs)
+        return h_grad, table_grad, _no_grad(inputs)
 
     total.defvjp(forward, backward, symbolic_zeros=True)
     return total(h_BSD, table_VD, inputs)
+
+
+class _ChunkedLoss:
+    """The loss, and its gradients, a chunk of positions at a time; see `chunked_loss`."""
+
+    def __init__(self, loss_of: Callable[..., Loss], chunks: Chunks, ctx: Context):
+        self.loss_of, self.chunks, self.ctx = loss_of, chunks, ctx
+
+    def loss(self, h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
+        """The loss alone."""
+
+        def body(sums: Loss, chunk: Any) -> tuple[Loss, None]:
+            return _add(sums, self.loss_of(_product(chunk[0], table), chunk[1])), None
+
+        if self.chunks.count == 1:
+            return self.loss_of(_product(h, table), inputs)
+        return jax.lax.scan(body, self._zeros(h, table, inputs), self._split((h, inputs)))[0]
+
+    def loss_and_gradients(
+        self, h: jax.Array, table: jax.Array, inputs: Any, *, of_table: bool
+    ) -> tuple[Loss, jax.Array, jax.Array | None]:
+        """(loss, gradient of h, gradient of the table or None), each gradient in the dtype of what it is of."""
+        count, groups = self.chunks if of_table else (self.chunks.count, 1)
+        zeros = self._zeros(h, table, inputs)
+        parts = self._split((h, inputs))
+        if groups == 1:
+            loss, h_grads, table_grad = self._group(zeros, parts, table, table.dtype if of_table else None)
+            return loss, self._join(h_grads), table_grad
+        # Summed in float32, and sharded: a loop's carry cannot hold partial sums, so each group's is reduced.
+        sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
+
+        def body(sums: tuple[Loss, jax.Array], group: Any) -> tuple[tuple[Loss, jax.Array], jax.Array]:
+            loss, h_grads, table_grad = self._group(sums[0], group, table, sum_dtype)
+            return (loss, self._as_table(sums[1] + table_grad)), h_grads
+
+        start = zeros, self._as_table(jnp.zeros(table.shape, sum_dtype))
+        grouped = jax.tree.map(lambda x: x.reshape(groups, count // groups, *x.shape[1:]), parts)
+        (loss, table_sum), h_grads = jax.lax.scan(body, start, grouped)
+        h_grads = h_grads.reshape(count, *h_grads.shape[2:])
+        return loss, self._join(h_grads), table_sum.astype(table.dtype)
+
+    def _group(self, loss: Loss, parts: Any, table: jax.Array, dtype: Any) -> tuple[Loss, jax.Array, jax.Array | None]:
+        """A group's chunks, [chunks, B, S / chunks, ...]: the loss with theirs added, the gradients of their hidden
+        states, and the table's in `dtype` (None: not asked for)."""
+
+        def body(loss: Loss, chunk: Any) -> tuple[Loss, tuple[jax.Array, jax.Array | None]]:
+            h, inputs = chunk
+            more, product_grad = jax.value_and_grad(self.loss_of, has_aux=True)(_product(h, table), inputs)
+            # In the compute dtype, as activations' gradients are everywhere.
+            product_grad = product_grad.astype(h.dtype)
+            h_grad = jnp.einsum("bsv,vd->bsd", product_grad, table)
+            return _add(loss, more), (h_grad, None if dtype is None else product_grad)
+
+        if parts[0].shape[0] == 1:
+            loss, per_chunk = body(loss, jax.tree.map(lambda x: x[0], parts))
+            h_grads, product_grads = jax.tree.map(lambda x: x[None], per_chunk)
+        else:
+            loss, (h_grads, product_grads) = jax.lax.scan(body, loss, parts)
+        if product_grads is None:
+            return loss, h_grads, None
+        with jax.named_scope("gradient"):
+            table_grad = jnp.einsum("cbsv,cbsd->vd", product_grads, parts[0], preferred_element_type=dtype)
+            return loss, h_grads, self._as_table(table_grad)
+
+    def _as_table(self, grad: jax.Array) -> jax.Array:
+        """Sharded as the table is stored, which is where the devices' parts are added up."""
+        return self.ctx.constrain(grad, "model", "fsdp")
+
+    def _split(self, tree: Any) -> Any:
+        """[B, S, ...] -> [chunks, B, S / chunks, ...]."""
+        count = self.chunks.count
+
+        def split(x: jax.Array) -> jax.Array:
+            parts = jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // count, count, *x.shape[2:]), 2, 0)
+            return self.ctx.constrain(parts, None, BATCH_AXES, "seq", *(None,) * (parts.ndim - 3))
+
+        return jax.tree.map(split, tree)
+
+    @staticmethod
+    def _join(parts: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(parts, 0, 2)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    def _zeros(self, h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
+        def whole(h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
+            return self.loss_of(_product(h, table), inputs)
+
+        shapes = jax.eval_shape(whole, h, table, inputs)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
 
 
 def _no_grad(inputs: Any) -> Any:

@@ -35,9 +35,9 @@ def context(dtype=jnp.float32) -> Context:
     return Context(batch=BATCH, num_targets=jnp.sum(BATCH["weights"]), training=True, compute_dtype=dtype)
 
 
-def chunked(chunk_tokens: int, **terms):
+def chunked(chunk_tokens: int, **fields):
     """(params, x) -> (3 * loss, nll): as the head computes it. 3, as a head's loss is not always the objective."""
-    head = config_for(LMHead, dim=D, vocab_size=V, chunk_tokens=chunk_tokens, **terms).instantiate()
+    head = config_for(LMHead, dim=D, vocab_size=V, chunk_tokens=chunk_tokens, **fields).instantiate()
 
     def loss(params, x):
         ctx = context()
@@ -89,6 +89,13 @@ def test_chunks_equal_the_plain_definition(expected, terms, chunk_tokens):
     small.assert_close(grads, expected_grads, 2e-6)
 
 
+@pytest.mark.parametrize("gradient_tokens", [6, 12])
+def test_groups_of_chunks_equal_the_plain_definition(expected, gradient_tokens):
+    """The table's gradient summed over four groups of one chunk, and two of two."""
+    _, _, grads = evaluated(chunked(6, gradient_tokens=gradient_tokens, **TERMS["both"]))
+    small.assert_close(grads, expected["both"][2], 2e-6)
+
+
 def test_evaluation_equals_training(expected):
     """Without differentiation another rule of the custom derivative runs."""
     loss, nll = jax.jit(chunked(6, **TERMS["both"]))(PARAMS, X)
@@ -121,9 +128,22 @@ def test_logits_are_what_the_loss_is_of():
     np.testing.assert_allclose(out.metrics["nll"], expected, rtol=1e-6)
 
 
-def test_a_negative_chunk_is_an_error():
-    with pytest.raises(ValueError, match=r"chunk_tokens: expected 0 \(all at once\) or more, given -1"):
-        config_for(LMHead, dim=D, vocab_size=V, chunk_tokens=-1).instantiate()
+@pytest.mark.parametrize("name", ["chunk_tokens", "gradient_tokens"])
+def test_a_negative_chunk_is_an_error(name):
+    with pytest.raises(ValueError, match=rf"{name}: expected 0 \(all at once\) or more, given -1"):
+        config_for(LMHead, dim=D, vocab_size=V, **{name: -1}).instantiate()
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "gradient_tokens", "expected"),
+    # 2 sequences of 12 positions, on one device.
+    [(6, 0, (4, 1)), (6, 24, (4, 1)), (6, 12, (4, 2)), (6, 6, (4, 4)), (6, 1, (4, 4)), (6, 8, (4, 4)), (0, 1, (1, 1))],
+)
+def test_groups_divide_the_chunks_and_keep_their_bound(chunk_tokens, gradient_tokens, expected):
+    head = config_for(
+        LMHead, dim=D, vocab_size=V, chunk_tokens=chunk_tokens, gradient_tokens=gradient_tokens
+    ).instantiate()
+    assert head.chunks(B, S, context()) == expected
 
 
 def largest_array(text: str) -> int:
@@ -136,7 +156,7 @@ def largest_array(text: str) -> int:
 def test_no_array_of_the_training_step_is_as_large_as_the_logits(chunk_tokens):
     """In the compiled step, forward and backward; all at once (0) there is one, so the test can see it."""
     vocab = 509
-    model = small.gpt2(vocab_size=vocab, head__chunk_tokens=chunk_tokens)
+    model = small.gpt2(vocab_size=vocab, head__chunk_tokens=chunk_tokens, head__gradient_tokens=chunk_tokens)
     config = small.experiment(model)
     config.data.tokenizer.vocab_size = vocab
     program = small.program(config)
