@@ -26,6 +26,10 @@ class Memory:
             once, with the limits of "in_backward".
         optimizer_state: "pinned_host" keeps optimizer state (master weights and moments) in host memory between steps;
             vectors, scalars and leaves under 1 MiB stay on the device.
+        prefetch: what of the state in host memory comes to the device at once under update = "in_backward". "piece": a
+            tensor, or a part of one, when the unit's gradients are there. "unit": all of a unit's, asked for when the
+            unit's backward pass begins and sent back while the next one's runs, so that the transfers have computation
+            to hide behind. It costs the state of two units on the device.
         parameters: "pinned_host" keeps the weights there too, frozen ones included; a layer's come to the device when
             its turn comes. Not with update = "after_backward".
         hosted_layers: how many of the stack's units `parameters` concerns, counted from the first, where only part
@@ -43,6 +47,7 @@ class Memory:
         update: Literal["after_backward", "streamed", "in_backward", "layer_programs"] = "after_backward",
         gradients: Literal["device", "pinned_host", "none"] = "device",
         optimizer_state: MemoryKind = "device",
+        prefetch: Literal["piece", "unit"] = "piece",
         parameters: MemoryKind = "device",
         hosted_layers: PositiveInt | None = None,
         activations: MemoryKind = "device",
@@ -60,6 +65,11 @@ class Memory:
                     f"memory.{name} = {kind} needs memory.update = streamed, in_backward or layer_programs: "
                     "after_backward has everything on the device at once"
                 )
+        if prefetch == "unit" and (update != "in_backward" or optimizer_state == "device"):
+            raise ValueError(
+                "memory.prefetch = unit needs memory.update = in_backward and memory.optimizer_state = pinned_host, "
+                f"given {update} and {optimizer_state}"
+            )
         if hosted_layers is not None and (parameters == "device" or update != "layer_programs"):
             raise ValueError(
                 f"memory.hosted_layers = {hosted_layers} needs memory.parameters = pinned_host and memory.update = "
@@ -68,6 +78,7 @@ class Memory:
         self.update: str = update
         self.gradients: str = gradients
         self.optimizer_state: MemoryKind = optimizer_state
+        self.prefetch: str = prefetch
         self.parameters: MemoryKind = parameters
         self.hosted_layers = hosted_layers
         self.activations: MemoryKind = activations

@@ -42,9 +42,9 @@ class LMHead(Layer):
         norm: config of the final norm.
         tied: use the embedding's table instead of one's own.
         chunk_tokens: upper bound of tokens of one device whose logits exist at once; 0 means all.
-        gradient_tokens: upper bound of tokens of one device whose logits' gradients are kept, in the compute dtype, until
-            the table's gradient is taken of them together; at least a chunk's; 0 means all. Where tokens are more, each
-            such group's gradient is reduced over the devices and added to a float32 sum.
+        gradient_tokens: upper bound of tokens of one device whose logits' gradients are kept, in the compute dtype,
+            until the table's gradient is taken of them together; at least a chunk's; 0 means all. Where there are more
+            tokens, each such group's gradient is reduced over the devices and added to a float32 sum.
         z_loss: weight of mean(logsumexp^2) (PaLM, arXiv 2204.02311).
         softcap: logits become softcap * tanh(logits / softcap).
         init: initializer of an own table.
@@ -107,8 +107,8 @@ class LMHead(Layer):
         return None, Out(loss=loss, metrics=metrics)
 
     def chunks(self, batch: int, length: int, ctx: Context) -> Chunks:
-        """The fewest chunks that divide a device's positions and keep its tokens per chunk under the bound, in the fewest
-        groups that divide the chunks and keep a group's tokens under its bound."""
+        """How positions are cut: into the fewest chunks that divide a device's positions and keep its tokens per chunk
+        under the bound, and these into the fewest groups that divide the chunks and keep theirs."""
         shards = {} if ctx.mesh is None else ctx.mesh.shape
         local_batch = max(1, batch // (shards.get("data", 1) * shards.get("fsdp", 1)))
         local_length = max(1, length // shards.get("seq", 1))
@@ -224,6 +224,7 @@ class _ChunkedLoss:
 
         def body(sums: tuple[Loss, jax.Array], group: Any) -> tuple[tuple[Loss, jax.Array], jax.Array]:
             loss, h_grads, table_grad = self._group(sums[0], group, table, sum_dtype)
+            assert table_grad is not None
             return (loss, self._as_table(sums[1] + table_grad)), h_grads
 
         start = zeros, self._as_table(jnp.zeros(table.shape, sum_dtype))

@@ -13,7 +13,7 @@ May import: framework.layout, framework.memory, framework.layers, framework.mode
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,35 @@ Work = dict[str, Any]  # "parameter", "frozen", and whatever visits change
 Visit = Callable[[Work, str, Nested, jax.Array | None], Work]
 
 
+class Turns(NamedTuple):
+    """What else happens to the work in the loop over a stack's units, in whatever keys of the work it likes.
+
+    Attributes:
+      before: (work, stack, index of the first unit) -> work, before the loop.
+      begin: (work, stack, index of the unit) -> work, when a unit's turn begins; its visit has what this adds.
+      after: (work, stack) -> work, after the loop.
+    Where units are in groups (memory.remat = sqrt), the loop is each group's.
+    """
+
+    before: Callable[[Work, str, jax.Array], Work] = lambda work, stack, index: work
+    begin: Callable[[Work, str, jax.Array], Work] = lambda work, stack, index: work
+    after: Callable[[Work, str], Work] = lambda work, stack: work
+
+
+_NO_TURNS = Turns()
+
+
+class Pull(Protocol):
+    """The backward pass of `forward`."""
+
+    def __call__(self, work: Work, visit: Visit, turns: Turns = ...) -> Work:
+        """The work as visits and turns left it."""
+        ...
+
+
 def forward(
     model: Chain, layout: StateLayout, memory: Memory, weights: Work, ctx: Context, buffers: Nested
-) -> tuple[jax.Array, Out, Callable[[Work, Visit], Work]]:
+) -> tuple[jax.Array, Out, Pull]:
     """The objective, and the backward pass that is to be run.
 
     Args:
@@ -56,8 +82,9 @@ def forward(
         buffers: the model's.
 
     Returns:
-        (loss, Out, pull): `pull(work, visit)` runs backward, head first, and returns the work as visits left it: the
-        weights, and what visits need. A tied parameter is visited with its home stage, with the sum of its gradients.
+        (loss, Out, pull): `pull(work, visit, turns)` runs backward, head first, and returns the work as visits left it:
+        the weights, and what visits need. A tied parameter is visited with its home stage, with the sum of its
+        gradients.
     """
     run = _Stages(model, layout, memory, weights, ctx, buffers)
     x: Any = None
@@ -67,12 +94,12 @@ def forward(
     loss, out, first = x, Out.merge(outs), next(iter(model.stages))
     assert out.loss is not None
 
-    def pull(work: Work, visit: Visit) -> Work:
+    def pull(work: Work, visit: Visit, turns: Turns = _NO_TURNS) -> Work:
         pending: dict[str, jax.Array] = {}
         ct: Any = jnp.ones_like(loss)
         for name in reversed(model.stages):
             if name in model.stacks:
-                work, ct, shared = pulls[name](work, ct, visit)
+                work, ct, shared = pulls[name](work, ct, visit, turns)
                 if shared:
                     work = visit(work, "shared", run.constrained("shared", shared), None)
                 continue
@@ -87,6 +114,10 @@ def forward(
         return work
 
     return out.loss, out, pull
+
+
+# (work, cotangent of the stack's output, visit, turns) -> (work, cotangent of its input, shared parameters' gradients).
+StackPull = Callable[[Work, Any, Visit, Turns], tuple[Work, Any, Nested]]
 
 
 class _Stages:
@@ -161,7 +192,7 @@ class _Stages:
 
         return unflatten({path: constrained(path, grad) for path, grad in flatten(grads).items()})
 
-    def stack(self, name: str, x: Any) -> tuple[Any, Out, Callable[[Work, Any, Visit], tuple[Work, Any, Nested]]]:
+    def stack(self, name: str, x: Any) -> tuple[Any, Out, StackPull]:
         """A stack: (output, Out, pull-back, which visits the units and returns the shared parameters' gradients)."""
         stack, ctx = self.model.stacks[name], self.ctx.fold(name)
         state, invert = self.buffers.get(name, {}), ctx.remat == "invert"
@@ -245,13 +276,16 @@ class _Stages:
             (x, _), outs = jax.lax.scan(body, (x, coming(stacks, first)), jnp.arange(count))
             return x, outs
 
-        def back_all(work: Work, ct: Any, shared_grads: Nested, kept: Any, first: Any, count: int, visit: Visit) -> Any:
+        def back_all(
+            work: Work, ct: Any, shared_grads: Nested, kept: Any, first: Any, count: int, visit: Visit, turns: Turns
+        ) -> Any:
             """`kept`: of each unit; where units are inverted, the output of the last one."""
 
             def body(step: jax.Array, carry: Any) -> Any:
                 work, ct, shared_grads, y, here = carry
                 i = count - 1 - step
                 following = coming(_stacks(work, name), first + jnp.maximum(i - 1, 0))
+                work = turns.begin(work, name, first + i)
                 unit, (ct, y) = turn(_stacks(work, name), first + i, here, (ct, y))
                 own = None if invert else _take(kept, i)
                 y, grads, more, ct = behind(unit, first + i, y, own, ct)
@@ -263,7 +297,9 @@ class _Stages:
             first, ct = jax.lax.optimization_barrier((first, ct))
             here = coming(_stacks(work, name), first + count - 1)
             y = kept if invert else None
-            return jax.lax.fori_loop(0, count, body, (work, ct, shared_grads, y, here))[:3]
+            work = turns.before(work, name, first + count - 1)
+            work, ct, shared_grads, _, _ = jax.lax.fori_loop(0, count, body, (work, ct, shared_grads, y, here))
+            return turns.after(work, name), ct, shared_grads
 
         starts = jnp.arange(0, stack.num_units, size)
         stacks = _stacks({"parameter": self.params, "frozen": self.frozen}, name)
@@ -281,22 +317,22 @@ class _Stages:
             outs = jax.tree.map(lambda o: o.reshape(stack.num_units, *o.shape[2:]), outs)
         x, pull_leave = jax.vjp(lambda x: stack.leave(x, ctx), x)
 
-        def pull(work: Work, ct: Any, visit: Visit) -> tuple[Work, Any, Nested]:
+        def pull(work: Work, ct: Any, visit: Visit, turns: Turns) -> tuple[Work, Any, Nested]:
             (ct,) = pull_leave(ct)
-            work, ct, grads = back(work, ct, visit)
+            work, ct, grads = back(work, ct, visit, turns)
             return work, *pull_enter(ct), grads
 
-        def back(work: Work, ct: Any, visit: Visit) -> tuple[Work, Any, Nested]:
+        def back(work: Work, ct: Any, visit: Visit, turns: Turns) -> tuple[Work, Any, Nested]:
             nothing = sums.zeros(shared)
             if all_at_once:
-                return back_all(work, ct, nothing, kept, jnp.int32(0), size, visit)
+                return back_all(work, ct, nothing, kept, jnp.int32(0), size, visit, turns)
 
             def body(step: jax.Array, carry: Any) -> Any:
                 work, ct, shared_grads = carry
                 index = starts.size - 1 - step
                 x, ct = jax.lax.optimization_barrier((_moved(away, _take(kept, index), jax.memory.Space.Device), ct))
                 _, (_, inner) = ahead_all(x, _stacks(work, name), starts[index], size)
-                return back_all(work, ct, shared_grads, inner, starts[index], size, visit)
+                return back_all(work, ct, shared_grads, inner, starts[index], size, visit, turns)
 
             return jax.lax.fori_loop(0, starts.size, body, (work, ct, nothing))
 

@@ -19,12 +19,15 @@ from framework.layout import Nested, StateLayout
 from framework.learner import Learner
 from framework.memory import Memory
 from framework.models.chain import Chain
-from framework.schedules.backward import Work, forward
+from framework.schedules.backward import Turns, Work, forward
 from framework.schedules.pieces import update_group
+from framework.schedules.state_ahead import Hosted, StateAhead, UnitState
 from framework.schedules.step import Metrics, State, Step, finish, training_context
 from framework.schedules.streamed import bundle_specs
 from framework.schedules.streamed import check as check_platform
 from framework.units import Bundle, Decision, Group, UnitUpdate, Update
+
+_UNIT = "unit state"  # a UnitState in the work of a backward pass
 
 
 def check(learner: Learner, setting: str = "memory.update = in_backward") -> None:
@@ -44,6 +47,23 @@ def check(learner: Learner, setting: str = "memory.update = in_backward") -> Non
         )
 
 
+def _turns(ahead: StateAhead) -> Turns:
+    """What fetches and stores the state of a stack's units: in the work, the unit that was updated last."""
+
+    def before(work: Work, stack: str, index: jax.Array) -> Work:
+        return {**work, _UNIT: ahead.fetched(work, stack, index)}
+
+    def begin(work: Work, stack: str, index: jax.Array) -> Work:
+        work = ahead.stored(work, stack, work[_UNIT])
+        return {**work, _UNIT: ahead.fetched(work, stack, index)}
+
+    def after(work: Work, stack: str) -> Work:
+        stored = ahead.stored(work, stack, work[_UNIT])
+        return {group: tree for group, tree in stored.items() if group != _UNIT}
+
+    return Turns(before, begin, after)
+
+
 def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
     """The training step; see `after_backward.build_step`, and `check` and `streamed.check` for what is raised."""
     check(learner)
@@ -52,6 +72,7 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
         ctx = training_context(batch, state["counter"], model, layout, memory.remat)
         weights = {group: state[group] for group in ("parameter", "frozen")}
+        ahead = StateAhead(learner, layout) if memory.prefetch == "unit" else None
         loss, out, pull = forward(model, layout, memory, weights, ctx, state["buffer"])
         zero = jnp.zeros_like(loss)
         norm = zero
@@ -68,7 +89,12 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
             squares = jnp.square(learner.norm(grads))
             ok = work["ok"] & jnp.isfinite(squares)
 
+            leaving: dict[str, Hosted] = {}
+
             def run(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
+                if ahead is not None and index is not None:
+                    new, leaving[group.label] = ahead.update(group, update, bundle, decision, work[_UNIT])
+                    return new
                 own = bundle_specs(layout, learner, group, learner.unit_specs(group))
                 return update_group(learner, layout.mesh, group, bundle, own, decision, index)
 
@@ -83,10 +109,12 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
                     stage,
                 )
             counted = {"squares": work["squares"] + squares, "ok": ok, "updated": work["updated"] + ok}
-            return {**work, "parameter": params, "optimizer": optimizer, "ema": ema, **counted}
+            updated = {**work, "parameter": params, "optimizer": optimizer, "ema": ema, **counted}
+            return {**updated, _UNIT: UnitState(leaving, index)} if leaving and index is not None else updated
 
         kept = {"optimizer": state["optimizer"], "ema": state["ema"]}
-        work = pull({**weights, **kept, "squares": zero, "ok": decision.ok, "updated": jnp.int32(0)}, visit)
+        work = {**weights, **kept, "squares": zero, "ok": decision.ok, "updated": jnp.int32(0)}
+        work = pull(work, visit, Turns() if ahead is None else _turns(ahead))
         decision = decision._replace(norm=jnp.sqrt(work["squares"]), ok=work["ok"])
         out = replace(out, metrics={**out.metrics, "updated_units": work["updated"]})
         update = work["parameter"], work["optimizer"], work["ema"]

@@ -210,7 +210,7 @@ class _Run:
 
         done = views[0], views[_ENTRY], views[3]
         here = taken(done, jnp.int32(0), ahead=True)
-        # Where pieces are fetched ahead, the last one is updated after the loop, which would fetch one more for nothing.
+        # Where pieces are fetched ahead, the last one is updated after the loop, which would fetch one for nothing.
         turns = count if count > 1 and not any(here) else count - 1
         if turns:
             done, here = jax.lax.fori_loop(0, turns, body, (done, here))

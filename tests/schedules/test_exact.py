@@ -21,7 +21,17 @@ CASES = exact.covering(exact.every(**AXES, precision=exact.PRECISIONS, microbatc
 REST = [pytest.param(case, marks=pytest.mark.slow) for case in exact.every(**AXES) if case not in CASES]
 
 
-@pytest.mark.parametrize("case", [*CASES, *REST], ids=lambda case: "-".join(map(str, case)))
+AHEAD = [
+    Case(memory="in_backward_ahead", placement="state"),
+    Case(memory="two_pass_ahead", placement="all", remat="sqrt", mesh="eight"),
+    Case(memory="in_backward_ahead", placement="state", mesh="eight", precision="bfloat16"),
+    Case(model="shared", memory="in_backward_ahead", placement="state"),
+    Case(optimizer="adafactor", memory="in_backward_ahead", placement="state+weights", remat="full"),
+    Case(model="streams", memory="in_backward_ahead", placement="state", remat="invert"),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *AHEAD, *REST], ids=lambda case: "-".join(map(str, case)))
 def test_twenty_steps_equal_plain_optax(case: Case):
     """Buffers, losses of layers, random streams and shared parameters thread through all of them."""
     with exact.conditions():

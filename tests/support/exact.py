@@ -51,7 +51,12 @@ LAYERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers_at_once": ({"update": "layer_programs", "gradients": "none"}, {"clip": None}),
     "layers_two_pass": ({"update": "layer_programs", "gradients": "none"}, {"clip_mode": "two_pass"}),
 }
-NO_PARTS = ("in_backward", "two_pass", "layers_at_once", "layers_two_pass")
+# The same with a unit's state on its way during its backward pass; only with optimizer state in host memory.
+AHEAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    f"{name}_ahead": ({**MEMORY[name][0], "prefetch": "unit"}, MEMORY[name][1]) for name in ("in_backward", "two_pass")
+}
+SCHEDULES = MEMORY | LAYERED | AHEAD
+NO_PARTS = (*AHEAD, "in_backward", "two_pass", "layers_at_once", "layers_two_pass")
 PLACEMENTS = {"device": (), "state": ("optimizer_state",)}  # what config.memory has in host memory
 PLACEMENTS |= {
     "weights": ("parameters",),
@@ -167,11 +172,11 @@ class Case(NamedTuple):
 
     def clip(self) -> float | None:
         """The largest global norm, for schedules that have it."""
-        return (MEMORY | LAYERED)[self.memory][1].get("clip", MODELS[self.model][1])
+        return SCHEDULES[self.memory][1].get("clip", MODELS[self.model][1])
 
     def program(self, **changed: Any) -> Program:
         """The framework's side; with other fields of config.learner."""
-        model, (memory, learner) = MODELS[self.model][0].copy(), (MEMORY | LAYERED)[self.memory]
+        model, (memory, learner) = MODELS[self.model][0].copy(), SCHEDULES[self.memory]
         model.param_dtype, master, _ = PRECISIONS[self.precision]
         model.compute_dtype = "float64"
         learner = {"clip": self.clip(), "accumulate": self.microbatches, "master_dtype": master, **learner, **changed}
