@@ -38,6 +38,7 @@ class AcceleratorSpec:
       cores_per_chip, devices_per_chip: TensorCores and jax devices of one chip. Names count cores (v5p-8 has 4 chips).
       chips_per_host, host_memory_bytes: of one machine (a VM, on Cloud), which the comment beside them names.
       topologies: of the slices that Cloud has, in chips. xla: the numbers of a GPU's description to the compiler.
+      compiler_options: what its compiler is told unless a config says otherwise (name, value).
     """
 
     name: str
@@ -58,6 +59,7 @@ class AcceleratorSpec:
     host_memory_bytes: int | None = None
     topologies: tuple[str, ...] = ()
     xla: tuple[float, ...] = ()
+    compiler_options: tuple[tuple[str, bool | int | str], ...] = ()
 
     @property
     def limit_bytes(self) -> int | None:
@@ -86,7 +88,8 @@ def _table() -> Iterator[AcceleratorSpec]:
     for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items():
         bytes_ = {key.replace("_gib", "_bytes"): int(row.pop(key) * GIB) for key in list(row) if key.endswith("_gib")}
         lists = {key: tuple(row.pop(key)) for key in list(row) if isinstance(row[key], list)}
-        yield AcceleratorSpec(**{"name": name} | row | bytes_ | lists)
+        options = tuple(row.pop("compiler_options", {}).items())
+        yield AcceleratorSpec(**{"name": name} | row | bytes_ | lists, compiler_options=options)
 
 
 ACCELERATORS = tuple(_table())

@@ -1,7 +1,7 @@
 """What the XLA compiler is told beyond its own defaults, by config, and checked with that very compiler.
 
-May import: framework.config_components, framework.config_names, JAX (inside functions: the environment is checked
-before it starts).
+May import: framework.accelerators, framework.config_components, framework.config_names, JAX (inside functions: the
+environment is checked before it starts).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,11 +30,19 @@ class Compiler:
 
     Args:
         options: by name, as in XLA_FLAGS and LIBTPU_INIT_ARGS without dashes: {"xla_tpu_scoped_vmem_limit_kib": 65536}.
+            They go before those that framework/accelerators.toml has for the kind of device.
+        of_accelerator: whether the latter are used at all.
     """
 
-    def __init__(self, *, options: dict[str, bool | int | float | str] = {}):  # noqa: B006
-        words: dict[str, bool] = {"true": True, "false": False}  # XLA itself takes a bool, and no such text
-        self.options = {name: words.get(str(value).lower(), str(value)) for name, value in options.items()}
+    def __init__(self, *, options: dict[str, bool | int | float | str] = {}, of_accelerator: bool = True):  # noqa: B006
+        self.options, self.of_accelerator = _options_of(options), of_accelerator
+
+    def options_for(self, mesh: Any) -> dict[str, bool | str]:
+        """All options for the programs of a mesh's devices."""
+        from framework.accelerators import spec_for
+
+        usual = dict(spec_for(list(mesh.devices.flat)).compiler_options) if self.of_accelerator else {}
+        return _options_of(usual) | self.options
 
     def check(self, mesh: Any) -> None:
         """Compiles next to nothing for the devices of a mesh: 0.1 s for 8, 0.2 s for 1024; nothing without options.
@@ -60,6 +68,11 @@ class Compiler:
             package = "libtpu" if platform == "tpu" else "jaxlib"
             near = did_you_mean(name, _options(package)) if "No such" in words else ""
             raise ValueError(f"{_PATH}{name}: the compiler says: {words}{near}") from None
+
+
+def _options_of(options: Mapping[str, bool | int | float | str]) -> dict[str, bool | str]:
+    words: dict[str, bool] = {"true": True, "false": False}  # XLA itself takes a bool, and no such text
+    return {name: words.get(str(value).lower(), str(value)) for name, value in options.items()}
 
 
 def names_files(option: str, value: Any) -> bool:

@@ -74,7 +74,8 @@ class Program:
                 raise ValueError(
                     f"{path} is {spec.dtype}; what a first batch decides is to be float32 (model.param_dtype)"
                 )
-        self.jit = functools.partial(jax.jit, compiler_options=experiment.compiler.options or None)
+        self.compiler_options = experiment.compiler.options_for(self.mesh)
+        self.jit = functools.partial(jax.jit, compiler_options=self.compiler_options or None)
         # What checkpoints hold; and what the state is, where the stack may be in parts.
         self.layout = self.whole = StateLayout(experiment.state_specs(), self.mesh)
         self.in_parts = training and experiment.memory.update == "layer_programs"
@@ -322,7 +323,7 @@ class Program:
     @cached_property
     def compiled_step(self) -> Any:
         """The step compiled ahead of time."""
-        return executables.compiled(self.traced_step.lower(), self.experiment.compiler.options)
+        return executables.compiled(self.traced_step.lower(), self.compiler_options)
 
     @cached_property
     def layers(self) -> LayerPrograms:
@@ -333,7 +334,7 @@ class Program:
         )
 
     def _compiled(self, lowered: Any, hosted: executables.HostBytes) -> Compiled:
-        run = executables.compiled(lowered, self.experiment.compiler.options)
+        run = executables.compiled(lowered, self.compiler_options)
         platform = self.mesh.devices.flat[0].platform
         return Compiled(run, executables.peak_bytes(run.memory_analysis(), platform, hosted))
 

@@ -132,6 +132,21 @@ def test_rules_and_overrides_compose():
         named.set_path("compiler.options.xla_x", [1])
 
 
+@pytest.mark.parametrize("name", ["v4-8", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8"])
+def test_what_an_accelerator_is_told_by_default_is_known_to_its_compiler(tpu, name):
+    devices = mesh(name)
+    usual = Compiler().options_for(devices)
+    assert bool(usual) == (name == "v6e-8")
+    Compiler(options=usual).check(devices)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_configs_options_go_before_those_of_the_accelerator(tpu):
+    devices, name = mesh("v6e-8"), "xla_enable_async_all_gather"
+    assert Compiler().options_for(devices)[name] is True
+    assert Compiler(options={name: False}).options_for(devices)[name] is False
+    assert Compiler(options={name: False}, of_accelerator=False).options_for(devices) == {name: False}
+
+
 def test_every_program_is_compiled_with_the_options(tmp_path: Path):
     """Training, evaluation and generation, by what XLA writes when it is told to."""
     experiment = small.experiment()
