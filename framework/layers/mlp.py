@@ -58,9 +58,7 @@ class MLP(Layer):
     ):
         into = {"inputs": dim, "outputs": hidden, "mesh_axes": ("fsdp", "model"), "roles": ("in", "hidden")}
         back = {"inputs": hidden, "outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("hidden", "out")}
-        function = ACTIVATIONS[activation]
-        self.activation = keeping_inputs(function)
-        self.gated_activation = keeping_inputs(lambda gate, up: function(gate) * up)
+        self.activation = ACTIVATIONS[activation]
         self.gate: Linear | None = linear.instantiate(**into) if gated else None
         self.up: Linear = linear.instantiate(**into)
         self.down: Linear = linear.instantiate(init_scale=output_init_scale, **back)
@@ -80,8 +78,11 @@ class MLP(Layer):
 
         up_BSF = hidden(self.up, "up")
         if self.gate is None:
-            h_BSF = self.activation(up_BSF)
+            h_BSF = keeping_inputs(self.activation)(up_BSF)
         else:
-            h_BSF = self.gated_activation(hidden(self.gate, "gate"), up_BSF)
+            h_BSF = keeping_inputs(self._gated)(hidden(self.gate, "gate"), up_BSF)
         with jax.named_scope("down"):
             return ctx.constrain_hidden(self.down(weights["down"], h_BSF, ctx)), Out()
+
+    def _gated(self, gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
+        return self.activation(gate_BSF) * up_BSF

@@ -27,7 +27,6 @@ class RMSNorm(Layer):
 
     def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-6, zero_centered: bool = False):
         self.dim, self.eps, self.offset = dim, eps, int(zero_centered)
-        self._normed = keeping_inputs(self._normalize)
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """scale [dim]: ones at first, or zeros if zero_centered."""
@@ -36,7 +35,7 @@ class RMSNorm(Layer):
 
     def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """x [..., dim] -> the same shape and dtype."""
-        return self._normed(x, weights["scale"])
+        return keeping_inputs(self._normalize)(x, weights["scale"])
 
     def _normalize(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -56,7 +55,6 @@ class LayerNorm(Layer):
 
     def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-5, bias: bool = True):
         self.dim, self.eps, self.bias = dim, eps, bias
-        self._normed = keeping_inputs(self._normalize)
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """scale [dim], ones; bias [dim], zeros."""
@@ -69,7 +67,7 @@ class LayerNorm(Layer):
 
     def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """x [..., dim] -> the same shape and dtype."""
-        return self._normed(x, weights["scale"], *([weights["bias"]] if self.bias else []))
+        return keeping_inputs(self._normalize)(x, weights["scale"], *([weights["bias"]] if self.bias else []))
 
     def _normalize(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
