@@ -146,7 +146,7 @@ def test_train_refuses_what_does_not_fit_before_it_makes_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("framework.program.Program.init", lambda *_: pytest.fail("made arrays"))
-    assert run_train(tmp_path / "run", "--device_memory_gib=0.0005") == train.EXIT_TOO_BIG == 4
+    assert run_train(tmp_path / "run", "--device_memory_gib=0.0003") == train.EXIT_TOO_BIG == 4
     text = capsys.readouterr().out
     assert "the training step needs " in text
     assert "there are 524.29 KiB" in text or "there are 524.2" in text
@@ -156,7 +156,7 @@ def test_train_refuses_what_does_not_fit_before_it_makes_anything(
 
 
 def test_force_trains_all_the_same_and_measures(tmp_path: Path, capsys: pytest.CaptureFixture):
-    flags = ["--device_memory_gib=0.0005", "--force", "--config.trainer.max_steps=3"]
+    flags = ["--device_memory_gib=0.0003", "--force", "--config.trainer.max_steps=3"]
     assert run_train(tmp_path / "run", *flags) == 0
     text = capsys.readouterr().out
     assert "memory per device: predicted peak " in text
