@@ -1,8 +1,9 @@
 """The contestants, each a process: `python -m tools.bench.contestants NAME SIZE TOKENS_FILE WORKDIR`.
 
     ours      launch.train itself, from its command line on, with one more hook that waits for its turn
-    plain     the hand-written JAX step of plain_gpt2.py, in a plain loop
-    eager     transformers' GPT2LMHeadModel with torch.optim.AdamW
+    torch     the hand-written torch step of plain_torch.py, eager, in a plain loop
+    plain     the hand-written JAX step of plain_gpt2.py, in a plain loop (GPT-2 only)
+    eager     transformers' GPT2LMHeadModel with torch.optim.AdamW (GPT-2 only)
     compiled  the same through torch.compile
 
 All read the same token file with batches of the same shape, AdamW with the same numbers, global-norm clip 1.0, float32,
@@ -21,6 +22,7 @@ from tools.bench.turns import Channel, Clock, Contestant, Hello, serve
 
 LOG_EVERY = 10
 NAMES = {
+    "torch": "hand-written torch, eager",
     "plain": "hand-written JAX + optax",
     "ours": "Plimsoll, launch.train's loop",
     "eager": "transformers + torch AdamW, eager",
@@ -28,13 +30,43 @@ NAMES = {
 }
 
 
-def missing(name: str) -> str | None:
-    """What a contestant needs and this environment lacks."""
-    if name in ("eager", "compiled"):
-        absent = [module for module in ("torch", "transformers") if importlib.util.find_spec(module) is None]
-        if absent:
-            return f"not installed: {', '.join(absent)} (pip install -e '.[peers]')"
-    return None
+NEEDS = {"torch": ("torch",), "eager": ("torch", "transformers"), "compiled": ("torch", "transformers")}
+
+
+def missing(name: str, family: str = "gpt2") -> str | None:
+    """Why a contestant cannot run: this environment lacks a package, or it has no model of that family."""
+    if name in ("plain", "eager", "compiled") and family != "gpt2":
+        return "GPT-2 only"
+    absent = [module for module in NEEDS.get(name, ()) if importlib.util.find_spec(module) is None]
+    return f"not installed: {', '.join(absent)} (pip install -e '.[peers]')" if absent else None
+
+
+class PlainTorch:
+    """plain_torch.train_step in a loop."""
+
+    def __init__(self, size: Size, tokens: Path):
+        from tools.bench import plain_torch
+
+        self._train_step, self._size = plain_torch.train_step, size
+        self.model = plain_torch.build(size)
+        self._optimizer = plain_torch.optimizer_of(self.model)
+        self._batches = Batches(tokens, size)
+        self._count = 0
+
+    def hello(self) -> Hello:
+        """Version of torch."""
+        count = sum(p.numel() for p in self.model.parameters())
+        return Hello(count, self._size.tokens_per_step, _versions("torch"))
+
+    def run(self, steps: int) -> float:
+        """Steps, the loss looked at every tenth."""
+        loss: Any = None
+        for _ in range(steps):
+            loss = self._train_step(self.model, self._optimizer, *self._batches())
+            self._count += 1
+            if self._count % LOG_EVERY == 0:
+                loss.item()
+        return float(loss)
 
 
 class PlainJax:
@@ -146,8 +178,9 @@ def overrides(size: Size, tokens: Path) -> list[str]:
         "model.dim": size.dim,
         "model.stack.num_layers": size.layers,
         f"{block}.attention.num_heads": size.heads,
-        f"{block}.mlp.hidden": 4 * size.dim,
-        "model.embed.max_positions": size.positions,
+        f"{block}.attention.num_kv_heads": size.kv_heads,
+        f"{block}.mlp.hidden": size.hidden,
+        "model.embed.max_positions": size.positions if size.family == "gpt2" else "none",
         "model.vocab_size": size.vocab,
         "model.param_dtype": "float32",
         "model.compute_dtype": "float32",
@@ -244,7 +277,9 @@ def main() -> None:
         train_in_turns(channel, [*overrides(size, tokens), *extra, "--config.trainer.compilation_cache=none"])
         return
     contestant: Contestant
-    if name == "plain":
+    if name == "torch":
+        contestant = PlainTorch(size, tokens)
+    elif name == "plain":
         contestant = PlainJax(size, tokens)
     else:
         contestant = Torch(size, tokens, compiled=name == "compiled")

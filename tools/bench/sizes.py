@@ -1,4 +1,4 @@
-"""The GPT-2 shapes that are compared, and the tokens that all contestants read.
+"""The shapes that are compared, of GPT-2 and Llama, and the tokens that all contestants read.
 
 May import: numpy.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 NUM_TOKENS = 1 << 20
 LEARNING_RATE = 1e-3
 B1, B2, WEIGHT_DECAY, CLIP = 0.9, 0.95, 0.1, 1.0
+ROPE_THETA = 10_000.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2: shape of the model, shape of a batch.
+    """A GPT-2 or a Llama: shape of the model, shape of a batch.
 
     Args:
         name: what it is called on the command line.
@@ -27,9 +29,13 @@ class Size:
         seq_len: S.
         batch: B, sequences per step.
         vocab: V.
-        positions: rows of the table of learned positions.
+        positions: rows of the table of learned positions; a Llama has none, and this is its context.
         config: the named config that ours starts from.
         steps: steps per turn; a turn should last about a second, so that a busy machine disturbs both of a pair.
+        family: "gpt2" has biases, LayerNorm, GELU and tied embeddings; "llama" RMSNorm, rotary positions, SwiGLU and
+            two tables.
+        kv_heads: heads of keys and values; as many as heads by default.
+        hidden: inner width of the MLP; 4 D by default.
     """
 
     name: str
@@ -42,6 +48,18 @@ class Size:
     positions: int
     config: str
     steps: int
+    family: Literal["gpt2", "llama"] = "gpt2"
+    kv_heads: int = 0
+    hidden: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "hidden", self.hidden or 4 * self.dim)
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all keys of a token."""
+        return self.dim // self.heads * self.kv_heads
 
     @property
     def tokens_per_step(self) -> int:
@@ -49,15 +67,24 @@ class Size:
         return self.batch * self.seq_len
 
     @property
+    def matrix_parameters(self) -> int:
+        """Elements of a layer's matrices: query and output, key and value, and the MLP's two or three."""
+        mlp_matrices = 2 if self.family == "gpt2" else 3
+        return 2 * self.dim**2 + 2 * self.dim * self.kv_dim + mlp_matrices * self.dim * self.hidden
+
+    @property
     def num_parameters(self) -> int:
-        """Tied embeddings, per layer 12 D^2 + 13 D (norms, qkv, output, MLP of 4 D; all biased), last norm."""
+        """Tables, layers, and the last norm."""
         D = self.dim
-        return (self.vocab + self.positions) * D + self.layers * (12 * D * D + 13 * D) + 2 * D
+        if self.family == "llama":
+            return 2 * self.vocab * D + self.layers * (self.matrix_parameters + 2 * D) + D
+        biases = 2 * D + 2 * self.kv_dim + self.hidden + D
+        return (self.vocab + self.positions) * D + self.layers * (self.matrix_parameters + biases + 4 * D) + 2 * D
 
     @property
     def flops_per_step(self) -> float:
         """Matrix products of forward and backward, attention as if nothing were masked."""
-        per_layer = 12 * self.dim**2 + 2 * self.seq_len * self.dim
+        per_layer = self.matrix_parameters + 2 * self.seq_len * self.dim
         return 6.0 * self.tokens_per_step * (self.layers * per_layer + self.vocab * self.dim)
 
 
@@ -67,6 +94,7 @@ SIZES = {
         Size("nanogpt-cpu", 4, 4, 128, 64, 12, 257, 64, "nanogpt-cpu", 25),
         Size("6x384", 6, 6, 384, 256, 8, 257, 256, "nanogpt-cpu", 1),
         Size("gpt2-124m", 12, 12, 768, 512, 1, 50257, 1024, "gpt2-124m", 1),
+        Size("llama-26m", 8, 8, 512, 256, 4, 4096, 256, "llama2-7b", 1, "llama", kv_heads=2, hidden=1408),
     )
 }
 
