@@ -92,7 +92,7 @@ class Experiment:
 
         Args:
             mesh: the sizes of its axes matter.
-            reach: also try whether an optimizer mixes parameters; that takes a second.
+            reach: also look whether an optimizer mixes parameters; that may take a second.
         """
         self.model.check(mesh, self.data)
         if self.learner.scope == "model" and self.memory.update != "after_backward":

@@ -32,6 +32,7 @@ from framework.layout import (
     path_name,
     unflatten,
 )
+from framework.optimizers.dependence import keeps_apart
 from framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
 from framework.optimizers.reach import Reach, probe
 from framework.optimizers.rounding import Origin, check_dtypes, cut_off, fold, fold_name, noise, round_stochastically
@@ -314,8 +315,11 @@ class Learner:
 
     def check_reach(self) -> None:
         """Raises ValueError when an optimizer mixes parameters: per layer, it would be silently wrong."""
-        for group in self.groups:
-            if self.scope == "unit" and self.reach(group) == "global":
+        for group in self.groups if self.scope == "unit" else ():
+            # The trial compiles; most optimizers can be read.
+            if keeps_apart(self.optimizers[group.stage, group.label], self.unit_specs(group)):
+                continue
+            if self.reach(group) == "global":
                 raise ValueError(
                     f"learner.optimizer ({group.label}): the update of one parameter depends on the gradients of "
                     "others (a global norm or finiteness test inside a chain, say). Each layer has an optimizer of its "

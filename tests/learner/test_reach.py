@@ -9,9 +9,11 @@ import optax
 import pytest
 from optax import contrib
 
+import configs
 from framework.config import config_for
 from framework.layout import ParameterSpec, unflatten
 from framework.learner import Learner
+from framework.optimizers.dependence import keeps_apart
 from framework.optimizers.reach import probe
 from tests.support import updates
 
@@ -74,6 +76,28 @@ def test_reach(name: str) -> None:
     assert probe(optimizer, SPECS) == expected
 
 
+# What they share is no mere counter; novograd takes a branch for all parameters together.
+UNREADABLE = {"noisy_sgd", "own, a raw key", "own, a norm kept and not used", "novograd"}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("specs", [SPECS, ONE], ids=["all", "one"])
+def test_what_the_text_of_an_update_shows(name: str, specs: Any) -> None:
+    """The text never denies a dependence that the trial finds, and spares the trial of all that have none."""
+    optimizer, expected = CASES[name]
+    if expected == "global":
+        # A norm of three-dimensional arrays, of which this unit has none.
+        assert not keeps_apart(optimizer, specs) or (name == "own, of cubes, of which there is one" and specs is ONE)
+    elif name not in UNREADABLE:
+        assert keeps_apart(optimizer, specs)
+
+
+def test_named_configs_are_checked_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framework.learner.probe", lambda *_: pytest.fail("a trial compiles"))
+    for name in ("nanogpt-cpu", "stdlib-tiny", "llama2-7b", "digits-glow"):
+        configs.load(name).instantiate().learner.check_reach()
+
+
 def test_units_of_one_leaf() -> None:
     assert {probe(CASES[name][0], ONE) for name in NAMED["global"].split()} == {"global"}
     assert probe(WHOLE_VECTORS, VECTOR) == "tensor"  # where there is something larger, they do not decide
@@ -95,10 +119,11 @@ def test_the_learner_tries_each_kind_of_unit_once_in_a_process(monkeypatch: pyte
     config = config_for(Learner, optimizer=config_for(contrib.muon, learning_rate=0.1))
     for _ in range(2):
         learner = config.copy().instantiate(specs=updates.specs())
-        learner.check_reach()
+        [learner.reach(group) for group in learner.groups]
     assert [learner.reach(group) for group in learner.groups] == ["tensor", "element", "tensor"]
     assert len(calls) == 3
     assert [leaf.shape for leaf in jax.tree.leaves(calls[-1])] == [(12, 8), (8, 8), (12,), (8, 12)]  # one layer's
     config.optimizer.learning_rate = 0.2
-    config.instantiate(specs=updates.specs()).check_reach()
+    learner = config.instantiate(specs=updates.specs())
+    [learner.reach(group) for group in learner.groups]
     assert len(calls) == 6

@@ -1,0 +1,242 @@
+"""Where the time from command to first step of `python -m launch.train` goes: imports, data, compiling and so on.
+
+    python -m tools.bench.start_time                                    # nanogpt-cpu and stdlib-tiny
+    python -m tools.bench.start_time --config=stdlib-tiny --repeats=3
+    python -m tools.bench.start_time --config=stdlib-tiny --set=memory.update=in_backward --programs
+
+Each config is started twice by the same command: `cold` finds no compiled program and no prepared data, `cached` both,
+as the cold start left them. A start ends when the row of its first step stands in metrics.jsonl, and the process is
+ended there, before it saves anything.
+
+A thread of the started process looks at the main thread's stack every few milliseconds and charges the processor time
+that the whole process has used since it last looked to what the main thread is doing. Processor time does not grow with
+the load of a shared machine as wall time does; where several threads work at once, it is more than what a person waits.
+Python's standard library, launch.train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from tools.bench.turns import ROOT, ContestantError
+
+LIMIT_S = 1800.0
+SAMPLE_S = 0.004
+REPORT_VARIABLE = "PLIMSOLL_START_TIME_REPORT"
+DEFAULT_CONFIGS = ("nanogpt-cpu", "stdlib-tiny")
+KINDS = ("cold", "cached")
+
+# What the main thread is doing, in the order of the table.
+ACTIVITIES = (
+    "imports",
+    "config and checks",
+    "data",
+    "step: tracing",
+    "step: compiling",
+    "other programs: tracing",
+    "other programs: compiling",
+    "first values, evaluation, first step: running",
+    "the rest",
+)
+IMPORTS, CONFIG, DATA, STEP_TRACING, STEP_COMPILING, OTHER_TRACING, OTHER_COMPILING, RUNNING, REST = ACTIVITIES
+
+# Functions of JAX that compile, and those that trace and lower, by the name of the function.
+COMPILING = {"compile_or_get_cached", "backend_compile_and_load", "_cached_compilation"}
+TRACING = {
+    "trace_to_jaxpr",
+    "trace_to_jaxpr_dynamic",
+    "lower_jaxpr_to_module",
+    "_create_pjit_jaxpr",
+    "eval_shape",
+    "make_jaxpr",
+    "lower",
+    "trace",
+}
+# Functions of ours that are about the training step alone.
+OF_STEP = {"traced_step", "compiled_step", "layers_ledger", "_compile_step"}
+OF_DATA = {"setup", "train_batch", "eval_batches"}
+OF_RUN = {"_steps", "_initialize", "compile_evaluation"}
+OF_CONFIG = {"instantiate", "parse", "resolve", "check", "start_report", "check_host"}
+
+
+class Start(NamedTuple):
+    """One start.
+
+    Attributes:
+      wall: seconds from the command to the first step.
+      processor: seconds of processor time, of all threads, by activity.
+      programs: of each program that was compiled or read from the cache, its name and wall seconds.
+    """
+
+    wall: float
+    processor: dict[str, float]
+    programs: list[tuple[str, float]]
+
+
+def activity_of(frame: FrameType | None) -> str:
+    """What a stack is about: the innermost frame that says what is done, and any frame that says for which program."""
+    action = ""
+    names: set[str] = set()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<frozen importlib") and not action:
+            action = IMPORTS
+        elif code.co_name in COMPILING and "/jax/" in code.co_filename and not action:
+            action = "compiling"
+        elif code.co_name in TRACING and "/jax/" in code.co_filename and not action:
+            action = "tracing"
+        elif "/framework/" in code.co_filename or "/launch/" in code.co_filename:
+            names.add(code.co_name)
+            if "/framework/data/" in code.co_filename and code.co_name in OF_DATA and not action:
+                action = DATA
+        frame = frame.f_back
+    if action in ("compiling", "tracing"):
+        program = "step" if names & OF_STEP else "other programs"
+        return f"{program}: {action}"
+    if action:
+        return action
+    if names & OF_RUN:
+        return RUNNING
+    return CONFIG if names & OF_CONFIG else REST
+
+
+class Sampler(threading.Thread):
+    """Charges processor time to activities until a row stands in `metrics`; then writes a report and ends the process.
+
+    Args:
+        metrics: the file whose first new row ends the measurement.
+        report: where the report goes.
+    """
+
+    def __init__(self, metrics: Path, report: Path):
+        super().__init__(daemon=True, name="start-time")
+        self._metrics, self._report = metrics, report
+        self._rows = _num_rows(metrics)
+        self._main = threading.main_thread().ident
+        self.programs: list[tuple[str, float]] = []
+
+    def run(self) -> None:
+        processor: dict[str, float] = defaultdict(
+            float, {IMPORTS: time.process_time()}
+        )  # Python's own start, and what this module imports
+        before = time.process_time()
+        while _num_rows(self._metrics) <= self._rows:
+            time.sleep(SAMPLE_S)
+            frame = sys._current_frames().get(self._main)  # pyright: ignore[reportArgumentType]
+            now = time.process_time()
+            processor[activity_of(frame)] += now - before
+            before = now
+        self._report.write_text(json.dumps({"processor": processor, "programs": self.programs}))
+        os._exit(0)
+
+    def on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        """A listener of jax.monitoring."""
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.programs.append((str(kwargs.get("fun_name", "?")), duration_secs))
+
+
+def _num_rows(path: Path) -> int:
+    try:
+        return path.read_text().count('"train/loss"')
+    except FileNotFoundError:
+        return 0
+
+
+def measured_process(report: Path, arguments: list[str]) -> int:
+    """In the started process: `launch.train` with those arguments, watched."""
+    workdir = next(text.partition("=")[2] for text in arguments if text.startswith("--workdir="))
+    sampler = Sampler(Path(workdir) / "metrics.jsonl", report)
+    sampler.start()
+    from launch import train  # first, as `python -m launch.train` does  # isort: split
+
+    import jax.monitoring
+
+    jax.monitoring.register_event_duration_secs_listener(sampler.on_duration)
+    return train.main(arguments)
+
+
+def one_start(config: str, overrides: list[str], workdir: Path, cache: Path) -> Start:
+    """Starts, measures and ends one run. Raises ContestantError: it made no step."""
+    report = workdir.parent / f"{workdir.name}.report.json"
+    report.unlink(missing_ok=True)
+    arguments = [
+        f"--config={config}",
+        f"--workdir={workdir}",
+        f"--config.trainer.compilation_cache={cache}",
+        "--config.trainer.log_every=1",
+        *(f"--config.{override}" for override in overrides),
+    ]
+    start = time.perf_counter()
+    process = subprocess.run(
+        [sys.executable, "-m", "tools.bench.start_time", *arguments],
+        cwd=ROOT,
+        env={**os.environ, REPORT_VARIABLE: str(report)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    wall = time.perf_counter() - start
+    if not report.exists():
+        raise ContestantError(f"launch.train made no step: {process.stdout[-500:]}{process.stderr[-1500:]}")
+    facts = json.loads(report.read_text())
+    return Start(wall, facts["processor"], [(name, seconds) for name, seconds in facts["programs"]])
+
+
+def starts(config: str, overrides: list[str]) -> dict[str, Start]:
+    """A start of each kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        return {kind: one_start(config, overrides, root / "run", root / "programs") for kind in KINDS}
+
+
+def table(config: str, repeats: list[dict[str, Start]]) -> list[str]:
+    """The markdown table of a config: of each figure the least of the repeats."""
+    kinds = list(repeats[0])
+    lines = [f"| {config}, seconds of processor time | {' | '.join(kinds)} |", f"|---|{'---|' * len(kinds)}"]
+
+    def row(name: str, value: dict[str, float]) -> str:
+        return f"| {name} | {' | '.join(f'{value[kind]:.1f}' for kind in kinds)} |"
+
+    best = {kind: min((starts[kind] for starts in repeats), key=lambda s: sum(s.processor.values())) for kind in kinds}
+    for activity in ACTIVITIES:
+        lines.append(row(activity, {kind: best[kind].processor.get(activity, 0.0) for kind in kinds}))
+    lines.append(row("**all**", {kind: sum(best[kind].processor.values()) for kind in kinds}))
+    lines.append(row("wall time", {kind: min(starts[kind].wall for starts in repeats) for kind in kinds}))
+    counts = " | ".join(str(len(best[kind].programs)) for kind in kinds)
+    return [*lines, f"| programs compiled or read | {counts} |"]
+
+
+def main() -> int:
+    """Measures and prints."""
+    if report := os.environ.get(REPORT_VARIABLE):
+        return measured_process(Path(report), sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", action="append", metavar="NAME", help=f"default: {', '.join(DEFAULT_CONFIGS)}")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="an override of the config")
+    parser.add_argument("--repeats", type=int, default=1, help="the least of so many starts counts")
+    parser.add_argument("--programs", action="store_true", help="list the programs that a cold start compiles")
+    args = parser.parse_args()
+    for config in args.config or DEFAULT_CONFIGS:
+        repeats = [starts(config, args.set) for _ in range(args.repeats)]
+        print("\n".join(table(config, repeats)), flush=True)
+        if args.programs:
+            for kind, start in repeats[0].items():
+                longest = sorted(start.programs, key=lambda program: -program[1])[:25]
+                print(f"\n{kind}: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in longest))
+        print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
