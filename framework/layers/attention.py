@@ -16,6 +16,7 @@ from framework.config import Config, PositiveFloat, PositiveInt, component, conf
 from framework.layers.attention_cache import cached_attention
 from framework.layers.attention_kernels import Implementation, dot_product_attention
 from framework.layers.base import BATCH_AXES, Context, Layer, Out
+from framework.layers.kernels_call import SplashBlocks
 from framework.layers.linear import Linear
 from framework.layers.rotary import Rotary
 from framework.layout import Nested, nearest_divisors
@@ -39,6 +40,7 @@ class Attention(Layer):
         softcap: logits become softcap * tanh(logits / softcap).
         scale: of logits; None means H ** -0.5.
         implementation: "auto" chooses splash on TPU, cuDNN on GPU, XLA elsewhere.
+        splash: how the kernel for TPU cuts its work.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Attention(Layer):
         softcap: PositiveFloat | None = None,
         scale: PositiveFloat | None = None,
         implementation: Implementation = "auto",
+        splash: Config = config_for(SplashBlocks),
     ):
         if head_dim is None and dim % num_heads:
             raise ValueError(
@@ -73,6 +76,7 @@ class Attention(Layer):
         self.window, self.softcap = window, softcap
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.implementation: Implementation = implementation
+        self.splash: SplashBlocks = splash.instantiate()
         inner, inner_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         into = {"inputs": dim, "mesh_axes": ("fsdp", "model"), "roles": ("in", "heads")}
         back = {"outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("heads", "out")}
@@ -150,6 +154,7 @@ class Attention(Layer):
                 scale=self.scale,
                 implementation=self.implementation,
                 mesh=ctx.mesh,
+                splash=self.splash,
             )
         with jax.named_scope("output"):
             y_BSD = self.output(weights["output"], y_BSNH.reshape(batch, length, -1), ctx)

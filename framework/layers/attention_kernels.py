@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from framework.config_names import did_you_mean
 from framework.layers import kernels_cudnn, kernels_splash, kernels_xla
-from framework.layers.kernels_call import AttentionCall, describe_call
+from framework.layers.kernels_call import AttentionCall, SplashBlocks, describe_call
 
 Implementation = Literal["auto", "xla", "splash", "cudnn"]
 _KERNELS = {"xla": kernels_xla, "splash": kernels_splash, "cudnn": kernels_cudnn}
@@ -29,6 +29,7 @@ def dot_product_attention(
     scale: float | None = None,
     implementation: Implementation = "auto",
     mesh: Mesh | None = None,
+    splash: SplashBlocks = SplashBlocks(),
 ) -> jax.Array:
     """Attention of N query heads to K key/value heads; query head n uses key/value head n // (N / K).
 
@@ -44,6 +45,7 @@ def dot_product_attention(
             call; else xla.
         mesh: the devices that the arrays are spread over, by axes data, fsdp, expert, seq, model: batch over data and
             fsdp, positions over seq, heads over model. "auto" goes by its platform. None means JAX's default device.
+        splash: how that kernel cuts its work.
 
     Returns:
         [B, S, N, H] in the query's dtype, named "attention" for remat policies. Logits and softmax are f32 inside
@@ -52,7 +54,7 @@ def dot_product_attention(
     Raises:
         ValueError: arrays do not belong together, or the implementation asked for by name cannot serve them.
     """
-    call = describe_call(query_BSNH, key_BSKH, value_BSKH, segments_BS, window, softcap, mesh, scale)
+    call = describe_call(query_BSNH, key_BSKH, value_BSKH, segments_BS, window, softcap, mesh, scale, splash)
     kernel = _KERNELS[choose_implementation(call, implementation)]
     return kernel.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS)
 

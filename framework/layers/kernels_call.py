@@ -1,6 +1,6 @@
 """What is asked of an attention kernel, and what kernels share: the mask, and how they are placed on a mesh.
 
-May import: framework.layers.base, JAX.
+May import: framework.config, framework.layers.base, JAX.
 
 Axis letters: B sequences, S queries, T keys (of the same positions), N query heads, K key/value heads, G = N / K query
 heads to a key/value head (head n uses key/value head n // G), H channels of a head.
@@ -18,14 +18,40 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from framework.config import PositiveInt, component
 from framework.layers.base import BATCH_AXES
 
 HEADS_AXIS = "model"
 LENGTH_AXIS = "seq"
 
+SPLASH_LANES = 128  # of a TPU vector register; blocks of queries and keys are multiples of it
+
 # Under this name remat policies find what attention gives. Splash also names its row sums so, without which the
 # backward would run the forward kernel again.
 SAVED_NAME = "attention"
+
+
+@component
+@dataclass(frozen=True)
+class SplashBlocks:
+    """How the splash kernel, which runs on TPU, cuts its work.
+
+    Args:
+        block_q, block_kv: upper bounds of a block's queries and keys, in both passes; the largest multiple of 128 that
+            divides the positions is taken. 512 is what fits VMEM with 256 channels, too.
+        fused_backward: one kernel for the gradients of queries, keys and values instead of two. It computes logits once
+            instead of twice, and keeps a copy of the queries' gradient per block of keys: 256 MiB more at S = 8192,
+            N = 8, H = 128, on v5e.
+    """
+
+    block_q: PositiveInt = 512
+    block_kv: PositiveInt = 512
+    fused_backward: bool = False
+
+    def __post_init__(self):
+        for name in ("block_q", "block_kv"):
+            if getattr(self, name) % SPLASH_LANES:
+                raise ValueError(f"{name}: expected a multiple of {SPLASH_LANES}, given {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +70,7 @@ class AttentionCall:
     mesh: Mesh | None
     platform: str  # cpu, tpu, gpu
     given_scale: float | None = None
+    splash: SplashBlocks = SplashBlocks()
 
     @property
     def scale(self) -> float:
@@ -72,6 +99,7 @@ def describe_call(
     softcap: float | None,
     mesh: Mesh | None,
     scale: float | None = None,
+    splash: SplashBlocks = SplashBlocks(),
 ) -> AttentionCall:
     """Checks q [B, S, N, H], k and v [B, S, K, H], segments [B, S], arrays or ShapeDtypeStructs; keeps what is static.
 
@@ -90,7 +118,7 @@ def describe_call(
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     sizes, has_segments = (*q.shape, k.shape[2]), segments is not None
-    return AttentionCall(*sizes, dtypes.pop(), has_segments, window, softcap, mesh, platform, scale)  # pyright: ignore
+    return AttentionCall(*sizes, dtypes.pop(), has_segments, window, softcap, mesh, platform, scale, splash)  # pyright: ignore
 
 
 def separate_padding(segments_BS: Array | None) -> Array | None:

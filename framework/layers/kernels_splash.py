@@ -16,15 +16,20 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.layers.kernels_call import HEADS_AXIS, LENGTH_AXIS, SAVED_NAME, AttentionCall, on_each_device
-
-_LANES = 128  # of a TPU vector register; blocks of queries and keys are multiples of it
+from framework.layers.kernels_call import (
+    HEADS_AXIS,
+    LENGTH_AXIS,
+    SAVED_NAME,
+    SPLASH_LANES,
+    AttentionCall,
+    on_each_device,
+)
 
 
 def why_not(call: AttentionCall) -> str | None:
     """Why splash cannot serve this call and what would help, or None if it can."""
     misplaced, parts, length = call.why_not_placed(), call.shards(LENGTH_AXIS), call.length
-    multiple = _LANES * parts
+    multiple = SPLASH_LANES * parts
     reasons = [
         (call.platform != "tpu", f"it runs on TPU, not on {call.platform}; use xla"),
         (
@@ -34,7 +39,7 @@ def why_not(call: AttentionCall) -> str | None:
         (misplaced, f"{misplaced}; change the mesh"),
         (
             length % multiple or length % parts**2,
-            f"it takes a multiple of {_LANES} positions on each device, not {length} / {parts}; "
+            f"it takes a multiple of {SPLASH_LANES} positions on each device, not {length} / {parts}; "
             f"a length of {-(-length // multiple) * multiple} would do",
         ),
         (call.head_dim % 8, f"it takes a multiple of 8 channels a head, not {call.head_dim}; use xla"),
@@ -74,15 +79,13 @@ def _kernel(call: AttentionCall, interpret: bool) -> Any:
     mask = splash.CausalMask(shape, shard_count=parts)
     if call.window is not None:
         mask = splash.LocalMask(shape, window_size=(call.window - 1, 0), offset=0, shard_count=parts)
-    # The largest multiple of 128 up to 512 that divides the length: 512 is what fits VMEM with 256 channels, too.
-    block_q, block_kv = (
-        next(size for size in (512, 384, 256, 128) if length % size == 0)
-        for length in (call.length // parts, call.length)
-    )
-    # Separate kernels for dq and for dk, dv: the fused one keeps a copy of dq per block of keys (256 MiB more at
-    # S = 8192, N = 8, H = 128, on v5e).
-    sizes: dict[str, Any] = {f"block_q{kernel}": block_q for kernel in ("", "_dkv", "_dq")}
-    sizes |= {f"block_kv{kernel}": block_kv for kernel in ("", "_compute", "_dkv", "_dkv_compute", "_dq")}
+    block_q = _block(call.length // parts, call.splash.block_q)
+    block_kv = _block(call.length, call.splash.block_kv)
+    # The kernel for the queries' gradient alone has no blocks where one kernel computes all gradients.
+    backward = ("_dkv",) if call.splash.fused_backward else ("_dkv", "_dq")
+    sizes: dict[str, Any] = {f"block_q{kernel}": block_q for kernel in ("", *backward)}
+    sizes |= {f"block_kv{kernel}": block_kv for kernel in ("", "_compute", "_dkv_compute", *backward)}
+    sizes["use_fused_bwd_kernel"] = call.splash.fused_backward
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * (call.heads // call.shards(HEADS_AXIS))),
         block_sizes=splash.BlockSizes(**sizes),
@@ -92,3 +95,8 @@ def _kernel(call: AttentionCall, interpret: bool) -> Any:
         residual_checkpoint_name=SAVED_NAME,
         interpret=interpret,
     )
+
+
+def _block(length: int, bound: int) -> int:
+    """The largest multiple of 128 up to the bound that divides the length, which is one itself."""
+    return next(size for size in range(bound, 0, -SPLASH_LANES) if length % size == 0)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from framework.layers import kernels_splash
 from framework.layers.attention_kernels import choose_implementation, dot_product_attention
-from framework.layers.kernels_call import describe_call
+from framework.layers.kernels_call import SplashBlocks, describe_call
 
 AXES = ("data", "fsdp", "expert", "seq", "model")
 
@@ -22,7 +22,8 @@ def mesh_of(devices, sizes):
 
 
 def interpreted(q, k, v, segments, mesh, options):
-    call = describe_call(q, k, v, segments, options.get("window"), options.get("softcap"), mesh, options.get("scale"))
+    told = (options.get("window"), options.get("softcap"), mesh, options.get("scale"))
+    call = describe_call(q, k, v, segments, *told, options.get("splash", SplashBlocks()))
     return kernels_splash.attend(call, q, k, v, segments, interpret=True)
 
 
@@ -31,6 +32,7 @@ CASES = {
     "documents, grouped": ((1, 640, 2, 1, 64), True, {}, None),
     "window and cap": ((2, 640, 1, 1, 128), False, {"window": 200, "softcap": 3.0, "scale": 0.11}, None),
     "eight devices": ((2, 512, 4, 2, 64), True, {}, (1, 2, 1, 2, 2)),
+    "one backward kernel": ((1, 512, 2, 1, 64), True, {"splash": SplashBlocks(256, 128, fused_backward=True)}, None),
     "window over seq": ((1, 512, 1, 1, 64), True, {"window": 200}, (1, 1, 1, 4, 1)),
 }
 
@@ -105,6 +107,16 @@ def test_compiles_for_tpu_without_keeping_logits(topology, name, sizes, options)
         assert f"splash_mha_{kernel}" in program
     assert f"{1024 // mesh.shape['seq']},1024]" not in program
     assert ("all-gather" in program) == (mesh.shape["seq"] > 1)
+
+
+def test_blocks_are_bounds_and_the_backward_pass_may_be_one_kernel(topology):
+    program = compile_step(
+        mesh_of(topology("v6e:2x2"), (1, 4, 1, 1, 1)), splash=SplashBlocks(1024, 1024, fused_backward=True)
+    ).as_text()
+    assert "splash_mha_dkv" in program
+    assert "splash_mha_dq" not in program
+    with pytest.raises(ValueError, match="block_kv: expected a multiple of 128, given 200"):
+        SplashBlocks(block_kv=200)
 
 
 def test_remat_that_keeps_attention_runs_the_forward_kernel_once(topology):
