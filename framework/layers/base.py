@@ -88,6 +88,15 @@ class Context:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*axes)))
 
+    def gather(self, weight: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
+        """A weight that is stored by these mesh axes, whole over fsdp; its gradient is scattered over fsdp again."""
+        gathered_axes = tuple(_without_fsdp(axis) for axis in mesh_axes)
+        if gathered_axes == mesh_axes or self.mesh is None or self.mesh.size == 1:
+            return weight
+        if not jnp.issubdtype(weight.dtype, jnp.floating):
+            return self.constrain(weight, *gathered_axes)
+        return _gathered(weight, self.mesh, mesh_axes, gathered_axes)
+
     def constrain_hidden(self, x_BSD: jax.Array) -> jax.Array:
         """The layout of activations between layers: batch over data and fsdp, positions over seq."""
         return self.constrain(x_BSD, BATCH_AXES, "seq", None)
@@ -180,12 +189,7 @@ def prepare_own(specs: Nested, params: Nested, ctx: Context) -> Nested:
 
 def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
     weight = param if spec.quantized else cast(param, ctx.compute_dtype)
-    gathered_axes = tuple(_without_fsdp(axis) for axis in spec.mesh_axes)
-    if gathered_axes == spec.mesh_axes or ctx.mesh is None or ctx.mesh.size == 1:
-        return weight
-    if not jnp.issubdtype(weight.dtype, jnp.floating):
-        return ctx.constrain(weight, *gathered_axes)
-    return _gathered(weight, ctx.mesh, spec.mesh_axes, gathered_axes)
+    return ctx.gather(weight, spec.mesh_axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

@@ -30,7 +30,7 @@ from framework.layers.base import Context, Out, batch_specs, cast
 from framework.layers.embedding import Embedding
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
 from framework.layers.stack import Stack
-from framework.layout import Nested, ParameterSpec, StateLayout, flatten, merge
+from framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, flatten, merge
 from framework.models.causal_lm import CausalLM
 from framework.plan.jaxprs import LOCAL_ATTENTION
 
@@ -44,6 +44,9 @@ KERNEL.def_abstract_eval(lambda *operands, results: list(results))
 class _LocalContext(Context):
     def constrain(self, x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
         return x  # inside shard_map activations are one device's already
+
+    def gather(self, weight: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
+        return weight  # a unit's weights are gathered when they are fetched
 
 
 def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
