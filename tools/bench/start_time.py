@@ -158,9 +158,10 @@ def measured_process(report: Path, arguments: list[str]) -> int:
     workdir = next(text.partition("=")[2] for text in arguments if text.startswith("--workdir="))
     sampler = Sampler(Path(workdir) / "metrics.jsonl", report)
     sampler.start()
-    import jax.monitoring
+    from launch import train  # first, as `python -m launch.train` does
 
-    from launch import train  # first, as `python -m launch.train` does  # isort: split
+    # isort: split
+    import jax.monitoring
 
     jax.monitoring.register_event_duration_secs_listener(sampler.on_duration)
     return train.main(arguments)
