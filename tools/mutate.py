@@ -126,6 +126,20 @@ MUTATIONS = (
         ("tests/plan/test_hlo.py",),
     ),
     Mutation(
+        "take every loop to go up by one",
+        "framework/plan/hlo/trips.py",
+        "divmod(abs(distance), abs(step))",
+        "divmod(abs(distance), 1)",
+        ("tests/plan/test_hlo.py",),
+    ),
+    Mutation(
+        "give each transfer a link of its own",
+        "framework/plan/step_time/timeline.py",
+        "begin = max(self._now, self._free_at[start.lane])",
+        "begin = self._now",
+        ("tests/plan/test_step_time.py",),
+    ),
+    Mutation(
         "plan for what is too big",
         "framework/plan/guard.py",
         "found.peak <= limit",

@@ -128,6 +128,7 @@ def test_a_loop_that_data_ends_counts_once():
     text = COUNTING.replace("BOUND", "s32[] get-tuple-element(%q), index=1").replace("DIRECTION", "LT")
     module = Module(text.replace("FIRST", "0").replace("STEP", "1"))
     assert module.trip_count(module.instructions["loop"]) == 1
+    assert [loop.name for loop in module.unknown_loops] == ["loop"]
 
 
 def test_an_instruction_over_several_lines():

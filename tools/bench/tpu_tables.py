@@ -69,6 +69,7 @@ def assumptions(rates: Rates) -> list[list[str]]:
         ["matrix products", "the compiler's estimate"],
         [", ".join(THIN), f"the compiler's estimate, but {thin}"],
         ["attention", f"{attention}; less in proportion for heads under {ATTENTION_FULL_HEAD}"],
+        ["other kernels", "no estimate: the time of their bytes in HBM"],
         ["collectives", f"what a chip receives, at {links}; {hidden}"],
         ["host", f"{rates.pcie / 1e9:.0f} GB/s each way at once ({PCIE_REACHED:.0%} of PCIe as published)"],
     ]
@@ -154,6 +155,8 @@ def _verdict(counted: Counted) -> list[list[str]]:
     if counted.found_over_traced is not None:
         found += f": {counted.found_over_traced:.4f} of what the traced program needs"
     rows.append(["FLOPs found", found])
+    if count.unknown_loops:
+        rows.append(["loops", f"{count.unknown_loops} run as often as the data says; what is in them counts once"])
     if about.peak_bytes is not None:
         rows.append(["peak of device memory", human_bytes(about.peak_bytes)])
     if about.compile_seconds is not None:

@@ -123,6 +123,11 @@ class Module:
         """How often a loop runs; 1 where its text does not tell."""
         return trips.trip_count(self, loop) or 1
 
+    @cached_property
+    def unknown_loops(self) -> list[Instruction]:
+        """The loops whose text does not tell how often they run; they count once."""
+        return [loop for loop in self.loops.values() if trips.trip_count(self, loop) is None]
+
     def branches(self, conditional: Instruction) -> list[str]:
         """The computations that a conditional chooses between."""
         listed = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)

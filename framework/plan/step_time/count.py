@@ -35,6 +35,7 @@ class StepCount:
             taken as hidden.
         not_hidden_at_all_links, not_hidden_at_two_links: seconds that would be added if asynchronous collectives went
             one after the other over the links, beside the operations between their start and their end.
+        unknown_loops: loops that are counted once, as their text does not tell how often they run.
     """
 
     rates: Rates
@@ -44,6 +45,7 @@ class StepCount:
     at_two_links: Timeline
     not_hidden_at_all_links: float
     not_hidden_at_two_links: float
+    unknown_loops: int
 
     @property
     def low(self) -> float:
@@ -98,7 +100,17 @@ def count(parts: Sequence[Part], rates: Rates) -> StepCount:
         raise ValueError(
             "the program's text has no estimated_cycles: expected that of the executable, compiled for TPU"
         )
-    return StepCount(rates, all_operations, all_collectives, *timelines, *not_hidden)
+    unknown_loops = sum(len(module.unknown_loops) for module, _ in parts)
+    return StepCount(
+        rates=rates,
+        operations=all_operations,
+        collectives=all_collectives,
+        at_all_links=timelines[0],
+        at_two_links=timelines[1],
+        not_hidden_at_all_links=not_hidden[0],
+        not_hidden_at_two_links=not_hidden[1],
+        unknown_loops=unknown_loops,
+    )
 
 
 def _costs(found: list[Operation], exchanged: list[Collective]) -> dict[str, Cost]:
