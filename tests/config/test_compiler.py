@@ -136,7 +136,7 @@ def test_rules_and_overrides_compose():
 def test_what_an_accelerator_is_told_by_default_is_known_to_its_compiler(tpu, name):
     devices = mesh(name)
     usual = Compiler().options_for(devices)
-    assert bool(usual) == (name == "v6e-8")
+    assert bool(usual) == (name in ("v5p-8", "v6e-8"))
     Compiler(options=usual).check(devices)  # pyright: ignore[reportArgumentType]
 
 
