@@ -309,7 +309,9 @@ class Learner:
         # The same experiment is built more than once in a process: to plan it, to run it.
         key = self._configs[group.label], tuple((path, spec.shape) for path, spec in flatten(unit).items())
         if key not in _reaches:
-            _reaches[key] = probe(self.optimizers[group.stage, group.label], unit)
+            # Schedules ask while a step is traced: the trial runs all the same.
+            with jax.ensure_compile_time_eval():
+                _reaches[key] = probe(self.optimizers[group.stage, group.label], unit)
         reach = _reaches[key]
         return "tensor" if self.clip_mode in ("update_rms", "norm_growth") and reach in ("element", "row") else reach
 

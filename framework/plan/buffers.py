@@ -17,7 +17,8 @@ from framework.plan.hlo import Module
 
 DUMP_OPTION = "xla_dump_to"
 # Size, memory space ("color": 0 is device memory, fast on-chip memory and host memory have others), what it holds.
-_ALLOCATION = re.compile(r"\d+: size (\d+)(?:, color (\d+))?, (.*?):?$", re.MULTILINE)
+# jaxlib 0.11 also tells an allocation's page.
+_ALLOCATION = re.compile(r"\d+: size (\d+)(?:, page \d+)?(?:, color (\d+))?(?:, page \d+)?, (.*?):?$", re.MULTILINE)
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)", re.M)
 _RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 

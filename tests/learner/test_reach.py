@@ -98,6 +98,17 @@ def test_named_configs_are_checked_without_a_compiler(monkeypatch: pytest.Monkey
         configs.load(name).instantiate().learner.check_reach()
 
 
+def test_a_trial_runs_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that could read the optimizer tries nothing; schedules that update by pieces ask when they are traced."""
+    monkeypatch.setattr("framework.learner._reaches", {})
+    learner = config_for(Learner, optimizer=config_for(optax.adamw, learning_rate=0.1)).instantiate(
+        specs=updates.specs()
+    )
+    reaches: list[str] = []
+    jax.jit(lambda x: reaches.extend(learner.reach(group) for group in learner.groups) or x)(1.0)
+    assert reaches == ["element"] * len(learner.groups)
+
+
 def test_units_of_one_leaf() -> None:
     assert {probe(CASES[name][0], ONE) for name in NAMED["global"].split()} == {"global"}
     assert probe(WHOLE_VECTORS, VECTOR) == "tensor"  # where there is something larger, they do not decide
