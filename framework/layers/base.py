@@ -192,6 +192,10 @@ def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
     return ctx.gather(weight, spec.mesh_axes)
 
 
+def _placed(weight: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
+    return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gathered(weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes) -> jax.Array:
     """A weight gathered over fsdp, whose gradient is scattered as the weight is stored.
@@ -199,19 +203,19 @@ def _gathered(weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axe
     The transpose of a sharding constraint alone is the same constraint: it asks for the whole gradient on every device,
     which is an all-reduce. The slice that the update takes of it comes too late for XLA to make both a reduce-scatter.
     """
-    return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(*gathered_axes)))
+    return _placed(weight, mesh, gathered_axes)
 
 
 def _gathered_forward(
     weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes
 ) -> tuple[jax.Array, None]:
-    return _gathered(weight, mesh, stored_axes, gathered_axes), None
+    return _placed(weight, mesh, gathered_axes), None
 
 
 def _gathered_backward(
     mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes, _: None, grad: jax.Array
 ) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(grad, NamedSharding(mesh, PartitionSpec(*stored_axes))),)
+    return (_placed(grad, mesh, stored_axes),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)

@@ -123,11 +123,12 @@ def _names(remat: str) -> tuple[list[str], list[str]]:
 def _all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Everything is kept but prepared weights: not what has their name, nor the casts and gathers before the name.
 
-    Casts and constraints of activations are made again from what they are made of, which is kept.
+    Casts and constraints of activations are made again from what they are made of, which is kept. A custom_vjp_call
+    stands where nothing is differentiated: a frozen weight that is gathered.
     """
     if primitive.name == "name":
         return params["name"] != _WEIGHTS
-    return primitive.name not in ("convert_element_type", "sharding_constraint", "all_gather")
+    return primitive.name not in ("convert_element_type", "sharding_constraint", "all_gather", "custom_vjp_call")
 
 
 def tag_weights(weights: Any) -> Any:

@@ -54,8 +54,8 @@ def _turns(ahead: StateAhead) -> Turns:
         return {**work, _UNIT: ahead.fetched(work, stack, index)}
 
     def begin(work: Work, stack: str, index: jax.Array) -> Work:
-        work = ahead.stored(work, stack, work[_UNIT])
-        return {**work, _UNIT: ahead.fetched(work, stack, index)}
+        work, unit = ahead.exchanged(work, stack, work[_UNIT], index)
+        return {**work, _UNIT: unit}
 
     def after(work: Work, stack: str) -> Work:
         stored = ahead.stored(work, stack, work[_UNIT])

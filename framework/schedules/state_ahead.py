@@ -59,19 +59,46 @@ class StateAhead:
 
     def stored(self, work: Nested, stack: str, unit: UnitState) -> Nested:
         """The work with a unit's new state on its way to the host."""
-        entries, averages = dict(work["optimizer"].get(stack, {})), flatten(work["ema"].get(stack, {}))
+        stacks = self._all_stacks(work, stack)
         for group, specs in self._groups(stack):
-            entry, average = self._stacks(work, group)
-            new = unit.groups[group.label]
-            entries[group.label] = in_structure(
-                entries[group.label], entry | _stored(specs.entry, entry, new.entry, unit.index)
-            )
-            averages |= _stored(specs.average, average, new.average, unit.index)
-        optimizer = {**work["optimizer"], stack: entries}
-        if not averages:
-            return {**work, "optimizer": optimizer}
-        ema = {**work["ema"], stack: in_structure(work["ema"][stack], averages)}
-        return {**work, "optimizer": optimizer, "ema": ema}
+            for part, new in enumerate(unit.groups[group.label]):
+                stacks[group.label][part].update(_stored(specs[part], stacks[group.label][part], new, unit.index))
+        return self._with_stacks(work, stack, stacks)
+
+    def exchanged(self, work: Nested, stack: str, unit: UnitState, index: jax.Array) -> tuple[Nested, UnitState]:
+        """A unit's new state on its way to the host, and another one's on its way from there.
+
+        A stack is not read while it is written: the compiler does not know that two units lie apart. So half of the
+        bytes go first and the other half come first, which keeps the link busy both ways.
+        """
+        stacks, arriving = self._all_stacks(work, stack), {}
+        for group, specs in self._groups(stack):
+            arrived = Hosted({}, {})
+            for part, leaves in enumerate(unit.groups[group.label]):
+                part_specs, part_stacks = specs[part], stacks[group.label][part]
+                comes_first = _half(part_specs)
+                for path, leaf in leaves.items():
+                    spec = {path: part_specs[path]}
+                    if path in comes_first:
+                        arrived[part].update(_fetched(spec, part_stacks, index))
+                    part_stacks.update(_stored(spec, part_stacks, {path: leaf}, unit.index))
+                    if path not in comes_first:
+                        arrived[part].update(_fetched(spec, part_stacks, index))
+            arriving[group.label] = arrived
+        return self._with_stacks(work, stack, stacks), UnitState(arriving, index)
+
+    def _all_stacks(self, work: Nested, stack: str) -> dict[str, Hosted]:
+        """All leaves of a stack's state, by the label of the group of parameters."""
+        return {group.label: self._stacks(work, group) for group, _ in self._groups(stack)}
+
+    def _with_stacks(self, work: Nested, stack: str, stacks: dict[str, Hosted]) -> Nested:
+        entries = dict(work["optimizer"][stack])
+        averages = flatten(work["ema"].get(stack, {}))
+        for label, of_group in stacks.items():
+            entries[label] = in_structure(entries[label], of_group.entry)
+            averages |= of_group.average
+        ema = {**work["ema"], stack: in_structure(work["ema"][stack], averages)} if averages else work["ema"]
+        return {**work, "optimizer": {**work["optimizer"], stack: entries}, "ema": ema}
 
     def update(
         self, group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision, state: UnitState
@@ -129,6 +156,16 @@ class StateAhead:
     def _stacks(self, work: Nested, group: Group) -> Hosted:
         average = self.learner.select(work["ema"], group) if work["ema"] else {}
         return Hosted(flatten(work["optimizer"][group.stage][group.label]), flatten(average))
+
+
+def _half(specs: Flat) -> set[str]:
+    """Paths of about half of the bytes."""
+    sizes, paths = {True: 0, False: 0}, set()
+    for path, spec in sorted(specs.items(), key=lambda item: -item[1].num_bytes):
+        is_taken = sizes[True] <= sizes[False]
+        sizes[is_taken] += spec.num_bytes
+        paths |= {path} if is_taken else set()
+    return paths
 
 
 def _fetched(specs: Flat, stacks: Flat, index: jax.Array) -> Flat:

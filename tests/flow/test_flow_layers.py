@@ -97,7 +97,7 @@ def test_inverse_and_log_determinant(name: str, dtype: str):
     def flat(v: jax.Array) -> jax.Array:  # all images at once: dropout's masks go by row
         return layer.forward(weights, v.reshape(x.shape), ctx)[0].reshape(BATCH, -1)
 
-    jacobian = jax.jit(jax.jacfwd(flat))(x.reshape(-1)).reshape(BATCH, x[0].size, BATCH, x[0].size)
+    jacobian = jax.jit(jax.jacrev(flat))(x.reshape(-1)).reshape(BATCH, x[0].size, BATCH, x[0].size)
     for row in range(BATCH):
         dense = np.linalg.slogdet(np.asarray(jacobian[row, :, row], np.float64))[1]
         np.testing.assert_allclose(log_det[row], dense, atol=tolerance * 30, rtol=tolerance)

@@ -6,6 +6,7 @@ import pytest
 from framework.config import config_for
 from framework.layers import remat
 from framework.memory import Memory
+from framework.rules import Rule
 from tests.support import small
 
 
@@ -60,9 +61,10 @@ def test_recomputing_saves_memory_also_where_there_was_no_loop(results):
     assert results("full", 0)[2] < 0.8 * results("none", 0)[2]
 
 
-@pytest.mark.parametrize("policy", ["none", "dots", "full"])
-def test_no_layers_gathered_weights_wait_for_the_backward_pass(policy):
+@pytest.mark.parametrize(("policy", "frozen"), [("none", False), ("none", True), ("dots", False), ("full", False)])
+def test_no_layers_gathered_weights_wait_for_the_backward_pass(policy, frozen):
     experiment = small.experiment(small.llama(), mesh={"fsdp": 8}, memory={"remat": policy})
+    experiment.learner.rules = [config_for(Rule, pattern="mlp/gate", freeze=True)] if frozen else []
     text = small.program(experiment).compiled_step.as_text()
     assert "f32[2,4,48]" in text  # the stack of gate weights as each device holds it
     assert "f32[2,32,48]" not in text  # the same, gathered
