@@ -61,6 +61,11 @@ class Context:
     compute_dtype: Any = field(default=jnp.float32, metadata={"static": True})
     remat: str = field(default="none", metadata={"static": True})
 
+    @property
+    def platform(self) -> str:
+        """cpu, tpu or gpu, as JAX names it: of the mesh's devices, or of the default one."""
+        return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+
     def fold(self, name: str) -> Context:
         """The context of a child: its random stream depends on its name, not on its siblings."""
         return self if self.rng is None else replace(self, rng=fold_in_name(self.rng, name))

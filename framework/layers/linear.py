@@ -1,6 +1,6 @@
 """Linear: y = x W + b.
 
-May import: framework.config, framework.layout, framework.layers.base.
+May import: framework.config, framework.layout, framework.layers.base, framework.layers.products.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import jax
 
 from framework.config import Config, PositiveInt, component, config_for
 from framework.layers.base import Context, Layer, add_shared
+from framework.layers.products import project
 from framework.layout import MeshAxes, ParameterSpec
 
 
@@ -59,7 +60,7 @@ class Linear(Layer):
 
     def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
         """x [..., inputs] -> [..., outputs], in x's dtype."""
-        y = x @ weights["weight"]
+        y = project(x, weights["weight"], ctx)
         return add_shared(y, weights["bias"]) if self.bias else y
 
     def flops_per_token(self, seq_len: int) -> float:
