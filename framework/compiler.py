@@ -30,7 +30,7 @@ class Compiler:
 
     Args:
         options: by name, as in XLA_FLAGS and LIBTPU_INIT_ARGS without dashes: {"xla_tpu_scoped_vmem_limit_kib": 65536}.
-            They go before those that framework/accelerators.toml has for the kind of device.
+            They go before those that framework/accelerators.toml has for the kind of device, and so does XLA_FLAGS.
         of_accelerator: whether the latter are used at all.
     """
 
@@ -42,7 +42,8 @@ class Compiler:
         from framework.accelerators import spec_for
 
         usual = dict(spec_for(list(mesh.devices.flat)).compiler_options) if self.of_accelerator else {}
-        return _options_of(usual) | self.options
+        in_environment = set(re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", "")))
+        return _options_of({name: usual[name] for name in usual.keys() - in_environment}) | self.options
 
     def check(self, mesh: Any) -> None:
         """Compiles next to nothing for the devices of a mesh: 0.1 s for 8, 0.2 s for 1024; nothing without options.

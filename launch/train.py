@@ -202,6 +202,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
     from framework.checkpoint import Checkpointer
     from framework.experiment import Experiment
     from framework.health import EXIT_REPLICAS
+    from framework.allocator import keep_freed_memory
     from framework.hooks import NonFiniteError
     from framework.images import save_grid
     from framework.metrics.plot import plot_losses
@@ -220,6 +221,8 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
     config, rules = command.resolve(accelerator_name(jax.devices()))
     experiment: Experiment = config.instantiate()
     program = Program(experiment)
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
     options, primary = experiment.trainer, distributed.is_primary()
     with Progress(
         options.known_steps or 0,

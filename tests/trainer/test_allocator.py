@@ -1,0 +1,44 @@
+"""Memory that is freed is kept for the next step: fewer pages are asked of the kernel again."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource
+import sys
+from framework.allocator import keep_freed_memory
+if sys.argv[1] == "keep":
+    print(keep_freed_memory())
+def pages():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def step():
+    return bytearray(64 << 20)
+step()
+before = pages()
+for _ in range(4):
+    step()
+print(pages() - before)
+"""
+
+
+def run(argument: str, **environment: str) -> list[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", SCRIPT, argument]
+    return subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_freed_blocks_are_kept():
+    (fresh_pages,) = run("leave")
+    keeps, kept_pages = run("keep")
+    assert keeps == "True"
+    assert int(fresh_pages) > 1000
+    assert int(kept_pages) < 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_an_environment_that_says_what_malloc_does_is_left_alone():
+    assert run("keep", MALLOC_MMAP_MAX_="65536")[0] == "False"
