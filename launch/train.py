@@ -199,10 +199,10 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
 
     from framework import canary, distributed, remains
     from framework.accelerators import accelerator_name
+    from framework.allocator import keep_freed_memory
     from framework.checkpoint import Checkpointer
     from framework.experiment import Experiment
     from framework.health import EXIT_REPLICAS
-    from framework.allocator import keep_freed_memory
     from framework.hooks import NonFiniteError
     from framework.images import save_grid
     from framework.metrics.plot import plot_losses

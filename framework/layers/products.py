@@ -16,10 +16,11 @@ from framework.layers.base import Context
 def project(x: jax.Array, weight: jax.Array, ctx: Context) -> jax.Array:
     """x [..., inputs] @ weight [inputs, outputs], in x's dtype.
 
-    On one CPU the gradient of the weight is one product of matrices [tokens, inputs] and [tokens, outputs], asked for as
-    it is stored. JAX's own rule asks for its transpose and turns that around. XLA for CPU then turns the input or the
-    cotangent around instead, element by element, with all that made it computed once more, and multiplies in an order
-    in which Eigen takes up to three times as long. With tokens on several devices they are no axis of one matrix.
+    On one CPU the gradient of the weight is one product of matrices [tokens, inputs] and [tokens, outputs], in the
+    layout in which the weight is stored. JAX's own rule asks for its transpose and turns that around. XLA for CPU then
+    turns the input or the cotangent around instead, element by element, computes once more all that made it, and
+    multiplies in an order in which Eigen takes up to three times as long. With tokens on several devices they are no
+    axis of one matrix.
     """
     on_one_cpu = ctx.platform == "cpu" and (ctx.mesh is None or ctx.mesh.size == 1)
     return _project(x, weight) if on_one_cpu and x.dtype == weight.dtype and x.ndim > 1 else x @ weight

@@ -140,6 +140,15 @@ def test_what_an_accelerator_is_told_by_default_is_known_to_its_compiler(tpu, na
     Compiler(options=usual).check(devices)  # pyright: ignore[reportArgumentType]
 
 
+def test_what_a_cpu_is_told_is_known_to_its_compiler_and_goes_behind_xla_flags(monkeypatch: pytest.MonkeyPatch):
+    devices = MeshShape().build(jax.devices()[:1])
+    (name,) = usual = Compiler().options_for(devices)
+    Compiler(options=usual).check(devices)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false --{name}=")
+    assert Compiler().options_for(devices) == {}
+    assert Compiler(options={name: "x"}).options_for(devices) == {name: "x"}
+
+
 def test_a_configs_options_go_before_those_of_the_accelerator(tpu):
     devices, name = mesh("v6e-8"), "xla_enable_async_all_gather"
     assert Compiler().options_for(devices)[name] is True
