@@ -9,7 +9,8 @@ as the cold start left them. A start ends when the row of its first step stands 
 ended there, before it saves anything.
 
 A thread of the started process looks at the main thread's stack every few milliseconds and charges the processor time
-that the whole process has used since it last looked to what the main thread is doing. Processor time does not grow with
+that the whole process has used since it last looked to what the main thread is doing.
+Processor time does not grow with
 the load of a shared machine as wall time does; where several threads work at once, it is more than what a person waits.
 Python's standard library, launch.train.
 """
