@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -42,6 +42,14 @@ KERNEL.def_abstract_eval(lambda *operands, results: list(results))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _LocalContext(Context):
+    """The context of one device of a mesh that is not there, and so cannot be asked for its platform."""
+
+    device_platform: str = field(default="cpu", metadata={"static": True})
+
+    @property
+    def platform(self) -> str:
+        return self.device_platform
+
     def constrain(self, x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
         return x  # inside shard_map activations are one device's already
 
@@ -94,7 +102,7 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         rows = jnp.arange(batch["weights"].shape[0])
         fields: dict[str, Any] = {"batch": batch, "num_targets": jnp.float32(1), "training": True}
         fields |= {"rng": jax.random.key(0), "rows": rows, "compute_dtype": model.compute_dtype}
-        ctx = _LocalContext(**fields, mesh=mesh, remat=experiment.memory.remat)
+        ctx = _LocalContext(**fields, mesh=mesh, remat=experiment.memory.remat, device_platform=platform)
         if not isinstance(model, CausalLM):
 
             def objective(params: Nested) -> Any:
