@@ -85,7 +85,7 @@ def test_log_p_is_that_of_the_dense_jacobian(priors: bool):
         def latents(x: jax.Array) -> jax.Array:
             return jnp.concatenate([z.reshape(-1) for z in model.encode(params, x.reshape(1, 4, 4, 1))])
 
-        z, jacobian = jax.jit(jax.vmap(lambda x: (latents(x), jax.jacfwd(latents)(x))))(x.reshape(BATCH, -1))
+        z, jacobian = jax.jit(jax.vmap(lambda x: (latents(x), jax.jacrev(latents)(x))))(x.reshape(BATCH, -1))
         log_p = jax.scipy.stats.norm.logpdf(z).sum(1) + np.linalg.slogdet(jacobian)[1]
         loss, out = jax.jit(lambda p: model.loss(p, ctx, {}))(params)
         counted = np.asarray(ctx.batch["weights"])

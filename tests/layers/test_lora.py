@@ -95,7 +95,7 @@ def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
         needs[base] = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
     matrices = 4 * 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)  # bytes of the stack's, all four layers, in float32
     assert max(needs["int8"], needs["nf4"]) <= needs[None] + matrices // 8
-    assert needs["trained"] > needs[None] + matrices // 2  # gradients
+    assert needs["trained"] > needs[None] + 2 * matrices // 5  # gradients
 
 
 @pytest.mark.parametrize(

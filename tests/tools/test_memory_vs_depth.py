@@ -61,10 +61,10 @@ def test_measured_on_this_machine(tmp_path: Path) -> None:
     parameters = {depth: int(rows["none", depth]["parameters_bytes"]) for depth in (4, 16)}
     grown = {name: temporaries(rows, name)[1] - temporaries(rows, name)[0] for name in names}
     gradients = parameters[16] - parameters[4]
-    assert grown["none"] > 100e6
+    assert grown["none"] > 60e6
     assert gradients < grown["invert"] < 1.5 * gradients
     assert grown["invert+in_backward"] < 3.0 * gradients  # a CPU copies the stacks that a loop updates
-    assert max(temporaries(rows, "invert")) < 0.1 * temporaries(rows, "none")[1]
+    assert max(temporaries(rows, "invert")) < 0.12 * temporaries(rows, "none")[1]
     for (name, depth), row in rows.items():
         assert row["config"] == LANGUAGE
         assert row["target"] == "cpu-1"
