@@ -41,7 +41,8 @@ def _forward(x: Any, weight: Any) -> tuple[jax.Array, tuple[jax.Array | None, ja
 def _backward(kept: tuple[jax.Array | None, jax.Array | None], grad: Any) -> tuple[Any, Any]:
     x, weight = kept
     if isinstance(grad, jax.custom_derivatives.SymbolicZero):
-        grad = jnp.zeros(grad.shape, grad.dtype)
+        zero: Any = grad
+        grad = jnp.zeros(zero.shape, zero.dtype)
     x_grad = weight_grad = None
     if weight is not None:
         x_grad = jax.lax.dot_general(grad, weight, (((grad.ndim - 1,), (1,)), ((), ())))
