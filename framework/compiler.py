@@ -30,7 +30,8 @@ class Compiler:
 
     Args:
         options: by name, as in XLA_FLAGS and LIBTPU_INIT_ARGS without dashes: {"xla_tpu_scoped_vmem_limit_kib": 65536}.
-            They go before those that framework/accelerators.toml has for the kind of device, and so does XLA_FLAGS.
+            They go before those that framework/accelerators.toml has for the kind of device, and so do XLA_FLAGS and
+            LIBTPU_INIT_ARGS.
         of_accelerator: whether the latter are used at all.
     """
 
@@ -42,7 +43,8 @@ class Compiler:
         from framework.accelerators import spec_for
 
         usual = dict(spec_for(list(mesh.devices.flat)).compiler_options) if self.of_accelerator else {}
-        in_environment = set(re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", "")))
+        environment = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+        in_environment = set(re.findall(r"--(\w+)", environment))
         return _options_of({name: usual[name] for name in usual.keys() - in_environment}) | self.options
 
     def check(self, mesh: Any) -> None:

@@ -29,16 +29,15 @@ from framework.layout import (
     TensorSpec,
     flatten,
     move_to_host,
-    path_name,
     unflatten,
 )
 from framework.optimizers.dependence import keeps_apart
 from framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
 from framework.optimizers.reach import Reach, probe
-from framework.optimizers.rounding import Origin, check_dtypes, cut_off, fold, fold_name, noise, round_stochastically
+from framework.optimizers.rounding import Rounding, check_dtypes, cut_off, fold, fold_name, rounded, upcast
 from framework.rules import DEFAULT, FROZEN, Optimizer, groups, label
 from framework.rules import Rule as Rule  # saved configs may name it here
-from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_units, apart, in_structure, unstack
+from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_units, apart, chosen, in_structure, unstack
 
 ClipMode = Literal["global_norm", "two_pass", "previous_norm", "update_rms", "norm_growth"]
 _LOSS_AVERAGES, _DECAY, _SPIKE_FREE = ("loss_mean", "loss_square"), 0.99, 20
@@ -94,7 +93,7 @@ class Learner:
         ema: Fraction | None = None,
         master_dtype: DType | None = None,
         moment_dtype: DType | None = None,
-        rounding: Literal["nearest", "stochastic", "kahan"] = "nearest",
+        rounding: Rounding = "nearest",
         nonfinite: Literal["skip", "stop", "rollback"] = "skip",
         max_nonfinite: PositiveInt = 10,
         spike: PositiveFloat | None = None,
@@ -106,7 +105,7 @@ class Learner:
                 f"learner.rounding = {rounding} with learner.master_dtype = {master_dtype}: either keeps small updates "
                 "from being lost; expected learner.master_dtype = None, or learner.rounding = nearest"
             )
-        self.rounding = rounding
+        self.rounding: Rounding = rounding
         self.scope, self.clip, self.accumulate, self.ema = scope, clip, accumulate, ema
         self.clip_mode: ClipMode | None = None if clip is None else clip_mode
         self.nonfinite, self.max_nonfinite, self.spike = nonfinite, max_nonfinite, spike
@@ -409,7 +408,9 @@ class Learner:
         optimizer, schedule = self.optimizers[group.stage, group.label], self._rates[group.label]
 
         def update(weights: Nested, grads: Nested, entry: Nested, average: Nested, decision: Decision) -> Any:
-            reference = entry["master"] if "master" in entry else self._upcast(weights, entry)
+            reference = (
+                entry["master"] if "master" in entry else upcast(self.rounding, weights, entry.get("compensation"))
+            )
             seed = fold_name(fold(decision.seed, decision.layer), group.stage) if self.draws else decision.seed
             grads = jax.tree.map(lambda g, r: g.astype(r.dtype), grads, reference)
             new_norms = None
@@ -432,7 +433,7 @@ class Learner:
                 new_weights, left_out = jax.tree.map(lambda r, w: r.astype(w.dtype), new_reference, weights), {}
             else:
                 draws = fold(seed, decision.count)
-                rounded_weights, left_out = self._rounded(new_reference, weights, draws, decision.origin)
+                rounded_weights, left_out = rounded(self.rounding, new_reference, weights, draws, decision.origin)
                 new_weights = chosen(decision.ok, rounded_weights, weights)
             new_entry = {"state": jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, entry["state"])}
             if "compensation" in entry:
@@ -450,27 +451,6 @@ class Learner:
             return new_weights, new_entry, new_average
 
         return update
-
-    def _upcast(self, weights: Nested, entry: Nested) -> Nested:
-        """Weights in the dtype that the update is computed in, with what was cut off before."""
-        if self.rounding == "nearest":
-            return weights
-        wide = jax.tree.map(lambda w: w.astype(jnp.promote_types(w.dtype, jnp.float32)), weights)
-        if "compensation" not in entry:
-            return wide
-        return jax.tree.map(lambda w, c: w + c.astype(w.dtype), wide, entry["compensation"])
-
-    def _rounded(self, new: Nested, old: Nested, seed: jax.Array, origin: Origin | None) -> tuple[Nested, Nested]:
-        """(new weights in the dtype of the old ones, what that cut off), rounded otherwise than to the nearest."""
-        if self.rounding == "stochastic":
-
-            def one(path: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-                bits = noise(fold_name(seed, path_name(path)), x.shape, origin)
-                return round_stochastically(x, w.dtype, bits)
-
-            return jax.tree_util.tree_map_with_path(one, new, old), {}
-        both = jax.tree.map(lambda x, w: cut_off(x, w.dtype), new, old)
-        return tuple(jax.tree.map(lambda _, pair, i=i: pair[i], new, both) for i in (0, 1))  # type: ignore[return-value]
 
     def _precise(self, state: Any, reference: Nested) -> Any:
         """Moments kept in a narrower `moment_dtype`, in the dtype that the update is computed in; wider ones stay."""
@@ -500,11 +480,6 @@ def _schedule(optimizer: Config) -> Callable[[Any], Any] | None:
 def _debias(count: jax.Array) -> jax.Array:
     """What a moving average that began at zero is too small by after so many updates (as in Adam)."""
     return jnp.maximum(1.0 - _DECAY ** count.astype(jnp.float32), 1e-6)
-
-
-def chosen(ok: jax.Array, new: Nested, old: Nested) -> Nested:
-    """The new arrays where a step counts, else the old ones."""
-    return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
 
 
 def _wide(dtype: Any) -> Any:

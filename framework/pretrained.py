@@ -25,6 +25,7 @@ from framework.layout import Nested, ParameterSpec, TensorSpec, flatten, store_l
 from framework.models.causal_lm import CausalLM
 from framework.parts import part_path
 from framework.program import Program, State
+from framework.units import with_unit
 
 LAYER = "{layer}"
 _HEAD = "lm_head.weight"
@@ -215,7 +216,7 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
             return new
         if program.in_parts:
             return jax.tree.map(lambda x: x[None], new)
-        return jax.tree.map(lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, layer, 0), old, new)
+        return with_unit(old, new, layer)
 
     written, runs = jax.eval_shape(made, like), dict[Any, Any]()
     specs = {group: flatten(tree) for group, tree in program.layout.specs.items()}

@@ -75,6 +75,21 @@ def _share_counters(bundle: Bundle) -> tuple[Bundle, tuple[Any, ...]]:
     return (weights, grads, one, average), (0, 0, axes, 0)
 
 
+def unit_at(stacks: Any, index: Any) -> Any:
+    """One unit of stacked leaves [N, ...]: its leaves [...]; `index` may be traced."""
+    return jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False), stacks)
+
+
+def with_unit(stacks: Any, unit: Any, index: Any) -> Any:
+    """Stacked leaves [N, ...] with a unit's leaves [...] at `index`, which may be traced."""
+    return jax.tree.map(lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, index, 0), stacks, unit)
+
+
+def chosen(ok: jax.Array, new: Any, old: Any) -> Any:
+    """The new leaves where a step counts, else the old ones."""
+    return jax.tree.map(lambda new_leaf, old_leaf: jnp.where(ok, new_leaf, old_leaf), new, old)
+
+
 def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
     if length is None:
         return spec

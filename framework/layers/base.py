@@ -91,7 +91,7 @@ class Context:
         """Tells the partitioner how x is laid out: one mesh axis, tuple or None per dimension."""
         if self.mesh is None or self.mesh.size == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*axes)))
+        return _placed(x, self.mesh, axes)
 
     def gather(self, weight: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
         """A weight that is stored by these mesh axes, whole over fsdp; its gradient is scattered over fsdp again."""
@@ -197,8 +197,8 @@ def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
     return ctx.gather(weight, spec.mesh_axes)
 
 
-def _placed(weight: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
-    return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(*axes)))
+def _placed(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

@@ -13,13 +13,15 @@ May import: framework.layout, JAX.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from framework.layout import name_hash
+from framework.layout import Nested, name_hash, path_name
+
+Rounding = Literal["nearest", "stochastic", "kahan"]
 
 
 class Origin(NamedTuple):
@@ -104,3 +106,47 @@ def cut_off(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     bits = jnp.finfo(dtype)
     near = jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
     return near.astype(dtype), (x - near).astype(dtype)
+
+
+def upcast(rounding: Rounding, weights: Nested, compensation: Nested | None) -> Nested:
+    """The weights in the dtype in which their update is computed.
+
+    Args:
+        rounding: see `Learner`; "nearest" computes the update in the weights' own dtype.
+        weights: arrays of any shapes.
+        compensation: in the structure of the weights, what rounding cut off from them before; or None.
+    """
+    if rounding == "nearest":
+        return weights
+    wide_weights = jax.tree.map(lambda weight: weight.astype(jnp.promote_types(weight.dtype, jnp.float32)), weights)
+    if compensation is None:
+        return wide_weights
+    return jax.tree.map(lambda weight, cut: weight + cut.astype(weight.dtype), wide_weights, compensation)
+
+
+def rounded(
+    rounding: Rounding, new: Nested, old: Nested, seed: jax.Array, origin: Origin | None
+) -> tuple[Nested, Nested]:
+    """(new weights in the dtypes of the old ones, what rounding cut off from them): "stochastic", or "kahan".
+
+    Args:
+        rounding: see `Learner`; not "nearest".
+        new: float32 or wider.
+        old: the weights before the update; only their dtypes count.
+        seed: uint32 scalar, of this update.
+        origin: where blocks lie in their tensors; None where the weights are whole.
+
+    Returns:
+        The second tree is empty for "stochastic", which keeps nothing.
+    """
+    if rounding == "stochastic":
+
+        def drawn(path: Any, precise: jax.Array, weight: jax.Array) -> jax.Array:
+            bits = noise(fold_name(seed, path_name(path)), precise.shape, origin)
+            return round_stochastically(precise, weight.dtype, bits)
+
+        return jax.tree_util.tree_map_with_path(drawn, new, old), {}
+    pairs = jax.tree.map(lambda precise, weight: cut_off(precise, weight.dtype), new, old)
+    near = jax.tree.map(lambda _, pair: pair[0], new, pairs)
+    left_out = jax.tree.map(lambda _, pair: pair[1], new, pairs)
+    return near, left_out

@@ -7,7 +7,7 @@ it away or update the unit. The loop's carry holds the parameters, as visits may
 What is kept are the leaves of `jax.vjp`'s result that are not its arguments: those (the unit's weights above all) are
 put back in the backward loop, so no copies of them are stacked.
 
-May import: framework.layout, framework.memory, framework.layers, framework.models, JAX.
+May import: framework.layout, framework.memory, framework.layers, framework.models, framework.units, JAX.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from framework.layout import (
 )
 from framework.memory import Memory
 from framework.models.chain import Chain
+from framework.units import unit_at
 
 Work = dict[str, Any]  # "parameter", "frozen", and whatever visits change
 # (work, stage, gradients, index of the unit or None) -> work. Gradients are in the structure of the stage's trainable
@@ -142,7 +143,7 @@ class _Stages:
 
         def fetched(path: str, x: jax.Array) -> jax.Array:
             spec = self.specs[name][path]
-            return x if spec.memory_kind == "device" else fetch_leaf(spec, _take(x[None], first))
+            return x if spec.memory_kind == "device" else fetch_leaf(spec, unit_at(x[None], first))
 
         own, rest = ({path: fetched(path, x) for path, x in flatten(tree).items()} for tree in (trainable, fixed))
         return unflatten(own), unflatten(rest)
@@ -207,7 +208,7 @@ class _Stages:
 
         def arguments(units: Nested, index: jax.Array) -> tuple[Any, Any, Any]:
             fixed = units["frozen"], fixed_shared
-            return units["parameter"], shared, (fixed, _take(state, index), ctx.fold_index(index))
+            return units["parameter"], shared, (fixed, unit_at(state, index), ctx.fold_index(index))
 
         def run(own: Any, shared: Any, x: Any, rest: Any) -> tuple[tuple[Any, Any], Out]:
             (fixed, fixed_shared), state, ctx = rest
@@ -219,7 +220,7 @@ class _Stages:
             """What of a unit's parameters is in host memory, on its way to the device."""
             leaves = (leaf for group in stacks.values() for leaf in flatten(group).items())
             places = self.specs[name]
-            return {p: fetch_leaf(places[p], _take(x, index)) for p, x in leaves if places[p].memory_kind != "device"}
+            return {p: fetch_leaf(places[p], unit_at(x, index)) for p, x in leaves if places[p].memory_kind != "device"}
 
         def as_stored(path: str, x: jax.Array) -> jax.Array:
             return _as_stored(x, self.specs[name][path].mesh_axes[1:], self.mesh)
@@ -228,7 +229,7 @@ class _Stages:
             """A unit's parameters when its turn comes, not before: (unit, carry)."""
             flat = {group: flatten(stack) for group, stack in stacks.items()}
             flat = {
-                g: {p: here[p] if p in here else _take(x, index) for p, x in own.items()} for g, own in flat.items()
+                g: {p: here[p] if p in here else unit_at(x, index) for p, x in own.items()} for g, own in flat.items()
             }
             unit = {g: unflatten({p: as_stored(p, x) for p, x in own.items()}) for g, own in flat.items()}
             return jax.lax.optimization_barrier((unit, carry))
@@ -287,7 +288,7 @@ class _Stages:
                 following = coming(_stacks(work, name), first + jnp.maximum(i - 1, 0))
                 work = turns.begin(work, name, first + i)
                 unit, (ct, y) = turn(_stacks(work, name), first + i, here, (ct, y))
-                own = None if invert else _take(kept, i)
+                own = None if invert else unit_at(kept, i)
                 y, grads, more, ct = behind(unit, first + i, y, own, ct)
                 shared_grads = sums.add(shared_grads, more)
                 if grads:
@@ -330,7 +331,7 @@ class _Stages:
             def body(step: jax.Array, carry: Any) -> Any:
                 work, ct, shared_grads = carry
                 index = starts.size - 1 - step
-                x, ct = jax.lax.optimization_barrier((_moved(away, _take(kept, index), jax.memory.Space.Device), ct))
+                x, ct = jax.lax.optimization_barrier((_moved(away, unit_at(kept, index), jax.memory.Space.Device), ct))
                 _, (_, inner) = ahead_all(x, _stacks(work, name), starts[index], size)
                 return back_all(work, ct, shared_grads, inner, starts[index], size, visit, turns)
 
@@ -349,10 +350,6 @@ def _stacks(work: Work, name: str) -> Nested:
 
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def _take(tree: Any, index: jax.Array) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
 def _as_stored(x: jax.Array, axes: MeshAxes, mesh: Mesh) -> jax.Array:

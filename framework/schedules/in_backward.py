@@ -19,7 +19,7 @@ from framework.layout import Nested, StateLayout
 from framework.learner import Learner
 from framework.memory import Memory
 from framework.models.chain import Chain
-from framework.schedules.backward import Turns, Work, forward
+from framework.schedules.backward import Turns, Visit, Work, forward
 from framework.schedules.pieces import update_group
 from framework.schedules.state_ahead import Hosted, StateAhead, UnitState
 from framework.schedules.step import Metrics, State, Step, finish, training_context
@@ -27,7 +27,9 @@ from framework.schedules.streamed import bundle_specs
 from framework.schedules.streamed import check as check_platform
 from framework.units import Bundle, Decision, Group, UnitUpdate, Update
 
-_UNIT = "unit state"  # a UnitState in the work of a backward pass
+# In the work of a backward pass with memory.prefetch = unit, besides the groups of the state: the UnitState of the unit
+# that was updated last.
+_UNIT = "unit state"
 
 
 def check(learner: Learner, setting: str = "memory.update = in_backward") -> None:
@@ -68,56 +70,67 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     """The training step; see `after_backward.build_step`, and `check` and `streamed.check` for what is raised."""
     check(learner)
     check_platform(layout, memory, layout.mesh.devices.flat[0].platform)
+    ahead = StateAhead(learner, layout) if memory.prefetch == "unit" else None
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
         ctx = training_context(batch, state["counter"], model, layout, memory.remat)
         weights = {group: state[group] for group in ("parameter", "frozen")}
-        ahead = StateAhead(learner, layout) if memory.prefetch == "unit" else None
         loss, out, pull = forward(model, layout, memory, weights, ctx, state["buffer"])
         zero = jnp.zeros_like(loss)
         norm = zero
         if learner.clip_mode == "two_pass":
-
-            def measure(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
-                return {**work, "squares": work["squares"] + jnp.square(learner.norm(grads))}
-
-            measured = pull({**weights, "squares": zero}, measure)
-            weights, norm = {group: measured[group] for group in weights}, jnp.sqrt(measured["squares"])
+            measured = pull({**weights, "squares": zero}, _measuring(learner))
+            weights = {group: measured[group] for group in weights}
+            norm = jnp.sqrt(measured["squares"])
         decision = learner.decide(loss, norm, state["counter"])
-
-        def visit(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
-            squares = jnp.square(learner.norm(grads))
-            ok = work["ok"] & jnp.isfinite(squares)
-
-            leaving: dict[str, Hosted] = {}
-
-            def run(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
-                if ahead is not None and index is not None:
-                    new, leaving[group.label] = ahead.update(group, update, bundle, decision, work[_UNIT])
-                    return new
-                own = bundle_specs(layout, learner, group, learner.unit_specs(group))
-                return update_group(learner, layout.mesh, group, bundle, own, decision, index)
-
-            with jax.named_scope("update"):
-                params, optimizer, ema = learner.update(
-                    work["parameter"],
-                    {stage: grads},
-                    work["optimizer"],
-                    work["ema"],
-                    decision._replace(ok=ok),
-                    run,
-                    stage,
-                )
-            counted = {"squares": work["squares"] + squares, "ok": ok, "updated": work["updated"] + ok}
-            updated = {**work, "parameter": params, "optimizer": optimizer, "ema": ema, **counted}
-            return {**updated, _UNIT: UnitState(leaving, index)} if leaving and index is not None else updated
-
-        kept = {"optimizer": state["optimizer"], "ema": state["ema"]}
-        work = {**weights, **kept, "squares": zero, "ok": decision.ok, "updated": jnp.int32(0)}
-        work = pull(work, visit, Turns() if ahead is None else _turns(ahead))
+        optimizer_and_averages = {"optimizer": state["optimizer"], "ema": state["ema"]}
+        counts = {"squares": zero, "ok": decision.ok, "updated": jnp.int32(0)}
+        work = {**weights, **optimizer_and_averages, **counts}
+        work = pull(work, _updating(learner, layout, ahead, decision), Turns() if ahead is None else _turns(ahead))
         decision = decision._replace(norm=jnp.sqrt(work["squares"]), ok=work["ok"])
         out = replace(out, metrics={**out.metrics, "updated_units": work["updated"]})
         update = work["parameter"], work["optimizer"], work["ema"]
         return finish(learner, state, update, decision, loss, out, frozen=work["frozen"])
 
     return step
+
+
+def _measuring(learner: Learner) -> Visit:
+    """Adds the square of a unit's gradient norm to the work, and lets the gradients go."""
+
+    def visit(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
+        return {**work, "squares": work["squares"] + jnp.square(learner.norm(grads))}
+
+    return visit
+
+
+def _updating(learner: Learner, layout: StateLayout, ahead: StateAhead | None, decision: Decision) -> Visit:
+    """Updates a unit by its gradients, unless these, or those of a unit before it, are not finite."""
+
+    def visit(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
+        squares = jnp.square(learner.norm(grads))
+        ok = work["ok"] & jnp.isfinite(squares)
+        leaving: dict[str, Hosted] = {}
+
+        def run(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
+            if ahead is not None and index is not None:
+                new_stacks, leaving[group.label] = ahead.update(group, update, bundle, decision, work[_UNIT])
+                return new_stacks
+            specs = bundle_specs(layout, learner, group, learner.unit_specs(group))
+            return update_group(learner, layout.mesh, group, bundle, specs, decision, index)
+
+        with jax.named_scope("update"):
+            params, optimizer, ema = learner.update(
+                work["parameter"],
+                {stage: grads},
+                work["optimizer"],
+                work["ema"],
+                decision._replace(ok=ok),
+                run,
+                stage,
+            )
+        counts = {"squares": work["squares"] + squares, "ok": ok, "updated": work["updated"] + ok}
+        updated = {**work, "parameter": params, "optimizer": optimizer, "ema": ema, **counts}
+        return {**updated, _UNIT: UnitState(leaving, index)} if leaving and index is not None else updated
+
+    return visit

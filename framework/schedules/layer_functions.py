@@ -22,7 +22,7 @@ from framework.models.causal_lm import CausalLM
 from framework.schedules.backward import split_pull
 from framework.schedules.pieces import update_group
 from framework.schedules.step import evaluation_context, finish, microbatches, training_context
-from framework.units import Bundle, Decision, Group, UnitUpdate, Update
+from framework.units import Bundle, Decision, Group, UnitUpdate, Update, unit_at
 
 Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one unit
 Inputs = tuple[Nested, Nested, jax.Array]  # batch, counters, number of the microbatch
@@ -51,7 +51,7 @@ class LayerFunctions:
         ctx = training_context(batch, counter, self.model, self.layout, self.memory.remat)
         if (count := self.learner.accumulate) == 1:
             return ctx
-        rows_batch, rows = take(microbatches((ctx.batch, ctx.rows), count, ctx), number)
+        rows_batch, rows = unit_at(microbatches((ctx.batch, ctx.rows), count, ctx), number)
         return replace(ctx, batch=rows_batch, rows=rows)
 
     # --- stages outside of the stack ---------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class EvaluationFunctions(LayerFunctions):
         batch, _, number = inputs
         ctx = evaluation_context(batch, self.model, self.layout)
         count = self.learner.accumulate
-        return ctx if count == 1 else replace(ctx, batch=take(microbatches(batch, count, ctx), number))
+        return ctx if count == 1 else replace(ctx, batch=unit_at(microbatches(batch, count, ctx), number))
 
     def score(self, weights: Weights, state: Nested, x: Any, inputs: Inputs) -> dict[str, jax.Array]:
         """See `Chain.scores`."""
@@ -303,13 +303,3 @@ class EvaluationFunctions(LayerFunctions):
 def shapes(tree: Any) -> Any:
     """The ShapeDtypeStructs of a tree."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def take(tree: Any, index: Any) -> Any:
-    """One element of the leading axis of every leaf."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
-
-
-def chosen(ok: jax.Array, new: Any, old: Any) -> Any:
-    """`new` if ok, else `old`."""
-    return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)

@@ -1,6 +1,6 @@
 """A training step by the programs of layers: forward, backward, and the update.
 
-May import: framework.layout, framework.schedules.
+May import: framework.layout, framework.schedules, framework.units.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from framework.layout import Nested
 from framework.parts import STACK
-from framework.schedules.layer_functions import LayerFunctions, chosen
+from framework.schedules.layer_functions import LayerFunctions
 from framework.schedules.layer_pass import Pass, copied, part
 from framework.schedules.step import Metrics, State
+from framework.units import chosen
 
 
 class Step(Pass[LayerFunctions]):

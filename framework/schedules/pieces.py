@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from framework.layout import TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
 from framework.learner import Learner
 from framework.optimizers.rounding import Origin
-from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_units, in_structure
+from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_units, in_structure, unit_at, with_unit
 
 Flat = dict[str, Any]
 FlatBundle = tuple[Flat, Flat, Flat, Flat]
@@ -231,11 +231,11 @@ def _comes_ahead(spec: TensorSpec) -> bool:
 
 
 def _take(x: jax.Array, index: Any) -> jax.Array:
-    return x if isinstance(index, tuple) else jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+    return x if isinstance(index, tuple) else unit_at(x, index)
 
 
 def _put(x: jax.Array, piece: jax.Array, index: Any) -> jax.Array:
-    return piece if isinstance(index, tuple) else jax.lax.dynamic_update_index_in_dim(x, piece, index, 0)
+    return piece if isinstance(index, tuple) else with_unit(x, piece, index)
 
 
 def _num_blocks(shape: tuple[int, ...]) -> int:

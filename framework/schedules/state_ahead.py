@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from framework.layout import Nested, StateLayout, TensorSpec, fetch_leaf, flatten, store_leaf
+from framework.layout import Nested, StateLayout, fetch_leaf, flatten, store_leaf
 from framework.learner import Learner
 from framework.schedules.streamed import bundle_specs
-from framework.units import Bundle, Decision, Group, UnitUpdate, Update, in_structure
+from framework.units import Bundle, Decision, Group, UnitUpdate, Update, in_structure, unit_at, with_unit
 
 Flat = dict[str, Any]
 
@@ -53,52 +53,35 @@ class StateAhead:
         """A unit's hosted state, on its way to the device."""
         groups = {}
         for group, specs in self._groups(stack):
-            entry, average = self._stacks(work, group)
-            groups[group.label] = Hosted(_fetched(specs.entry, entry, index), _fetched(specs.average, average, index))
+            stacks = self._stacks(work, group)
+            groups[group.label] = Hosted(
+                _fetched(specs.entry, stacks.entry, index),
+                _fetched(specs.average, stacks.average, index),
+            )
         return UnitState(groups, index)
 
     def stored(self, work: Nested, stack: str, unit: UnitState) -> Nested:
         """The work with a unit's new state on its way to the host."""
-        stacks = self._all_stacks(work, stack)
+        new_stacks = {}
         for group, specs in self._groups(stack):
-            for part, new in enumerate(unit.groups[group.label]):
-                stacks[group.label][part].update(_stored(specs[part], stacks[group.label][part], new, unit.index))
-        return self._with_stacks(work, stack, stacks)
+            stacks, leaving = self._stacks(work, group), unit.groups[group.label]
+            new_stacks[group.label] = Hosted(
+                _stored(specs.entry, stacks.entry, leaving.entry, unit.index),
+                _stored(specs.average, stacks.average, leaving.average, unit.index),
+            )
+        return _with_stacks(work, stack, new_stacks)
 
     def exchanged(self, work: Nested, stack: str, unit: UnitState, index: jax.Array) -> tuple[Nested, UnitState]:
-        """A unit's new state on its way to the host, and another one's on its way from there.
-
-        A stack is not read while it is written: the compiler does not know that two units lie apart. So half of the
-        bytes go first and the other half come first, which keeps the link busy both ways.
-        """
-        stacks, arriving = self._all_stacks(work, stack), {}
+        """The work with a unit's new state on its way to the host, and the state of the unit at `index` on its way from
+        there."""
+        new_stacks, arriving = {}, {}
         for group, specs in self._groups(stack):
-            arrived = Hosted({}, {})
-            for part, leaves in enumerate(unit.groups[group.label]):
-                part_specs, part_stacks = specs[part], stacks[group.label][part]
-                comes_first = _half(part_specs)
-                for path, leaf in leaves.items():
-                    spec = {path: part_specs[path]}
-                    if path in comes_first:
-                        arrived[part].update(_fetched(spec, part_stacks, index))
-                    part_stacks.update(_stored(spec, part_stacks, {path: leaf}, unit.index))
-                    if path not in comes_first:
-                        arrived[part].update(_fetched(spec, part_stacks, index))
-            arriving[group.label] = arrived
-        return self._with_stacks(work, stack, stacks), UnitState(arriving, index)
-
-    def _all_stacks(self, work: Nested, stack: str) -> dict[str, Hosted]:
-        """All leaves of a stack's state, by the label of the group of parameters."""
-        return {group.label: self._stacks(work, group) for group, _ in self._groups(stack)}
-
-    def _with_stacks(self, work: Nested, stack: str, stacks: dict[str, Hosted]) -> Nested:
-        entries = dict(work["optimizer"][stack])
-        averages = flatten(work["ema"].get(stack, {}))
-        for label, of_group in stacks.items():
-            entries[label] = in_structure(entries[label], of_group.entry)
-            averages |= of_group.average
-        ema = {**work["ema"], stack: in_structure(work["ema"][stack], averages)} if averages else work["ema"]
-        return {**work, "optimizer": {**work["optimizer"], stack: entries}, "ema": ema}
+            stacks, leaving = self._stacks(work, group), unit.groups[group.label]
+            entry_stacks, entry = _exchanged(specs.entry, stacks.entry, leaving.entry, unit.index, index)
+            average_stacks, average = _exchanged(specs.average, stacks.average, leaving.average, unit.index, index)
+            new_stacks[group.label] = Hosted(entry_stacks, average_stacks)
+            arriving[group.label] = Hosted(entry, average)
+        return _with_stacks(work, stack, new_stacks), UnitState(arriving, index)
 
     def update(
         self, group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision, state: UnitState
@@ -116,25 +99,23 @@ class StateAhead:
             (new stacks of weights, optimizer state and averages, in which hosted state is still the old one; the unit's
             new hosted state).
         """
-        stacks = [flatten(bundle[part]) for part in (0, 2, 3)]
-        places = [flatten(specs) for specs in self._specs(group)]
-        arrived = [{}, *state.groups[group.label]]
-
-        def of_unit(stack: Flat, place: Flat, here: Flat) -> Flat:
-            """Weights in host memory come at once; state that has arrived is taken as it is."""
-            waiting = {path: x for path, x in stack.items() if path not in here}
-            return here | {path: fetch_leaf(place[path], _take(x, state.index)) for path, x in waiting.items()}
-
-        unit = [of_unit(*one) for one in zip(stacks, places, arrived, strict=True)]
-        weights, entry, average = (in_structure(bundle[part], own) for part, own in zip((0, 2, 3), unit, strict=True))
-        own_decision = decision._replace(layer=decision.layer + state.index)
-        new_unit = [flatten(tree) for tree in update(weights, bundle[1], entry, average, own_decision)]
-        new_stacks = []
-        for part, s, place, here, new in zip((0, 2, 3), stacks, places, arrived, new_unit, strict=True):
-            staying = {path: x for path, x in new.items() if path not in here}
-            new_stacks.append(in_structure(bundle[part], s | _stored(place, s, staying, state.index)))
-        leaving = Hosted(*({p: new[p] for p in here} for here, new in zip(arrived[1:], new_unit[1:], strict=True)))
-        return (new_stacks[0], new_stacks[1], new_stacks[2]), leaving
+        weights, unit_grads, entry, average = bundle
+        weight_specs, entry_specs, average_specs = self._specs(group)
+        arrived, index = state.groups[group.label], state.index
+        new_weights, new_entry, new_average = update(
+            _unit_of(weight_specs, weights, {}, index),  # weights in host memory come at once
+            unit_grads,
+            _unit_of(entry_specs, entry, arrived.entry, index),
+            _unit_of(average_specs, average, arrived.average, index),
+            decision._replace(layer=decision.layer + index),
+        )
+        new_stacks = (
+            _with_staying(weight_specs, weights, new_weights, {}, index),
+            _with_staying(entry_specs, entry, new_entry, arrived.entry, index),
+            _with_staying(average_specs, average, new_average, arrived.average, index),
+        )
+        leaving = Hosted(_leaving(new_entry, arrived.entry), _leaving(new_average, arrived.average))
+        return new_stacks, leaving
 
     def _groups(self, stack: str) -> list[tuple[Group, Hosted]]:
         """The groups of a stack's parameters, and the specs of their hosted state."""
@@ -142,44 +123,89 @@ class StateAhead:
         def hosted(specs: Nested) -> Flat:
             return {path: spec for path, spec in flatten(specs).items() if spec.memory_kind != "device"}
 
-        found = []
+        groups = []
         for group in self.learner.groups:
             if group.stage == stack:
-                _, entry, average = self._specs(group)
-                found.append((group, Hosted(hosted(entry), hosted(average))))
-        return found
+                _, entry_specs, average_specs = self._specs(group)
+                groups.append((group, Hosted(hosted(entry_specs), hosted(average_specs))))
+        return groups
 
     def _specs(self, group: Group) -> tuple[Nested, Nested, Nested]:
-        weights, _, entry, average = bundle_specs(self.layout, self.learner, group, {})
-        return weights, entry, average
+        """Of the stacks of weights, of optimizer state and of averages."""
+        weight_specs, _, entry_specs, average_specs = bundle_specs(self.layout, self.learner, group, {})
+        return weight_specs, entry_specs, average_specs
 
     def _stacks(self, work: Nested, group: Group) -> Hosted:
+        """All stacks of a group's state, hosted or not."""
         average = self.learner.select(work["ema"], group) if work["ema"] else {}
         return Hosted(flatten(work["optimizer"][group.stage][group.label]), flatten(average))
 
 
-def _half(specs: Flat) -> set[str]:
-    """Paths of about half of the bytes."""
-    sizes, paths = {True: 0, False: 0}, set()
-    for path, spec in sorted(specs.items(), key=lambda item: -item[1].num_bytes):
-        is_taken = sizes[True] <= sizes[False]
-        sizes[is_taken] += spec.num_bytes
-        paths |= {path} if is_taken else set()
-    return paths
+def _with_stacks(work: Nested, stack: str, stacks: dict[str, Hosted]) -> Nested:
+    """The work with these stacks of optimizer state and averages, by the label of the group of parameters."""
+    entries = dict(work["optimizer"][stack])
+    averages = flatten(work["ema"].get(stack, {}))
+    for label, group_stacks in stacks.items():
+        entries[label] = in_structure(entries[label], group_stacks.entry)
+        averages |= group_stacks.average
+    ema = {**work["ema"], stack: in_structure(work["ema"][stack], averages)} if averages else work["ema"]
+    return {**work, "optimizer": {**work["optimizer"], stack: entries}, "ema": ema}
+
+
+def _unit_of(specs: Nested, stacks: Nested, arrived: Flat, index: jax.Array) -> Nested:
+    """One unit of some stacks: what has arrived as it is, the other leaves fetched."""
+    flat_specs = flatten(specs)
+
+    def unit_leaf(path: str, stack: jax.Array) -> jax.Array:
+        return arrived[path] if path in arrived else fetch_leaf(flat_specs[path], unit_at(stack, index))
+
+    return in_structure(stacks, {path: unit_leaf(path, stack) for path, stack in flatten(stacks).items()})
+
+
+def _with_staying(specs: Nested, stacks: Nested, unit: Nested, arrived: Flat, index: jax.Array) -> Nested:
+    """The stacks with a unit's new leaves, but for those that had arrived: they leave for the host in the next turn."""
+    staying = {path: leaf for path, leaf in flatten(unit).items() if path not in arrived}
+    return in_structure(stacks, _stored(flatten(specs), flatten(stacks), staying, index))
+
+
+def _leaving(unit: Nested, arrived: Flat) -> Flat:
+    """The new leaves of those that had arrived."""
+    return {path: leaf for path, leaf in flatten(unit).items() if path in arrived}
 
 
 def _fetched(specs: Flat, stacks: Flat, index: jax.Array) -> Flat:
-    return {path: fetch_leaf(spec, _take(stacks[path], index)) for path, spec in specs.items()}
+    """One unit's leaves, on their way to the device."""
+    return {path: fetch_leaf(spec, unit_at(stacks[path], index)) for path, spec in specs.items()}
 
 
 def _stored(specs: Flat, stacks: Flat, unit: Flat, index: jax.Array) -> Flat:
-    """The stacks of a unit's leaves, with these in their place."""
-
-    def put(spec: TensorSpec, stack: jax.Array, leaf: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stack, store_leaf(spec, leaf), index, 0)
-
-    return {path: put(specs[path], stacks[path], leaf) for path, leaf in unit.items()}
+    """The stacks with a unit's leaves, those of hosted stacks on their way to the host."""
+    return stacks | {path: with_unit(stacks[path], store_leaf(specs[path], leaf), index) for path, leaf in unit.items()}
 
 
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+def _exchanged(
+    specs: Flat, stacks: Flat, leaving: Flat, leaving_index: jax.Array, arriving_index: jax.Array
+) -> tuple[Flat, Flat]:
+    """(the stacks with the leaves of the unit that leaves, the leaves of the unit that arrives).
+
+    A stack is not read while it is written: the compiler does not know that two units lie apart. So half of the bytes
+    leave first and the other half arrive first, which keeps the link busy both ways.
+    """
+    arrives_first = _half(specs)
+    arriving = _fetched({path: spec for path, spec in specs.items() if path in arrives_first}, stacks, arriving_index)
+    new_stacks = _stored(specs, stacks, leaving, leaving_index)
+    leaves_first = {path: spec for path, spec in specs.items() if path not in arrives_first}
+    arriving |= _fetched(leaves_first, new_stacks, arriving_index)
+    return new_stacks, {path: arriving[path] for path in specs}
+
+
+def _half(specs: Flat) -> set[str]:
+    """Paths of about half of the bytes, the largest leaf among them."""
+    taken_bytes, other_bytes, paths = 0, 0, set()
+    for path, spec in sorted(specs.items(), key=lambda item: -item[1].num_bytes):
+        if taken_bytes <= other_bytes:
+            taken_bytes += spec.num_bytes
+            paths.add(path)
+        else:
+            other_bytes += spec.num_bytes
+    return paths

@@ -26,7 +26,7 @@ from framework.schedules import after_backward
 from framework.schedules.backward import Work, forward
 from framework.schedules.pieces import update_group
 from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
-from framework.units import Bundle, Decision, Group, UnitUpdate, Update
+from framework.units import Bundle, Decision, Group, UnitUpdate, Update, unit_at, with_unit
 
 
 def update_streamed(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> Update:
@@ -100,10 +100,10 @@ def _gradients(
             def add(spec: Any, buffer: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
                 grad = grad.astype(spec.dtype)
                 if count > 1:
-                    before = fetch_leaf(spec, buffer if index is None else _take(buffer, index))
+                    before = fetch_leaf(spec, buffer if index is None else unit_at(buffer, index))
                     grad = grad + jnp.where(number == 0, jnp.zeros_like(before), before)
                 if index is not None:
-                    return grad, jax.lax.dynamic_update_index_in_dim(buffer, store_leaf(spec, grad), index, 0)
+                    return grad, with_unit(buffer, store_leaf(spec, grad), index)
                 rows = layout.sharding(spec).shard_shape(spec.shape)[0]
                 if spec.memory_kind == "device" or rows < max(2, spec.shape[0]):
                     return grad, store_leaf(spec, grad)
@@ -134,7 +134,3 @@ def _gradients(
         (work, layer_state), (losses, metrics, sums) = jax.lax.scan(part, carry, parts)
         (loss, metrics), squares = jax.tree.map(jnp.sum, (losses, metrics)), sums[-1]
     return loss, Out(metrics=metrics, layer_state=layer_state), jnp.sqrt(squares), work
-
-
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)

@@ -156,6 +156,13 @@ def test_a_configs_options_go_before_those_of_the_accelerator(tpu):
     assert Compiler(options={name: False}, of_accelerator=False).options_for(devices) == {name: False}
 
 
+def test_the_environments_options_go_before_those_of_the_accelerator(tpu, monkeypatch: pytest.MonkeyPatch):
+    devices, name = mesh("v6e-8"), "xla_enable_async_all_gather"
+    usual = Compiler().options_for(devices)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=false")
+    assert Compiler().options_for(devices) == {other: usual[other] for other in usual.keys() - {name}}
+
+
 def test_every_program_is_compiled_with_the_options(tmp_path: Path):
     """Training, evaluation and generation, by what XLA writes when it is told to."""
     experiment = small.experiment()

@@ -86,16 +86,16 @@ def test_adapters_alone_are_trained_and_kept():
 def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
     needs = {}
     for base in (None, "int8", "nf4", "trained"):
-        built = config(None if base == "trained" else base, remat=remat, stack__num_layers=4)
+        built = config(None if base == "trained" else base, remat=remat, stack__num_layers=8)
         if base == "trained":
             built.model.lora = None
         program = small.program(built)
         stats = program.compiled_step.memory_analysis()
         assert stats.alias_size_in_bytes == program.layout.bytes_per_device()
         needs[base] = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-    matrices = 4 * 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)  # bytes of the stack's, all four layers, in float32
+    matrices = 8 * 4 * 64 * (2 * 64 + 2 * 32 + 3 * 128)  # bytes of the stack's, all eight layers, in float32
     assert max(needs["int8"], needs["nf4"]) <= needs[None] + matrices // 8
-    assert needs["trained"] > needs[None] + 2 * matrices // 5  # gradients
+    assert needs["trained"] > needs[None] + matrices // 2  # gradients
 
 
 @pytest.mark.parametrize(

@@ -53,18 +53,18 @@ def temporaries(rows: dict[tuple[str, int], dict[str, str]], policy: str) -> lis
 
 
 def test_measured_on_this_machine(tmp_path: Path) -> None:
-    """Between 4 and 16 layers what is kept grows by megabytes a layer, and what inversion needs by the gradients that
+    """Between 8 and 32 layers what is kept grows by megabytes a layer, and what inversion needs by the gradients that
     wait for the update."""
     names = ["none", "invert", "invert+in_backward"]
-    rows, said = run(tmp_path / "depth.png", *SMALL, "--layers=16,4", "--rounds=1", f"--policies={','.join(names)}")
-    assert list(rows) == [(name, depth) for depth in (4, 16) for name in names]
-    parameters = {depth: int(rows["none", depth]["parameters_bytes"]) for depth in (4, 16)}
+    rows, said = run(tmp_path / "depth.png", *SMALL, "--layers=32,8", "--rounds=1", f"--policies={','.join(names)}")
+    assert list(rows) == [(name, depth) for depth in (8, 32) for name in names]
+    parameters = {depth: int(rows["none", depth]["parameters_bytes"]) for depth in (8, 32)}
     grown = {name: temporaries(rows, name)[1] - temporaries(rows, name)[0] for name in names}
-    gradients = parameters[16] - parameters[4]
-    assert grown["none"] > 60e6
+    gradients = parameters[32] - parameters[8]
+    assert grown["none"] > 100e6
     assert gradients < grown["invert"] < 1.5 * gradients
     assert grown["invert+in_backward"] < 3.0 * gradients  # a CPU copies the stacks that a loop updates
-    assert max(temporaries(rows, "invert")) < 0.12 * temporaries(rows, "none")[1]
+    assert max(temporaries(rows, "invert")) < 0.1 * temporaries(rows, "none")[1]
     for (name, depth), row in rows.items():
         assert row["config"] == LANGUAGE
         assert row["target"] == "cpu-1"
