@@ -136,7 +136,7 @@ def test_rules_and_overrides_compose():
 def test_what_an_accelerator_is_told_by_default_is_known_to_its_compiler(tpu, name):
     devices = mesh(name)
     usual = Compiler().options_for(devices)
-    assert bool(usual) == (name in ("v5p-8", "v6e-8"))
+    assert bool(usual) == (name == "v6e-8")
     Compiler(options=usual).check(devices)  # pyright: ignore[reportArgumentType]
 
 
@@ -150,14 +150,14 @@ def test_what_a_cpu_is_told_is_known_to_its_compiler_and_goes_behind_xla_flags(m
 
 
 def test_a_configs_options_go_before_those_of_the_accelerator(tpu):
-    devices, name = mesh("v6e-8"), "xla_enable_async_all_gather"
+    devices, name = mesh("v6e-8"), "xla_tpu_enable_sparse_core_collective_offload_all_gather"
     assert Compiler().options_for(devices)[name] is True
     assert Compiler(options={name: False}).options_for(devices)[name] is False
     assert Compiler(options={name: False}, of_accelerator=False).options_for(devices) == {name: False}
 
 
 def test_the_environments_options_go_before_those_of_the_accelerator(tpu, monkeypatch: pytest.MonkeyPatch):
-    devices, name = mesh("v6e-8"), "xla_enable_async_all_gather"
+    devices, name = mesh("v6e-8"), "xla_tpu_enable_sparse_core_collective_offload_all_gather"
     usual = Compiler().options_for(devices)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=false")
     assert Compiler().options_for(devices) == {other: usual[other] for other in usual.keys() - {name}}

@@ -10,6 +10,7 @@ from framework.plan.hlo.collectives import collectives, group_size
 from framework.plan.hlo.flops import Flops
 from framework.plan.hlo.traffic import Traffic
 from framework.plan.hlo.walk import executed
+from framework.plan.step_time.categories import category, is_work
 
 
 def flops(module: Module) -> int:
@@ -142,6 +143,31 @@ def test_collectives():
     # Two fusions with one channel are steps of one collective.
     assert all(one.runs == 1 for key, one in found.items() if key[0] != "all-gather")
     assert [group_size(one.instruction) for one in found.values()] == [16, 1, 8, 4]
+
+
+ON_A_SPARSE_CORE = """HloModule offloaded, is_scheduled=true
+%gather (p: f32[100]) -> f32[400] {
+  %p = f32[100] parameter(0)
+  ROOT %all-gather.1 = f32[400] all-gather(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[100]) -> f32[400] {
+  %a = f32[100] parameter(0)
+  %prepared = s32[] custom-call(), custom_call_target="PrepareAsyncCallStart"
+  %start = ((f32[100], s32[]), f32[400]) call-start(%a, %prepared), async_execution_thread="sparsecore", to_apply=%gather
+  %between = f32[100] negate(%a)
+  ROOT %end = f32[400] call-done(%start)
+}
+"""
+
+
+def test_a_collective_on_a_sparse_core_runs_beside_the_others():
+    module = Module(ON_A_SPARSE_CORE)
+    (one,) = collectives(module)
+    assert (one.kind, one.mode, one.bytes_received) == ("all-gather", "async", 3 * 100 * 4)
+    assert (one.scheduled.name, one.last.name) == ("start", "end")
+    assert [i.name for i in module.computations["main"] if is_work(i)] == ["start", "between"]
+    assert category(module, Flops(module), one.scheduled) == "collective"
 
 
 HOSTED = """

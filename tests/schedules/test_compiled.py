@@ -40,7 +40,10 @@ def test_streamed_state_is_one_units():
     }  # fmt: skip
     whole, streamed = (report(**fields, **{"memory.update": update}) for update in ("after_backward", "streamed"))
     assert streamed["host_argument_bytes"] == whole["host_argument_bytes"] > 100 << 20
-    assert streamed["device_peak_bytes"] < whole["device_peak_bytes"] - 0.7 * whole["host_argument_bytes"]
+    # jax 0.11's compiler does not bring all of it at once where the update is whole.
+    whole_state, streamed_state = (one["breakdown"]["optimizer_state"] for one in (whole, streamed))
+    assert streamed_state < 0.15 * whole["host_argument_bytes"]
+    assert streamed["device_peak_bytes"] < whole["device_peak_bytes"] - 0.8 * whole_state
 
 
 def test_offloaded_inputs_are_on_the_host():

@@ -1,9 +1,10 @@
 """Bytes that a chip receives from other chips.
 
 A collective is synchronous where nothing else runs until it is done. It is asynchronous where it is started and waited
-for by two instructions, or where a chain of fusions takes its steps beside matrix products (the TPU compiler's
-"async collective fusion"; all of a chain's fusions name one channel, so a channel counts once). And it is fused where a
-fusion first reduces and then scatters ("all-reduce-scatter"): one operation, during which nothing else runs.
+for by two instructions, `call-start` among them, which gives it to a SparseCore; or where a chain of fusions takes its
+steps beside matrix products (the TPU compiler's "async collective fusion"; all of a chain's fusions name one channel,
+so a channel counts once). And it is fused where a fusion first reduces and then scatters ("all-reduce-scatter"): one
+operation, during which nothing else runs.
 
 May import: framework.plan.hlo.
 """
@@ -71,7 +72,7 @@ def inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
     """The collectives that an instruction is, starts, or has in what it calls."""
     if kind_of(instruction):
         yield instruction
-    elif instruction.opcode in ("fusion", "call", "async-start"):
+    elif instruction.opcode in ("fusion", "call", "async-start", "call-start"):
         called = [instruction.called(role) for role in ("calls", "to_apply", "called_computation")]
         for inner in module.computations.get(next(filter(None, called), ""), []):
             yield from inside(module, inner)

@@ -45,7 +45,9 @@ _NO_WORK = {
     "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element", "iota", "opt-barrier",
     "parameter", "partition-id", "replica-id", "tuple",
 }  # fmt: skip
-_NO_WORK_CALLS = re.compile(r'custom_call_target="(ConcatBitcast|AssumeGatherIndicesInBound|AllocateBuffer|Sharding)"')
+_NO_WORK_CALLS = re.compile(
+    r'custom_call_target="(ConcatBitcast|PrepareAsyncCall\w+|AssumeGatherIndicesInBound|AllocateBuffer|Sharding)"'
+)
 
 
 def is_work(instruction: Instruction) -> bool:
