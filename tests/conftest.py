@@ -6,6 +6,7 @@ takes a quarter of the time; what is computed stays the same, up to the rounding
 
 import importlib.metadata
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -21,6 +22,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # glibc's own value: a run in the test's process would have all memory kept that is ever freed (framework/allocator.py),
 # for all tests that come after it in the same process.
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 << 10))
+
+# A shell without job control starts what it puts into the background with SIGINT ignored, and children inherit that: a
+# run that a test interrupts would go on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
