@@ -36,8 +36,8 @@ class Compiled:
         in alias too. Zero when the program was refused.
       host_temp: temporaries in host memory, where the compiler knows them (TPU).
       buffers: what is alive; None when refused, or when the program came from jax's compilation cache.
-      text: of the program as it is run (TPU). The compiler has noted by then what it takes each fusion to need. The
-        text that `buffers` are read from does not have it yet.
+      text: of the program as it is run (TPU, GPU). A TPU's compiler has noted by then what it takes each fusion to
+        need. The text that `buffers` are read from does not have it yet.
       message: the compiler's words, if it refused the program; `peak` is then what it named.
       ledger: of a step that is several programs, its rehearsal; `buffers` are then those of the worst program.
     """
@@ -79,7 +79,7 @@ def compile_for(
             needed, words = refused(error)
             return Compiled(time.perf_counter() - start, needed, needed, message=words)
         seconds = time.perf_counter() - start
-        text = executable.as_text() if platform == "tpu" else ""
+        text = executable.as_text() if platform != "cpu" else ""
         with suppress(FileNotFoundError):  # taken from jax's compilation cache
             found = buffers.read(Path(folder))
     peak, gaps = peak_bytes(stats, platform, hosted), 0

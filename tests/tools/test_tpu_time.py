@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import tpu_programs, tpu_time
-from tools.bench.tpu_programs import About
+from tools.bench import step_programs, tpu_time
+from tools.bench.step_programs import About
 
 RECORDED = Path(__file__).parents[1] / "plan" / "recorded" / "v5e_step.txt"
 FLOPS = 6 * 2 * 256 * 512 * 512
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "hlo.txt").write_text(RECORDED.read_text())
     about = About("small", "v5e-4", "v5e", tokens=256, model_flops=FLOPS / 2, traced_flops=FLOPS, peak_bytes=2**20)
-    (path / tpu_programs.META).write_text(json.dumps(asdict(about)))
+    (path / step_programs.META).write_text(json.dumps(asdict(about)))
     return path
 
 
@@ -53,9 +53,9 @@ def test_one_category(capsys: pytest.CaptureFixture[str], folder: Path):
 
 
 def test_side_by_side(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path):
-    twice = tpu_programs.load(folder)
-    about = tpu_programs.About(**{**asdict(twice.about), "files": {"hlo.txt": 2}})
-    tpu_programs.save(tpu_programs.TpuStep(about, twice.parts), tmp_path / "twice")
+    twice = step_programs.load(folder)
+    about = step_programs.About(**{**asdict(twice.about), "files": {"hlo.txt": 2}})
+    step_programs.save(step_programs.CompiledStep(about, twice.parts), tmp_path / "twice")
     code, text = run(capsys, "--program", tmp_path / "twice", "--against", folder)
     assert code == 0
     rows = {
@@ -84,5 +84,5 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Pa
         assert words in text
     (folder / "hlo.txt").write_text("no program\n")
     assert "found no ENTRY" in run(capsys, "--program", folder)[1]
-    (folder / tpu_programs.META).write_text('{"target": "v5e-4"}')
+    (folder / step_programs.META).write_text('{"target": "v5e-4"}')
     assert "expected a JSON object with name, target" in run(capsys, "--program", folder)[1]

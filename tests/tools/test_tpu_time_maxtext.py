@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import tpu_programs, tpu_time_maxtext
+from tools.bench import step_programs, tpu_time_maxtext
 
 TRAIN_COMPILE = """
 import jax
@@ -49,7 +49,7 @@ def test_its_step_is_compiled_kept_and_counted(python: Path, tmp_path: Path, cap
     options = ["--config=gpt2-124m", "--length=1024", f"--python={python}", f"--save={tmp_path / 'kept'}"]
     assert tpu_time_maxtext.main(["v5e-4", *options, "base_emb_dim=64"]) == 0
     assert "MaxText 9 gpt2-124m on v5e-4" in capsys.readouterr().out
-    kept = tpu_programs.load(tmp_path / "kept")
+    kept = step_programs.load(tmp_path / "kept")
     assert tpu_time_maxtext.counted(kept).count.product_flops == 2 * 1024**3
     assert kept.about.tokens == 1024
     assert kept.about.peak_bytes == pytest.approx(3 * 2 * 1024**2, rel=1e-3)

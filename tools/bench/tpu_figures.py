@@ -12,7 +12,7 @@ from framework.plan.naming import place
 from framework.plan.step_time.categories import THIN
 from framework.plan.step_time.count import StepCount
 from framework.plan.step_time.operations import Operation
-from tools.bench.tpu_programs import About
+from tools.bench.step_programs import About
 
 MODES = ("sync", "fused", "async")
 _COMPARED = ("matmul", "collective matmul", "attention", "kernel", *THIN, "custom call")

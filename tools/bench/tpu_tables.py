@@ -19,8 +19,8 @@ from framework.plan.step_time.rates import (
     VMEM_BYTES_PER_CYCLE,
     Rates,
 )
+from tools.bench.step_programs import About
 from tools.bench.tpu_figures import MODES, Counted, Sums, figures, groups, host_figures, received
-from tools.bench.tpu_programs import About
 
 _LEAST_BYTES = 1e6  # collectives that move less are left out of the table, not of the sums
 

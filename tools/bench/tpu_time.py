@@ -17,22 +17,17 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
-import configs
 from framework.accelerators import spec_for
 from framework.metrics.tables import render
-from framework.plan import targets
 from framework.plan.step_time import Rates, count
 from framework.plan.step_time.categories import Category
 from framework.workdir import writing
 from launch import cli
 from tools.bench import tpu_tables
+from tools.bench.step_programs import CompiledStep, compile_config, load, save
 from tools.bench.tpu_figures import Counted, as_json
-from tools.bench.tpu_programs import TpuStep, compiled, load, save
-
-if TYPE_CHECKING:
-    from framework.plan.targets import Target
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,7 +59,7 @@ def main(argv: list[str]) -> int:
             raise cli.UsageError("--program names a step that is compiled already; leave out --config")
         step = load(args.program)
     else:
-        step = _compile(args.target, spec, overrides)
+        step = compile_config(args.target, spec, overrides, check=Rates.of)
     if args.save:
         save(step, args.save)
     this = counted(step)
@@ -78,25 +73,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def counted(step: TpuStep) -> Counted:
+def counted(step: CompiledStep) -> Counted:
     """The count of a step, by the rates of the accelerator that it was compiled for."""
     return Counted(step.about, count(step.parts, Rates.of(spec_for(step.about.accelerator))))
-
-
-def _compile(name: str, spec: str | None, overrides: list[tuple[str, str]]) -> TpuStep:
-    if spec is None:
-        raise cli.UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
-    target: Target = targets.resolve(name)
-    Rates.of(target.spec)  # a target whose time cannot be told is refused before minutes of compiling
-    command = cli.Command(argparse.Namespace(), spec, configs.load(spec), overrides)
-    command.config  # noqa: B018  (a mistake in it shows before JAX starts)
-    targets.environment(name)
-    cli.prepare_jax()
-
-    import jax
-
-    jax.config.update("jax_enable_compilation_cache", False)  # a program from there comes without its buffers
-    return compiled(command, target)
 
 
 if __name__ == "__main__":

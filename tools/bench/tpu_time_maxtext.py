@@ -28,7 +28,7 @@ from framework.plan.step_time.count import Part
 from framework.plan.targets import Target
 from launch import cli
 from tools.bench import tpu_tables
-from tools.bench.tpu_programs import About, TpuStep, load, save
+from tools.bench.step_programs import About, CompiledStep, load, save
 from tools.bench.tpu_time import counted
 
 _SCRIPT = Path(__file__).with_name("maxtext_step.py")
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _step(args: argparse.Namespace, target: Target) -> TpuStep:
+def _step(args: argparse.Namespace, target: Target) -> CompiledStep:
     tokens = args.batch * args.length
     flops_per_token = configs.load(args.config).instantiate().model.flops_per_token(args.length)
     fields = {
@@ -107,7 +107,7 @@ def _step(args: argparse.Namespace, target: Target) -> TpuStep:
         compile_seconds=found["compile_seconds"],
         versions=found["versions"],
     )
-    return TpuStep(about, [Part(module, 1)])
+    return CompiledStep(about, [Part(module, 1)])
 
 
 def _run(command: list[str]) -> None:

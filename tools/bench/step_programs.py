@@ -1,4 +1,4 @@
-"""Steps compiled for TPUs, to be counted: compiled here, kept in a folder, read from one.
+"""Steps compiled for TPUs and GPUs, to be counted: compiled here, kept in a folder, read from one.
 
 A folder holds the compiler's text (hlo.txt; of a step that is several programs hlo-000.txt, ...) and meta.json, which
 is an `About`: any framework's step can be put into one.
@@ -6,21 +6,25 @@ is an `About`: any framework's step can be put into one.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import configs
+from framework.accelerators import AcceleratorSpec
+from framework.plan import targets
 from framework.plan.hlo.module import Module
 from framework.plan.step_time.count import Part
-from launch.cli import UsageError
+from launch.cli import Command, UsageError, prepare_jax
 
 if TYPE_CHECKING:
     from framework.plan.compiled import Compiled
     from framework.plan.targets import Target
-    from launch.cli import Command
 
 META = "meta.json"
 
@@ -37,7 +41,7 @@ class About:
         traced_flops: of the traced program, on one device: what is recomputed counts, attention as if not masked.
         peak_bytes: of device memory.
         compile_seconds: by the compiler alone.
-        versions: of jax and libtpu.
+        versions: of jax and of the compiler.
         files: {file of the text: how often that program runs in a step}
     """
 
@@ -55,15 +59,43 @@ class About:
 
 
 @dataclass(frozen=True)
-class TpuStep:
+class CompiledStep:
     """A compiled step: its programs, and what is known of it."""
 
     about: About
     parts: list[Part]
 
 
-def compiled(command: Command, target: Target) -> TpuStep:
+def compile_config(
+    name: str, spec: str | None, overrides: list[tuple[str, str]], check: Callable[[AcceleratorSpec], object]
+) -> CompiledStep:
     """Compiles a config's training step for a target, as `launch.plan` does.
+
+    Args:
+        name: of the target. spec: of the config. overrides: of its fields, by path.
+        check: raises for a target that the caller cannot read the program of, before minutes of compiling.
+
+    Raises:
+        UsageError: there is no config, or the compiler refused the program.
+        ValueError: there is no such target, or config and target do not fit each other.
+    """
+    if spec is None:
+        raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
+    target = targets.resolve(name)
+    check(target.spec)
+    command = Command(argparse.Namespace(), spec, configs.load(spec), overrides)
+    command.config  # noqa: B018  (a mistake in it shows before JAX starts)
+    targets.environment(name)
+    prepare_jax()
+
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)  # a program from there comes without its buffers
+    return _compiled(command, target)
+
+
+def _compiled(command: Command, target: Target) -> CompiledStep:
+    """The training step of a config, compiled for a target.
 
     Raises:
         UsageError: the compiler refused the program.
@@ -96,10 +128,10 @@ def compiled(command: Command, target: Target) -> TpuStep:
         traced_flops=traced / target.num_devices,
         peak_bytes=step.peak,
         compile_seconds=round(step.seconds, 1),
-        versions=versions("jax", "jaxlib", "libtpu"),
+        versions=versions("jax", "jaxlib", "libtpu" if target.platform == "tpu" else "jax-cuda12-plugin"),
         files=_files(parts),
     )
-    return TpuStep(about, parts)
+    return CompiledStep(about, parts)
 
 
 def _parts(step: Compiled) -> list[Part]:
@@ -116,7 +148,7 @@ def _files(parts: list[Part]) -> dict[str, int]:
     return {f"hlo-{index:03d}.txt": part.runs for index, part in enumerate(parts)}
 
 
-def save(step: TpuStep, folder: Path) -> None:
+def save(step: CompiledStep, folder: Path) -> None:
     """Keeps a step in a folder, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in zip(step.about.files, step.parts, strict=True):
@@ -124,7 +156,7 @@ def save(step: TpuStep, folder: Path) -> None:
     (folder / META).write_text(json.dumps(dataclasses.asdict(step.about), indent=1) + "\n")
 
 
-def load(folder: Path) -> TpuStep:
+def load(folder: Path) -> CompiledStep:
     """Reads a step from a folder.
 
     Raises:
@@ -141,7 +173,7 @@ def load(folder: Path) -> TpuStep:
     for name, part in zip(about.files, parts, strict=True):
         if not part.module.entry:
             raise UsageError(f"{folder / name}: expected the compiler's text of a program, found no ENTRY computation")
-    return TpuStep(about, parts)
+    return CompiledStep(about, parts)
 
 
 def _about(path: Path) -> About:

@@ -1,0 +1,110 @@
+"""What XLA makes of a step on a GPU: a recorded program, a product by cuBLAS, and mistakes on the command line."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from framework.accelerators import spec_for
+from framework.plan.hlo import Module
+from framework.plan.step_time.count import Part
+from tools.bench import gpu_program, step_programs
+from tools.bench.gpu_kernels import GpuRates, Kernel, read
+from tools.bench.step_programs import About, CompiledStep
+
+# What jax 0.10.2 made for h100x2 of a step of four layers, x + gelu(attention(x @ w)) with causal cuDNN attention of 8
+# heads of 64, weights float32 [4, 512, 512] over two GPUs, x bfloat16 [4, 256, 512], and of an update by the gradient
+# of the sum of squares. Of each backend_config only what is read is left.
+RECORDED = Path(__file__).parents[1] / "plan" / "recorded" / "h100_step.txt"
+LAYERS, ROWS, DIM = 4, 2 * 256, 512
+SCORES = 2 * 8 * 256 * 256  # batch, heads, queries, keys of one GPU
+H100 = GpuRates.of(spec_for("h100"))
+
+
+def step(text: str, runs: int = 1) -> CompiledStep:
+    return CompiledStep(About("small", "h100x2", "h100"), [Part(Module(text), runs)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A kept step."""
+    path = tmp_path / "step"
+    path.mkdir()
+    (path / "hlo.txt").write_text(RECORDED.read_text())
+    about = About("small", "h100x2", "h100", tokens=512, model_flops=1e9, peak_bytes=2**20)
+    (path / step_programs.META).write_text(json.dumps(asdict(about)))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
+    code = gpu_program.main([str(arg) for arg in argv])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def of_kind(kernels: list[Kernel], kind: str) -> list[Kernel]:
+    return [one for one in kernels if one.category == kind]
+
+
+def test_products_and_attention_are_those_of_the_program() -> None:
+    kernels = read(step(RECORDED.read_text()), H100).kernels
+    products, attention = of_kind(kernels, "matmul"), of_kind(kernels, "attention")
+    assert {(one.maker, one.dtype) for one in products} == {("Triton", "bf16")}
+    assert {(one.maker, one.dtype) for one in attention} == {("cuDNN", "bf16")}
+    assert sum(one.runs * one.flops for one in products) == LAYERS * 3 * 2 * ROWS * DIM * DIM
+    # Two products forward and five backward, of 64 each way, of which the causal mask leaves half.
+    assert sum(one.runs * one.flops for one in attention) == LAYERS * (2 + 5) * 2 * SCORES * 64 // 2
+    assert all(one.runs == LAYERS for one in products + attention)
+    assert all(one.seconds >= one.flops / 989.5e12 for one in products)
+    (update,) = (one for one in kernels if one.op_name == "jit(step)/sub")
+    assert update.hbm_bytes == 3 * LAYERS * DIM * DIM // 2 * 4  # weights and gradients read, weights written
+    assert update.seconds == update.hbm_bytes / 3352e9
+
+
+def test_a_collective_is_hidden_by_no_more_than_what_runs_beside_it() -> None:
+    first, second = read(step(RECORDED.read_text(), runs=3), H100).overlaps
+    assert (first.collective.kind, second.collective.kind) == ("all-gather", "reduce-scatter")
+    assert [one.collective.runs for one in (first, second)] == [3 * LAYERS] * 2
+    assert first.collective.bytes_received == DIM * DIM // 2 * 2  # the other GPU's half, in bfloat16
+    assert first.seconds == first.collective.bytes_received / 450e9
+    assert 0 < first.beside < first.seconds < second.beside
+
+
+def test_a_product_by_cublas() -> None:
+    text = """
+ENTRY %main (a: bf16[64,32], b: bf16[32,16]) -> bf16[64,16] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = bf16[32,16]{1,0} parameter(1)
+  ROOT %gemm = (bf16[64,16]{1,0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+"""  # noqa: E501
+    (kernel,) = read(step(text), H100).kernels
+    assert (kernel.category, kernel.maker, kernel.dtype) == ("matmul", "cuBLAS", "bf16")
+    assert kernel.flops == 2 * 64 * 32 * 16
+
+
+def test_a_kept_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    code, text = run(capsys, "--program", folder, "--top=3", "--against", folder)
+    assert code == 0
+    for words in ("990 TFLOP/s in bfloat16", "matmul", "cuDNN", "reduce-scatter", "async", "ideal", "side by side"):
+        assert words in text
+    matmul = next(line for line in text.partition("side by side")[2].splitlines() if "matmul" in line)
+    assert matmul.split()[-1] == "1.000"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--program=x", "h100"], "expected a target and --config"),
+        (["h100"], "--config=NAME is required"),
+        (["v5e-4", "--config=gpt2-124m"], "v5e: framework/accelerators.toml has no peak and bandwidth of a GPU for it"),
+        (["h101", "--config=gpt2-124m"], "unknown target 'h101'"),
+        (["--program=nowhere"], "no compiled step in nowhere"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+    code, text = run(capsys, *argv)
+    assert code == 2
+    assert words in text
+    assert "Traceback" not in text

@@ -1,0 +1,188 @@
+"""What XLA makes of a training step on a GPU; no GPU is needed, and nothing runs.
+
+    python -m tools.bench.gpu_program h100 --config=gpt2-124m --config.data.global_batch_size=8
+    python -m tools.bench.gpu_program h100x8 --config=llama3-8b --save build/plain
+    python -m tools.bench.gpu_program --program build/plain --top 40
+    python -m tools.bench.gpu_program h100 --config=... --against build/plain     # two programs side by side
+
+Prints which library or emitter makes each kernel, FLOPs and bytes, the least time that these take (the roofline: how
+fast each kernel really is, is not known), the largest kernels by layer and line, and what runs beside each collective.
+The compiler for GPUs comes with `pip install -e '.[plan-gpu]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from framework.accelerators import spec_for
+from framework.metrics.tables import Section, human_bytes, render
+from framework.plan.naming import place
+from launch import cli
+from tools.bench.gpu_kernels import GpuRates, GpuStep, Kernel, Overlap, read
+from tools.bench.step_programs import CompiledStep, compile_config, load, save
+from tools.bench.tpu_figures import source_line
+
+_Group = TypeVar("_Group", bound=Hashable)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("target", nargs="?", help="what to compile for: h100, h200, h100x8, see launch.plan")
+    add("--config", metavar="NAME", help="a named config; --config.PATH=VALUE overrides one field, as for launch.train")
+    add("--program", type=Path, metavar="DIR", help="read the step that was kept there instead of compiling one")
+    add("--against", type=Path, metavar="DIR", help="print the step that was kept there beside this one")
+    add("--top", type=int, default=25, metavar="N", help="how many of the largest kernels (25)")
+    add("--save", type=Path, metavar="DIR", help="keep the compiled text and what is known of it")
+    return parser
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Compiles or reads a step, and prints what it is made of."""
+    spec, overrides, rest = cli.split(argv)
+    args = _parser().parse_args(rest)
+    if (args.program is None) == (args.target is None):
+        raise cli.UsageError("expected a target and --config, such as h100 --config=gpt2-124m, or else --program DIR")
+    other = load(args.against) if args.against else None
+    if args.program is not None:
+        if spec is not None or overrides:
+            raise cli.UsageError("--program names a step that is compiled already; leave out --config")
+        step = load(args.program)
+    else:
+        step = compile_config(args.target, spec, overrides, check=GpuRates.of)
+    if args.save:
+        save(step, args.save)
+    tables = _sections(step, args.top)
+    if other is not None:
+        tables.append(_comparison(step, other, str(args.program or args.target), str(args.against)))
+    print(render(tables), end="")
+    return 0
+
+
+def _read(step: CompiledStep) -> tuple[GpuStep, GpuRates]:
+    rates = GpuRates.of(spec_for(step.about.accelerator))
+    return read(step, rates), rates
+
+
+def _sections(step: CompiledStep, top: int) -> list[Section]:
+    gpu_step, rates = _read(step)
+    tables = [
+        Section("step", _head(step, rates)),
+        _by_kind(gpu_step.kernels),
+        _products(gpu_step.kernels),
+        _largest(gpu_step.kernels, top),
+    ]
+    if gpu_step.overlaps:
+        tables.append(_collectives(gpu_step.overlaps))
+    return tables
+
+
+def _head(step: CompiledStep, rates: GpuRates) -> list[list[str]]:
+    about = step.about
+    peaks = f"{rates.flops['bf16'] / 1e12:.0f} TFLOP/s in bfloat16, {rates.flops['f32'] / 1e12:.0f} in TF32"
+    least = sum(one.runs * one.seconds for one in _read(step)[0].kernels)
+    rows = [
+        ["program", f"{about.name} on {about.target}"],
+        ["settings", " ".join(about.settings)],
+        ["versions", ", ".join(f"{name} {version}" for name, version in about.versions.items())],
+        ["nothing ran", "XLA chose between Triton and cuBLAS without timing them, as it does where there is a GPU"],
+        [rates.name, f"{peaks}; device memory {rates.hbm / 1e9:,.0f} GB/s; link {rates.link / 1e9:.0f} GB/s"],
+        ["least time of all kernels", f"{1e3 * least:,.2f} ms, one after another and each at its bound"],
+    ]
+    if about.model_flops is not None:
+        ideal = about.model_flops / rates.flops["bf16"]
+        rows.append(["ideal", f"{1e3 * ideal:,.2f} ms: the model's FLOPs at the peak; {least / ideal:.2f} times that"])
+    if about.peak_bytes is not None:
+        rows.append(["peak of device memory", human_bytes(about.peak_bytes)])
+    return rows
+
+
+def _grouped(kernels: Iterable[Kernel], key: Callable[[Kernel], _Group]) -> list[tuple[_Group, list[Kernel]]]:
+    """The kernels by a key, those with the most time first."""
+    members: defaultdict[_Group, list[Kernel]] = defaultdict(list)
+    for one in kernels:
+        members[key(one)].append(one)
+    return sorted(members.items(), key=lambda item: -_sum(item[1])[0])
+
+
+def _sum(kernels: Iterable[Kernel]) -> tuple[float, int, int, int]:
+    """(least seconds, runs, FLOPs, bytes) of a step."""
+    members = list(kernels)
+    return (
+        sum(one.runs * one.seconds for one in members),
+        sum(one.runs for one in members),
+        sum(one.runs * one.flops for one in members),
+        sum(one.runs * one.hbm_bytes for one in members),
+    )
+
+
+def _cells(kernels: Iterable[Kernel]) -> list[str]:
+    seconds, runs, flops, hbm_bytes = _sum(kernels)
+    return [f"{1e3 * seconds:.2f}", f"{runs:,}", f"{flops / 1e12:.3f}" if flops else "", f"{hbm_bytes / 1e9:.2f}"]
+
+
+def _by_kind(kernels: list[Kernel]) -> Section:
+    rows = [["kind", "made by", "least ms", "kernels", "TFLOP", "GB"]]
+    for (kind, maker), members in _grouped(kernels, lambda one: (one.category, one.maker)):
+        rows.append([kind, maker, *_cells(members)])
+    rows.append(["sum", "", *_cells(kernels)])
+    return Section("kernels of a step", rows, numbers=True)
+
+
+def _products(kernels: list[Kernel]) -> Section:
+    rows = [["operands", "made by", "least ms", "kernels", "TFLOP", "GB"]]
+    products = [one for one in kernels if one.flops]
+    for (dtype, maker), members in _grouped(products, lambda one: (one.dtype, one.maker)):
+        rows.append([dtype, maker, *_cells(members)])
+    return Section("matrix products by dtype, attention's among them", rows, numbers=True)
+
+
+def _largest(kernels: list[Kernel], top: int) -> Section:
+    def key(one: Kernel) -> tuple[str, str, str, str]:
+        name = place(one.op_name) if one.op_name else one.instruction.name.rstrip("0123456789.")
+        return name, source_line(one.source), one.category, one.maker
+
+    rows = [["layer and operation", "least ms", "kernels", "TFLOP", "GB", "kind", "made by", "line"]]
+    for (name, line, kind, maker), members in _grouped(kernels, key)[:top]:
+        rows.append([name, *_cells(members), kind, maker, line])
+    return Section("largest kernels", rows, numbers=True)
+
+
+def _collectives(overlaps: list[Overlap]) -> Section:
+    rows = [["collective", "mode", "runs", "GB received", "ms on the link", "of these beside kernels"]]
+    members: defaultdict[tuple[str, str], list[Overlap]] = defaultdict(list)
+    for one in overlaps:
+        members[one.collective.kind, one.collective.mode].append(one)
+    for (kind, mode), alike in [*sorted(members.items()), (("sum", ""), overlaps)]:
+        runs = sum(one.collective.runs for one in alike)
+        received = sum(one.collective.runs * one.collective.bytes_received for one in alike)
+        seconds = sum(one.collective.runs * one.seconds for one in alike)
+        hidden = sum(one.collective.runs * min(one.seconds, one.beside) for one in alike)
+        share = f"{hidden / seconds:.0%}" if seconds else ""
+        rows.append([kind, mode, f"{runs:,}", f"{received / 1e9:.2f}", f"{1e3 * seconds:.1f}", share])
+    return Section("collectives of one GPU, each as if it had the link to itself", rows, numbers=True)
+
+
+def _comparison(step: CompiledStep, other: CompiledStep, name: str, other_name: str) -> Section:
+    """Least milliseconds by kind, side by side."""
+    both = [_read(one)[0].kernels for one in (step, other)]
+    kinds = dict.fromkeys(kind for kernels in both for kind, _ in _grouped(kernels, lambda one: one.category))
+    rows = [["least ms", name, other_name, "ratio"]]
+    for kind in [*kinds, "sum"]:
+        mine, theirs = (_sum(one for one in kernels if kind in (one.category, "sum"))[0] for kernels in both)
+        ratio = f"{mine / theirs:.3f}" if theirs else ""
+        rows.append([kind, f"{1e3 * mine:.2f}", f"{1e3 * theirs:.2f}", ratio])
+    peaks = [one.about.peak_bytes for one in (step, other)]
+    if all(peaks):
+        rows.append(["peak, GiB", *(f"{(peak or 0) / 2**30:.2f}" for peak in peaks), ""])
+    return Section("side by side", rows, numbers=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
