@@ -21,20 +21,27 @@ def canary_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canary, "STEPS", canary.STEPS)
 
 
-ROWS = [row for part in gpu.PARTS for row in gpu.rows_of(part)]
+H100, H200 = 72 * 2**30, 128 * 2**30  # what a program may use
 
 
-def test_names_are_unique_and_what_is_compared_exists() -> None:
-    names = [row["name"] for row in ROWS if row["part"] != "memory"]
+def rows_on(limit_bytes: int) -> list[dict[str, Any]]:
+    return [row for part in gpu.PARTS for row in gpu.rows_of(part, limit_bytes)]
+
+
+@pytest.mark.parametrize("limit", [H100, H200])
+def test_names_are_unique_and_what_is_compared_exists(limit: int) -> None:
+    rows = rows_on(limit)
+    names = [row["name"] for row in rows if row["part"] != "memory"]
     assert len(set(names)) == len(names)
-    assert {row["against"] for row in ROWS if "against" in row} <= set(names)
-    assert {row["part"] for row in ROWS if row.get("dry")} == set(gpu.PARTS)
+    assert {row["against"] for row in rows if "against" in row} <= set(names)
+    assert {row["part"] for row in rows if row.get("dry")} == set(gpu.PARTS)
 
 
-def test_rows_are_valid_and_cover_what_memory_knows() -> None:
+@pytest.mark.parametrize("limit", [H100, H200])
+def test_rows_are_valid_and_cover_what_memory_knows(limit: int) -> None:
     """Every config builds; every schedule is tried, and every placement with layer_programs, in both dtypes."""
     tried: dict[str, list[Memory]] = {"float32": [], "bfloat16": []}
-    for row in ROWS:
+    for row in rows_on(limit):
         if row["kind"] == "exact":
             config = gpu_rows.built(row, gpu_rows._MEDIUM)
             tried[config.model.compute_dtype].append(config.instantiate().memory)
@@ -61,7 +68,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert found["dry"]
     assert found["machine"]["device"] == "cpu"
     assert found["machine"]["versions"]["jax"]
-    expected = [row["name"] for row in ROWS if row.get("dry")]
+    expected = [row["name"] for row in rows_on(found["machine"]["limit_bytes"]) if row.get("dry")]
     assert [row["name"] for row in found["rows"]] == expected
     table = [line for line in done.stdout.partition("mean nothing")[2].splitlines() if line.startswith("|")][2:]
     assert [line.split(" | ")[1] for line in table] == expected

@@ -38,6 +38,7 @@ WORDS = {f"{word}_hosted": {f"memory.{field}": "pinned_host"} for word, field in
 WORDS |= {x: {"memory.update": x} for x in ("after_backward", "streamed", "in_backward", "layer_programs")}
 WORDS |= {x: {"memory.remat": x} for x in ("none", "full", "sqrt:2", "offload")}
 WORDS |= {"at_once": {"memory.gradients": "none", "learner.clip": "none"}}
+WORDS |= {"unrolled": {"model.stack.unroll": "0"}}
 WORDS |= {"adafactor": {"learner.optimizer": "optax.adafactor", "learner.optimizer.learning_rate": "0.02"}}
 SCHEDULES = [  # what they set is in WORDS; NAME=VALUE is of the learner, hosted_layers=N of memory
     "after_backward state_hosted",
@@ -59,6 +60,7 @@ SCHEDULES = [  # what they set is in WORDS; NAME=VALUE is of the learner, hosted
     "layer_programs full at_once state_hosted weights_hosted inputs_hosted",
 ]
 LAYERS = "layer_programs full state_hosted"
+H200_BYTES = 128 * 2**30
 
 
 def sets_of(words: str) -> dict[str, str]:
@@ -71,9 +73,15 @@ def sets_of(words: str) -> dict[str, str]:
     return found
 
 
-def rows_of(part: str) -> list[Row]:
+def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
     """The rows of a part: what is measured and how large, and the seconds that it may take. Those with `dry` are tried
-    with tiny shapes; `against` names the row whose speed is 1."""
+    with tiny shapes; `against` names the row whose speed is 1.
+
+    Args:
+        limit_bytes: what a program may use on the device. The sizes are those that fit by the plan on an H200 (128 GiB)
+            or else on an H100 (72.8 GiB): `python -m launch.plan --target=h100 --config=...` with a row's settings.
+    """
+    is_large = limit_bytes >= H200_BYTES
     adamw = {"learner.optimizer": "optax.adamw", "learner.optimizer.learning_rate": "3e-4"}
     rows: list[Row] = []
 
@@ -100,22 +108,28 @@ def rows_of(part: str) -> list[Row]:
             {"kind": "link", "name": f"{n} MiB", "mib": n, "seconds": 90, "dry": n == 1} for n in (1, 16, 256, 2048)
         ]
     elif part == "speed":
-        train("gpt2-124m", "32x1024", "none", 20, dry=True)
-        train("gpt2-350m", "32x1024", "none", 20)
-        for words in ("full", "streamed full", "streamed full state_hosted", LAYERS):
+        # A loop over layers copies what each keeps into a stack and out of it; without the loop it stays where it is.
+        for config in ("gpt2-124m", "gpt2-350m"):
+            for words in ("none unrolled", "none"):
+                train(config, "32x1024", words, 20, 240, dry=config == "gpt2-124m")
+        for words in ("full", "streamed full", LAYERS):
             train("gpt2-1.5b", "32x1024", words, 8, against="gpt2-1.5b 32x1024 full")
-        for words in ("full moment_dtype=bfloat16", LAYERS):  # with float32 moments, resident, it does not fit
-            train("llama3-8b", "4x8192", words, 5, 240, against="llama3-8b 4x8192 full moment_dtype=bfloat16")
+        # With all of the state resident and in float32 it does not fit.
+        resident = "full moment_dtype=bfloat16" + ("" if is_large else " master_dtype=none")
+        for size in ("4x8192" if is_large else "3x8192", "1x8192"):
+            for words in (resident, LAYERS):
+                train("llama3-8b", size, words, 5, 240, against=f"llama3-8b {size} {resident}")
     elif part == "largest":
         lean = "layer_programs full at_once adafactor master_dtype=none moment_dtype=none inputs_hosted weights_hosted"
-        train("llama-65b", "2x2048", f"{lean} hosted_layers=8", 12, 400, dry=True)
-        train("llama-65b", "2x2048", f"{lean} hosted_layers=16", 12, 400)
+        for hosted_layers in (8, 16) if is_large else (40, 48):
+            train("llama-65b", "2x2048", f"{lean} hosted_layers={hosted_layers}", 12, 400, dry=hosted_layers in (8, 40))
     elif part == "torch":
         sizes = {"gpt2-124m": (12, 12, 768), "gpt2-350m": (24, 16, 1024), "gpt2-1.5b": (48, 25, 1600)}
         for config, (layers, heads, dim) in sizes.items():
             size = {"layers": layers, "heads": heads, "dim": dim, "seq_len": 1024, "batch": 32}
             row = {"kind": "torch", "name": f"{config} 32x1024 torch", "size": size, "steps": 10, "seconds": 180}
-            rows.append({**row, "dry": dim == 768, "against": f"{config} 32x1024 {'full' if dim == 1600 else 'none'}"})
+            ours = "full" if dim == 1600 else "none unrolled"
+            rows.append({**row, "dry": dim == 768, "against": f"{config} 32x1024 {ours}"})
     return [{"part": part, **row} for row in rows]
 
 
@@ -165,10 +179,11 @@ def main(argv: list[str] | None = None) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
     multiprocessing.set_forkserver_preload(["tools.bench.gpu_rows"])  # what is imported is imported once
     log = Path(tempfile.mkdtemp()) / "log.txt"
-    row = run({"part": "machine", "kind": "machine", "name": "machine", "sets": {}}, args.dry, 300, log)
+    machine = {"part": "machine", "kind": "machine", "name": "machine", "sets": {}}
+    row_of_machine = run(machine, args.dry, 300, log)
     date, command = datetime.datetime.now().astimezone().isoformat(timespec="seconds"), shlex.join(sys.argv)
-    facts, rows = {"date": date, "command": command, "dry": args.dry, "machine": row}, list[Row]()
-    print(f"{date}  {json.dumps(row)}\nwhat the rows print: {log}", flush=True)
+    facts, rows = {"date": date, "command": command, "dry": args.dry, "machine": row_of_machine}, list[Row]()
+    print(f"{date}  {json.dumps(row_of_machine)}\nwhat the rows print: {log}", flush=True)
     for part in PARTS if "all" in args.parts else args.parts:
         end = time.monotonic() + 60 * args.minutes
 
@@ -178,7 +193,8 @@ def main(argv: list[str] | None = None) -> int:
                 return {**row, "status": "not run: no time left (--minutes)"}
             return run(row, args.dry, left, log)
 
-        todo = [row for row in rows_of(part) if not args.dry or row.get("dry")]
+        rows_here = rows_of(part, row_of_machine.get("limit_bytes") or H200_BYTES)
+        todo = [row for row in rows_here if not args.dry or row.get("dry")]
         with ThreadPoolExecutor(4 if part == "exact" and not args.dry else 1) as pool:
             for row in pool.map(one, todo):
                 rates = {r["name"]: r.get("tokens_per_second") for r in [*rows, row]}

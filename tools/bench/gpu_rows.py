@@ -176,6 +176,7 @@ def machine(row: Row, dry: bool) -> Row:
     names = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
     versions = {one.name: one.version for one in importlib.metadata.distributions() if one.name in names}
     facts = {"cores": os.cpu_count(), "host_memory_bytes": machine_memory_bytes(), "python": sys.version.split()[0]}
+    facts["limit_bytes"] = resolve("local").limit_bytes
     return {"status": "ran", "device": jax.devices()[0].device_kind, **facts, "versions": versions}
 
 
