@@ -5,7 +5,7 @@
 exact     every schedule and placement against the plain one with everything on the device, float32 and bfloat16
 memory    the most device memory that was in use, beside what the plan says of the same program
 link      bandwidth between device and pinned host memory, and how much of a transfer computation hides
-speed     tokens/s, MFU and peak of GPT-2 124M to Llama 3 8B; with state on the host at 32k tokens a step, the ratio
+speed     tokens/s, MFU and peak of GPT-2 124M to Llama 3 8B; hosted state over resident at 8k and 32k tokens
 largest   a model of 65 billion parameters, and whether its loss falls
 torch     GPT-2 in transformers and torch, compiled, bf16, beside ours
 

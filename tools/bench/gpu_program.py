@@ -16,7 +16,6 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from pathlib import Path
 from typing import TypeVar
 
 from framework.accelerators import spec_for
@@ -24,7 +23,7 @@ from framework.metrics.tables import Section, human_bytes, render
 from framework.plan.naming import place
 from launch import cli
 from tools.bench.gpu_kernels import GpuRates, GpuStep, Kernel, Overlap, read
-from tools.bench.step_programs import CompiledStep, compile_config, load, save
+from tools.bench.step_programs import CompiledStep, add_arguments, chosen_step, load
 from tools.bench.tpu_figures import source_line
 
 _Group = TypeVar("_Group", bound=Hashable)
@@ -32,13 +31,8 @@ _Group = TypeVar("_Group", bound=Hashable)
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("target", nargs="?", help="what to compile for: h100, h200, h100x8, see launch.plan")
-    add("--config", metavar="NAME", help="a named config; --config.PATH=VALUE overrides one field, as for launch.train")
-    add("--program", type=Path, metavar="DIR", help="read the step that was kept there instead of compiling one")
-    add("--against", type=Path, metavar="DIR", help="print the step that was kept there beside this one")
-    add("--top", type=int, default=25, metavar="N", help="how many of the largest kernels (25)")
-    add("--save", type=Path, metavar="DIR", help="keep the compiled text and what is known of it")
+    add_arguments(parser, "h100, h200, h100x8")
+    parser.add_argument("--top", type=int, default=25, metavar="N", help="how many of the largest kernels (25)")
     return parser
 
 
@@ -47,17 +41,8 @@ def main(argv: list[str]) -> int:
     """Compiles or reads a step, and prints what it is made of."""
     spec, overrides, rest = cli.split(argv)
     args = _parser().parse_args(rest)
-    if (args.program is None) == (args.target is None):
-        raise cli.UsageError("expected a target and --config, such as h100 --config=gpt2-124m, or else --program DIR")
     other = load(args.against) if args.against else None
-    if args.program is not None:
-        if spec is not None or overrides:
-            raise cli.UsageError("--program names a step that is compiled already; leave out --config")
-        step = load(args.program)
-    else:
-        step = compile_config(args.target, spec, overrides, check=GpuRates.of)
-    if args.save:
-        save(step, args.save)
+    step = chosen_step(args, spec, overrides, check=GpuRates.of)
     tables = _sections(step, args.top)
     if other is not None:
         tables.append(_comparison(step, other, str(args.program or args.target), str(args.against)))
@@ -73,7 +58,7 @@ def _read(step: CompiledStep) -> tuple[GpuStep, GpuRates]:
 def _sections(step: CompiledStep, top: int) -> list[Section]:
     gpu_step, rates = _read(step)
     tables = [
-        Section("step", _head(step, rates)),
+        Section("step", _head(step, gpu_step, rates)),
         _by_kind(gpu_step.kernels),
         _products(gpu_step.kernels),
         _largest(gpu_step.kernels, top),
@@ -83,15 +68,15 @@ def _sections(step: CompiledStep, top: int) -> list[Section]:
     return tables
 
 
-def _head(step: CompiledStep, rates: GpuRates) -> list[list[str]]:
+def _head(step: CompiledStep, gpu_step: GpuStep, rates: GpuRates) -> list[list[str]]:
     about = step.about
     peaks = f"{rates.flops['bf16'] / 1e12:.0f} TFLOP/s in bfloat16, {rates.flops['f32'] / 1e12:.0f} in TF32"
-    least = sum(one.runs * one.seconds for one in _read(step)[0].kernels)
+    least, *_ = _sum(gpu_step.kernels)
     rows = [
         ["program", f"{about.name} on {about.target}"],
         ["settings", " ".join(about.settings)],
         ["versions", ", ".join(f"{name} {version}" for name, version in about.versions.items())],
-        ["nothing ran", "XLA chose between Triton and cuBLAS without timing them, as it does where there is a GPU"],
+        ["nothing ran", "XLA chose between Triton and cuBLAS without timing them; where there is a GPU it times both"],
         [rates.name, f"{peaks}; device memory {rates.hbm / 1e9:,.0f} GB/s; link {rates.link / 1e9:.0f} GB/s"],
         ["least time of all kernels", f"{1e3 * least:,.2f} ms, one after another and each at its bound"],
     ]
@@ -100,6 +85,8 @@ def _head(step: CompiledStep, rates: GpuRates) -> list[list[str]]:
         rows.append(["ideal", f"{1e3 * ideal:,.2f} ms: the model's FLOPs at the peak; {least / ideal:.2f} times that"])
     if about.peak_bytes is not None:
         rows.append(["peak of device memory", human_bytes(about.peak_bytes)])
+    if about.compile_seconds is not None:
+        rows.append(["compiling", f"{about.compile_seconds:.0f} s"])
     return rows
 
 

@@ -66,6 +66,40 @@ class CompiledStep:
     parts: list[Part]
 
 
+def add_arguments(parser: argparse.ArgumentParser, targets_like: str) -> None:
+    """What says which step is meant, and where it is kept; `targets_like` are examples of targets."""
+    add = parser.add_argument
+    add("target", nargs="?", help=f"what to compile for: {targets_like}, see launch.plan")
+    add("--config", metavar="NAME", help="a named config; --config.PATH=VALUE overrides one field, as for launch.train")
+    add("--program", type=Path, metavar="DIR", help="read the step that was kept there instead of compiling one")
+    add("--against", type=Path, metavar="DIR", help="print the step that was kept there beside this one")
+    add("--save", type=Path, metavar="DIR", help="keep the compiled text and what is known of it")
+
+
+def chosen_step(
+    args: argparse.Namespace,
+    spec: str | None,
+    overrides: list[tuple[str, str]],
+    check: Callable[[AcceleratorSpec], object],
+) -> CompiledStep:
+    """The step that the arguments of `add_arguments` mean, read or compiled, and kept where --save says.
+
+    Raises:
+        UsageError: they mean none, or two; see also `compile_config`, which takes the other arguments.
+    """
+    if (args.program is None) == (args.target is None):
+        raise UsageError("expected a target and --config, such as v5e-16 --config=llama2-7b, or else --program DIR")
+    if args.program is not None:
+        if spec is not None or overrides:
+            raise UsageError("--program names a step that is compiled already; leave out --config")
+        step = load(args.program)
+    else:
+        step = compile_config(args.target, spec, overrides, check)
+    if args.save:
+        save(step, args.save)
+    return step
+
+
 def compile_config(
     name: str, spec: str | None, overrides: list[tuple[str, str]], check: Callable[[AcceleratorSpec], object]
 ) -> CompiledStep:

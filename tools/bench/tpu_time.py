@@ -26,20 +26,16 @@ from framework.plan.step_time.categories import Category
 from framework.workdir import writing
 from launch import cli
 from tools.bench import tpu_tables
-from tools.bench.step_programs import CompiledStep, compile_config, load, save
+from tools.bench.step_programs import CompiledStep, add_arguments, chosen_step, load
 from tools.bench.tpu_figures import Counted, as_json
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, "v5e-16, v5p-128, v6e-8")
     add = parser.add_argument
-    add("target", nargs="?", help="what to compile for: v5e-16, v5p-128, v6e-8, see launch.plan")
-    add("--config", metavar="NAME", help="a named config; --config.PATH=VALUE overrides one field, as for launch.train")
-    add("--program", type=Path, metavar="DIR", help="count the step that was kept there instead of compiling one")
-    add("--against", type=Path, metavar="DIR", help="print the step that was kept there beside this one")
     add("--top", type=int, default=25, metavar="N", help="how many of the largest operations (25)")
     add("--category", choices=get_args(Category), metavar="NAME", help=f"of one kind: {', '.join(get_args(Category))}")
-    add("--save", type=Path, metavar="DIR", help="keep the compiled text and what is known of it")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     return parser
 
@@ -49,19 +45,10 @@ def main(argv: list[str]) -> int:
     """Compiles or reads a step, prints its count, and writes the files."""
     spec, overrides, rest = cli.split(argv)
     args = _parser().parse_args(rest)
-    if (args.program is None) == (args.target is None):
-        raise cli.UsageError("expected a target and --config, such as v5e-16 --config=llama2-7b, or else --program DIR")
     if args.json and not args.json.absolute().parent.is_dir():
         raise cli.UsageError(f"no directory {args.json.absolute().parent} to write {args.json.name} into")
     other = counted(load(args.against)) if args.against else None
-    if args.program is not None:
-        if spec is not None or overrides:
-            raise cli.UsageError("--program names a step that is compiled already; leave out --config")
-        step = load(args.program)
-    else:
-        step = compile_config(args.target, spec, overrides, check=Rates.of)
-    if args.save:
-        save(step, args.save)
+    step = chosen_step(args, spec, overrides, check=Rates.of)
     this = counted(step)
     tables = tpu_tables.sections(this, args.top, args.category)
     if other is not None:
