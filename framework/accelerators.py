@@ -37,6 +37,8 @@ class AcceleratorSpec:
       pcie_bytes_per_second: to or from the host, one way.
       cores_per_chip, devices_per_chip: TensorCores and jax devices of one chip. Names count cores (v5p-8 has 4 chips).
       chips_per_host, host_memory_bytes: of one machine (a VM, on Cloud), which the comment beside them names.
+      ring_chips: a slice's dimension is closed to a ring where it is a multiple of so many chips; one with three
+        dimensions, where all of them are.
       topologies: of the slices that Cloud has, in chips. xla: the numbers of a GPU's description to the compiler.
       compiler_options: what its compiler is told unless a config says otherwise (name, value).
     """
@@ -57,6 +59,7 @@ class AcceleratorSpec:
     devices_per_chip: int = 1
     chips_per_host: int | None = None
     host_memory_bytes: int | None = None
+    ring_chips: int | None = None
     topologies: tuple[str, ...] = ()
     xla: tuple[float, ...] = ()
     compiler_options: tuple[tuple[str, bool | int | str], ...] = ()

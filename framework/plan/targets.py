@@ -64,6 +64,16 @@ class Target:
         devices_of_host = self.spec.chips_per_host * self.spec.devices_per_chip
         return self.spec.host_memory_bytes * self.num_devices // (self.num_processes * devices_of_host)
 
+    @property
+    def rings(self) -> tuple[bool, bool, bool]:
+        """Whether links join the last chip of a TPU slice's dimension to the first, for x, y and z."""
+        assert self.spec.ring_chips is not None
+        lengths = (*map(int, self.topology.split("x")), 1)[:3]
+        closed = [length % self.spec.ring_chips == 0 for length in lengths]
+        is_of_cubes = self.spec.topologies[0].count("x") == 2
+        x, y, z = [all(closed)] * 3 if is_of_cubes else closed
+        return x, y, z
+
     def devices(self) -> list[Any]:
         """The jax devices: of a topology, which can be compiled for but not run on, or (CPU, local) real ones.
 
@@ -92,6 +102,8 @@ class Target:
         else:
             topology = f"{self.spec.name}:{self.topology}"
             options["num_slices"] = self.num_slices
+            # Without rings libtpu's algorithms are others: of a cube of v5p it turns each all-gather into an all-reduce.
+            options["wrap"] = self.rings
             if self.num_processes == self.num_slices:  # otherwise libtpu puts 2x2 chips on a host
                 options["chips_per_host_bounds"] = (*map(int, self.topology.split("x")), 1)[:3]
             if self.spec.name == "v4":

@@ -95,6 +95,31 @@ def test_compiles(tpu, name):
     check_that_it_compiles(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "rings"),
+    [  # "all 4x4x4 and larger slices have full 3D torus": docs.cloud.google.com/tpu/docs/v5p; 2D: the scaling book
+        ("v5p-64", (False, False, False)),  # 2x4x4
+        ("v5p-128", (True, True, True)),
+        ("tpu:v5p:4x4", (False, False, False)),
+        ("v4-1024", (True, True, True)),
+        ("v5e-64", (False, False, False)),
+        ("v6e-128", (False, True, False)),  # 8x16
+        ("2xv5e-256", (True, True, False)),
+    ],
+)
+def test_long_dimensions_are_rings(name: str, rings: tuple[bool, bool, bool]) -> None:
+    assert resolve(name).rings == rings
+
+
+def test_a_cube_gathers_without_an_all_reduce(tpu: None) -> None:
+    mesh = MeshShape().build(resolve("v5p-128").devices())
+    cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["fsdp"], []))
+    weight = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=cut)
+    gathered = jax.jit(lambda weight: weight, out_shardings=whole).lower(weight).compile()
+    collectives = set(re.findall(r"(all-\w+)(?:-start)?\(", gathered.as_text()))
+    assert collectives == {"all-gather"}
+
+
 @pytest.mark.parametrize("name", ["h200", "h200x8", "h100x16", "a100-80x2", "a100-40"])
 def test_compiles_for_gpus(name):
     pytest.importorskip("jax_cuda12_plugin", reason="no CUDA plugin of JAX: pip install 'plimsoll-train[plan-gpu]'")
