@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from framework import executables, parts
+from framework.ahead import Ahead
 from framework.experiment import Experiment
 from framework.layers.base import Context, batch_specs
 from framework.layers.remat import check_platform
@@ -83,6 +84,7 @@ class Program:
             layer_programs.check(experiment.learner, experiment.memory)
             self.layout = StateLayout(experiment.run_specs(), self.mesh)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.ahead = Ahead()
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +225,8 @@ class Program:
         """The state at step 0."""
         if self.in_parts:
             return self._init_parts(self.experiment.trainer.seed if seed is None else seed, given)
-        return self.init_jit(seed, given)()
+        compiled = None if given or seed is not None else self.ahead.program("init")
+        return compiled() if compiled is not None else self.init_jit(seed, given)()
 
     def calibrated(self, state: State, batch: dict[str, jax.Array]) -> State:
         """The first state with the values that the model gives its parameters for this batch, the run's first; with all
@@ -427,11 +430,16 @@ class Program:
         if self.in_parts:
             weights = {"parameter": state["ema" if averaged else "parameter"], "frozen": state["frozen"]}
             return self.layers.evaluate(weights, state["buffer"], batch)
-        evaluate, group = (self.evaluate_averages_jit, "ema") if averaged else (self.evaluate_jit, "parameter")
+        group = "ema" if averaged else "parameter"
+        evaluate = self.ahead.program(("evaluate", group))
+        if evaluate is None:
+            evaluate = self.evaluate_averages_jit if averaged else self.evaluate_jit
         return evaluate(state[group], state["frozen"], state["buffer"], batch)
 
     def compile_evaluation(self, state: State) -> None:
-        """Has evaluation compiled, by a batch of nothing."""
+        """Has evaluation compiled, by a batch of nothing; where a thread does it, nobody waits for that yet."""
+        if ("evaluate", "parameter") in self.ahead:
+            return
         specs = self.evaluation_specs
         rows = len(self.rows)
         batch = {name: np.zeros((rows, *spec.shape[1:]), spec.dtype) for name, spec in specs.items()}

@@ -199,6 +199,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
 
     from framework import canary, distributed, remains
     from framework.accelerators import accelerator_name
+    from framework.ahead import compile_ahead
     from framework.allocator import keep_freed_memory
     from framework.checkpoint import Checkpointer
     from framework.experiment import Experiment
@@ -236,10 +237,8 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
             progress.print(line)
         for note in remains.check(workdir, args.resume, config.to_dict()):
             progress.print(note)
-        if (
-            experiment.pretrained is not None
-            and not Checkpointer(directory=workdir.checkpoints, read_only=True).steps()
-        ):
+        begins = not Checkpointer(directory=workdir.checkpoints, read_only=True).steps()
+        if experiment.pretrained is not None and begins:
             # What is wrong with a directory shows before any compile.
             experiment.pretrained.places(experiment.language_model)
         progress.status("preparing data")
@@ -259,6 +258,9 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         check_host(program)
         progress.status("compiling")
         goodput.enter("compile")
+        if not args.dry_run:
+            drawn = begins and experiment.pretrained is None
+            compile_ahead(program, first_values=drawn, evaluation=bool(experiment.data.validation_names))
         if experiment.health.canary and (line := canary.check(config, program)):
             progress.print(line)
         need = guard.need(program)
@@ -269,6 +271,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         if not distributed.everywhere(refusal is None):
             progress.print(refusal or "another process of this run has less memory than the training step needs")
             if not args.force or need.message:
+                program.ahead.close()
                 return EXIT_TOO_BIG
         if args.dry_run:
             progress.print(
@@ -288,6 +291,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
             waits = jax.process_count() == 1  # for pending saves, and not for one that another process has left
             raise
         finally:
+            program.ahead.close()
             if waits:
                 trainer.close()
             progress.print(goodput.line())

@@ -1,0 +1,66 @@
+"""What a start does before its first step: what it imports, and which programs it compiles."""
+
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import configs
+from framework import learner
+from framework.ahead import Ahead, compile_ahead
+from framework.program import Program
+
+# Libraries that take long to import, and that no start needs before its first step.
+LATE = ("torch", "matplotlib", "tensorboardX", "datasets", "pyarrow", "transformers", "rich", "google.cloud.storage")
+
+
+def test_the_command_imports_no_library_that_only_later_steps_need() -> None:
+    code = f"import sys, launch.train; print([name for name in {LATE} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def small() -> Program:
+    config = configs.load("nanogpt-cpu")
+    overrides = {"model.stack.num_layers": 1, "model.dim": 8, "model.stack.pattern.0.attention.num_heads": 2}
+    for path, value in (overrides | {"data.seq_len": 8, "data.global_batch_size": 8, "learner.ema": 0.9}).items():
+        config.set_path(path, value)
+    return Program(config.instantiate())
+
+
+def test_programs_of_the_thread_compute_what_those_of_the_main_thread_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
+    ahead, plain = small(), small()
+    compile_ahead(ahead, first_values=True, evaluation=True)
+    expected = plain.init()
+    state = ahead.init()
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # What the thread has compiled is what is called: nothing is compiled a second time.
+    assert ahead.ahead.program(("evaluate", "ema"))  # the last that it compiles
+    monkeypatch.setattr(Program, "_evaluation", lambda *_: pytest.fail("compiled again"))
+    for name in ("evaluate_jit", "evaluate_averages_jit"):
+        vars(ahead).pop(name)
+    specs = ahead.evaluation_specs
+    batch = {name: np.ones(spec.shape, spec.dtype) for name, spec in specs.items()}
+    found = [ahead.evaluate(state, ahead.put(batch), averaged=averaged) for averaged in (False, True)]
+    monkeypatch.undo()
+    for averaged in (False, True):
+        sums = plain.evaluate(expected, plain.put(batch), averaged=averaged)
+        assert {name: float(x) for name, x in found[averaged].items()} == {name: float(x) for name, x in sums.items()}
+
+
+def test_what_fails_in_the_thread_fails_where_it_is_needed() -> None:
+    def fails() -> Any:
+        raise ValueError("no such program")
+
+    ahead = Ahead()
+    ahead.begin("init", fails)
+    ahead.begin("init", lambda: pytest.fail("asked for twice"))
+    with pytest.raises(ValueError, match="no such program"):
+        ahead.program("init")
+    assert ahead.program("evaluate") is None
+    ahead.close()
