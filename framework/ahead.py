@@ -1,6 +1,8 @@
-"""Programs that a thread compiles ahead, while the main thread compiles the one that a person waits for.
+"""Programs that a thread compiles, while the main thread does what a person waits for.
 
-XLA compiles a small model's step on one core, and Python has nothing to do meanwhile. May import: JAX.
+A run compiles three programs: its first values, its step and its evaluation. Its first step needs the first two only.
+So on CPU a thread compiles the first values while the main thread traces and compiles the step, and the evaluation
+while the first steps run. May import: JAX.
 """
 
 from __future__ import annotations
@@ -15,24 +17,26 @@ import jax
 if TYPE_CHECKING:
     from framework.program import Program
 
+FIRST_VALUES = "first values"
+
 
 class Ahead:
-    """Compiled programs by name, in the order in which they were asked for."""
+    """The programs of one thread, by name. It compiles them in the order in which they were asked for."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._programs: dict[Hashable, Future[Any]] = {}
 
-    def begin(self, name: Hashable, compile: Callable[[], Any]) -> None:
-        """Has `compile()` called in the thread. Nothing happens where that was asked for before."""
+    def begin(self, name: Hashable, compile_program: Callable[[], Any]) -> None:
+        """Has `compile_program()` called in the thread. Nothing happens where that name was asked for before."""
         if name in self._programs:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile-ahead")
-        self._programs[name] = self._thread.submit(compile)
+        self._programs[name] = self._thread.submit(compile_program)
 
     def program(self, name: Hashable) -> Any:
-        """The program, as soon as it is compiled; None where nobody asked for it. Raises what compiling it raised."""
+        """The program, as soon as it is compiled; None: nobody asked for it. Raises what compiling it raised."""
         future = self._programs.get(name)
         return None if future is None else future.result()
 
@@ -40,28 +44,37 @@ class Ahead:
         return name in self._programs
 
     def close(self) -> None:
-        """What has not begun is not compiled any more. Who asks for it compiles it."""
+        """Programs that have not begun are not compiled by the thread any more: whoever needs one compiles it."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
         self._programs = {name: future for name, future in self._programs.items() if not future.cancelled()}
         self._thread = None
 
 
-def compile_ahead(program: Program, *, first_values: bool, evaluation: bool) -> None:
-    """Has a thread compile what a run needs beside its step, while the step is compiled.
+def begin_first_values(program: Program) -> None:
+    """Has the thread compile what draws the first values."""
+    if _compiles_ahead(program):
+        program.ahead.begin(FIRST_VALUES, lambda: program.init_jit().lower().compile())
 
-    On CPU and in one process alone: a GPU's compiler tries out kernels on the device, and would measure two programs at
-    once; a TPU's may refuse evaluation for its memory, which is to show before there are steps to lose.
-    """
-    platform = program.mesh.devices.flat[0].platform
-    if program.in_parts or jax.process_count() > 1 or platform != "cpu":
+
+def begin_evaluation(program: Program) -> None:
+    """Has the thread compile evaluation of the weights and, where there are any, of their averages."""
+    if not _compiles_ahead(program):
         return
-    if first_values:
-        program.ahead.begin("init", lambda: program.init_jit().lower().compile())
-    # The averages, where there are any, are evaluated too.
-    groups = ["parameter", "ema"] if program.layout.specs["ema"] else ["parameter"]
-    for group in groups if evaluation else ():
-        program.ahead.begin(("evaluate", group), partial(_compile_evaluation, program, group))
+    for group in ("parameter", "ema") if program.layout.specs["ema"] else ("parameter",):
+        program.ahead.begin(evaluation_of(group), partial(_compile_evaluation, program, group))
+
+
+def evaluation_of(group: str) -> Hashable:
+    """The name of the program that evaluates the weights of a group of the state: "parameter" or "ema"."""
+    return ("evaluation", group)
+
+
+def _compiles_ahead(program: Program) -> bool:
+    # A GPU's compiler tries out kernels on the device, and would measure two programs at once. A TPU may have no memory
+    # for evaluation, which is to show before there are steps to lose. Processes compile in the same order.
+    platform = program.mesh.devices.flat[0].platform
+    return platform == "cpu" and not program.in_parts and jax.process_count() == 1
 
 
 def _compile_evaluation(program: Program, group: str) -> Any:

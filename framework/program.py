@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from framework import executables, parts
-from framework.ahead import Ahead
+from framework.ahead import FIRST_VALUES, Ahead, evaluation_of
 from framework.experiment import Experiment
 from framework.layers.base import Context, batch_specs
 from framework.layers.remat import check_platform
@@ -225,7 +225,7 @@ class Program:
         """The state at step 0."""
         if self.in_parts:
             return self._init_parts(self.experiment.trainer.seed if seed is None else seed, given)
-        compiled = None if given or seed is not None else self.ahead.program("init")
+        compiled = None if given or seed is not None else self.ahead.program(FIRST_VALUES)
         return compiled() if compiled is not None else self.init_jit(seed, given)()
 
     def calibrated(self, state: State, batch: dict[str, jax.Array]) -> State:
@@ -431,14 +431,14 @@ class Program:
             weights = {"parameter": state["ema" if averaged else "parameter"], "frozen": state["frozen"]}
             return self.layers.evaluate(weights, state["buffer"], batch)
         group = "ema" if averaged else "parameter"
-        evaluate = self.ahead.program(("evaluate", group))
+        evaluate = self.ahead.program(evaluation_of(group))
         if evaluate is None:
             evaluate = self.evaluate_averages_jit if averaged else self.evaluate_jit
         return evaluate(state[group], state["frozen"], state["buffer"], batch)
 
     def compile_evaluation(self, state: State) -> None:
         """Has evaluation compiled, by a batch of nothing; where a thread does it, nobody waits for that yet."""
-        if ("evaluate", "parameter") in self.ahead:
+        if evaluation_of("parameter") in self.ahead:
             return
         specs = self.evaluation_specs
         rows = len(self.rows)

@@ -199,7 +199,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
 
     from framework import canary, distributed, remains
     from framework.accelerators import accelerator_name
-    from framework.ahead import compile_ahead
+    from framework.ahead import begin_evaluation, begin_first_values
     from framework.allocator import keep_freed_memory
     from framework.checkpoint import Checkpointer
     from framework.experiment import Experiment
@@ -258,9 +258,8 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         check_host(program)
         progress.status("compiling")
         goodput.enter("compile")
-        if not args.dry_run:
-            drawn = begins and experiment.pretrained is None
-            compile_ahead(program, first_values=drawn, evaluation=bool(experiment.data.validation_names))
+        if begins and experiment.pretrained is None and not args.dry_run:
+            begin_first_values(program)
         if experiment.health.canary and (line := canary.check(config, program)):
             progress.print(line)
         need = guard.need(program)
@@ -278,6 +277,8 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
                 f"dry run: the step compiles, and its peak is {human_bytes(need.peak)} per device. Nothing was trained."
             )
             return 0
+        if experiment.data.validation_names:
+            begin_evaluation(program)
         trainer, waits = Trainer(config, program, workdir, progress, need, goodput, pulse), True
         try:
             step = trainer.start(force=args.force)

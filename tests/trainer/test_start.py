@@ -10,7 +10,7 @@ import pytest
 
 import configs
 from framework import learner
-from framework.ahead import Ahead, compile_ahead
+from framework.ahead import Ahead, begin_evaluation, begin_first_values, evaluation_of
 from framework.program import Program
 
 # Libraries that take long to import, and that no start needs before its first step.
@@ -34,13 +34,14 @@ def small() -> Program:
 def test_programs_of_the_thread_compute_what_those_of_the_main_thread_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
     ahead, plain = small(), small()
-    compile_ahead(ahead, first_values=True, evaluation=True)
+    begin_first_values(ahead)
+    begin_evaluation(ahead)
     expected = plain.init()
     state = ahead.init()
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
     # What the thread has compiled is what is called: nothing is compiled a second time.
-    assert ahead.ahead.program(("evaluate", "ema"))  # the last that it compiles
+    assert ahead.ahead.program(evaluation_of("ema"))  # the last that it compiles
     monkeypatch.setattr(Program, "_evaluation", lambda *_: pytest.fail("compiled again"))
     for name in ("evaluate_jit", "evaluate_averages_jit"):
         vars(ahead).pop(name)

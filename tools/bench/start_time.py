@@ -172,6 +172,8 @@ def one_start(config: str, overrides: list[str], workdir: Path, cache: Path) -> 
     """Starts, measures and ends one run. Raises ContestantError: it made no step."""
     report = workdir.parent / f"{workdir.name}.report.json"
     report.unlink(missing_ok=True)
+    # A run that goes on over rows of another cuts them: the first row to be new would be the second one.
+    (workdir / "metrics.jsonl").unlink(missing_ok=True)
     arguments = [
         f"--config={config}",
         f"--workdir={workdir}",
