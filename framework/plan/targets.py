@@ -102,7 +102,7 @@ class Target:
         else:
             topology = f"{self.spec.name}:{self.topology}"
             options["num_slices"] = self.num_slices
-            # Without rings libtpu's algorithms are others: of a cube of v5p it turns each all-gather into an all-reduce.
+            # Without rings libtpu's algorithms are others: on a cube of v5p each all-gather becomes an all-reduce.
             options["wrap"] = self.rings
             if self.num_processes == self.num_slices:  # otherwise libtpu puts 2x2 chips on a host
                 options["chips_per_host_bounds"] = (*map(int, self.topology.split("x")), 1)[:3]

@@ -21,14 +21,14 @@ from framework.memory import Memory
 from framework.models.chain import Chain
 from framework.schedules.backward import Turns, Visit, Work, forward
 from framework.schedules.pieces import update_group
-from framework.schedules.state_ahead import Hosted, StateAhead, UnitState
+from framework.schedules.state_ahead import Moving, StateAhead, UnitState
 from framework.schedules.step import Metrics, State, Step, finish, training_context
 from framework.schedules.streamed import bundle_specs
 from framework.schedules.streamed import check as check_platform
 from framework.units import Bundle, Decision, Group, UnitUpdate, Update
 
-# In the work of a backward pass with memory.prefetch = unit, besides the groups of the state: the UnitState of the unit
-# that was updated last.
+# In the work of a backward pass whose units' state moves ahead, besides the groups of the state: the UnitState of the
+# unit that was updated last.
 _UNIT = "unit state"
 
 
@@ -69,8 +69,9 @@ def _turns(ahead: StateAhead) -> Turns:
 def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
     """The training step; see `after_backward.build_step`, and `check` and `streamed.check` for what is raised."""
     check(learner)
-    check_platform(layout, memory, layout.mesh.devices.flat[0].platform)
-    ahead = StateAhead(learner, layout) if memory.prefetch == "unit" else None
+    platform = layout.mesh.devices.flat[0].platform
+    check_platform(layout, memory, platform)
+    ahead = _state_ahead(learner, layout, memory, platform)
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
         ctx = training_context(batch, state["counter"], model, layout, memory.remat)
@@ -95,6 +96,13 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
     return step
 
 
+def _state_ahead(learner: Learner, layout: StateLayout, memory: Memory, platform: str) -> StateAhead | None:
+    """What moves the state of whole units; None: each unit's update takes its state from the stacks, piece by piece."""
+    if platform == "cpu" and (memory.optimizer_state == "device" or memory.prefetch == "unit"):
+        return StateAhead(learner, layout, moves_all=True)
+    return StateAhead(learner, layout) if memory.prefetch == "unit" else None
+
+
 def _measuring(learner: Learner) -> Visit:
     """Adds the square of a unit's gradient norm to the work, and lets the gradients go."""
 
@@ -110,7 +118,7 @@ def _updating(learner: Learner, layout: StateLayout, ahead: StateAhead | None, d
     def visit(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
         squares = jnp.square(learner.norm(grads))
         ok = work["ok"] & jnp.isfinite(squares)
-        leaving: dict[str, Hosted] = {}
+        leaving: dict[str, Moving] = {}
 
         def run(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
             if ahead is not None and index is not None:

@@ -95,6 +95,7 @@ def update_group(
             stacked=group.length is not None,
             rows=piece.by == "rows",
             single=index is not None,
+            writes_first=mesh.devices.flat[0].platform == "cpu",
         )
         if piece.by == "all" and index is None:
             new = run.all(replace(group, paths=piece.paths), flat, decision)
@@ -122,6 +123,7 @@ class _Run:
     stacked: bool
     rows: bool
     single: bool  # of the units, one is updated: gradients are its own
+    writes_first: bool  # the next piece comes after one was written: XLA for CPU would copy a stack that is read beside
     in_shards: bool = False  # arrays are a device's own shards
 
     def on_device(self, grads: Flat) -> Flat:
@@ -205,6 +207,9 @@ class _Run:
 
         def body(step: jax.Array, carry: Any) -> Any:
             done, here = carry
+            if self.writes_first:
+                done = one(step, done, here)
+                return done, taken(done, step + 1, ahead=True)
             following = taken(done, step + 1, ahead=True)
             return one(step, done, here), following
 

@@ -1,4 +1,8 @@
-"""A whole unit's hosted state on its way while the backward pass computes: memory.prefetch = unit, of in_backward.
+"""A whole unit's state on its way while the backward pass computes, for updates in the backward pass.
+
+On TPU it is the state in host memory that moves, where memory.prefetch = unit. On CPU weights and all their state move,
+out of the stacks and back into them: XLA for CPU copies a stack whenever one operation of a loop reads it and another
+one writes it, which an update in place comes to (with 256 layers the step took nine times as long).
 
 Each turn of the backward loop begins with two transfers: the new state of the unit before goes to the host, and the old
 state of this unit comes from there. Both have the unit's whole backward pass to hide behind. The unit is then updated
@@ -23,70 +27,78 @@ from framework.units import Bundle, Decision, Group, UnitUpdate, Update, in_stru
 Flat = dict[str, Any]
 
 
-class Hosted(NamedTuple):
-    """Of one unit and one group of its parameters, by path: what of its state is in host memory between steps."""
+class Moving(NamedTuple):
+    """Of one unit and one group of its parameters, by path: what of its weights and their state moves."""
 
+    weights: Flat
     entry: Flat  # optimizer state
     average: Flat
 
 
 class UnitState(NamedTuple):
-    """One unit's hosted state, on the device.
+    """One unit's state that moves, on the device.
 
     Attributes:
       groups: by the label of the group of parameters.
       index: int32 scalar, the unit's.
     """
 
-    groups: dict[str, Hosted]
+    groups: dict[str, Moving]
     index: jax.Array
 
 
 @dataclass(frozen=True)
 class StateAhead:
-    """Moves the state of a stack's units between the host and the device."""
+    """Moves the state of a stack's units between the stacks, on the host or not, and the device.
+
+    Attributes:
+      moves_all: whether weights, and state that is on the device already, move too, and no stack is read before it is
+        written.
+    """
 
     learner: Learner
     layout: StateLayout
+    moves_all: bool = False
 
     def fetched(self, work: Nested, stack: str, index: jax.Array) -> UnitState:
-        """A unit's hosted state, on its way to the device."""
+        """A unit's state, on its way to the device."""
         groups = {}
         for group, specs in self._groups(stack):
             stacks = self._stacks(work, group)
-            groups[group.label] = Hosted(
+            groups[group.label] = Moving(
+                _fetched(specs.weights, stacks.weights, index),
                 _fetched(specs.entry, stacks.entry, index),
                 _fetched(specs.average, stacks.average, index),
             )
         return UnitState(groups, index)
 
     def stored(self, work: Nested, stack: str, unit: UnitState) -> Nested:
-        """The work with a unit's new state on its way to the host."""
+        """The work with a unit's new state on its way to the stacks."""
         new_stacks = {}
         for group, specs in self._groups(stack):
             stacks, leaving = self._stacks(work, group), unit.groups[group.label]
-            new_stacks[group.label] = Hosted(
+            new_stacks[group.label] = Moving(
+                _stored(specs.weights, stacks.weights, leaving.weights, unit.index),
                 _stored(specs.entry, stacks.entry, leaving.entry, unit.index),
                 _stored(specs.average, stacks.average, leaving.average, unit.index),
             )
         return _with_stacks(work, stack, new_stacks)
 
     def exchanged(self, work: Nested, stack: str, unit: UnitState, index: jax.Array) -> tuple[Nested, UnitState]:
-        """The work with a unit's new state on its way to the host, and the state of the unit at `index` on its way from
-        there."""
+        """The work with a unit's new state on its way to the stacks, and the state of the unit at `index` on its way
+        from there."""
         new_stacks, arriving = {}, {}
         for group, specs in self._groups(stack):
             stacks, leaving = self._stacks(work, group), unit.groups[group.label]
-            entry_stacks, entry = _exchanged(specs.entry, stacks.entry, leaving.entry, unit.index, index)
-            average_stacks, average = _exchanged(specs.average, stacks.average, leaving.average, unit.index, index)
-            new_stacks[group.label] = Hosted(entry_stacks, average_stacks)
-            arriving[group.label] = Hosted(entry, average)
+            parts = [self._exchange(*part, unit.index, index) for part in zip(specs, stacks, leaving, strict=True)]
+            new_stacks[group.label] = Moving(*(part_stacks for part_stacks, _ in parts))
+            arriving[group.label] = Moving(*(part_leaves for _, part_leaves in parts))
         return _with_stacks(work, stack, new_stacks), UnitState(arriving, index)
 
     def update(
         self, group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision, state: UnitState
-    ) -> tuple[Update, Hosted]:
-        """The update of one unit whose hosted state is on the device, with the numbers of `all_units`.
+    ) -> tuple[Update, Moving]:
+        """The update of one unit whose state has arrived, with the numbers of `all_units`.
 
         Args:
             group: parameters of a stack.
@@ -96,38 +108,56 @@ class StateAhead:
             state: the unit's.
 
         Returns:
-            (new stacks of weights, optimizer state and averages, in which hosted state is still the old one; the unit's
-            new hosted state).
+            (new stacks of weights, optimizer state and averages, in which what moves is still the old one; what of the
+            unit leaves).
         """
         weights, unit_grads, entry, average = bundle
         weight_specs, entry_specs, average_specs = self._specs(group)
         arrived, index = state.groups[group.label], state.index
         new_weights, new_entry, new_average = update(
-            _unit_of(weight_specs, weights, {}, index),  # weights in host memory come at once
+            _unit_of(weight_specs, weights, arrived.weights, index),  # weights in host memory come at once
             unit_grads,
             _unit_of(entry_specs, entry, arrived.entry, index),
             _unit_of(average_specs, average, arrived.average, index),
             decision._replace(layer=decision.layer + index),
         )
         new_stacks = (
-            _with_staying(weight_specs, weights, new_weights, {}, index),
+            _with_staying(weight_specs, weights, new_weights, arrived.weights, index),
             _with_staying(entry_specs, entry, new_entry, arrived.entry, index),
             _with_staying(average_specs, average, new_average, arrived.average, index),
         )
-        leaving = Hosted(_leaving(new_entry, arrived.entry), _leaving(new_average, arrived.average))
+        new_leaves = new_weights, new_entry, new_average
+        leaving = Moving(*(_leaving(new, old) for new, old in zip(new_leaves, arrived, strict=True)))
         return new_stacks, leaving
 
-    def _groups(self, stack: str) -> list[tuple[Group, Hosted]]:
-        """The groups of a stack's parameters, and the specs of their hosted state."""
+    def _exchange(
+        self, specs: Flat, stacks: Flat, leaving: Flat, leaving_index: jax.Array, arriving_index: jax.Array
+    ) -> tuple[Flat, Flat]:
+        """(the stacks with the leaves of the unit that leaves, the leaves of the unit that arrives).
 
-        def hosted(specs: Nested) -> Flat:
-            return {path: spec for path, spec in flatten(specs).items() if spec.memory_kind != "device"}
+        A stack is not read while it is written: the compiler does not know that two units lie apart. To and from the
+        host half of the bytes leave first and the other half arrive first, which keeps the link busy both ways.
+        """
+        arrives_first = set[str]() if self.moves_all else _half(specs)
+        arriving = _fetched({path: specs[path] for path in specs if path in arrives_first}, stacks, arriving_index)
+        new_stacks = _stored(specs, stacks, leaving, leaving_index)
+        leaves_first = {path: specs[path] for path in specs if path not in arrives_first}
+        arriving |= _fetched(leaves_first, new_stacks, arriving_index)
+        return new_stacks, {path: arriving[path] for path in specs}
+
+    def _groups(self, stack: str) -> list[tuple[Group, Moving]]:
+        """The groups of a stack's parameters, and the specs of their state that moves."""
+
+        def moving(specs: Nested) -> Flat:
+            flat_specs = flatten(specs).items()
+            return {path: spec for path, spec in flat_specs if self.moves_all or spec.memory_kind != "device"}
 
         groups = []
         for group in self.learner.groups:
             if group.stage == stack:
-                _, entry_specs, average_specs = self._specs(group)
-                groups.append((group, Hosted(hosted(entry_specs), hosted(average_specs))))
+                weight_specs, entry_specs, average_specs = self._specs(group)
+                weights = moving(weight_specs) if self.moves_all else {}
+                groups.append((group, Moving(weights, moving(entry_specs), moving(average_specs))))
         return groups
 
     def _specs(self, group: Group) -> tuple[Nested, Nested, Nested]:
@@ -135,21 +165,25 @@ class StateAhead:
         weight_specs, _, entry_specs, average_specs = bundle_specs(self.layout, self.learner, group, {})
         return weight_specs, entry_specs, average_specs
 
-    def _stacks(self, work: Nested, group: Group) -> Hosted:
-        """All stacks of a group's state, hosted or not."""
+    def _stacks(self, work: Nested, group: Group) -> Moving:
+        """All stacks of a group's weights and state, whether they move or not."""
+        weights = self.learner.select(work["parameter"], group)
         average = self.learner.select(work["ema"], group) if work["ema"] else {}
-        return Hosted(flatten(work["optimizer"][group.stage][group.label]), flatten(average))
+        return Moving(flatten(weights), flatten(work["optimizer"][group.stage][group.label]), flatten(average))
 
 
-def _with_stacks(work: Nested, stack: str, stacks: dict[str, Hosted]) -> Nested:
-    """The work with these stacks of optimizer state and averages, by the label of the group of parameters."""
+def _with_stacks(work: Nested, stack: str, stacks: dict[str, Moving]) -> Nested:
+    """The work with these stacks, by the label of the group of parameters."""
+    weights = flatten(work["parameter"][stack])
     entries = dict(work["optimizer"][stack])
     averages = flatten(work["ema"].get(stack, {}))
     for label, group_stacks in stacks.items():
+        weights |= group_stacks.weights
         entries[label] = in_structure(entries[label], group_stacks.entry)
         averages |= group_stacks.average
     ema = {**work["ema"], stack: in_structure(work["ema"][stack], averages)} if averages else work["ema"]
-    return {**work, "optimizer": {**work["optimizer"], stack: entries}, "ema": ema}
+    parameter = {**work["parameter"], stack: in_structure(work["parameter"][stack], weights)}
+    return {**work, "parameter": parameter, "optimizer": {**work["optimizer"], stack: entries}, "ema": ema}
 
 
 def _unit_of(specs: Nested, stacks: Nested, arrived: Flat, index: jax.Array) -> Nested:
@@ -181,22 +215,6 @@ def _fetched(specs: Flat, stacks: Flat, index: jax.Array) -> Flat:
 def _stored(specs: Flat, stacks: Flat, unit: Flat, index: jax.Array) -> Flat:
     """The stacks with a unit's leaves, those of hosted stacks on their way to the host."""
     return stacks | {path: with_unit(stacks[path], store_leaf(specs[path], leaf), index) for path, leaf in unit.items()}
-
-
-def _exchanged(
-    specs: Flat, stacks: Flat, leaving: Flat, leaving_index: jax.Array, arriving_index: jax.Array
-) -> tuple[Flat, Flat]:
-    """(the stacks with the leaves of the unit that leaves, the leaves of the unit that arrives).
-
-    A stack is not read while it is written: the compiler does not know that two units lie apart. So half of the bytes
-    leave first and the other half arrive first, which keeps the link busy both ways.
-    """
-    arrives_first = _half(specs)
-    arriving = _fetched({path: spec for path, spec in specs.items() if path in arrives_first}, stacks, arriving_index)
-    new_stacks = _stored(specs, stacks, leaving, leaving_index)
-    leaves_first = {path: spec for path, spec in specs.items() if path not in arrives_first}
-    arriving |= _fetched(leaves_first, new_stacks, arriving_index)
-    return new_stacks, {path: arriving[path] for path in specs}
 
 
 def _half(specs: Flat) -> set[str]:

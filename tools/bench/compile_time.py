@@ -1,7 +1,8 @@
-"""How the time to compile a step depends on depth, with one program and with programs of layers.
+"""How long a step compiles: by depth, with one program and with programs of layers; and with each field of `memory`.
 
     python -m tools.bench.compile_time                      # for the CPU at hand, 8 and 80 layers
     python -m tools.bench.compile_time --target=v5e-1       # for another target, see launch.plan
+    python -m tools.bench.compile_time --memory --config=stdlib-tiny
 
 Each row is compiled anew, with no cache, in turns; the best of `--rounds` counts. Prints a markdown table.
 """
@@ -11,50 +12,99 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
 from framework.plan import targets
 
+_PREVIOUS_NORM = {"memory.update": "in_backward", "learner.clip_mode": "previous_norm"}
+_HOSTED_STATE = {"memory.optimizer_state": "pinned_host"}
+# What of `memory` is changed from the plain step, which is the first.
+MEMORY_FIELDS: tuple[dict[str, str], ...] = (
+    {},
+    {"memory.remat": "full"},
+    {"memory.remat": "dots"},
+    _HOSTED_STATE,
+    {"memory.update": "streamed"},
+    {"memory.update": "streamed", **_HOSTED_STATE},
+    {"memory.update": "streamed", **_HOSTED_STATE, "memory.gradients": "pinned_host"},
+    {"memory.update": "streamed", **_HOSTED_STATE, "memory.parameters": "pinned_host"},
+    _PREVIOUS_NORM,
+    {**_PREVIOUS_NORM, **_HOSTED_STATE, "memory.prefetch": "unit"},
+    {"memory.update": "in_backward", "learner.clip_mode": "two_pass"},
+    {"memory.update": "layer_programs"},
+)
+
 
 def main() -> int:
-    """Prints the table."""
+    """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="cpu-1")
     parser.add_argument("--depths", type=int, nargs=2, default=(8, 80), metavar="LAYERS")
+    parser.add_argument("--memory", action="store_true", help="the table of the fields of memory")
+    parser.add_argument("--config", default="nanogpt-cpu", help="with --memory")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     targets.environment(args.target)
 
     import jax
 
+    jax.config.update("jax_enable_compilation_cache", False)
+    if args.memory:
+        _print_by_memory(args.config, targets.resolve(args.target), args.rounds)
+    else:
+        _print_by_depth(args.depths, targets.resolve(args.target), args.rounds)
+    return 0
+
+
+def _compiled(name: str, fields: dict[str, str], target: targets.Target) -> tuple[float, float, int]:
+    """(seconds of compiling, seconds with tracing and all, number of programs) of a config's step."""
+    import jax
+
     import configs
     from framework.plan.suggest import compile_step
     from framework.program import Program
 
-    jax.config.update("jax_enable_compilation_cache", False)
-    target = targets.resolve(args.target)
-    schedules = {name: {"memory.update": name} for name in ("after_backward", "layer_programs")}
+    config = configs.load(name)
+    for path, value in fields.items():
+        config.override(path, value)
+    jax.clear_caches()
+    start = time.perf_counter()
+    program = Program(config.instantiate(), target.devices()[:1])
+    step: Any = compile_step(program, target, None)
+    num_programs = len(program.layers.programs) if program.in_parts else 1
+    return step.seconds, time.perf_counter() - start, num_programs
+
+
+def _print_by_depth(depths: tuple[int, int], target: targets.Target, rounds: int) -> None:
     seconds: dict[tuple[str, int], list[tuple[float, float]]] = {}
     programs = {}
-    for _ in range(args.rounds):
-        for name, fields in schedules.items():
-            for depth in args.depths:
-                config = configs.load("nanogpt-cpu")
-                for path, value in {"model.stack.num_layers": str(depth), "model.stack.unroll": "1", **fields}.items():
-                    config.override(path, value)
-                jax.clear_caches()
-                start = time.perf_counter()
-                program = Program(config.instantiate(), target.devices()[:1])
-                found = compile_step(program, target, None)
-                seconds.setdefault((name, depth), []).append((found.seconds, time.perf_counter() - start))
-                programs[name] = len(program.layers.programs) if program.in_parts else 1
-    few, many = args.depths
+    schedules = ("after_backward", "layer_programs")
+    for _ in range(rounds):
+        for name in schedules:
+            for depth in depths:
+                fields = {"model.stack.num_layers": str(depth), "model.stack.unroll": "1", "memory.update": name}
+                compiling, total, programs[name] = _compiled("nanogpt-cpu", fields, target)
+                seconds.setdefault((name, depth), []).append((compiling, total))
+    few, many = depths
     print(f"| schedule | programs | {few} layers: compiling, in all | {many} layers | compiling, {many} to {few} |")
     print("|---|---|---|---|---|")
     for name in schedules:
-        best = [tuple(map(min, zip(*seconds[name, depth], strict=True))) for depth in args.depths]
+        best = [tuple(map(min, zip(*seconds[name, depth], strict=True))) for depth in depths]
         cells = [f"{compiling:.2f} s, {total:.2f} s" for compiling, total in best]
         print(f"| {name} | {programs[name]} | {' | '.join(cells)} | {best[1][0] / best[0][0]:.2f} |", flush=True)
-    return 0
+
+
+def _print_by_memory(name: str, target: targets.Target, rounds: int) -> None:
+    totals: list[list[float]] = [[] for _ in MEMORY_FIELDS]
+    for _ in range(rounds):
+        for row, fields in zip(totals, MEMORY_FIELDS, strict=True):
+            row.append(_compiled(name, fields, target)[1])
+    plain = min(totals[0])
+    print(f"| {name} | tracing and compiling, s | over the plain step's |")
+    print("|---|---|---|")
+    for row, fields in zip(totals, MEMORY_FIELDS, strict=True):
+        label = " ".join(f"`{path}={value}`" for path, value in fields.items()) or "plain"
+        print(f"| {label} | {min(row):.2f} | {min(row) / plain:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
