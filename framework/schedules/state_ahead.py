@@ -174,6 +174,8 @@ class StateAhead:
 
 def _with_stacks(work: Nested, stack: str, stacks: dict[str, Moving]) -> Nested:
     """The work with these stacks, by the label of the group of parameters."""
+    if not stacks:  # a stack that is frozen as a whole has neither trainable weights nor optimizer state
+        return work
     weights = flatten(work["parameter"][stack])
     entries = dict(work["optimizer"][stack])
     averages = flatten(work["ema"].get(stack, {}))
