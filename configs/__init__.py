@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from framework.config import Config, ConfigError, did_you_mean
-from framework.config_names import nearest
+from framework.config.names import nearest
 
 ConfigFunction = Callable[[], Config]
 

@@ -12,7 +12,7 @@ from framework.config import Config, config_for
 from framework.data.chats import ChatSource
 from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.layers.lora import LoRA
-from framework.pretrained import Pretrained
+from framework.weights.pretrained import Pretrained
 
 
 def lora_tiny() -> Config:

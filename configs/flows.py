@@ -9,17 +9,17 @@ from __future__ import annotations
 from configs.parts import adamw, no_decay
 from framework.config import Config, config_for
 from framework.data.images import DigitsSource, ImageFolder, ImagePipeline
-from framework.experiment import Experiment
+from framework.devices.mesh import MeshShape
 from framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
 from framework.layers.flow.linear import ActNorm, InvertibleConv, Permutation
 from framework.layers.flow.nets import ConvNet
 from framework.layers.flow.residual import ResidualBlock
 from framework.layers.stack import Stack
-from framework.learner import Learner
-from framework.memory import Memory
-from framework.mesh import MeshShape
+from framework.learner.learner import Learner
 from framework.models.flow import Flow
-from framework.trainer_options import TrainerOptions
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
+from framework.schedules.memory import Memory
 
 
 def flow(pattern: list[Config], *, shape: tuple[int, int, int], levels: int, scales: int, steps: int) -> Config:

@@ -11,7 +11,7 @@ from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap
 from framework.data.tokenizers import NoTokenizer
-from framework.experiment import Experiment
+from framework.devices.mesh import MeshShape
 from framework.layers.attention import Attention
 from framework.layers.block import Block
 from framework.layers.embedding import Embedding
@@ -21,12 +21,12 @@ from framework.layers.mlp import MLP
 from framework.layers.norm import LayerNorm, RMSNorm
 from framework.layers.rotary import Rotary
 from framework.layers.stack import Stack
-from framework.learner import Learner
-from framework.mesh import MeshShape
+from framework.learner.learner import Learner
+from framework.learner.rules import Rule
 from framework.models.causal_lm import CausalLM
 from framework.optimizers.learning_rates import warmup_cosine
-from framework.rules import Rule
-from framework.trainer_options import TrainerOptions
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
 
 
 def gpt2_model(*, layers: int, heads: int, dim: int, vocab_size: int, positions: int, dropout: float = 0.0) -> Config:

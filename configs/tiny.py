@@ -7,10 +7,10 @@ from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import StdlibSource
 from framework.data.tokenizers import BPETokenizer, ByteTokenizer
-from framework.experiment import Experiment
-from framework.learner import Learner
-from framework.mesh import MeshShape
-from framework.trainer_options import TrainerOptions
+from framework.devices.mesh import MeshShape
+from framework.learner.learner import Learner
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
 
 
 def stdlib_tiny() -> Config:

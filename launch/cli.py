@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import configs
-from framework import interrupts
 from framework.config import Config, ConfigError, did_you_mean, diff
-from framework.config_schema import as_text
+from framework.config.schema import as_text
+from framework.terminal import interrupts
 from launch import flag_hints, mistakes
 
 Overrides = Sequence[tuple[str, str]]  # (dotted path, text) in the order given
@@ -182,7 +182,7 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 class _Line(logging.Formatter):
-    """`warning: what happened (framework.checkpoint)`, as other lines of ours look."""
+    """`warning: what happened (framework.checkpoint.checkpointer)`, as other lines of ours look."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -205,8 +205,14 @@ def prepare_jax() -> None:
     """Checks the environment of JAX's backends, for verbs that start them, and sets it where it says nothing yet."""
     import jax  # noqa: F401
 
-    from framework.accelerators import GIB, GPU_MEMORY_FRACTION, HOST_LIMIT, HOST_MEMORY_FRACTION, machine_memory_bytes
-    from framework.compiler import check_environment
+    from framework.devices.accelerators import (
+        GIB,
+        GPU_MEMORY_FRACTION,
+        HOST_LIMIT,
+        HOST_MEMORY_FRACTION,
+        machine_memory_bytes,
+    )
+    from framework.devices.compiler import check_environment
 
     check_environment()
 

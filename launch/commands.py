@@ -1,7 +1,6 @@
 """What the launchers share: launch.train's command line, checked before anything starts, and its exit codes.
 
-A launcher takes every flag of launch.train and adds its own; what it does not know itself is passed on. May import:
-launch.cli, launch.train, framework.workdir.
+A launcher takes every flag of launch.train and adds its own; what it does not know itself is passed on.
 """
 
 import argparse
@@ -10,8 +9,8 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
-from framework import interrupts
-from framework.workdir import safe_child
+from framework.files.workdir import safe_child
+from framework.terminal import interrupts
 from launch import cli, train
 
 MEANINGS = ["the run came to its end", "failed", "command, config or data are wrong", "loss not finite", "does not fit"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import configs
 from framework.config import Config, diff, join, target_of
-from framework.config_schema import as_text
+from framework.config.schema import as_text
 from launch import cli
 
 _COLUMN, _DOC = 60, 80  # widths at which a column of values and a comment end

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from framework.workdir import writing
+from framework.files.workdir import writing
 from launch import cli, weights
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         harness.check()
     loaded = weights.load(args, overrides)
 
-    from framework.scoring import Scorer
+    from framework.inference.scoring import Scorer
 
     scorer = Scorer(loaded.program, loaded.state, averaged=loaded.averaged, batch_size=args.batch_size)
     results: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def _kind(value: Any) -> str:
 def score_choices(scorer: Any, tokenizer: Any, questions: list[dict[str, Any]], path: str) -> dict[str, float]:
     """How often the likeliest choice is right: as it is, and by log-likelihood per character. Raises ValueError: the
     tokenizer makes nothing of a choice; `path` is the file that the questions, one a line, are of."""
-    from framework.scoring import encode_pair
+    from framework.inference.scoring import encode_pair
 
     pairs = []
     for number, question in enumerate(questions, 1):

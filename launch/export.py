@@ -29,8 +29,8 @@ def main(argv: list[str]) -> int:
         raise FileExistsError(f"--to={args.to} is there already; choose another, or remove it")
 
     from configs.families import of_model
-    from framework.export import export_adapters, export_model
-    from framework.metrics.tables import human_bytes
+    from framework.terminal.tables import human_bytes
+    from framework.weights.export import export_adapters, export_model
 
     loaded = weights.load(args, overrides)
     model, pretrained = loaded.experiment.language_model, loaded.experiment.pretrained

@@ -9,11 +9,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from framework.checkpoint import Checkpointer
-from framework.checkpoint_directory import CheckpointError, folder
+from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.directory import CheckpointError, folder
 from framework.config import Config
-from framework.health import read
-from framework.workdir import config_changes
+from framework.config.changes import config_changes
+from framework.processes.health import read
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,11 @@
 """What somebody may have meant by a flag that there is not: `--lr=3` as it is called in other trainers, or a field of
 the config without its path.
-
-May import: configs, framework.config.
 """
 
 from collections.abc import Callable, Sequence
 
 from framework.config import Config
-from framework.config_names import nearest
+from framework.config.names import nearest
 
 # How other trainers call what is a field of the config, and two flags, here.
 _ELSEWHERE = {

@@ -31,8 +31,8 @@ def main(argv: list[str]) -> int:
     if not texts:
         raise cli.UsageError("--prompt=TEXT or --prompt_file=FILE is required")
 
-    from framework.generation import Generator, stream_text
-    from framework.sampling import Sampling
+    from framework.inference.generation import Generator, stream_text
+    from framework.inference.sampling import Sampling
 
     wanted = _DEFAULT_TOKENS if args.max_new_tokens is None else args.max_new_tokens
     Sampling(wanted, args.temperature, args.top_k, args.top_p, seed=args.seed)  # mistakes show before JAX starts

@@ -8,7 +8,6 @@ The cluster needs JobSet (jobset.sigs.k8s.io) and nodes of the target's kind; th
 from the last checkpoint, --max_restarts times; exit codes 2, 3 and 4 end the job at once. Secrets come to the processes
 as environment variables from Kubernetes Secrets (--secret), never through this manifest.
 Sources: https://jobset.sigs.k8s.io/docs and https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
-May import: launch.commands, framework.plan.targets.
 """
 
 import argparse

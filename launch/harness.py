@@ -1,7 +1,6 @@
 """lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness) drives a model through its own interface.
 
-`pip install 'plimsoll-train[harness]'` brings it; `launch.evaluate --tasks=...` uses it. May import: framework, launch,
-lm_eval, which is there after `check()`.
+`pip install 'plimsoll-train[harness]'` brings it; `launch.evaluate --tasks=...` uses it.
 """
 
 import importlib.util
@@ -12,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from framework.data.packing import num_windows
-from framework.generation import Generator, stream_text
-from framework.sampling import Sampling
-from framework.scoring import Scorer, encode_pair
+from framework.inference.generation import Generator, stream_text
+from framework.inference.sampling import Sampling
+from framework.inference.scoring import Scorer, encode_pair
 from launch import cli
 from launch.weights import Loaded
 

@@ -28,8 +28,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
-from framework import interrupts
-from framework.checkpoint_directory import folder, scan
+from framework.checkpoint.directory import folder, scan
+from framework.terminal import interrupts
 from launch import cli, commands
 
 

@@ -1,7 +1,4 @@
-"""Whose mistake an exception is, and how it is told: as one line, as the frames of a user's own file, or as it is.
-
-May import: framework.config.
-"""
+"""Whose mistake an exception is, and how it is told: as one line, as the frames of a user's own file, or as it is."""
 
 import errno
 import os

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from framework.workdir import writing
+from framework.files.workdir import writing
 from launch import cli
 
 EXIT_TOO_BIG = 3
@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
 
     import jax
 
-    from framework.metrics.tables import render
     from framework.plan import html, report, targets
+    from framework.terminal.tables import render
 
     targets.environment(args.target)
     cli.prepare_jax()

@@ -4,7 +4,7 @@
 
 The training source becomes DIR/train.bin (a mixture's parts train.0.bin, train.1.bin, ...), each validation set
 DIR/validation-NAME.bin; the tokenizer goes beside them. Everything is written in a temporary folder that is renamed at
-the end, so a killed run leaves nothing under DIR. May import: framework, launch.cli; rich lazily.
+the end, so a killed run leaves nothing under DIR.
 """
 
 import json
@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from framework import interrupts
 from framework.config import Config
 from framework.data.files import FileHashes
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap, located
-from framework.data.token_files import Progress, write_tokens
-from framework.workdir import writing
+from framework.data.tokenize import Progress, write_tokens
+from framework.files.workdir import writing
+from framework.terminal import interrupts
 from launch import cli
 
 MANIFEST = "prepare.json"

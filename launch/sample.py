@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
     import numpy as np
 
-    from framework.images import Images, save_grid
+    from framework.inference.images import Images, save_grid
 
     loaded = weights.load(args, overrides, text=False)
     data, images = loaded.experiment.data, Images(loaded.program, loaded.state, averaged=loaded.averaged)

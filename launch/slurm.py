@@ -5,7 +5,6 @@
 One process for each GPU, on every node, finds the others through SLURM. SLURM sends SIGTERM before the time is up: the
 run saves and is queued again, as often as needed. It is also queued again after a failure, --max_restarts times; after
 exit codes 2, 3 and 4 it is not. `scancel` ends it. The nodes must have the directory that this is started in.
-May import: launch.commands.
 """
 
 import argparse

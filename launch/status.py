@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_flags(argv)
 
-    from framework.checkpoint_directory import folder
+    from framework.checkpoint.directory import folder
 
     found = status(folder(os.path.expanduser(args.workdir)), time.time())
     print(json.dumps(found, indent=1) if args.json else _table(found))
@@ -39,8 +39,8 @@ def status(workdir: Any, now: float) -> dict[str, Any]:
     Raises:
         FileNotFoundError: no process has ever written there.
     """
-    from framework.checkpoint_directory import scan
-    from framework.health import read
+    from framework.checkpoint.directory import scan
+    from framework.processes.health import read
 
     processes = [facts for path in sorted((workdir / "health").glob("process-*.json")) if (facts := read(path))]
     if not processes:
@@ -79,7 +79,7 @@ def _health(facts: dict[str, Any], now: float) -> str:
 
 def _table(found: dict[str, Any]) -> str:
     from framework.metrics.goodput import PHASES
-    from framework.metrics.tables import Section, human_count, render
+    from framework.terminal.tables import Section, human_count, render
 
     seconds: dict[str, float] = found["goodput"] or {}
     total, steps = sum(seconds.values()) or 1.0, found["checkpoints"]

@@ -1,7 +1,7 @@
 """The config that a run has stored in its workdir, for verbs that look at the run: data from outside.
 
 It says what the model is. Where this machine keeps compiled programs, and which files its compiler writes, is for who
-runs the verb to say: the workdir may be a stranger's. May import: framework, configs, launch.cli.
+runs the verb to say: the workdir may be a stranger's.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from framework.compiler import names_files
 from framework.config import Config, ConfigError, target_of
-from framework.config_names import printable
+from framework.config.names import printable
+from framework.devices.compiler import names_files
 from launch import cli
 
 
@@ -21,7 +21,7 @@ def read(workdir: Path, overrides: cli.Overrides, tell: Callable[[str], None]) -
     Raises:
         FileNotFoundError: there is none. ConfigError: it names what is no component, or describes no experiment.
     """
-    from framework.experiment import Experiment
+    from framework.program.experiment import Experiment
 
     file = workdir / "config.json"
     try:

@@ -9,7 +9,7 @@
 `copy` takes what is committed, and installs it there. `run` starts launch.local on every worker, in the background: it
 starts its process again as long as that helps, and the workers find each other by what Cloud tells them. With --spot,
 --reserved or several slices, a queued resource makes the VMs when there are any. `stop` ends a run, which saves first.
-Source: https://cloud.google.com/sdk/gcloud/reference/compute/tpus. May import: launch.commands, framework.plan.targets.
+Source: https://cloud.google.com/sdk/gcloud/reference/compute/tpus.
 """
 
 import argparse

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from framework import interrupts
+from framework.terminal import interrupts
 from launch import cli, mistakes, stored
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NONFINITE = 1, 2, 3
@@ -59,12 +59,12 @@ def main(argv: list[str]) -> int:
     health = experiment.health
 
     # Imported late: a typo on the command line should not wait for these.
-    from framework import distributed
-    from framework.health import EXIT_PEER
+    from framework.devices.executables import use_compilation_cache
+    from framework.files.workdir import Workdir, safe_child
     from framework.metrics.goodput import Goodput
-    from framework.rendezvous import ProcessesMissingError
-    from framework.trainer import use_compilation_cache
-    from framework.workdir import Workdir, safe_child
+    from framework.processes import distributed
+    from framework.processes.health import EXIT_PEER
+    from framework.processes.rendezvous import ProcessesMissingError
     from launch import finished
 
     args, goodput = command.args, Goodput(since=began)
@@ -111,7 +111,7 @@ def _check_shared(workdir: Any) -> None:
     """Raises FileNotFoundError, in every process of the run: one of them does not see what the first wrote."""
     import jax
 
-    from framework import distributed
+    from framework.processes import distributed
 
     seen = workdir.sees(distributed.from_primary(workdir.owner()))
     if not distributed.everywhere(seen):
@@ -127,7 +127,7 @@ def _epochs_are_over(last: Any, command: cli.Command, experiment: Any, workdir: 
 
     Asks the data only where the last run came to its end, so what that run made of the data (tokens) is there.
     """
-    from framework import distributed
+    from framework.processes import distributed
 
     options, data = experiment.trainer, experiment.data
     if options.max_epochs is None or not last.ends(last.config["trainer"]["max_steps"]):
@@ -146,7 +146,7 @@ def _guarded(command: cli.Command, workdir: Any, limit: int | None, goodput: Any
     """Trains, and says how it ended. Of several processes one that fails does not wait for those that wait for it."""
     import jax
 
-    from framework.health import EXIT_PEER, UNLIMITED, Pulse
+    from framework.processes.health import EXIT_PEER, UNLIMITED, Pulse
 
     process, count = jax.process_index(), jax.process_count()
     pulse = Pulse(workdir.path / "health", process, count, health, goodput, workdir.release)
@@ -197,26 +197,30 @@ def _dry_run(command: cli.Command, workdir: Any, limit: int | None) -> int:
 def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, pulse: Any) -> int:
     import jax
 
-    from framework import canary, distributed, remains
-    from framework.accelerators import accelerator_name
-    from framework.ahead import begin_evaluation, begin_first_values
-    from framework.allocator import keep_freed_memory
-    from framework.checkpoint import Checkpointer
-    from framework.experiment import Experiment
-    from framework.health import EXIT_REPLICAS
-    from framework.hooks import NonFiniteError
-    from framework.images import save_grid
+    from framework.checkpoint import remains
+    from framework.checkpoint.checkpointer import Checkpointer
+    from framework.checkpoint.replicas import ReplicaMismatchError
+    from framework.devices.accelerators import accelerator_name
+    from framework.devices.allocator import keep_freed_memory
+    from framework.files.workdir import write_json
+    from framework.inference.images import save_grid
     from framework.metrics.plot import plot_losses
-    from framework.metrics.progress import Progress
-    from framework.metrics.tables import human_bytes, render
     from framework.plan import guard
     from framework.plan.host_room import check_host
-    from framework.program import Program
-    from framework.replicas import ReplicaMismatchError
-    from framework.report import compression_lines, sample_images, sample_text, start_report
-    from framework.run_length import rate_notes, set_length
-    from framework.trainer import LastStepNotSavedError, Trainer
-    from framework.workdir import write_json
+    from framework.plan.start_table import start_report
+    from framework.processes import distributed
+    from framework.processes.health import EXIT_REPLICAS
+    from framework.program.experiment import Experiment
+    from framework.program.program import Program
+    from framework.program.run_length import rate_notes, set_length
+    from framework.run import canary
+    from framework.run.compile_ahead import begin_evaluation, begin_first_values
+    from framework.run.hooks import NonFiniteError
+    from framework.run.report import compression_lines, sample_images, sample_text
+    from framework.run.run import Run
+    from framework.run.trainer import LastStepNotSavedError, Trainer
+    from framework.terminal.progress import Progress
+    from framework.terminal.tables import human_bytes, render
 
     args = command.args
     config, rules = command.resolve(accelerator_name(jax.devices()))
@@ -279,12 +283,12 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
             return 0
         if experiment.data.validation_names:
             begin_evaluation(program)
-        trainer, waits = Trainer(config, program, workdir, progress, need, goodput, pulse), True
+        run, waits = Run(config, program, workdir, progress, goodput, pulse), True
         try:
-            step = trainer.start(force=args.force)
+            step = run.start(force=args.force)
             if primary:
                 write_json(workdir.config, config.to_dict())
-            stopped = trainer.run(step)
+            stopped = Trainer(run, need).train(step)
         except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
             progress.print(f"error: {error}")
             return {NonFiniteError: EXIT_NONFINITE, ReplicaMismatchError: EXIT_REPLICAS}.get(type(error), 1)
@@ -294,12 +298,12 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
         finally:
             program.ahead.close()
             if waits:
-                trainer.close()
+                run.close()
             progress.print(goodput.line())
         if stopped is not None:
             progress.print(f"stopped by {signal.Signals(stopped).name}; the same command goes on from here")
             return 128 + stopped
-        state, trainer.state = trainer.state, {}
+        state, run.state = run.state, {}
         state = program.in_one(state)
         text, images = sample_text(program, state), sample_images(program, state)  # every process takes part
         del state  # the memory is free again for whoever runs another in this process
@@ -313,9 +317,9 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
                 progress.print(_picture("samples", grid))
         if text is not None:
             progress.print(f"sample, continuing {options.sample_prompt!r}:\n{text}")
-        for line in compression_lines(experiment.data, trainer.evaluation):
+        for line in compression_lines(experiment.data, run.evaluation):
             progress.print(line)
-        progress.print(f"checkpoint: {workdir.checkpoints} (steps {trainer.checkpointer.steps()})")
+        progress.print(f"checkpoint: {workdir.checkpoints} (steps {run.checkpointer.steps()})")
     return 0
 
 

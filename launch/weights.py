@@ -1,7 +1,4 @@
-"""The weights of a run (--workdir) or of a published model (--hf), for verbs that train nothing.
-
-May import: framework, configs, launch.cli; what starts JAX late.
-"""
+"""The weights of a run (--workdir) or of a published model (--hf), for verbs that train nothing."""
 
 import argparse
 import sys
@@ -13,7 +10,7 @@ from typing import Any
 import configs
 from framework.config import Config, config_for
 from framework.data.tokenizers import BPETokenizer
-from framework.workdir import read_only
+from framework.files.workdir import read_only
 from launch import cli, stored
 
 
@@ -80,9 +77,9 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
     if text:
         _prepare_tokenizer(experiment, workdir)
 
-    from framework.checkpoint import Checkpointer
-    from framework.program import inference_program
-    from framework.trainer import use_compilation_cache
+    from framework.checkpoint.checkpointer import Checkpointer
+    from framework.devices.executables import use_compilation_cache
+    from framework.program.program import inference_program
 
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
     if not checkpointer.steps():
@@ -112,9 +109,9 @@ def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     import optax
 
     from framework.data.pretrained_tokenizer import PretrainedTokenizer
-    from framework.learner import Learner
-    from framework.program import inference_program
-    from framework.trainer import use_compilation_cache
+    from framework.devices.executables import use_compilation_cache
+    from framework.learner.learner import Learner
+    from framework.program.program import inference_program
 
     config = configs.load(f"hf:{args.hf}")
     config.learner = config_for(Learner, optimizer=config_for(optax.sgd, learning_rate=0.0))  # which keeps no state

@@ -19,8 +19,8 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # a flag that XLA 
 flags += [f"{name}={value}" for name, value in wanted.items() if not any(flag.startswith(name) for flag in flags)]
 os.environ["XLA_FLAGS"] = " ".join(flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# glibc's own value: a run in the test's process would have all memory kept that is ever freed (framework/allocator.py),
-# for all tests that come after it in the same process.
+# glibc's own value: a run in the test's process would have all memory kept that is ever freed
+# (framework/devices/allocator.py), for all tests that come after it in the same process.
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 << 10))
 
 # A shell without job control starts what it puts into the background with SIGINT ignored, and children inherit that: a

@@ -11,15 +11,15 @@ from configs.parts import adamw
 from configs.tiny import nanogpt_cpu
 from framework.config import Config, config_for
 from framework.data.images import ImageFolder, ImagePipeline
-from framework.experiment import Experiment
+from framework.devices.mesh import MeshShape
 from framework.layers.flow.coupling import AffineCoupling
 from framework.layers.flow.linear import ActNorm, InvertibleConv
 from framework.layers.flow.nets import ConvNet
 from framework.layers.stack import Stack
-from framework.learner import Learner
-from framework.mesh import MeshShape
+from framework.learner.learner import Learner
 from framework.models.flow import Flow
-from framework.trainer_options import TrainerOptions
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
 
 LANGUAGE = f"{Path(__file__).relative_to(Path(__file__).parents[1])}:language"
 

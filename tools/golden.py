@@ -19,7 +19,7 @@ import jax
 
 import configs
 from framework.config import ABSENT, REQUIRED, Config, config_for, target_of
-from framework.config_names import name_of
+from framework.config.names import name_of
 
 FOLDER = Path(__file__).parents[1] / "tests" / "configs" / "golden"
 DEFAULTS = "defaults"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config import Config, ConfigError
-from framework.metrics.tables import Section, human_bytes, render
+from framework.terminal.tables import Section, human_bytes, render
 from launch import cli
 from tools.bench.turns import rotate
 from tools.depth_configs import LANGUAGE
@@ -178,9 +178,9 @@ def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Row]
     """Of each policy at one depth."""
     import jax
 
-    from framework.executables import HostBytes, on_device, peak_bytes
+    from framework.devices.executables import HostBytes, on_device, peak_bytes
     from framework.plan.suggest import compile_step
-    from framework.program import Program
+    from framework.program.program import Program
 
     programs, rows = {}, dict[str, Row]()
     for name, config in configs.items():

@@ -43,14 +43,14 @@ MUTATIONS = (
     ),
     Mutation(
         "skip bias correction",
-        "framework/learner.py",
+        "framework/learner/learner.py",
         "lambda new, old: new.astype(old.dtype), new_state",
         "lambda new, old: new.astype(old.dtype) if new.dtype.kind == 'f' else old + 1000, new_state",
         ("tests/learner",),
     ),
     Mutation(
         "do not donate",
-        "framework/program.py",
+        "framework/program/program.py",
         "donate_argnums=0,",
         "donate_argnums=(),",
         ("tests/trainer/test_memory.py", "tests/schedules"),
@@ -64,14 +64,14 @@ MUTATIONS = (
     ),
     Mutation(
         "drop a checksum",
-        "framework/checkpoint.py",
+        "framework/checkpoint/checkpointer.py",
         "if sums[name] != stored[name].checksum",
         'if sums[name] != stored[name].checksum and "weight" not in name',
         ("tests/checkpoint/test_checkpoint_faults.py", "tests/faults/test_faults.py"),
     ),
     Mutation(
         "ignore a memory kind",
-        "framework/layout.py",
+        "framework/layout/table.py",
         "memory_kind=spec.memory_kind)",
         'memory_kind="device")',
         ("tests/layout",),
@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         "forget weight-decay rules",
-        "framework/rules.py",
+        "framework/learner/rules.py",
         "for field, value in rule.set.items():",
         "for field, value in ():",
         ("tests/learner",),
@@ -113,7 +113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "swallow a NaN",
-        "framework/learner.py",
+        "framework/learner/learner.py",
         "jnp.isfinite(norm) & jnp.isfinite(loss)",
         "jnp.ones_like(loss, bool)",
         ("tests/learner", "tests/faults/test_faults.py"),

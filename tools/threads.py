@@ -21,17 +21,17 @@ import optax
 import configs
 from configs.parts import llama_model
 from framework.config import Config, config_for
-from framework.executables import HostBytes
+from framework.devices.executables import HostBytes
 from framework.layers.base import Context, Layer, Out
 from framework.layout import Nested, ParameterSpec, TensorSpec, copy_partition, flatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
+from framework.learner.rules import Rule
 from framework.metrics.memory import live_array_bytes
-from framework.metrics.tables import human_bytes
 from framework.optimizers.offload import offload_optimizer
 from framework.plan import targets
 from framework.plan.compiled import Compiled, compile_for
-from framework.program import Program
-from framework.rules import Rule
+from framework.program.program import Program
+from framework.terminal.tables import human_bytes
 
 SGD = config_for(optax.sgd, learning_rate=0.01)
 ADAMW = config_for(optax.adamw, learning_rate=0.01)

@@ -14,7 +14,7 @@ from configs.families.gemma import Gemma2
 from configs.families.gpt2 import GPT2
 from configs.families.llama import Llama
 from framework.config import Config, ConfigError, config_for
-from framework.pretrained import Directory, Family
+from framework.weights.pretrained import Directory, Family
 
 FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2]
 MODEL_TYPES = {

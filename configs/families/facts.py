@@ -2,7 +2,6 @@
 
 Reading one wrongly trains another model without a word, so nothing is coerced, and fields that change what transformers
 computes and that we do not read are refused. `python -m tools.check_altered` compares with transformers.
-May import: nothing of ours.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from configs.families.facts import Facts
 from configs.families.llama import activation, activation_fact
 from configs.parts import gpt2_model
 from framework.config import Config, component
-from framework.pretrained import Family, Source
+from framework.weights.pretrained import Family, Source
 
 _LAYER = "transformer.h.{layer}"
 

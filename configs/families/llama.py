@@ -12,7 +12,7 @@ from configs.parts import llama_model
 from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
 from framework.layers.rotary import LinearScaling, Llama3Scaling
-from framework.pretrained import Family, Source
+from framework.weights.pretrained import Family, Source
 
 ACTIVATIONS = {
     "silu": "silu",

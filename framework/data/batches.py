@@ -1,7 +1,6 @@
 """What the trainer asks of a data pipeline, whatever that reads: global batches, each a pure function of (seed, step).
 
 The global batch is the same whatever the number of processes or devices: a process asks for the rows its devices hold.
-May import: framework.data.order, framework.data.packing.
 """
 
 from __future__ import annotations

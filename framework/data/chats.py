@@ -3,7 +3,6 @@
 A token file of them holds 2 * id + 1 for a target and 2 * id for other tokens. Where a template has no {% generation %}
 tags, answers are found by rendering up to each one, with its generation prompt, and after it; where a template writes
 earlier turns in another way, by what changes with them.
-May import: framework.config, framework.data.
 """
 
 from __future__ import annotations

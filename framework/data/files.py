@@ -1,7 +1,7 @@
 """Files of data, local or behind any fsspec URL: finding them, reading them, and hashes that are computed only once.
 
 A path is a local path, a glob, or a URL that fsspec understands (memory://, s3://, gs:// ...). What cannot be read is
-an error that names it, before any model is built. May import: framework.config, .remote, .workdir; fsspec lazily.
+an error that names it, before any model is built.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from framework.config import did_you_mean
-from framework.remote import connect, explained, is_url
-from framework.workdir import write_json
+from framework.files.remote import connect, explained, is_url
+from framework.files.workdir import write_json
 
 BLOCK_BYTES = 4 << 20  # content is hashed in blocks, so that damage can be located to one of them
 

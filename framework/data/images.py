@@ -1,7 +1,6 @@
 """Images -> global batches of uint8 [B,H,W,C], in the same order and by the same promises as text.
 
 A source is read whole into memory by `setup`, which raises every data error; a training step only picks rows.
-May import: framework.config, framework.data; scikit-learn and Pillow lazily.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 steps; and batches made ahead of time.
 
 Sequence g of the run is row g % B of step g // B. Nothing else is counted, so the number of processes and devices may
-change, and resuming needs no saved iterator. May import: grain lazily.
+change, and resuming needs no saved iterator.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Text is cut into windows. Window i covers tokens [i*S, i*S + S], S + 1 of them: S inputs, and S targets that are the
 inputs' successors. So the windows of a stream tile its targets: each token but the very first is predicted once.
 Conversations stay whole.
-May import: framework.data.token_files, numpy.
 """
 
 from __future__ import annotations

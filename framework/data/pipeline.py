@@ -1,8 +1,7 @@
 """The input pipeline: from configured sources to global batches, each a pure function of (seed, step).
 
 `setup` makes tokenizer and token files, cached by content, and raises every data error. The global batch is the same
-whatever the number of processes or devices: a process asks for the rows its devices hold. May import: framework.data,
-framework.metrics.tables.
+whatever the number of processes or devices: a process asks for the rows its devices hold.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from framework.data.order import GlobalOrder
 from framework.data.packing import Batch, Conversations, Windows
 from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.data.sources import Leaf, Mixture, TextSource, TokenMemmap, leaves_of, located
-from framework.data.token_files import TokenStream, write_tokens
+from framework.data.token_files import TokenStream
+from framework.data.tokenize import write_tokens
 from framework.data.tokenizers import Tokenizer
-from framework.metrics.tables import human_bytes
-from framework.workdir import write_json
+from framework.files.workdir import write_json
+from framework.terminal.tables import human_bytes
 
 _FINGERPRINT = 1  # raise when a change of this package changes the batches that a config gives
 

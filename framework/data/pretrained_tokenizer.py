@@ -1,7 +1,7 @@
 """The tokenizer of a published model: a Hugging Face directory's tokenizer.json, special tokens and chat template.
 
 Nothing of the directory is run: templates are rendered in jinja's sandbox, with the settings and functions that
-transformers' `apply_chat_template` gives them. May import: framework.config, framework.data, framework.workdir.
+transformers' `apply_chat_template` gives them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from framework.config import PositiveInt, component
 from framework.data.files import digest_of, find
 from framework.data.tokenizers import TextBudget, Tokenizer, byte_table, load_library
-from framework.workdir import write_json
+from framework.files.workdir import write_json
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, and whatever else a template reads
 Span = tuple[int, int]

@@ -1,7 +1,7 @@
 """Where documents come from: one class per kind of source, each configured by its constructor.
 
 A source of text yields documents, a `TokenMemmap` is tokens already, a `Mixture` weighs other sources. To add one,
-follow docs/data.md. May import: framework.config, framework.data; pyarrow lazily.
+follow docs/data.md.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ class TokenMemmap:
         """All shards as one stream, remote ones by their copies in `cache_dir`. Errors are those of `find`, `fetched`
         and TokenShard."""
         shards = [fetched(file, cache_dir, sidecar_name(file.path)) for file in self.files()]
-        return TokenStream([TokenShard(file, self, tokenizer, hashes) for file in shards])
+        asked = {"dtype": self.dtype, "eos_id": self.eos_id, "verify": self.verify}
+        return TokenStream([TokenShard(file, tokenizer, hashes, **asked) for file in shards])
 
 
 @component

@@ -3,30 +3,21 @@
     x.bin     the tokens, little-endian; each document is opened by the separator, `eos_id`
     x.json    counts, dtype, separator, tokenizer, sha256 of each block of 4 MiB
 
-A `.bin` without a sidecar is read too; then dtype and separator are the reader's to know. May import:
-framework.data.files, framework.workdir, numpy.
+A `.bin` without a sidecar is read too; then dtype and separator are the reader's to know.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 
-from framework.data.files import BLOCK_BYTES, DataFile, FileHashes, find
-from framework.workdir import write_json, writing
+from framework.data.files import BLOCK_BYTES, DataFile, FileHashes
+from framework.data.tokenizers import Tokenizer
 
-if TYPE_CHECKING:
-    from framework.data.sources import TextSource, TokenMemmap
-    from framework.data.tokenizers import Tokenizer
-
-_BATCH_BYTES = 4 << 20  # text encoded at a time: enough for all cores, and some 100 MB of the library's own records
 TokenDType = Literal["uint16", "uint32"]
 FACTS = ("dtype", "num_tokens", "num_documents", "num_bytes", "eos_id", "tokenizer", "sha256")  # of a sidecar
 
@@ -43,82 +34,30 @@ def scan(file: DataFile, dtype: str) -> list[list[Any]]:
     return [[hashlib.sha256(block).hexdigest(), int(tokens.max(initial=0))] for block, tokens in ids]
 
 
-@dataclass
-class Progress:
-    """How far the tokenization of one source is."""
-
-    documents: int = 0
-    text_bytes: int = 0
-    tokens: int = 0
-    position: int = 0  # bytes of the stored files that were read, of
-    total: int = 0
-
-
-def write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Iterator[Progress]:
-    """Writes all documents of `source` into the token file `path` and its sidecar; empty documents are left out. Yields
-    after each batch of documents. To be written in a folder that the caller renames when it is whole.
-
-    Raises:
-        ValueError: the source holds no text, or a document is damaged (naming file and place).
-        OSError: `path` cannot be written, as the disk is full, say; names it.
-    """
-    with writing(path):
-        yield from _write_tokens(source, tokenizer, path)
-
-
-def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Iterator[Progress]:
-    files = source.files()
-    progress = Progress(total=sum(file.size() for file in files))
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    separator = np.array([tokenizer.separator_id], dtype)
-    with open(path, "wb") as stream:
-        for texts in _batches(text for file in files for text in source.read(file)):
-            for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                stream.write(np.append(separator, tokens).astype(dtype).tobytes())
-                progress.documents += 1
-                progress.text_bytes += len(text.encode("utf-8"))
-                progress.tokens += len(tokens) + 1
-            progress.position = sum(file.position for file in files)
-            yield progress
-        stream.flush()
-        os.fsync(stream.fileno())
-    if not progress.documents:
-        raise ValueError("the source holds no text: every document is empty, or there is none")
-    hashes = [digest for digest, _ in scan(find(str(path))[0], dtype.str)]
-    counts = (progress.tokens, progress.documents, progress.text_bytes)
-    facts = (dtype.name, *counts, tokenizer.separator_id, tokenizer.digest, hashes)
-    write_json(sidecar_name(str(path)), dict(zip(FACTS, facts, strict=True)))
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for document in filter(None, documents):
-        batch.append(document)
-        size += len(document)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 class TokenShard:
     """One token file, open for reading. ValueError, naming file and offset: it disagrees with its sidecar, with what
     the source asks for (dtype, eos_id, verify) or with the tokenizer (its digest, separator, vocab_size)."""
 
-    def __init__(self, file: DataFile, source: TokenMemmap, tokenizer: Tokenizer, hashes: FileHashes):
+    def __init__(
+        self,
+        file: DataFile,
+        tokenizer: Tokenizer,
+        hashes: FileHashes,
+        *,
+        dtype: TokenDType | None,
+        eos_id: int | None,
+        verify: bool,
+    ):
         self.file, self.vocab_size = file, tokenizer.vocab_size
         self._sidecar = self._read_sidecar()
-        self._dtype = np.dtype(self._agreed("dtype", source.dtype) or "uint16").newbyteorder("<")
-        eos_id = tokenizer.separator_id if source.eos_id is None else source.eos_id
-        self.eos_id: int | None = self._agreed("eos_id", eos_id)
+        self._dtype = np.dtype(self._agreed("dtype", dtype) or "uint16").newbyteorder("<")
+        self.eos_id: int | None = self._agreed("eos_id", tokenizer.separator_id if eos_id is None else eos_id)
         self._agreed("tokenizer", tokenizer.digest)
         self.num_tokens = self._count_tokens()
         self.num_documents: int | None = self._sidecar.get("num_documents")
         self.num_bytes: int | None = self._sidecar.get("num_bytes")  # of UTF-8 text
         known: list[str] = self._sidecar.get("sha256", [file.name.rpartition("/")[2], str(self.num_tokens)])
-        self.digest = hashlib.sha256("".join(self._verify(hashes) if source.verify else known).encode()).hexdigest()
+        self.digest = hashlib.sha256("".join(self._verify(hashes) if verify else known).encode()).hexdigest()
         self.read(0, 1)  # a file that may not be read must be found out before anything is compiled
 
     def read(self, start: int, stop: int) -> np.ndarray:

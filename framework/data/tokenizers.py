@@ -2,7 +2,7 @@
 
 One separator id opens each document; text never encodes to it. Bits per byte of any set of targets are exact: loss in
 bits over the sum of their `byte_lengths`, the separator counting 0 bytes. Byte-level BPE after GPT-2 (Radford et al.
-2019), trained by the `tokenizers` library. May import: framework.config, .files, framework.workdir; tokenizers lazily.
+2019), trained by the `tokenizers` library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from framework.config import NonNegativeInt, PositiveInt, component
 from framework.data.files import digest_of, find
-from framework.workdir import write_json
+from framework.files.workdir import write_json
 
 TextBudget = Callable[[int], Iterator[str]]  # training text of about that many bytes
 

@@ -2,7 +2,7 @@
 
 The projections live here; softmax(QK)V is `attention_kernels.dot_product_attention`, one function for all platforms.
 Queries, keys and values are separate matrices: as fast as a fused one (faster on CPU), shardable over heads, and what
-matrix optimizers and published checkpoints expect. May import: framework.config, other layers.
+matrix optimizers and published checkpoints expect.
 """
 
 from __future__ import annotations

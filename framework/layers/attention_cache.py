@@ -1,7 +1,5 @@
 """Attention of one new token to a key/value cache: plain XLA, as one row of queries leaves a kernel nothing to block.
 
-May import: JAX.
-
 A cache holds C slots. Sequences are padded on the left, so that all rows write the same slot: row b's tokens are in
 slots [first[b], slot), and the new one is yet to be written to `slot`. It is read only: a loop over layers that wrote
 it would copy it.

@@ -1,7 +1,4 @@
-"""Causal softmax(QK)V behind one function: plain XLA everywhere, splash on TPU, cuDNN on GPU. No parameters.
-
-May import: JAX, framework.config_names, kernels_call, kernels_xla, kernels_splash, kernels_cudnn (a file each).
-"""
+"""Causal softmax(QK)V behind one function: plain XLA everywhere, splash on TPU, cuDNN on GPU. No parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Literal
 import jax
 from jax.sharding import Mesh
 
-from framework.config_names import did_you_mean
+from framework.config.names import did_you_mean
 from framework.layers import kernels_cudnn, kernels_splash, kernels_xla
 from framework.layers.kernels_call import AttentionCall, SplashBlocks, describe_call
 

@@ -3,8 +3,6 @@
 A layer never holds an array. It declares ParameterSpecs; training passes parameters in. `prepare` does what concerns
 weights alone (cast to the compute dtype, gather over fsdp), `apply` is pure and has a static structure. The split lets
 a schedule differentiate, move or rebuild weights apart from activations.
-
-May import: framework.layout, JAX.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)); Gemma 2 norms each branch twice.
-
-May import: framework.config, other layers.
-"""
+"""The pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)); Gemma 2 norms each branch twice."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The first stage of a language model: token embeddings, and learned positions where a model has them.
-
-May import: framework.config, framework.layout, layers.base, layers.lookup.
-"""
+"""The first stage of a language model: token embeddings, and learned positions where a model has them."""
 
 from __future__ import annotations
 

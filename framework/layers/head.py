@@ -4,7 +4,6 @@ Logits cost 4 V bytes per token, often more than everything else together, so th
 time. Gradients are taken in the forward pass (a scalar loss only scales them), so nothing is computed twice and no
 logits are kept: those of hidden states chunk by chunk, that of the table a group of chunks at a time. A group keeps its
 logits' gradients in the compute dtype, so that the table's is one product, reduced over the devices once.
-May import: framework.config, framework.layout, other layers.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Differentiating GELU keeps six arrays of the hidden width, differentiating a norm six float32 arrays of the model's
 width: reading those costs more time than computing them again from one input. `jax.checkpoint` around them would not
 do: where the unit around is under `jax.checkpoint` too, its policy decides for all that is inside.
-
-May import: JAX.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What is asked of an attention kernel, and what kernels share: the mask, and how they are placed on a mesh.
 
-May import: framework.config, framework.layers.base, JAX.
-
 Axis letters: B sequences, S queries, T keys (of the same positions), N query heads, K key/value heads, G = N / K query
 heads to a key/value head (head n uses key/value head n // G), H channels of a head.
 """

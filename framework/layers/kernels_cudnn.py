@@ -1,6 +1,6 @@
 """Attention on NVIDIA GPUs: cuDNN's flash attention through jax.nn.dot_product_attention, placed on a mesh.
 
-Follows Dao 2023 (arXiv 2307.08691). May import: JAX, kernels_call.
+Follows Dao 2023 (arXiv 2307.08691).
 
 Causal masks and windows are cuDNN's own and cost no memory. Through JAX's public interface cuDNN knows no segments, and
 no mask for queries spread over seq: both go in as a bias, [B, 1, S / seq, T] in the inputs' dtype, and as much again

@@ -1,7 +1,6 @@
 """Attention on TPU: the splash kernel (block-sparse flash attention) that comes with JAX, placed on a mesh.
 
-Follows Dao 2023 (arXiv 2307.08691); the kernel is jax.experimental.pallas.ops.tpu.splash_attention. May import: JAX,
-kernels_call.
+Follows Dao 2023 (arXiv 2307.08691); the kernel is jax.experimental.pallas.ops.tpu.splash_attention.
 
 Batch is spread over data and fsdp, heads over model, queries over seq; keys and values of all positions are gathered
 over seq. Blocks that the causal mask or the window empties are neither loaded nor computed.

@@ -1,7 +1,6 @@
 """Attention in plain XLA operations: runs everywhere, partitions over any mesh, and is the reference for the others.
 
-Follows Vaswani et al. 2017 (arXiv 1706.03762); the logit cap is Gemma 2's (arXiv 2408.00118). May import: JAX,
-kernels_call.
+Follows Vaswani et al. 2017 (arXiv 1706.03762); the logit cap is Gemma 2's (arXiv 2408.00118).
 
 Queries are taken in a few blocks of rows, each against the keys that it may see and no others: with a causal mask that
 leaves out nearly half of the work. Against the obvious einsum, mask, softmax, einsum, forward and backward in f32 on

@@ -1,7 +1,4 @@
-"""Linear: y = x W + b.
-
-May import: framework.config, framework.layout, framework.layers.base, framework.layers.products.
-"""
+"""Linear: y = x W + b."""
 
 from __future__ import annotations
 

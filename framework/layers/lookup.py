@@ -7,8 +7,6 @@ float32, over all tokens and all devices, and the sum is rounded once to the dty
 On a mesh the table is never gathered. Each device looks up its own columns for the tokens of all devices of its fsdp
 group, and tokens and columns change places: bytes of the tokens instead of bytes of the table. The gradient goes the
 same way back, so each device sums its own shard of the table.
-
-May import: framework.layers.base, JAX.
 """
 
 from __future__ import annotations

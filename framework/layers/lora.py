@@ -2,7 +2,7 @@
 
     y = x W + (alpha / rank) dropout(x) A B,    W [in, out] frozen, A [in, rank] random, B [rank, out] zeros
 
-W may be stored in 8 or 4 bits (QLoRA), see layers/quantize.py. May import: framework.config, layout, other layers.
+W may be stored in 8 or 4 bits (QLoRA), see layers/quantize.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The feed-forward block: plain (GELU, ReLU^2) and gated (SwiGLU and its kin, Shazeer 2020, arXiv 2002.05202).
-
-May import: framework.config, other layers.
-"""
+"""The feed-forward block: plain (GELU, ReLU^2) and gated (SwiGLU and its kin, Shazeer 2020, arXiv 2002.05202)."""
 
 from __future__ import annotations
 

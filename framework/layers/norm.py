@@ -1,7 +1,6 @@
 """LayerNorm (Ba et al. 2016, arXiv 1607.06450) and RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-Both compute in float32 whatever the input's dtype. May import: framework.config, framework.layout, layers.base,
-layers.keeping.
+Both compute in float32 whatever the input's dtype.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Products of activations with weights, in the forms that XLA is fast with on each kind of device.
-
-May import: layers.base, JAX.
-"""
+"""Products of activations with weights, in the forms that XLA is fast with on each kind of device."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ The weight's mesh axes apply to both.
     int8   int8 [..., in, out], round(127 w / scale); a block is a column, one output channel
     nf4    uint8 [..., in / 2, out], half a byte for the nearest of 16 values; a block is 64 rows; scales are not
            quantized again. A byte holds rows i and i + 32 of its block, so halves are joined as whole tiles.
-
-May import: framework.layout, JAX.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
 """What the backward pass recomputes: `memory.remat`, the one place that knows the policies' names.
 
-    none            every activation is kept, the weights' casts and gathers are not
-    full            only each unit's input is kept
-    sqrt, sqrt:G    only the input of each group of G units, about the square root of their number; the backward pass
-                    runs a group forward to keep its units' inputs, and each of these once more (arXiv 1604.06174)
-    dots            the results of matrix products are kept
-    dots_no_batch   the same, but not of products with a batch dimension (attention scores)
-    save:A,B        only the activations with these names: query, key, value, attention, mlp_gate, mlp_up
-    offload         only each unit's input is kept, in host memory
-    invert          nothing but the stack's output is kept: each unit's input is found from its output, backwards. Needs
-                    layers that can be run so (framework.layers.reversible)
-    offload:A,B     the activations with these names are kept in host memory ("input" is the unit's, which would else be
-                    on the device); with others on the device: save:A;offload:B
-
-May import: framework.layout, JAX.
+none            every activation is kept, the weights' casts and gathers are not
+full            only each unit's input is kept
+sqrt, sqrt:G    only the input of each group of G units, about the square root of their number; the backward pass
+                runs a group forward to keep its units' inputs, and each of these once more (arXiv 1604.06174)
+dots            the results of matrix products are kept
+dots_no_batch   the same, but not of products with a batch dimension (attention scores)
+save:A,B        only the activations with these names: query, key, value, attention, mlp_gate, mlp_up
+offload         only each unit's input is kept, in host memory
+invert          nothing but the stack's output is kept: each unit's input is found from its output, backwards. Needs
+                layers that can be run so (framework.layers.reversible)
+offload:A,B     the activations with these names are kept in host memory ("input" is the unit's, which would else be
+                on the device); with others on the device: save:A;offload:B
 """
 
 from __future__ import annotations

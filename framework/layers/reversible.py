@@ -1,7 +1,7 @@
 """Layers that run backwards: the input is found again from the output, so the backward pass needs nothing kept.
 
 `Reversible` is the protocol; `TwoStream` makes it of any block with residual branches (Gomez et al. 2017, RevNets,
-arXiv 1707.04585; Kitaev et al. 2020, Reformer, arXiv 2001.04451). May import: framework.layers.base, framework.layout.
+arXiv 1707.04585; Kitaev et al. 2020, Reformer, arXiv 2001.04451).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Rotary positions (Su et al. 2021, arXiv 2104.09864) with the frequency scaling of Llama 3.1.
 
 The halves convention of Hugging Face and GPT-NeoX: element i turns with element i + H/2.
-May import: framework.config.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 A unit is one period of `pattern`, a list of layer configs, so unlike layers alternate freely. One `forward(fetch)`
 serves every use: training, evaluation with averaged weights, sampling.
-May import: framework.config, layers.base, layers.remat, layers.reversible, layers.sums.
 """
 
 from __future__ import annotations

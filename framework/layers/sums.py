@@ -1,7 +1,7 @@
 """Sums of gradients over the uses of a parameter, in float32 whatever its dtype.
 
 A layer that all units share has one gradient for each use. Differentiating a loop adds them up in the parameter's own
-dtype, and in bfloat16 each addition loses up to 1/512 of the sum. May import: framework.layout, JAX.
+dtype, and in bfloat16 each addition loses up to 1/512 of the sum.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Goodput: where the time of a run goes, over all its starts (as in Google's ML Goodput: time in steps that count, over
-all time). May import: the standard library.
+all time).
 """
 
 from __future__ import annotations

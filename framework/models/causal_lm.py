@@ -1,6 +1,6 @@
 """CausalLM: a decoder-only language model as a chain of three stages, embed -> stack -> head.
 
-The carry is x_BSD. May import: framework.config, framework.layout, framework.layers, framework.models.chain.
+The carry is x_BSD.
 """
 
 from __future__ import annotations

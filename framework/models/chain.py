@@ -1,7 +1,7 @@
 """Chain: a model as stages one after the other. What flows between them is one pytree, the carry.
 
 The chain is what lets a schedule stop the backward pass between stages, and within a Stack between its units, so
-nothing here differentiates. May import: framework.config, framework.layout, framework.layers.
+nothing here differentiates.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Each level is a Stack of invertible layers; between levels half of the channels leave for their prior (Dinh et al. 2016,
 RealNVP, arXiv 1605.08803; Kingma and Dhariwal 2018, Glow, arXiv 1807.03039). Latents are standardized by their priors,
 so that what is drawn is always a standard Gaussian.
-May import: framework.config, framework.layout, framework.layers, models.chain.
 """
 
 from __future__ import annotations

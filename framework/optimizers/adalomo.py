@@ -1,7 +1,5 @@
 """AdaLomo: Adafactor's second moments without a first one, steps in proportion to the weights (Lv et al. 2023, arXiv
 2310.10195, algorithm 1), of optax's parts. Its state is a row and a column per matrix: next to nothing.
-
-May import: framework.config, optax.
 """
 
 from __future__ import annotations

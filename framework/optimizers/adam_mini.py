@@ -1,8 +1,6 @@
 """Adam-mini: Adam with one second moment per block of the Hessian (Zhang et al. 2024, arXiv 2406.16793, algorithms 1
 to 3). A block is a token's row of a table, a head of queries or keys, an output neuron of any other matrix, and the
 whole of what else there is (norms, biases).
-
-May import: framework.config, framework.layout, framework.optimizers, JAX, optax.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 optax's type hints let nearly anything pass: a decay of 1.5, a learning rate of NaN, `true` for a number. All of that
 trains, and to nothing. optax uses a name for one meaning in all its functions, with few exceptions, which show by their
 defaults. Components of Plimsoll say their ranges in their type hints; `learning_rate` is theirs too.
-
-May import: framework.config.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from framework.config import Config, ConfigError, schema_of, target_of
-from framework.config_names import join, show
+from framework.config.names import join, show
 
 
 @dataclass(frozen=True)

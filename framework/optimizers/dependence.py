@@ -4,8 +4,6 @@
 Whether one parameter's update depends on another's gradient can mostly be read off the jaxpr, which takes no compiler:
 where no path leads from that gradient to that update, there is no dependence. The other way round it is no proof, as a
 path may carry nothing (`x * 0`), and then the trial decides.
-
-May import: framework.layout, framework.optimizers.partition, JAX.
 """
 
 from __future__ import annotations

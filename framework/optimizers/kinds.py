@@ -1,7 +1,4 @@
-"""What a parameter is to an optimizer that treats matrices, tables and the rest differently: by the roles of its axes.
-
-May import: framework.layout.
-"""
+"""Kinds of parameters (matrix, table, other), by the roles of their axes, for optimizers that treat them apart."""
 
 from __future__ import annotations
 

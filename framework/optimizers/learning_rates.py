@@ -4,8 +4,6 @@
 
 The experiment fills in `steps`, the run's (trainer.max_steps, or what trainer.max_epochs comes to); setting it keeps a
 schedule as it is when runs are cut short or go on. Rates are those before an update, counted from 0.
-
-May import: framework.config, framework.optimizers, optax.
 """
 
 from __future__ import annotations

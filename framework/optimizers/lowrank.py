@@ -2,8 +2,6 @@
 
 From the paper alone. Of a matrix, two moments of a random projection of its gradient are kept; the projection is drawn
 again in each step, from the step's number. What is no matrix gets Adam with the same learning rate.
-
-May import: framework.clipping, framework.config, framework.layout, framework.optimizers, JAX, optax.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from framework.clipping import limit_norm_growth
 from framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component
 from framework.layout import Nested, OptStateSpec, flatten, fold_in_name, path_name, unflatten
+from framework.optimizers.clipping import limit_norm_growth
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 

@@ -1,7 +1,4 @@
-"""Muon and GaLore, optax's, for what is a matrix by its role; embedding, head, vectors and the rest get optax.adamw.
-
-May import: framework.config, framework.layout, framework.optimizers, JAX, optax.
-"""
+"""Muon and GaLore, optax's, for what is a matrix by its role; embedding, head, vectors and the rest get optax.adamw."""
 
 from __future__ import annotations
 

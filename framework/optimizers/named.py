@@ -1,7 +1,4 @@
-"""Optimizers by short names: `--config.learner.optimizer=lion`. Any other goes by its dotted name (docs/optimizers.md).
-
-May import: framework.optimizers, optax.
-"""
+"""Optimizers by short names: `--config.learner.optimizer=lion`. Others go by dotted names (docs/optimizers.md)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 In the learner the layout decides what is moved, and when: it takes the partition from here and leaves the moves out
 (`at_rest`), so that nothing is moved twice. The moves are for whoever calls `update` without a learner.
-Follows apple/axlearn#867. May import: framework.config_components, framework.layout, framework.optimizers.partition,
-JAX, optax.
+Follows apple/axlearn#867.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from framework.config_components import component
+from framework.config.components import component
 from framework.layout import MemoryKind, Nested, TensorSpec, copy_partition, flatten, move_to_host
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 

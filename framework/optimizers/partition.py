@@ -5,8 +5,6 @@ from `eval_shape(init)`; a state leaf belongs to the parameter whose path ends i
 list for each), the longest one; the axes of leaves that are not shaped like their parameter (Adafactor's rows and
 columns) come from a second probe, in which every dimension has a size of its own. A leaf without an owner is a counter.
 (optax's tree_map_params fails on masked states.)
-
-May import: framework.layout, JAX, optax.
 """
 
 from __future__ import annotations

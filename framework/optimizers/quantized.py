@@ -4,7 +4,6 @@ A block is 256 elements along the inputs of a matrix, as in torch, whose weights
 takes apart without moving anything); in a table, along the row of a token. It is scaled by its largest magnitude to
 numbers of [-1, 1], second moments of [0, 1]: seven decades, each cut evenly, in twice as many parts as the one below.
 So codes are computed, 5 to 30 times faster on a CPU than they are searched; and a TPU need not gather.
-May import: framework.config, framework.layout, framework.optimizers, JAX, optax.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Reach: how far the gradient of one element spreads in an optimizer's update.
 
-State is kept per unit (see framework.learner), and may be streamed in smaller pieces still, so what a transformation
-looks at decides what it may be given: a global norm would see one layer at a time, Adafactor's row means a block of the
-rows, and be silently wrong. That is tried out, not assumed: three steps on small arrays, once clean and once with one
-element of a gradient spoiled; whatever else then changes, to the bit, was reached. One step would not show it for
-transformations that act on what they saw before (D-Adaptation, SM3, apply_if_finite).
-
-May import: framework.executables, framework.layout, framework.optimizers.partition, JAX, optax.
+State is kept per unit (see framework.learner.learner), and may be streamed in smaller pieces still, so what a
+transformation looks at decides what it may be given: a global norm would see one layer at a time, Adafactor's row means
+a block of the rows, and be silently wrong. That is tried out, not assumed: three steps on small arrays, once clean and
+once with one element of a gradient spoiled; whatever else then changes, to the bit, was reached. One step would not
+show it for transformations that act on what they saw before (D-Adaptation, SM3, apply_if_finite).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from framework import executables
+from framework.devices import executables
 from framework.layout import Nested, flatten, unflatten
 from framework.optimizers.partition import owner_of
 

@@ -6,8 +6,6 @@ section 3; for training in bfloat16 Zamirai et al. 2020, arXiv 2010.06192, secti
 
 The noise is a hash of the element's place in the whole tensor, so a device makes that of its own shard alone, and the
 result is the same on any mesh, in any schedule and for any block of rows.
-
-May import: framework.layout, JAX.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ of the run; the `boundaries` of joined schedules are steps of it. So optax's sch
 and components of one's own say it in their type hints:
 
     def my_schedule(peak: float, hold: TrainingSteps, steps: RunSteps | None = None) -> optax.Schedule: ...
-
-May import: framework.config, optax.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ import optax
 from optax import contrib
 
 from framework.config import Config, schema_of, target_of
-from framework.config_names import join, name_of
-from framework.config_schema import arms
+from framework.config.names import join, name_of
+from framework.config.schema import arms
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 With the compiler option `xla_dump_to`, XLA (for TPU, GPU and CPU alike) leaves beside the final program two texts:
 `buffer-assignment`, every value's place and size in each allocation, and `live-range`, when each value is alive, in
 steps of the schedule. The peak is the largest sum of what is alive at once; where several values share an address
-(a loop's carry, an update in place) it counts once. May import: framework.plan.hlo.
+(a loop's carry, an update in place) it counts once.
 """
 
 from __future__ import annotations

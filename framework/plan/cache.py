@@ -1,7 +1,7 @@
 """Reports on disk, by everything that could change one: asking again is instant.
 
 The key is a hash of the resolved config, the target, the code (of the framework and of whatever the config names), the
-versions of the compilers and the flags in the environment. May import: the standard library, framework.config.
+versions of the compilers and the flags in the environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Compiling a program for a target, and what the compiler says it needs.
-
-May import: framework.executables, framework.plan.buffers, framework.schedules.programs, JAX.
-"""
+"""Compiling a program for a target, and what the compiler says it needs."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from typing import Any
 
 import jax
 
-from framework import interrupts
-from framework.executables import HostBytes, on_device, peak_bytes
+from framework.devices.executables import HostBytes, on_device, peak_bytes
 from framework.plan import buffers
-from framework.schedules.programs import Ledger
+from framework.schedules.layerwise.programs import Ledger
+from framework.terminal import interrupts
 
 _SIZE = r"([\d.]+)([KMGT]?)"
 

@@ -2,8 +2,6 @@
 
 The state is exact: it comes from the layout. The rest is found by tracing one device's share of the forward and
 backward pass (`local_step`) and walking it with the fusions that XLA makes (`liveness`). No number is fitted.
-
-May import: framework.experiment, framework.layout, framework.accelerators, framework.schedules.pieces, framework.plan.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh
 
-from framework.accelerators import AcceleratorSpec
-from framework.experiment import Experiment
+from framework.devices.accelerators import AcceleratorSpec
 from framework.layers.base import batch_specs
 from framework.layout import OptStateSpec, StateLayout
 from framework.models.causal_lm import CausalLM
@@ -28,6 +25,7 @@ from framework.plan.liveness import Rules, most_held, on_host
 from framework.plan.local_step import trace
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.report import KEYS
+from framework.program.experiment import Experiment
 from framework.schedules.pieces import BLOCK
 
 # XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).

@@ -1,7 +1,4 @@
-"""What `launch.train` asks before it makes any array: does the compiled step fit into these devices?
-
-May import: everything in framework but trainer and hooks.
-"""
+"""What `launch.train` asks before it makes any array: does the compiled step fit into these devices?"""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from typing import NamedTuple
 import jax
 
 from framework.config import Config
-from framework.executables import HostBytes, peak_bytes
+from framework.devices.executables import HostBytes, peak_bytes
 from framework.metrics.memory import MemoryInUse
-from framework.metrics.tables import human_bytes
 from framework.plan.compiled import refused
 from framework.plan.report import needs
 from framework.plan.suggest import suggestions
 from framework.plan.targets import Target, resolve
-from framework.program import Program
+from framework.program.program import Program
+from framework.terminal.tables import human_bytes
 
 
 class Need(NamedTuple):

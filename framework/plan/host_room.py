@@ -1,18 +1,15 @@
-"""What `launch.train` asks before it compiles anything: does the host have room for what is to live there?
-
-May import: everything in framework but trainer and hooks.
-"""
+"""What `launch.train` asks before it compiles anything: does the host have room for what is to live there?"""
 
 from __future__ import annotations
 
 import os
 
-from framework.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
+from framework.devices.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
 from framework.layout import GROUPS
-from framework.metrics.tables import human_bytes
 from framework.plan.suggest import closed_form
 from framework.plan.targets import resolve
-from framework.program import Program
+from framework.program.program import Program
+from framework.terminal.tables import human_bytes
 
 
 def check_host(program: Program, platform: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """One page that shows plans: a bar of what is live at each one's peak against the device's limit, and all tables.
 
 One file, with its style (page.css) and SVG inline: no script, nothing to fetch; every text of a plan is escaped. Bars
-have widths in per cent: they stretch, text keeps its size. May import: framework.metrics.tables, framework.plan.report.
+have widths in per cent: they stretch, text keeps its size.
 """
 
 import math
@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from framework.metrics.tables import Section, human_bytes
 from framework.plan.report import KEYS, Report, comparison, sections
+from framework.terminal.tables import Section, human_bytes
 
 # Okabe and Ito 2008 (jfly.uni-koeln.de/color), which people tell apart with any kind of colour vision, and two greys.
 _FILLS = ["#0072b2", "#4d4d4d", "#cc79a7", "#d55e00", "#009e73", "#e69f00", "#f0e442", "#56b4e9", "#b3b3b3"]

@@ -1,7 +1,4 @@
-"""What can be read off a program before it is compiled: its matrix-product FLOPs, and parameters without a gradient.
-
-May import: JAX.
-"""
+"""What can be read off a program before it is compiled: its matrix-product FLOPs, and parameters without a gradient."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The plan of a step in layers: every kind of program compiled for the target, and a rehearsal of the step with them.
 
 The peak is the largest over the calls of the program's own peak and of what is alive beside its arguments.
-May import: framework.layout, framework.plan, framework.program, framework.schedules.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from framework.executables import HostBytes
+from framework.devices.executables import HostBytes
 from framework.plan import jaxprs
 from framework.plan.compiled import Compiled, compile_for
 from framework.plan.naming import OF_LAYOUT, Named, name_buffers
 from framework.plan.targets import Target
-from framework.program import Program
-from framework.schedules import programs
-from framework.schedules.programs import Ledger
+from framework.program.program import Program
+from framework.schedules.layerwise import programs
+from framework.schedules.layerwise.programs import Ledger
 
 # What programs leave behind, by the program and the place among its results.
 _GRADIENTS = re.compile(r"back( measured)?/2/1|turn/2/[12]|leave/2/0|sum/2|back( measured)?/2/2")

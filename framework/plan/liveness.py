@@ -5,7 +5,7 @@ reductions are fused into what reads them, unless a product or loop reads the re
 result is smaller than what it is computed from. A fused value keeps what it is computed from alive instead. Loops hold
 the stacks that they read and write; what an iteration stores goes into the stack as soon as it is computed.
 
-May import: JAX, framework.plan.jaxprs. Knows nothing of models.
+Nothing here knows of models.
 """
 
 from __future__ import annotations

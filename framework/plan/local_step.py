@@ -4,8 +4,6 @@ The experiment's own layers are traced under `shard_map` on an abstract mesh, so
 custom layers are those of the real step, and every array has the size of one device's shard. What XLA's partitioner
 would add is written out: weights are gathered over fsdp where the layers prepare them, and what is looked up in tables
 changes places with their columns. Attention kernels are opaque.
-
-May import: framework.experiment, framework.layers, framework.layout, JAX.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from framework.experiment import Experiment
 from framework.layers import attention, embedding, kernels_xla, lookup
 from framework.layers.base import Context, Out, batch_specs, cast
 from framework.layers.embedding import Embedding
@@ -33,6 +30,7 @@ from framework.layers.stack import Stack
 from framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, flatten, merge
 from framework.models.causal_lm import CausalLM
 from framework.plan.jaxprs import LOCAL_ATTENTION
+from framework.program.experiment import Experiment
 
 KERNEL = Primitive(LOCAL_ATTENTION)  # flash attention, forward or backward: its operands and results, nothing else
 KERNEL.multiple_results = True

@@ -4,7 +4,6 @@ Arguments are leaves of the layout, by name. A temporary is, in this order: a co
 in another tiling, and sharded weights are gathered); a gradient, if the backward pass made it in the shape of a
 trainable parameter, of one layer of it, or of one that is not sharded yet; else what the operation that made it is
 called, by layer and operation.
-May import: framework.layout, framework.plan.
 """
 
 from __future__ import annotations

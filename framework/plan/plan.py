@@ -1,7 +1,7 @@
 """The plan of a run: every phase compiled for a target, and what it says put into one report.
 
 A report is a dict that JSON can hold; docs/plan.md explains its keys. Bytes are of one device unless a name says
-otherwise. May import: everything in framework but trainer and hooks.
+otherwise.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from typing import Any
 
 import jax
 
-from framework.checkpoint_storage import read_bytes
+from framework.checkpoint.storage import read_bytes
 from framework.config import Config
-from framework.executables import HostBytes
-from framework.experiment import Experiment
+from framework.devices.executables import HostBytes
 from framework.layout import Leaf, merge
-from framework.metrics.tables import human_bytes
-from framework.parts import STACK
 from framework.plan import jaxprs, layers
 from framework.plan.cache import versions
 from framework.plan.compiled import Compiled, compile_for
@@ -28,8 +25,11 @@ from framework.plan.naming import OF_LAYOUT, Named, name_buffers
 from framework.plan.report import KEYS
 from framework.plan.suggest import closed_form, compile_step, state_bytes, suggestions
 from framework.plan.targets import Target
-from framework.program import Program
+from framework.program.experiment import Experiment
+from framework.program.program import Program
+from framework.schedules.layerwise.storage import STACK
 from framework.schedules.step import training_context
+from framework.terminal.tables import human_bytes
 
 Report = dict[str, Any]
 _COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), "cpu": ()}

@@ -1,12 +1,12 @@
-"""A plan as text: the table of one, and the table that compares several. May import: framework.mesh, metrics."""
+"""A plan as text: the table of one, and the table that compares several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from framework.mesh import mesh_text
-from framework.metrics.tables import Section, human_bytes, human_count
+from framework.devices.mesh import mesh_text
+from framework.terminal.tables import Section, human_bytes, human_count
 
 Report = dict[str, Any]
 # What the bytes at a peak are divided into, in this order everywhere.

@@ -1,6 +1,6 @@
 """The start of a run on devices that are not here: all that happens before the first array, for all its processes.
 
-`launch.train --dry_run --target=...` says it. May import: everything in framework but trainer and hooks.
+`launch.train --dry_run --target=...` says it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 
 from framework.config import Config
 from framework.layers.base import BATCH_AXES
-from framework.metrics.tables import Section, human_bytes, render
 from framework.plan import guard
+from framework.plan.start_table import start_report
 from framework.plan.targets import Target
-from framework.program import Program
-from framework.report import start_report
+from framework.program.program import Program
+from framework.terminal.tables import Section, human_bytes, render
 
 
 def dry_run(name: str, config: Config, target: Target, folder: Path, limit: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Settings that fit where a config does not. May import: everything in framework but trainer and hooks."""
+"""Settings that fit where a config does not."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from framework.config import Config
-from framework.executables import HostBytes
-from framework.experiment import Experiment
+from framework.devices.executables import HostBytes
 from framework.layers.remat import check_platform
 from framework.plan.compiled import Compiled, compile_for
 from framework.plan.estimate import Estimate, estimate
 from framework.plan.layers import compile_layers
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.targets import Target
-from framework.program import Program
+from framework.program.experiment import Experiment
+from framework.program.program import Program
 
 
 def check(experiment: Experiment, target: Target) -> dict[str, int]:

@@ -1,11 +1,8 @@
 """Targets: the names of machines that a plan compiles for, without having one.
 
-    v5e-16, v6e-8         TPUs, chips counted    v4-8, v5p-1024, tpu7x-8   TPUs, cores counted, as Cloud names them
-    2xv5e-256             two slices             tpu:v5e:2x4               any topology that libtpu knows
-    h200, h200x8, h100x16 GPUs, eight to a host  cpu:8, local              devices of this machine
-
-May import: framework.accelerators; JAX only inside functions, because `environment` has to come before it and an
-estimate does without its devices.
+v5e-16, v6e-8         TPUs, chips counted    v4-8, v5p-1024, tpu7x-8   TPUs, cores counted, as Cloud names them
+2xv5e-256             two slices             tpu:v5e:2x4               any topology that libtpu knows
+h200, h200x8, h100x16 GPUs, eight to a host  cpu:8, local              devices of this machine
 """
 
 import difflib
@@ -19,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from framework.accelerators import ACCELERATORS, AcceleratorSpec, accelerator_name, spec_for
+from framework.devices.accelerators import ACCELERATORS, AcceleratorSpec, accelerator_name, spec_for
 
 _TPUS = {spec.name: spec for spec in ACCELERATORS if spec.topologies}
 _GPUS = {spec.name: spec for spec in ACCELERATORS if spec.xla}
@@ -190,7 +187,7 @@ def _slices(family: str, topology: str, count: int) -> Target:
 def _local() -> Target:
     import jax
 
-    from framework.mesh import island
+    from framework.devices.mesh import island
 
     devices, own = jax.devices(), jax.local_devices()
     spec = spec_for(devices)

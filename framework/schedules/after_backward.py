@@ -1,8 +1,6 @@
 """The plain schedule: the whole backward pass, then the whole update.
 
 All gradients are on the device at once; optimizer state is where the layout says, and host leaves are moved whole.
-May import: framework.layout, framework.learner, framework.models, framework.memory,
-framework.layers.base, framework.schedules.step.
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ import jax.numpy as jnp
 
 from framework.layers.base import Context, Out
 from framework.layout import Nested, StateLayout, merge
-from framework.learner import Learner
-from framework.memory import Memory
+from framework.learner.learner import Learner
+from framework.learner.units import Decision, Update
 from framework.models.chain import Chain
+from framework.schedules.memory import Memory
 from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
-from framework.units import Decision, Update
 
 
 def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> Update:

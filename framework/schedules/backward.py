@@ -6,8 +6,6 @@ it away or update the unit. The loop's carry holds the parameters, as visits may
 
 What is kept are the leaves of `jax.vjp`'s result that are not its arguments: those (the unit's weights above all) are
 put back in the backward loop, so no copies of them are stacked.
-
-May import: framework.layout, framework.memory, framework.layers, framework.models, framework.units, JAX.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ from framework.layout import (
     move_to_host,
     unflatten,
 )
-from framework.memory import Memory
+from framework.learner.units import unit_at
 from framework.models.chain import Chain
-from framework.units import unit_at
+from framework.schedules.memory import Memory
 
 Work = dict[str, Any]  # "parameter", "frozen", and whatever visits change
 # (work, stage, gradients, index of the unit or None) -> work. Gradients are in the structure of the stage's trainable

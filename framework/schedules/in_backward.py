@@ -4,8 +4,6 @@ No program holds more than one unit's gradients, and nothing waits for their nor
 the step before, or exact by a second backward pass (`learner.clip_mode`). A unit whose gradient is not finite is not
 updated, nor are those after it; the units before it were, and the metric `updated_units` says how many (LOMO, Lv et al.
 2023, arXiv 2306.09782; AdaLomo, arXiv 2310.10195).
-
-May import: framework.layout, framework.learner, framework.models, framework.memory, framework.schedules.
 """
 
 from __future__ import annotations
@@ -16,16 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from framework.layout import Nested, StateLayout
-from framework.learner import Learner
-from framework.memory import Memory
+from framework.learner.learner import Learner
+from framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update
 from framework.models.chain import Chain
 from framework.schedules.backward import Turns, Visit, Work, forward
+from framework.schedules.memory import Memory
 from framework.schedules.pieces import update_group
 from framework.schedules.state_ahead import Moving, StateAhead, UnitState
 from framework.schedules.step import Metrics, State, Step, finish, training_context
 from framework.schedules.streamed import bundle_specs
 from framework.schedules.streamed import check as check_platform
-from framework.units import Bundle, Decision, Group, UnitUpdate, Update
 
 # In the work of a backward pass whose units' state moves ahead, besides the groups of the state: the UnitState of the
 # unit that was updated last.

@@ -7,8 +7,6 @@ Rows are blocks of each device's own shard, so they are taken inside `shard_map`
 [L * blocks, R / blocks, C], which moves nothing, and a block is one index of the leading dimension. (TPU slices host
 memory in one dimension only.) Weights and state are the loop's carry and are updated in place: a loop that only read a
 stack might hold a relaid copy of all of it. The next piece is fetched while one is updated.
-
-May import: framework.layout, framework.learner, framework.optimizers, framework.units.
 """
 
 from __future__ import annotations
@@ -23,9 +21,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from framework.layout import TensorSpec, fetch_leaf, flatten, store_leaf, unflatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
+from framework.learner.units import (
+    Bundle,
+    Decision,
+    Group,
+    UnitUpdate,
+    Update,
+    all_units,
+    in_structure,
+    unit_at,
+    with_unit,
+)
 from framework.optimizers.rounding import Origin
-from framework.units import Bundle, Decision, Group, UnitUpdate, Update, all_units, in_structure, unit_at, with_unit
 
 Flat = dict[str, Any]
 FlatBundle = tuple[Flat, Flat, Flat, Flat]

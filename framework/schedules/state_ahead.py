@@ -8,8 +8,6 @@ Each turn of the backward loop begins with two transfers: the new state of the u
 state of this unit comes from there. Both have the unit's whole backward pass to hide behind. The unit is then updated
 by arrays that are on the device, and its new state waits for the next turn. This costs the state of two units on the
 device, where `pieces` holds two pieces.
-
-May import: framework.layout, framework.learner, framework.schedules.streamed, framework.units.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 
 from framework.layout import Nested, StateLayout, fetch_leaf, flatten, store_leaf
-from framework.learner import Learner
+from framework.learner.learner import Learner
+from framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update, in_structure, unit_at, with_unit
 from framework.schedules.streamed import bundle_specs
-from framework.units import Bundle, Decision, Group, UnitUpdate, Update, in_structure, unit_at, with_unit
 
 Flat = dict[str, Any]
 

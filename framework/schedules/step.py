@@ -1,7 +1,4 @@
-"""What every schedule's step is made of: types, context, microbatches, and the state and metrics that it returns.
-
-May import: framework.layout, framework.learner, framework.models, framework.layers.base.
-"""
+"""What every schedule's step is made of: types, context, microbatches, and the state and metrics that it returns."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ import jax.numpy as jnp
 
 from framework.layers.base import BATCH_AXES, Context, Out
 from framework.layout import Nested, StateLayout
-from framework.learner import Learner
+from framework.learner.learner import Learner
+from framework.learner.units import Decision, Update
 from framework.models.chain import Chain
-from framework.units import Decision, Update
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]

@@ -5,8 +5,6 @@ Gradients are either taken as in after_backward, or, where weights, gradients or
 at a time: each is written into its buffer as the backward pass makes it, and their norm is summed on the way. In both
 cases the norm is known before anything is updated, so clipping and skipping are exact, with one backward pass. Buffers
 in host memory are a group of the state: donated, written in place, and not part of a checkpoint.
-
-May import: framework.layout, framework.learner, framework.models, framework.memory, framework.schedules.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ import jax.numpy as jnp
 
 from framework.layers.base import Context, Out
 from framework.layout import Nested, StateLayout, fetch_leaf, store_leaf
-from framework.learner import Learner
-from framework.memory import Memory
+from framework.learner.learner import Learner
+from framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update, unit_at, with_unit
 from framework.models.chain import Chain
 from framework.schedules import after_backward
 from framework.schedules.backward import Work, forward
+from framework.schedules.memory import Memory
 from framework.schedules.pieces import update_group
 from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
-from framework.units import Bundle, Decision, Group, UnitUpdate, Update, unit_at, with_unit
 
 
 def update_streamed(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> Update:

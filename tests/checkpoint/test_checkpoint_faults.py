@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.checkpoint import (
+from framework.checkpoint.checkpointer import (
     CheckpointCorruptError,
     Checkpointer,
     CheckpointMissingError,
     CheckpointSaveError,
 )
-from framework.checkpoint_directory import CheckpointError
+from framework.checkpoint.directory import CheckpointError
 
 MESH = jax.make_mesh((4, 2), ("a", "b"))
 
@@ -239,7 +239,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from framework.checkpoint import Checkpointer, CheckpointSaveError
+from framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
 sharding = NamedSharding(jax.make_mesh((2,), ("a",)), PartitionSpec("a"))
 def state(step):
     return {"parameter": {k: jax.device_put(jnp.full((512, 1024), step, jnp.float32), sharding) for k in "wx"}}
@@ -346,7 +346,7 @@ def test_failure_at_the_start_of_a_save(three, monkeypatch):
     """The directory cannot be written: an error at once, the step in the way is put back."""
     with Checkpointer(directory=three) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr("framework.checkpoint_storage.write", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+            patch.setattr("framework.checkpoint.storage.write", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
             with pytest.raises(
                 CheckpointSaveError, match=r"step 3 was not saved: OSError: read-only; .*steps \[1, 2\]"
             ):
@@ -360,14 +360,14 @@ def test_background_failure_surfaces_once(three, monkeypatch):
 
     with Checkpointer(directory=three) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr("framework.checkpoint_storage.write", lambda *_: fail)
+            patch.setattr("framework.checkpoint.storage.write", lambda *_: fail)
             checkpointer.save(5, make_state(5), {})
         with pytest.raises(CheckpointSaveError, match=r"step 5 was not saved: OSError: no more; .*steps \[1, 2, 3\]"):
             checkpointer.wait()
         checkpointer.wait()
         assert checkpointer.steps() == [1, 2, 3]
         with monkeypatch.context() as patch:
-            patch.setattr("framework.checkpoint_storage.write", lambda *_: fail)
+            patch.setattr("framework.checkpoint.storage.write", lambda *_: fail)
             checkpointer.save(6, make_state(6), {})
         with pytest.raises(CheckpointSaveError, match="step 6"):
             checkpointer.close()
@@ -377,7 +377,7 @@ def test_undeletable_old_checkpoint_is_reported(three, monkeypatch, caplog):
     """The new one is saved all the same."""
     with Checkpointer(directory=three, keep=1) as checkpointer:
         monkeypatch.setattr(
-            "framework.checkpoint_directory.delete_step", lambda *_: (_ for _ in ()).throw(PermissionError("no"))
+            "framework.checkpoint.directory.delete_step", lambda *_: (_ for _ in ()).throw(PermissionError("no"))
         )
         checkpointer.save(4, make_state(4), {"next": 4})
         checkpointer.wait()

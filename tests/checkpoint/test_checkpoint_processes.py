@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.checkpoint import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer
 
 # Each process has two devices. Arguments: directory, port, process id.
 JOB = """
@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 directory, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, heartbeat_timeout_seconds=30)
 import logging
-from framework.checkpoint import Checkpointer, CheckpointCorruptError, CheckpointSaveError
+from framework.checkpoint.checkpointer import Checkpointer, CheckpointCorruptError, CheckpointSaveError
 mesh = jax.make_mesh((2, 2), ("a", "b"))
 shardings = {
     "parameter": {"w": NamedSharding(mesh, PartitionSpec("a", "b")), "b": NamedSharding(mesh, PartitionSpec())},
@@ -76,8 +76,8 @@ RESTORE = (
     + """
 # Both see what process 0 sees, whatever their file system shows them.
 if process == 1:
-    import framework.checkpoint_directory
-    framework.checkpoint_directory.scan = lambda root: ([99], ["nonsense"])
+    import framework.checkpoint.directory
+    framework.checkpoint.directory.scan = lambda root: ([99], ["nonsense"])
 restored = checkpointer.restore_latest(abstract)
 assert restored.step == 1 and restored.extra == {"next": 8}, restored
 check(restored.state, 8)

@@ -9,7 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from framework.checkpoint import CheckpointCorruptError, Checkpointer, CheckpointMismatchError, CheckpointMissingError
+from framework.checkpoint.checkpointer import (
+    CheckpointCorruptError,
+    Checkpointer,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+)
 from tests.checkpoint.test_checkpoint_faults import data_file, files_of, flip
 from tests.support.runs import losses, train, write_text
 from tests.support.small import assert_same_bits

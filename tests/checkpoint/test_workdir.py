@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
-from framework.workdir import Workdir, config_changes, safe_child, write_json
+from framework.config.changes import config_changes
+from framework.files.workdir import Workdir, safe_child, write_json
 
 HOLD = """
 import sys, time
-from framework.workdir import Workdir
+from framework.files.workdir import Workdir
 print(Workdir(sys.argv[1]).claim(), flush=True)
 assert "jax" not in sys.modules
 sys.stdin.read()
@@ -134,7 +135,8 @@ def test_release_leaves_the_lock_of_another(tmp_path):
 def test_many_jobs_at_once_one_wins(tmp_path):
     """All find the same stale lock at the same time."""
     leave_lock(tmp_path)
-    code = f"import sys\nfrom framework.workdir import Workdir\ntry: Workdir({str(tmp_path)!r}).claim(); print('won')\n"
+    code = "import sys\nfrom framework.files.workdir import Workdir\n"
+    code += f"try: Workdir({str(tmp_path)!r}).claim(); print('won')\n"
     code += "except ValueError: print('lost')\nsys.stdout.flush(); sys.stdin.read()"
     jobs = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

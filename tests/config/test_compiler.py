@@ -10,18 +10,18 @@ from typing import Any
 import jax
 import pytest
 
-from framework.compiler import Compiler, check_environment
 from framework.config import ConfigError, config_for
-from framework.experiment import AcceleratorRule
-from framework.generation import Generator
-from framework.mesh import MeshShape
+from framework.devices.compiler import Compiler, check_environment
+from framework.devices.mesh import MeshShape
+from framework.inference.generation import Generator
+from framework.inference.sampling import Sampling
+from framework.inference.scoring import Scorer
 from framework.plan import cache
 from framework.plan.guard import need
 from framework.plan.plan import plan
 from framework.plan.targets import environment, resolve
-from framework.program import Program
-from framework.sampling import Sampling
-from framework.scoring import Scorer
+from framework.program.experiment import AcceleratorRule
+from framework.program.program import Program
 from launch import cli
 from tests.support import small
 

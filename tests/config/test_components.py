@@ -19,9 +19,10 @@ import configs
 import framework
 import launch
 from configs.families.llama import Llama
-from framework import config_components, config_names
 from framework.config import Config, ConfigError, config_for, reference
-from framework.config_components import is_component
+from framework.config import components as config_components
+from framework.config import names as config_names
+from framework.config.components import is_component
 from framework.data import images, sources, tokenizers
 from framework.layers.attention import Attention
 from framework.layers.block import Block
@@ -126,11 +127,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "framework.layers.stack.Stack": {"pattern": [BLOCK]},
     "framework.layers.block.Block": {"attention": BLOCK.attention, "mlp": BLOCK.mlp},
     "framework.models.causal_lm.CausalLM": {"stack": config_for(Stack, num_layers=1, pattern=[BLOCK])},
-    "framework.learner.Learner": {
+    "framework.learner.learner.Learner": {
         "specs": {"embed": {"token": Linear(inputs=4, outputs=4).parameter_specs()["weight"]}}
     },
-    "framework.rules.Rule": {"freeze": True, "optimizer": None},
-    "framework.trainer_options.TrainerOptions": {"max_steps": 3},
+    "framework.learner.rules.Rule": {"freeze": True, "optimizer": None},
+    "framework.program.options.TrainerOptions": {"max_steps": 3},
     **{f"framework.optimizers.learning_rates.{name}": {"steps": 10} for name in SCHEDULES},
 }
 

@@ -7,7 +7,6 @@ import jax
 import optax
 import pytest
 
-from framework import config_names
 from framework.config import (
     Config,
     ConfigError,
@@ -16,6 +15,7 @@ from framework.config import (
     config_for,
     target_of,
 )
+from framework.config import names as config_names
 from framework.layers.linear import Linear
 
 BAD = [
@@ -50,9 +50,9 @@ def test_text_that_is_no_json(depth):
 # What a hostile config.json could name. None may be imported, and none called.
 CANARIES = """
     os os.system subprocess.Popen builtins.eval antigravity.fly canary_module.Payload __import__('os').system('true') .
-    framework.config_names.importlib.import_module framework.config_names.sys framework.config_names.sys.exit
-    framework.config_names.re.compile framework.config_names._DOTTED framework.config_schema.ml_collections.ConfigDict
-    framework.config_schema.Callable framework..config.Config framework.__loader__ framework.config.__builtins__
+    framework.config.names.importlib.import_module framework.config.names.sys framework.config.names.sys.exit
+    framework.config.names.re.compile framework.config.names._DOTTED framework.config.schema.ml_collections.ConfigDict
+    framework.config.schema.Callable framework..config.Config framework.__loader__ framework.config.__builtins__
     frameworkish.Thing optax.jax.numpy.zeros optax.jnp jax.numpy.load jax.nn.initializers.np.load configs.importlib
 """
 

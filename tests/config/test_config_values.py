@@ -186,7 +186,7 @@ BAD_TEXTS = [
     ("table", "a=1", "table: expected a dict with text keys (each value: a number > 0), given 'a=1'"),
     ("layers.0.heads", "0", "layers.0.heads: expected an integer > 0, given 0"),
     ("optimizer", "lion", "expected a config or none, given 'lion' (str); a component goes by its dotted name"),
-    ("optimizer", "framework.config_names.sys.exit", "optimizer: 'framework.config_names.sys.exit' does not exist"),
+    ("optimizer", "framework.config.names.sys.exit", "optimizer: 'framework.config.names.sys.exit' does not exist"),
     ("loose", "optax.adamww", "'optax.adamww' does not exist; did you mean 'adamw'?"),
     ("layers", '[{"$class": "optax.sgd", "rate": 1}]', "layers.0.rate: no such field in optax.sgd"),
     ("layers", '[{"$class": "os.system"}]', "layers.0: 'os.system' is refused"),

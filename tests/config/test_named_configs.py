@@ -9,8 +9,8 @@ import pytest
 
 import configs
 from framework.config import Config, ConfigError, target_of
-from framework.config_names import name_of
-from framework.config_schema import schema
+from framework.config.names import name_of
+from framework.config.schema import schema
 
 
 def test_every_hint_of_every_component_resolves():

@@ -14,7 +14,7 @@ import pytest
 import configs
 from configs.families.llama import Llama
 from framework.config import Config, ConfigError, config_for, reference
-from framework.pretrained import Pretrained
+from framework.weights.pretrained import Pretrained
 from tests.support.watched import watched
 
 # In texts: {dir} is a folder with evil.py, which writes the file PWNED when it is run, and with the file `precious`.
@@ -26,69 +26,69 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "configs._from_file", "path": "{dir}/evil.py", "name": "f"},
     {"$class": "configs._import_file", "path": "{dir}/evil.py"},
     {"$class": "configs.importlib.import_module", "name": "evil"},
-    {"$class": "framework.config_names.importlib.import_module", "name": "evil"},
+    {"$class": "framework.config.names.importlib.import_module", "name": "evil"},
     {"$class": "os.system", "command": "touch {dir}/PWNED"},
     {"$class": "subprocess.run", "args": ["touch", "{dir}/PWNED"]},
     {"$class": "builtins.exec", "source": "open(r'{dir}/PWNED', 'w')"},
     {"$class": "functools.partial", "func": {"$class": "configs.load", "spec": "{dir}/evil.py:f"}},
     {"$class": "evil.f"},
     {"$class": "runpy.run_path", "path_name": "{dir}/evil.py"},
-    {"$class": "framework.workdir.os.system", "command": "touch {dir}/PWNED"},
-    {"$class": "framework.pretrained.json.loads", "s": "1"},
+    {"$class": "framework.files.workdir.os.system", "command": "touch {dir}/PWNED"},
+    {"$class": "framework.weights.pretrained.json.loads", "s": "1"},
     # What returns configs, or reads directories
     {"$class": "configs.names"},
     {"$class": "configs.tiny.stdlib_tiny"},
     {"$class": "configs.finetune.full", "path": "{dir}"},
     {"$class": "configs.families.read", "path": "{dir}"},
     {"$class": "configs.families.model_of", "path": "{dir}"},
-    {"$class": "framework.pretrained.Directory", "path": "{dir}"},
+    {"$class": "framework.weights.pretrained.Directory", "path": "{dir}"},
     {"$class": "framework.config.Config", "target": "os.system"},
     {"$class": "framework.config.config_for", "target": "os.system"},
     {"$class": "framework.config.Config.from_json", "text": '{"$class": "configs.load", "spec": "{dir}/evil.py:f"}'},
-    {"$class": "framework.config_names.resolve", "name": "configs.load"},
-    {"$class": "framework.config_names.remember", "target": {"$class": "configs.load", "spec": "{dir}/evil.py:f"}},
+    {"$class": "framework.config.names.resolve", "name": "configs.load"},
+    {"$class": "framework.config.names.remember", "target": {"$class": "configs.load", "spec": "{dir}/evil.py:f"}},
     # What writes, moves or removes
-    {"$class": "framework.workdir.write_json", "path": "{dir}/precious", "value": {"now": "mine"}},
-    {"$class": "framework.workdir.Workdir", "path": "{dir}/PWNED"},
-    {"$class": "framework.workdir.read_only", "path": "{dir}"},
-    {"$class": "framework.workdir.shutil.rmtree", "path": "{dir}"},
+    {"$class": "framework.files.workdir.write_json", "path": "{dir}/precious", "value": {"now": "mine"}},
+    {"$class": "framework.files.workdir.Workdir", "path": "{dir}/PWNED"},
+    {"$class": "framework.files.workdir.read_only", "path": "{dir}"},
+    {"$class": "framework.files.workdir.shutil.rmtree", "path": "{dir}"},
     {"$class": "framework.metrics.jsonl.JsonlWriter", "path": "{dir}/precious"},
     {"$class": "framework.metrics.jsonl.read_metrics", "path": "{dir}/precious"},
     {"$class": "framework.metrics.writers.TensorBoardWriter", "directory": "{dir}/PWNED"},
     {"$class": "framework.metrics.writers.WandbWriter", "project": "x", "name": "x", "workdir": "{dir}", "config": {}},
-    {"$class": "framework.metrics.progress.Progress", "total_steps": 1, "log_path": "{dir}/precious"},
+    {"$class": "framework.terminal.progress.Progress", "total_steps": 1, "log_path": "{dir}/precious"},
     {"$class": "framework.metrics.plot.plot_losses", "metrics": "{dir}/precious", "to": "{dir}/PWNED"},
-    {"$class": "framework.checkpoint.Checkpointer", "directory": "{dir}/PWNED"},
-    {"$class": "framework.checkpoint_directory.delete_step", "root": "{dir}", "step": 1},
-    {"$class": "framework.checkpoint_directory.remove_leftovers", "root": "{dir}"},
-    {"$class": "framework.data.token_files.write_tokens", "path": "{dir}/precious"},
+    {"$class": "framework.checkpoint.checkpointer.Checkpointer", "directory": "{dir}/PWNED"},
+    {"$class": "framework.checkpoint.directory.delete_step", "root": "{dir}", "step": 1},
+    {"$class": "framework.checkpoint.directory.remove_leftovers", "root": "{dir}"},
+    {"$class": "framework.data.tokenize.write_tokens", "path": "{dir}/precious"},
     {"$class": "framework.data.pipeline.cached_tokens", "cache": "{dir}"},
     {"$class": "framework.data.files.fetched", "folder": "{dir}"},
     {"$class": "framework.data.files.find", "paths": "{dir}/precious"},
-    {"$class": "framework.export.export_model", "path": "{dir}/PWNED"},
-    {"$class": "framework.trainer.use_compilation_cache", "directory": "{dir}/PWNED"},
-    {"$class": "framework.trainer.Trainer"},
-    {"$class": "framework.executables.compiled", "lowered": 1},
-    {"$class": "framework.canary.check"},
+    {"$class": "framework.weights.export.export_model", "path": "{dir}/PWNED"},
+    {"$class": "framework.devices.executables.use_compilation_cache", "directory": "{dir}/PWNED"},
+    {"$class": "framework.run.trainer.Trainer"},
+    {"$class": "framework.devices.executables.compiled", "lowered": 1},
+    {"$class": "framework.run.canary.check"},
     # What talks to others, or starts processes and threads
-    {"$class": "framework.remote.Mirror", "url": "gs://a/b"},
-    {"$class": "framework.remote.connect", "url": "http://127.0.0.1:9"},
-    {"$class": "framework.health.Pulse", "folder": "{dir}", "process": 0, "num_processes": 1},
-    {"$class": "framework.distributed.Cluster"},
-    {"$class": "framework.rendezvous.meet"},
+    {"$class": "framework.files.remote.Mirror", "url": "gs://a/b"},
+    {"$class": "framework.files.remote.connect", "url": "http://127.0.0.1:9"},
+    {"$class": "framework.processes.health.Pulse", "folder": "{dir}", "process": 0, "num_processes": 1},
+    {"$class": "framework.processes.distributed.Cluster"},
+    {"$class": "framework.processes.rendezvous.meet"},
     {"$class": "launch.train.main", "argv": ["--config=stdlib-tiny"]},
     {"$class": "launch.preload.orbax"},
     {"$class": "launch.commands.run", "words": ["touch", "{dir}/PWNED"]},
     {"$class": "tools.mutate.main"},
     # Classes and functions of ours that are no component
-    {"$class": "framework.config_names.ConfigError", "message": "x"},
-    {"$class": "framework.hooks.RollBack"},
-    {"$class": "framework.sampling.Sampling", "tokens": 1},
+    {"$class": "framework.config.names.ConfigError", "message": "x"},
+    {"$class": "framework.run.hooks.RollBack"},
+    {"$class": "framework.inference.sampling.Sampling", "tokens": 1},
     {"$class": "framework.layers.base.Layer"},
     {"$class": "framework.layers.lora.LoRALinear", "base": 1, "lora": 1, "path": ""},
     {"$class": "framework.data.chats._Codec"},
     {"$class": "framework.optimizers.partition.partitioned", "optimizer": 1},
-    {"$class": "framework.program.Program", "experiment": 1},
+    {"$class": "framework.program.program.Program", "experiment": 1},
     # Of optax and jax.nn what is no optimizer, schedule or initializer
     {"$class": "optax.inject_hyperparams", "inner_factory": {"$class": "framework.config.reference", "name": "x"}},
     {"$class": "optax.apply_updates", "params": 1, "updates": 1},
@@ -115,11 +115,11 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "configs.load\u0000"},
     {"$class": "\ud800.load"},
     {"$class": "configs..load"},
-    {"$class": "framework.workdir.Workdir.claim"},
+    {"$class": "framework.files.workdir.Workdir.claim"},
     {"$class": "framework.__loader__.load_module", "fullname": "evil"},
     {"$class": "framework.config.Config.__init__"},
     {"$class": "configs.not_there_yet.f"},
-    {"$class": "framework.workdir"},
+    {"$class": "framework.files.workdir"},
 ]
 # Where a payload is put: dotted paths into nanogpt-cpu's config as JSON has it; "" is the whole file.
 PLACES = [
@@ -224,11 +224,17 @@ def test_payloads_are_refused_on_the_command_line_too(payload, folder, experimen
     _unharmed(folder)
 
 
-NAMES = ["configs.load", "framework.workdir.write_json", "os.system", "framework.workdir.os.system", "evil.f"]
+NAMES = [
+    "configs.load",
+    "framework.files.workdir.write_json",
+    "os.system",
+    "framework.files.workdir.os.system",
+    "evil.f",
+]
 
 
 @pytest.mark.parametrize(
-    "name", [*NAMES, "optax.apply_updates", "framework.config.Config", "framework.trainer.Trainer"]
+    "name", [*NAMES, "optax.apply_updates", "framework.config.Config", "framework.run.trainer.Trainer"]
 )
 def test_a_reference_leads_to_no_more_than_a_class_does(name, folder, experiment):
     payload = config_for(reference, name=name).to_dict()
@@ -406,7 +412,7 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
 
 def test_names_of_older_configs_load(experiment):
     older = _placed(experiment, "learner.rules.0", {**experiment["learner"]["rules"][0]})
-    older["learner"]["rules"][0]["$class"] = "framework.learner.Rule"  # before rules had a file of their own
+    older["learner"]["rules"][0]["$class"] = "framework.learner.learner.Rule"  # before rules had a file of their own
     assert Config.from_dict(older) == Config.from_dict(experiment)
     assert Config.from_dict(older).instantiate().learner is not None
 

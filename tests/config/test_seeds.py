@@ -8,7 +8,7 @@ from framework.config import ConfigError, config_for
 from framework.data.images import ImagePipeline
 from framework.data.pipeline import DataPipeline
 from framework.layers.flow.linear import Permutation
-from framework.trainer_options import TrainerOptions
+from framework.program.options import TrainerOptions
 
 COMPONENTS = [TrainerOptions, DataPipeline, ImagePipeline, Permutation]
 

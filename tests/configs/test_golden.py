@@ -11,7 +11,7 @@ import pytest
 import configs
 from framework.config import Config, config_for
 from framework.layout import StateLayout, flatten
-from framework.program import Program
+from framework.program.program import Program
 from tests.support import small
 from tools import golden
 

@@ -12,7 +12,7 @@ from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline, training_text
 from framework.data.sources import JsonLines, Mixture, StdlibSource, TextFiles, TokenMemmap, leaves_of
 from framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
-from framework.report import compression_lines, compressor_bits_per_byte
+from framework.run.report import compression_lines, compressor_bits_per_byte
 
 B, S = 8, 32
 
@@ -120,7 +120,7 @@ def test_compressors_on_known_text(documents, pipeline, tmp_path: Path, monkeypa
     built = pipeline(validation={"held": config_for(TextFiles, paths=[str(tmp_path / "corpus/*.txt")])})
     evaluation = {"eval/held/bits_per_byte": 2.5}
     assert "held: 2.500 bits per byte; on the same text gzip -9 " in compression_lines(built, evaluation)[0]
-    monkeypatch.setattr("framework.report._MAX_COMPRESSED_BYTES", 1000)
+    monkeypatch.setattr("framework.run.report._MAX_COMPRESSED_BYTES", 1000)
     (line,) = compression_lines(built, evaluation)
     assert re.fullmatch(r"held: 2.500 bits per byte; .* of text are too many to compress for comparison", line)
 

@@ -12,7 +12,8 @@ import pytest
 
 from framework.data.files import DataFile, FileHashes, find
 from framework.data.sources import TextSource, TokenMemmap
-from framework.data.token_files import TokenStream, sidecar_name, write_tokens
+from framework.data.token_files import TokenStream, sidecar_name
+from framework.data.tokenize import write_tokens
 from framework.data.tokenizers import NoTokenizer, Tokenizer
 
 EOS = 999

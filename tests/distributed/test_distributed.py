@@ -1,11 +1,11 @@
-"""framework.distributed: who says which process of how many this is, and how processes agree."""
+"""framework.processes.distributed: who says which process of how many this is, and how processes agree."""
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.distributed import Ballot, Cluster, detect, from_primary, on_tpu_pod
+from framework.processes.distributed import Ballot, Cluster, detect, from_primary, on_tpu_pod
 
 PLAIN = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 SLURM = {

@@ -1,4 +1,4 @@
-"""framework.executables: a CPU process that is not the first finds its programs again at the next start."""
+"""framework.devices.executables: a CPU process that is not the first finds its programs again at the next start."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from framework import executables
+from framework.devices import executables
 from tests.support.runs import ROOT, free_port
 
 SCRIPT = """
@@ -21,7 +21,7 @@ jax.config.update("jax_compilation_cache_dir", cache)
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from framework import executables
+from framework.devices import executables
 
 mesh = Mesh(np.asarray(jax.devices()), ("all",))
 split, whole = NamedSharding(mesh, PartitionSpec("all")), NamedSharding(mesh, PartitionSpec())

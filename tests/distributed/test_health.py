@@ -1,4 +1,4 @@
-"""framework.health: the sign of life of a process; that a hang ends it is tried here in a process of its own."""
+"""framework.processes.health: a process's sign of life; that a hang ends it is tried in a process of its own."""
 
 import json
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.health import Health, Pulse, read
 from framework.metrics.goodput import Goodput
+from framework.processes.health import Health, Pulse, read
 from tests.support.runs import ROOT, wait_for
 
 
@@ -61,7 +61,7 @@ def test_a_full_disk_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("framework.health.write_json", full)
+    monkeypatch.setattr("framework.processes.health.write_json", full)
     with pulse(tmp_path) as one:
         one.note(step=1)
         one.write()
@@ -70,7 +70,7 @@ def test_a_full_disk_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 HANG = """
 import sys, time
 from pathlib import Path
-from framework.health import Health, Pulse
+from framework.processes.health import Health, Pulse
 from framework.metrics.goodput import Goodput
 goodput = Goodput()
 folder = Path(sys.argv[1])

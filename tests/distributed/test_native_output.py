@@ -8,7 +8,7 @@ GREETING = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of conne
 # `os.write(1, ...)` is what C++ does; a process that ends at once flushes nothing.
 CODE = f"""
 import os, time
-from framework.native_output import leave_out_greetings
+from framework.terminal.native_output import leave_out_greetings
 print("before")
 leave_out_greetings()
 os.write(1, b"{GREETING}\\n")

@@ -1,4 +1,4 @@
-"""framework.rendezvous, in threads: through launch.train it is in tests/faults/test_processes.py."""
+"""framework.processes.rendezvous, in threads: through launch.train it is in tests/faults/test_processes.py."""
 
 import socket
 import threading
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from framework.rendezvous import ProcessesMissingError, bind_host, meet
+from framework.processes.rendezvous import ProcessesMissingError, bind_host, meet
 from tests.support.runs import free_port
 
 

@@ -1,4 +1,4 @@
-"""framework.replicas: copies that differ are named, on eight devices of one process."""
+"""framework.checkpoint.replicas: copies that differ are named, on eight devices of one process."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.replicas import ReplicaMismatchError, check
+from framework.checkpoint.replicas import ReplicaMismatchError, check
 
 
 def placed(value: np.ndarray, *spec: str | None, change: Mapping[int, np.ndarray] = {}) -> jax.Array:

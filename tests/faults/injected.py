@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from framework.hooks import Hook
 from framework.layout import flatten
-from framework.trainer import Trainer
+from framework.run.hooks import Hook
+from framework.run.run import Run
+from framework.run.trainer import Trainer
 from launch.train import main
 
 LEAF = "embed/token"
@@ -30,12 +31,12 @@ class Fault(Hook):
     def __init__(self, kind: str, step: int):
         self.kind, self.step = kind, step
 
-    def before_step(self, run: Trainer, step: int) -> None:
+    def before_step(self, run: Run, step: int) -> None:
         """After all that follows its step."""
         if self.kind == "kill" and step == self.step + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def after_step(self, run: Trainer, step: int) -> None:
+    def after_step(self, run: Run, step: int) -> None:
         """Before all else that follows its step."""
         if self.kind == "clock":
             time.sleep(0.1)
@@ -62,14 +63,14 @@ def flip(state: dict[str, Any]) -> None:
 
 def inject(kind: str, argument: float) -> None:
     """From now on this process has the fault."""
-    true, began, save = time.monotonic, time.monotonic(), Trainer.save
+    true, began, save = time.monotonic, time.monotonic(), Run.save
     if kind == "clock":
 
-        def told(self: Trainer, step: int) -> None:
+        def told(self: Run, step: int) -> None:
             print(f"process {jax.process_index()} saves step {step} at {true():.2f}", flush=True)
             save(self, step)
 
-        Trainer.save = told
+        Run.save = told
         if argument != 1.0:
             epoch = time.time()
             time.monotonic = lambda: began + 3600 + argument * (true() - began)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from framework.metrics.memory import live_array_bytes
-from framework.trainer import Trainer
+from framework.run.run import Run
 from tests.support.runs import CONFIG, losses, rows, start, train
 
 
@@ -50,7 +50,7 @@ def test_4_mesh_or_batch_does_not_divide(
 def test_5_what_does_not_fit_is_refused_with_what_would(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     workdir, limit = tmp_path / "run", ("--config.data.global_batch_size=32", "--device_memory_gib=0.0012")
     with monkeypatch.context() as patch:
-        patch.setattr("framework.program.Program.init", lambda *_: pytest.fail("made arrays"))
+        patch.setattr("framework.program.program.Program.init", lambda *_: pytest.fail("made arrays"))
         assert train(workdir, *limit) == 4
     out = capsys.readouterr().out
     needs = re.search(r"the training step needs ([\d.]+) (\w+) on each device, and there are ([\d.]+) (\w+)", out)
@@ -68,7 +68,9 @@ def test_5_what_does_not_fit_is_refused_with_what_would(text: Path, tmp_path: Pa
 
 
 def test_6_missing_data_is_named_before_any_compile(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("framework.program.Program.compiled_step", property(lambda self: pytest.fail("compiled")))
+    monkeypatch.setattr(
+        "framework.program.program.Program.compiled_step", property(lambda self: pytest.fail("compiled"))
+    )
     (text / "train.txt").unlink()
     assert train(tmp_path / "run") == 2
     error = capsys.readouterr().err
@@ -123,15 +125,15 @@ def test_13_no_room_keeps_the_last_good_one(text: Path, tmp_path: Path, capsys, 
     workdir = tmp_path / "run"
     usage = shutil.disk_usage
     full = type(usage(tmp_path))(1 << 40, 1 << 40, 1000)
-    original = Trainer.save
+    original = Run.save
 
-    def save(self: Trainer, step: int) -> None:
+    def save(self: Run, step: int) -> None:
         with monkeypatch.context() as patch:
             if step > 4:
                 patch.setattr(shutil, "disk_usage", lambda path: full)
             original(self, step)
 
-    monkeypatch.setattr(Trainer, "save", save)
+    monkeypatch.setattr(Run, "save", save)
     assert train(workdir) == 1
     out = capsys.readouterr()
     assert "NOT SAVED at step 8" in out.out
@@ -279,14 +281,14 @@ def test_23_unsafe_run_names(text: Path, tmp_path: Path, capsys, monkeypatch, na
 
 def test_24_resuming_needs_no_more_memory(text: Path, tmp_path: Path, monkeypatch) -> None:
     peaks: list[int] = []
-    original = Trainer.start
+    original = Run.start
 
-    def watched(self: Trainer, *args, **options) -> int:
+    def watched(self: Run, *args, **options) -> int:
         step = original(self, *args, **options)
         peaks.append(sum(size for (_, kind), size in live_array_bytes().items() if kind == "device"))
         return step
 
-    monkeypatch.setattr(Trainer, "start", watched)
+    monkeypatch.setattr(Run, "start", watched)
     assert train(tmp_path / "run", "--config.trainer.max_steps=1") == 0
     assert train(tmp_path / "run", "--config.trainer.max_steps=2") == 0
     assert peaks[1] <= 1.02 * peaks[0]

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from framework.hooks import Hook
 from framework.metrics import patient
-from framework.trainer import Trainer
+from framework.run.hooks import Hook
+from framework.run.run import Run
+from framework.run.trainer import Trainer
 from tests.support.runs import CONFIG, losses, train
 
 ALONE = "--config.trainer.compilation_cache=None"  # JAX complains of its own files in words of its own
@@ -45,7 +46,7 @@ class Disk(Hook):
     def __init__(self, full: int, room: int | None):
         self.full, self.room = full, room
 
-    def after_step(self, run: Trainer, step: int) -> None:
+    def after_step(self, run: Run, step: int) -> None:
         if step in (self.full, self.room):
             run.checkpointer.wait()  # what is being written fails in another way, which tests/checkpoint tries
             set_limit(ROOM if step == self.full else -1)

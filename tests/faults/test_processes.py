@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint_directory import scan
+from framework.checkpoint.directory import scan
 from tests.support.runs import (
     CONFIG,
     ROOT,
@@ -164,7 +164,7 @@ def test_17_a_process_that_hangs_ends_all_with_their_stacks(text: Path, tmp_path
     assert pair[1].wait(timeout=120) in (*GONE, 6), output(workdir)
     stacks = (workdir / "health" / "process-00000.stacks.txt").read_text()
     assert f"process 0 has not moved for {limit:g} s (health.hang_seconds) in phase 'step', after step" in stacks
-    assert "framework/trainer.py" in stacks
+    assert "framework/run/trainer.py" in stacks
     assert stacks.count("Thread 0x") + stacks.count("Current thread") >= 2
     assert json.loads((workdir / "health" / "process-00000.json").read_text())["exit"] == 6
     assert not (workdir / "lock.json").exists() or start(workdir, *RUN, "--config.trainer.max_steps=1").wait() == 0

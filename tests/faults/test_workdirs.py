@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint_directory import _digest
+from framework.checkpoint.directory import _digest
 from tests.support.runs import losses, train, write_text
 
 SHORT = ("--config.trainer.max_steps=8",)

@@ -11,7 +11,6 @@ import pytest
 
 from framework.config import Config, config_for
 from framework.data.images import DigitsSource, ImagePipeline
-from framework.hooks import _moved
 from framework.layers.base import Context
 from framework.layers.flow.coupling import AdditiveCoupling, AffineCoupling
 from framework.layers.flow.ends import Preprocess, Prior, Split
@@ -22,7 +21,8 @@ from framework.layers.mlp import MLP
 from framework.layers.stack import Stack
 from framework.layout import flatten, initialize
 from framework.models.flow import Flow
-from framework.program import Program
+from framework.program.program import Program
+from framework.run.hooks import _moved
 from tests.support import small
 
 BATCH = 4
@@ -304,7 +304,7 @@ def test_what_does_not_fit_is_refused():
 
 def test_programs_of_layers_are_refused_by_name_also_where_only_bytes_are_asked_for():
     from configs.flows import CONFIGS
-    from framework.accelerators import spec_for
+    from framework.devices.accelerators import spec_for
     from framework.plan.estimate import estimate
 
     config = CONFIGS["digits-glow"]()

@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from configs.parts import llama_model
-from framework.generation import Generator
+from framework.inference.generation import Generator
 from framework.layout import StateLayout, move_to_host
 from framework.plan import targets
-from framework.program import Program
+from framework.program.program import Program
 from tests.support import small
 
 ROWS, SLOTS = 8, 2048

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from framework.config import Config, config_for
-from framework.generation import Generator, bucket
+from framework.inference.generation import Generator, bucket
+from framework.inference.sampling import Sampling
 from framework.layers.lora import LoRA
 from framework.layers.norm import RMSNorm
 from framework.layout import copy_partition
-from framework.program import Program
-from framework.sampling import Sampling
+from framework.program.program import Program
 from tests.support import small
 
 PROMPTS = [[1, 2, 3], [5, 9, 33, 2, 60, 7, 7, 12, 1], [7]]

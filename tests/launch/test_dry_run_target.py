@@ -16,7 +16,7 @@ import pytest
 from framework.plan import startup
 from framework.plan.plan import plan
 from framework.plan.targets import environment, resolve
-from framework.program import Program
+from framework.program.program import Program
 from tests.support import small
 from tests.support.runs import CONFIG, ROOT, train, write_text
 
@@ -77,7 +77,7 @@ def test_the_peak_is_the_plans(text, tmp_path, capsys):
     assert start(tmp_path, "cpu:4", "--config.mesh.data=2", "--config.mesh.fsdp=2") == 0
     peak = re.search(r"its peak is ([\d.]+ \w+) of", capsys.readouterr().out)
     assert peak is not None
-    from framework.metrics.tables import human_bytes
+    from framework.terminal.tables import human_bytes
     from launch import cli
 
     overrides = [f"--config={CONFIG}:tiny", "--config.mesh.data=2", "--config.mesh.fsdp=2"]
@@ -150,7 +150,8 @@ def test_what_does_not_fit_is_exit_code_4_with_what_would(text, tmp_path, capsys
 
 
 def test_rules_of_the_target_apply(text, tmp_path, capsys):
-    rules = '[{"$class": "framework.experiment.AcceleratorRule", "pattern": "cpu-2", "set": {"memory.remat": "full"}}]'
+    name = "framework.program.experiment.AcceleratorRule"
+    rules = f'[{{"$class": "{name}", "pattern": "cpu-2", "set": {{"memory.remat": "full"}}}}]'
     assert start(tmp_path, "cpu:2", f"--config.accelerator_rules={rules}") == 0
     assert "rule cpu-2: memory.remat none -> full" in capsys.readouterr().out.replace("'none'", "none")
 
@@ -220,9 +221,9 @@ import json, sys
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[3]))
-from framework.checkpoint import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer
 from framework.plan import startup
-from framework.program import Program
+from framework.program.program import Program
 from tests.support import small
 memory = {"optimizer_state": "pinned_host"}
 model = small.llama(dim=256, stack__pattern__0__mlp__hidden=520)

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from configs import families
-from framework.export import export_model
+from framework.weights.export import export_model
 from launch import export, train, weights
 from tests.support import pretrained, runs, small
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from framework import program as programs
+from framework.program import program as programs
 from launch import evaluate, generate, weights
 from tests.support import runs
 
@@ -82,7 +82,7 @@ def test_a_runs_config_says_nothing_of_this_machine(workdir: Path, tmp_path: Pat
     assert "xla_dump_to" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         places: list[str] = []
-        patch.setattr("framework.trainer.use_compilation_cache", places.append)
+        patch.setattr("framework.devices.executables.use_compilation_cache", places.append)
         load(stranger)
     assert places == ["~/.cache/plimsoll/xla"]
 

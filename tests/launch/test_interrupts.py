@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from framework import interrupts
+from framework.terminal import interrupts
 from tests.support.runs import CONFIG, ROOT, command, wait_for, write_text
 
 SECONDS = 2.0
@@ -59,7 +59,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 @pytest.mark.parametrize("verb", ["train", "plan", "status", "local", "__main__"])
 def test_at_the_first_moment(tmp_path: Path, verb: str, number: signal.Signals) -> None:
     words = [sys.executable, "-X", "importtime", "-m", f"launch.{verb}", "--config=nanogpt-cpu", "--workdir=x"]
-    said = interrupted(words, lambda text: "framework.config_names" in text, number, tmp_path)
+    said = interrupted(words, lambda text: "framework.config.names" in text, number, tmp_path)
     lines = [line for line in said.splitlines() if not line.startswith("import time:")]
     assert lines == [f"stopped by {number.name}"]
 
@@ -148,7 +148,7 @@ def test_a_loop_with_nothing_to_lose_hears_nothing(tmp_path: Path) -> None:
 def test_handlers_that_others_set_later_are_theirs_but_in_a_loop() -> None:
     script = """
 import os, signal, time
-from framework import interrupts
+from framework.terminal import interrupts
 interrupts.begin()
 signal.signal(signal.SIGTERM, lambda *_: print("theirs", flush=True))
 os.kill(os.getpid(), signal.SIGTERM)
@@ -167,7 +167,7 @@ time.sleep(0.2)
 def test_ignored_signals_stay_ignored() -> None:
     script = """
 import os, signal
-from framework import interrupts
+from framework.terminal import interrupts
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 interrupts.begin()
 os.kill(os.getpid(), signal.SIGINT)
@@ -180,7 +180,7 @@ print("goes on")
 def test_a_fork_has_no_part_in_it() -> None:
     script = """
 import os, signal, time
-from framework import interrupts
+from framework.terminal import interrupts
 interrupts.begin()
 interrupts.at_end(lambda *_: print("the parent's affair", flush=True))
 if (child := os.fork()) == 0:

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from configs import families
-from framework.export import export_model
-from framework.generation import Generator
-from framework.sampling import Sampling
+from framework.inference.generation import Generator
+from framework.inference.sampling import Sampling
+from framework.weights.export import export_model
 from launch import evaluate, generate, weights
 from tests.support import pretrained, small
 

@@ -13,8 +13,8 @@ from PIL import Image
 
 from configs import load as load_config
 from framework.data.images import DigitsSource
-from framework.images import Images, save_grid
-from framework.program import Program
+from framework.inference.images import Images, save_grid
+from framework.program.program import Program
 from launch import evaluate, export, generate, prepare, sample, status, train
 from tests.support import runs
 

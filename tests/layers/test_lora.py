@@ -14,8 +14,8 @@ from framework.layers.linear import Linear
 from framework.layers.lora import LoRA, LoRALinear, merge_adapters
 from framework.layers.quantize import NF4, dequantize, quantize
 from framework.layout import flatten, initialize
-from framework.program import Program
-from framework.rules import Rule
+from framework.learner.rules import Rule
+from framework.program.program import Program
 from tests.support import small
 
 BASES = [None, "bfloat16", "int8", "nf4"]

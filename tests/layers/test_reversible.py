@@ -157,9 +157,9 @@ def test_what_rounds_to_zero_has_a_gradient_too():
 
 
 def test_tokens_one_by_one_have_the_logits_of_the_whole():
-    """Two streams have the cache of one: by framework.generation, greedy, against the plain forward pass."""
-    from framework.generation import Generator
-    from framework.sampling import Sampling
+    """Two streams have the cache of one: by framework.inference.generation, greedy, against the plain forward pass."""
+    from framework.inference.generation import Generator
+    from framework.inference.sampling import Sampling
 
     config = small.experiment(deep(2))
     small.block(config.model).dropout = 0.0

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from framework.devices.mesh import AXES
 from framework.layout import (
     OptStateSpec,
     ParameterSpec,
@@ -15,8 +16,7 @@ from framework.layout import (
     move_to_host,
     unflatten,
 )
-from framework.mesh import AXES
-from framework.program import Program
+from framework.program.program import Program
 from tests.support import small
 
 

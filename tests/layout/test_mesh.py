@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 
-from framework.accelerators import accelerator_name
 from framework.config import ConfigError, config_for
-from framework.mesh import AXES, MeshShape, island, mesh_text
+from framework.devices.accelerators import accelerator_name
+from framework.devices.mesh import AXES, MeshShape, island, mesh_text
 from framework.plan.targets import environment, resolve
 
 
@@ -179,7 +179,7 @@ def test_the_compilers_topology_has_the_hosts_of_a_real_run():
 def test_all_processes_of_one_machine_are_on_one_host():
     """What JAX calls a slice where there is no TPU is a machine, by its boot id, and not a process."""
     code = (
-        "import sys, jax; from framework.mesh import *; jax.config.update('jax_num_cpu_devices', 2); "
+        "import sys, jax; from framework.devices.mesh import *; jax.config.update('jax_num_cpu_devices', 2); "
         "jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2])); "
         "print(sorted({(d.process_index, d.slice_index, island(d)) for d in jax.devices()}))"
     )

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from framework.checkpoint import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer
 from framework.config import config_for
 from tests.support import small
 

@@ -8,9 +8,9 @@ import pytest
 
 from framework.config import config_for
 from framework.layout import flatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
+from framework.learner.rules import Rule
 from framework.plan.jaxprs import inner_jaxprs
-from framework.rules import Rule
 from tests.support import small, updates
 
 ADAMW = config_for(optax.adamw, learning_rate=0.02, weight_decay=0.1)

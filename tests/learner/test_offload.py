@@ -10,10 +10,10 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from framework.checkpoint import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer
 from framework.config import Config, config_for
 from framework.layout import ParameterSpec, flatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
 from framework.optimizers.offload import offload_optimizer, partitioned_chain
 from tests.support import small, updates
 

@@ -9,9 +9,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from framework.config import Config, ConfigError, config_for
 from framework.layout import flatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
+from framework.learner.rules import Rule
 from framework.optimizers.rounding import Origin, cut_off, fold, fold_name, noise, round_stochastically
-from framework.rules import Rule
 from tests.support import updates
 
 SEED = fold(jnp.uint32(3), 1, 4)

@@ -7,8 +7,8 @@ from optax import contrib
 
 from framework.config import config_for
 from framework.layout import flatten
-from framework.learner import Learner
-from framework.rules import Rule
+from framework.learner.learner import Learner
+from framework.learner.rules import Rule
 from tests.support import small, updates
 
 

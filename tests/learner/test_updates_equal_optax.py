@@ -10,8 +10,8 @@ import pytest
 
 from framework.config import Config, config_for
 from framework.layout import flatten, unflatten
-from framework.learner import Learner
-from framework.rules import Rule
+from framework.learner.learner import Learner
+from framework.learner.rules import Rule
 from tests.support import updates
 
 STEPS = 20

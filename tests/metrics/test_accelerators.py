@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from framework.accelerators import ACCELERATORS, GIB, accelerator_name, spec_for
+from framework.devices.accelerators import ACCELERATORS, GIB, accelerator_name, spec_for
 
 
 @dataclasses.dataclass
@@ -134,8 +134,8 @@ def test_unknown_device_trains_without_figures():
 
 def test_importing_metrics_imports_nothing_heavy():
     code = (
-        "import sys, framework.accelerators, framework.metrics.writers, framework.metrics.progress\n"
-        "import framework.metrics.throughput, framework.metrics.memory, framework.metrics.tables\n"
+        "import sys, framework.devices.accelerators, framework.metrics.writers, framework.terminal.progress\n"
+        "import framework.metrics.throughput, framework.metrics.memory, framework.terminal.tables\n"
         "import framework.metrics.plot, framework.metrics.throughput\n"
         "print([m for m in ('jax', 'numpy', 'rich', 'tensorboardX', 'matplotlib', 'wandb') if m in sys.modules])"
     )

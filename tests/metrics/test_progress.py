@@ -7,11 +7,11 @@ import re
 import subprocess
 import sys
 
-from framework.metrics.progress import Progress
+from framework.terminal.progress import Progress
 
 RUN = """
 import sys
-from framework.metrics.progress import Progress
+from framework.terminal.progress import Progress
 with Progress(200, log_every=20, log_path=sys.argv[1]) as progress:
     progress.status("compiling")
     for step in range(1, 201):

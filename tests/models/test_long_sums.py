@@ -9,12 +9,12 @@ import optax
 import pytest
 
 from framework.config import component, config_for
+from framework.devices.mesh import MeshShape
 from framework.layers import lookup, sums
 from framework.layers.base import Context, Layer, Out, add_shared
 from framework.layers.linear import Linear
 from framework.layers.lookup import look_up
 from framework.layout import ParameterSpec, flatten
-from framework.mesh import MeshShape
 from framework.schedules.step import training_context
 from tests.support import small
 

@@ -6,13 +6,13 @@ import numpy as np
 import optax
 import pytest
 
-from framework.checkpoint import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer
 from framework.config import config_for
-from framework.generation import Generator
+from framework.inference.generation import Generator
+from framework.inference.sampling import Sampling
+from framework.learner.rules import Rule
 from framework.plan.suggest import closed_form
 from framework.plan.targets import resolve
-from framework.rules import Rule
-from framework.sampling import Sampling
 from tests.support import small
 
 UNITS = 4

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from framework.config import config_for
 from framework.layout import ParameterSpec, flatten, fold_in_name, unflatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
 from framework.optimizers.lowrank import apollo, apollo_mini
 from framework.optimizers.reach import probe
 

@@ -12,7 +12,7 @@ import pytest
 
 from framework.config import config_for
 from framework.layout import ParameterSpec, flatten, unflatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
 from framework.optimizers.matrices import galore, muon
 from tests.support import updates
 from tools.peers import galore as theirs

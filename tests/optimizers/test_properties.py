@@ -16,7 +16,7 @@ import pytest
 
 from framework.config import config_for
 from framework.layout import ParameterSpec, flatten, unflatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
 from framework.optimizers.named import OPTIMIZERS
 from framework.optimizers.partition import partitioned
 from tests.support import updates

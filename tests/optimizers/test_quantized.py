@@ -10,7 +10,7 @@ import pytest
 
 from framework.config import config_for
 from framework.layout import ParameterSpec, flatten, unflatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
 from framework.optimizers.quantized import Moment, adamw8bit, decode, encode
 from framework.optimizers.reach import probe
 from tests.support import updates

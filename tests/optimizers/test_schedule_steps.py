@@ -22,8 +22,8 @@ from framework.optimizers.schedule_steps import (
     schedules,
     with_run_length,
 )
-from framework.run_length import changed_length, rate_notes, set_length
-from framework.trainer_options import TrainerOptions
+from framework.program.options import TrainerOptions
+from framework.program.run_length import changed_length, rate_notes, set_length
 
 # A schedule of each kind, written for 1000 steps, and its length.
 OF_OPTAX: dict[str, tuple[Config, int | None]] = {

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from framework.checkpoint import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer
 from framework.config import config_for
 from framework.layout import flatten
 from framework.optimizers.named import OPTIMIZERS

@@ -135,7 +135,7 @@ class Data:
 @dataclass(frozen=True)
 class Phase:
     """The part of a run from step `start` on: everything here may differ after a checkpoint. The words are those of
-    `framework.memory.Memory`."""
+    `framework.schedules.memory.Memory`."""
 
     start: int = 0
     mesh: dict[str, int] = field(default_factory=dict)

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from framework.checkpoint import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer
 from framework.layout import flatten
-from framework.program import Program
-from framework.units import in_structure
+from framework.learner.units import in_structure
+from framework.program.program import Program
 from tests.oracle import drawn as plain
 from tests.oracle.batches import host_batch
 from tests.oracle.parameters import first_values, path

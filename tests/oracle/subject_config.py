@@ -10,14 +10,14 @@ from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap
 from framework.data.tokenizers import NoTokenizer
-from framework.experiment import Experiment
+from framework.devices.mesh import MeshShape
 from framework.layers import attention, block, embedding, head, linear, lora, mlp, norm, rotary, stack
-from framework.learner import Learner
-from framework.memory import Memory
-from framework.mesh import MeshShape
+from framework.learner.learner import Learner
+from framework.learner.rules import Rule
 from framework.models.causal_lm import CausalLM
-from framework.rules import Rule
-from framework.trainer_options import TrainerOptions
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
+from framework.schedules.memory import Memory
 from tests.oracle import drawn as plain
 from tests.oracle.optimizers import OPTIMIZERS
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import configs
 from framework.layout import flatten
-from framework.program import Program
+from framework.program.program import Program
 from tests.oracle import llama2
 
 ROOT = Path(__file__).parents[2]

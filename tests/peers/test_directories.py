@@ -10,8 +10,8 @@ import pytest
 import configs
 from configs import families
 from framework.data.tokenizers import ByteTokenizer
-from framework.export import export_adapters, export_model
-from framework.program import Program
+from framework.program.program import Program
+from framework.weights.export import export_adapters, export_model
 from tools.peers.families import FAMILIES, SEQ_LEN
 from tools.peers.recording import Inputs
 

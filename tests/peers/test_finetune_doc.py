@@ -42,7 +42,7 @@ def test_from_a_directory_to_an_adapter(libraries, tmp_path, monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from framework.program import Program
+    from framework.program.program import Program
     from launch import weights
 
     tokens = np.arange(1, 25)[None].repeat(8, 0)  # a row a device

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from framework.generation import Generator
-from framework.sampling import Sampling
+from framework.inference.generation import Generator
+from framework.inference.sampling import Sampling
 from tools.peers import ours
 from tools.peers.families import FAMILIES
 

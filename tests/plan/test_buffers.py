@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from framework.executables import HostBytes
+from framework.devices.executables import HostBytes
 from framework.plan import buffers
 from framework.plan.compiled import compile_for, refused
 

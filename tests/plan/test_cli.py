@@ -145,7 +145,7 @@ def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
 def test_train_refuses_what_does_not_fit_before_it_makes_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("framework.program.Program.init", lambda *_: pytest.fail("made arrays"))
+    monkeypatch.setattr("framework.program.program.Program.init", lambda *_: pytest.fail("made arrays"))
     assert run_train(tmp_path / "run", "--device_memory_gib=0.0003") == train.EXIT_TOO_BIG == 4
     text = capsys.readouterr().out
     assert "the training step needs " in text

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import configs
-from framework.accelerators import spec_for
 from framework.config import config_for
+from framework.devices.accelerators import spec_for
 from framework.layers import attention
 from framework.layers.linear import Linear
 from framework.layers.stack import Stack
@@ -15,7 +15,7 @@ from framework.plan.jaxprs import flops
 from framework.plan.liveness import Rules, most_held
 from framework.plan.local_step import trace
 from framework.plan.report import KEYS
-from framework.program import Program
+from framework.program.program import Program
 
 B, D, F, L = 64, 32, 128, 6
 

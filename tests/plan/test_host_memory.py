@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from framework import accelerators, layout
-from framework.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
+from framework import layout
+from framework.devices import accelerators
+from framework.devices.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
 from framework.plan import guard, host_room
-from framework.program import Program
+from framework.program.program import Program
 from launch import cli
 from tests.support import runs, small
 

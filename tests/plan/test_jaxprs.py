@@ -17,7 +17,7 @@ from framework.layers.kernels_call import describe_call
 from framework.layers.linear import Linear
 from framework.plan.jaxprs import FlopCount, flops, unreached
 from framework.plan.plan import traced
-from framework.program import Program
+from framework.program.program import Program
 from framework.schedules.after_backward import accumulated_gradients
 from framework.schedules.step import training_context
 from tests.support import small

@@ -12,7 +12,7 @@ from framework.plan.naming import place
 from framework.plan.plan import plan, quick
 from framework.plan.suggest import suggestions
 from framework.plan.targets import resolve
-from framework.program import Program
+from framework.program.program import Program
 from tests.support import small
 
 KEYS = (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.accelerators import ACCELERATORS, spec_for
+from framework.devices.accelerators import ACCELERATORS, spec_for
 from framework.plan import targets
 from framework.plan.compiled import compile_for
 from framework.plan.hlo import Module

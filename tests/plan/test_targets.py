@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from framework.accelerators import GIB, accelerator_name, spec_for
-from framework.mesh import MeshShape
+from framework.devices.accelerators import GIB, accelerator_name, spec_for
+from framework.devices.mesh import MeshShape
 from framework.plan import targets
 from framework.plan.targets import resolve
 

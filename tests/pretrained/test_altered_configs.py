@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from configs import families
 from framework.config import ConfigError
-from framework.pretrained import Directory, checked
+from framework.weights.pretrained import Directory, checked
 from tools.peers.alterations import ABSENT, DYNAMIC, LINEAR, LLAMA3, PLAIN, YARN, base_facts
 from tools.peers.families import FAMILIES
 

@@ -13,12 +13,12 @@ from safetensors.numpy import load_file, save_file
 import configs
 from configs import families
 from framework.config import diff
-from framework.export import export_adapters, export_model
 from framework.layers.lora import merge_adapters
 from framework.layers.quantize import dequantize
 from framework.layout import flatten
-from framework.pretrained import Directory
-from framework.program import Program
+from framework.program.program import Program
+from framework.weights.export import export_adapters, export_model
+from framework.weights.pretrained import Directory
 from tools.peers.families import FAMILIES
 
 

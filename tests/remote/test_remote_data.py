@@ -7,9 +7,9 @@ from framework.config import config_for
 from framework.data.files import find
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TextFiles, TokenMemmap
-from framework.data.token_files import write_tokens
+from framework.data.tokenize import write_tokens
 from framework.data.tokenizers import ByteTokenizer
-from framework.remote import connect
+from framework.files.remote import connect
 
 
 def upload(path, url):

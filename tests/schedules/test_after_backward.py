@@ -9,8 +9,8 @@ import pytest
 from framework.config import config_for
 from framework.layers.base import Context
 from framework.layout import flatten
-from framework.program import Program
-from framework.rules import Rule
+from framework.learner.rules import Rule
+from framework.program.program import Program
 from tests.support import small
 from tests.support.layers import Centering
 

@@ -6,7 +6,7 @@ import pytest
 from configs import load
 from framework.plan import hlo, targets
 from framework.plan.plan import Report, plan
-from framework.program import Program
+from framework.program.program import Program
 from launch.cli import apply_overrides
 from tools.bench.memory_table import EVERYTHING, GRADIENTS, LORA, PRECISE, ROUNDED, STREAMED
 

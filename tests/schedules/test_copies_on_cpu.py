@@ -5,7 +5,7 @@ import pytest
 
 import configs
 from framework.plan import hlo
-from framework.program import Program
+from framework.program.program import Program
 
 LAYERS = 11  # no other dimension of the model has this size
 

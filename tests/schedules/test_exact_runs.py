@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from framework.checkpoint import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer
 from tests.support import exact, runs, small
 from tests.support.exact import Case
 

@@ -16,10 +16,10 @@ import pytest
 
 from framework import layout
 from framework.config import Config, config_for
-from framework.generation import Generator
+from framework.inference.generation import Generator
+from framework.inference.sampling import Sampling
 from framework.layers.lora import LoRA
-from framework.rules import Rule
-from framework.sampling import Sampling
+from framework.learner.rules import Rule
 from tests.support import small
 
 EVERYTHING = dict.fromkeys(("parameters", "activations", "optimizer_state"), "pinned_host")

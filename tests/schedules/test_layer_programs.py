@@ -13,7 +13,7 @@ import pytest
 from framework import layout
 from framework.config import Config
 from framework.plan import guard
-from framework.schedules import programs
+from framework.schedules.layerwise import programs
 from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact, small
 from tests.support.exact import Case

@@ -5,8 +5,8 @@ import pytest
 
 from framework.config import config_for
 from framework.layers import remat
-from framework.memory import Memory
-from framework.rules import Rule
+from framework.learner.rules import Rule
+from framework.schedules.memory import Memory
 from tests.support import small
 
 

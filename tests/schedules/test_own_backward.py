@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from framework.config import Config, config_for
-from framework.rules import Rule
+from framework.learner.rules import Rule
 from framework.schedules import pieces
 from tests.support import small
 

@@ -9,7 +9,7 @@ import pytest
 
 from framework.config import Config, config_for
 from framework.layout import flatten
-from framework.rules import Rule
+from framework.learner.rules import Rule
 from framework.schedules import streamed
 from tests.support import small
 

@@ -8,7 +8,7 @@ from framework.plan import hlo, targets
 from framework.plan.hlo.collectives import collectives
 from framework.plan.hlo.host import transfer
 from framework.plan.hlo.walk import executed
-from framework.program import Program
+from framework.program.program import Program
 from tests.schedules.test_compiled import resolved
 
 LAYERS, DIM, HIDDEN, CHIPS = 4, 256, 1024, 8

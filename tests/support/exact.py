@@ -26,9 +26,9 @@ from framework.layout import flatten
 from framework.optimizers import named
 from framework.optimizers.partition import PartitionedGradientTransformation
 from framework.optimizers.rounding import fold, fold_name
-from framework.parts import before_cut
-from framework.program import Program
+from framework.program.program import Program
 from framework.schedules import pieces
+from framework.schedules.layerwise.storage import before_cut
 from tests.support import small
 from tests.support.layers import Recurrent, Twins
 

@@ -12,15 +12,15 @@ from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap
 from framework.data.tokenizers import NoTokenizer
-from framework.experiment import Experiment
+from framework.devices.mesh import MeshShape
 from framework.layout import flatten
-from framework.learner import Learner
-from framework.memory import Memory
-from framework.mesh import MeshShape
-from framework.program import Program
+from framework.learner.learner import Learner
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
+from framework.program.program import Program
 from framework.schedules.after_backward import accumulated_gradients
+from framework.schedules.memory import Memory
 from framework.schedules.step import training_context
-from framework.trainer_options import TrainerOptions
 
 VOCAB = 64
 ROOT = Path(__file__).parents[2]

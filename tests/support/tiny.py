@@ -16,13 +16,13 @@ from framework.config import Config, config_for
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TextFiles
 from framework.data.tokenizers import ByteTokenizer
-from framework.experiment import Experiment
+from framework.devices.mesh import MeshShape
 from framework.layers.base import Context, Out
 from framework.layers.head import LMHead
 from framework.layers.norm import LayerNorm
-from framework.learner import Learner
-from framework.mesh import MeshShape
-from framework.trainer_options import TrainerOptions
+from framework.learner.learner import Learner
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
 
 POISON, SPIKE = 1, 2
 CACHE = str(Path(__file__).parents[2] / ".cache" / "xla")

@@ -4,15 +4,15 @@ import optax
 
 from framework.config import Config, config_for
 from framework.data.images import DigitsSource, ImagePipeline
-from framework.experiment import Experiment
+from framework.devices.mesh import MeshShape
 from framework.layers.flow.coupling import AffineCoupling
 from framework.layers.flow.linear import ActNorm, InvertibleConv
 from framework.layers.flow.nets import ConvNet
 from framework.layers.stack import Stack
-from framework.learner import Learner
-from framework.mesh import MeshShape
+from framework.learner.learner import Learner
 from framework.models.flow import Flow
-from framework.trainer_options import TrainerOptions
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
 from tests.support.tiny import CACHE
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 from framework.layout import ParameterSpec, flatten
-from framework.learner import Learner
-from framework.units import Decision
+from framework.learner.learner import Learner
+from framework.learner.units import Decision
 
 LAYERS = 3
 Trees = list[Any]

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from framework.layout import flatten
-from framework.program import Program
+from framework.program.program import Program
 from launch.cli import Parser
 from tools.bench import plain_gpt2
 from tools.bench.contestants import PlainJax, Torch, overrides

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from framework.layout import flatten
-from framework.program import Program
+from framework.program.program import Program
 from launch.cli import Parser
 from tools.bench.contestants import missing, overrides
 from tools.bench.sizes import Batches, Size, write_tokens

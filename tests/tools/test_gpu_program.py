@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.accelerators import spec_for
+from framework.devices.accelerators import spec_for
 from framework.plan.hlo import Module
 from framework.plan.step_time.count import Part
 from tools.bench import gpu_program, step_programs
@@ -98,7 +98,10 @@ def test_a_kept_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     [
         (["--program=x", "h100"], "expected a target and --config"),
         (["h100"], "--config=NAME is required"),
-        (["v5e-4", "--config=gpt2-124m"], "v5e: framework/accelerators.toml has no peak and bandwidth of a GPU for it"),
+        (
+            ["v5e-4", "--config=gpt2-124m"],
+            "v5e: framework/devices/accelerators.toml has no peak and bandwidth of a GPU for it",
+        ),
         (["h101", "--config=gpt2-124m"], "unknown target 'h101'"),
         (["--program=nowhere"], "no compiled step in nowhere"),
     ],

@@ -11,9 +11,9 @@ import pytest
 from configs import load
 from framework.config import Config, config_for
 from framework.layout import flatten
+from framework.learner.rules import Rule
 from framework.models.flow import Flow
-from framework.program import Program
-from framework.rules import Rule
+from framework.program.program import Program
 from framework.schedules.step import training_context
 
 FILE = Path(__file__).parents[1] / "support/tiny_images.py"

@@ -1,4 +1,4 @@
-"""framework.canary: it agrees where offloading is right, and stops a run where a value or a place is wrong."""
+"""framework.run.canary: it agrees where offloading is right, and stops a run where a value or a place is wrong."""
 
 import re
 from pathlib import Path
@@ -9,14 +9,15 @@ import jax
 import pytest
 
 from configs import load
-from framework import canary, layout
+from framework import layout
 from framework.config import config_for
 from framework.layers import remat
 from framework.layout import StateLayout
-from framework.memory import Memory
-from framework.program import Program
-from framework.rules import Rule
+from framework.learner.rules import Rule
+from framework.program.program import Program
+from framework.run import canary
 from framework.schedules import pieces
+from framework.schedules.memory import Memory
 from tests.support import small
 from tests.support.runs import train
 

@@ -18,11 +18,11 @@ from framework.config import config_for
 from framework.data.chats import ChatSource
 from framework.data.pipeline import DataPipeline
 from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.experiment import Experiment
+from framework.program.experiment import Experiment
 from framework.layers.lora import LoRA
-from framework.learner import Learner
-from framework.memory import Memory
-from framework.trainer_options import TrainerOptions
+from framework.learner.learner import Learner
+from framework.schedules.memory import Memory
+from framework.program.options import TrainerOptions
 
 
 def chat():

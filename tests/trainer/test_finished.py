@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import launch.train
-from framework.trainer import Trainer
+from framework.run.run import Run
 from tests.support.runs import rows, train, write_text
 
 
@@ -84,18 +84,18 @@ def test_a_run_killed_after_its_last_save_is_evaluated_and_not_saved_again(
     monkeypatch.setenv("TINY_TEXT", "")
     write_text(tmp_path / "text")
     flags = ["--config.trainer.max_steps=4", "--config.trainer.save_every=2"]
-    saved = Trainer.save
+    saved = Run.save
 
-    def die(run: Trainer, step: int) -> None:
+    def die(run: Run, step: int) -> None:
         saved(run, step)
         if step == 4:
             run.checkpointer.wait()
             raise RuntimeError("killed")
 
-    monkeypatch.setattr(Trainer, "save", die)
+    monkeypatch.setattr(Run, "save", die)
     with pytest.raises(RuntimeError, match="killed"):
         train(tmp_path / "run", *flags)
-    monkeypatch.setattr(Trainer, "save", saved)
+    monkeypatch.setattr(Run, "save", saved)
     assert not any("eval/held/loss" in row for row in rows(tmp_path / "run"))
     before = files(tmp_path / "run" / "checkpoints")
     assert train(tmp_path / "run", *flags) == 0

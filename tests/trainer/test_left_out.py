@@ -13,9 +13,10 @@ import pytest
 
 from framework.data.order import BatchOrder
 from framework.data.pipeline import DataPipeline
-from framework.hooks import Hook
-from framework.program import Program
-from framework.trainer import Trainer
+from framework.program.program import Program
+from framework.run.hooks import Hook
+from framework.run.run import Run
+from framework.run.trainer import Trainer
 from tests.support.runs import losses, train, write_text
 from tests.support.tiny import POISON
 
@@ -39,7 +40,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     put, begin = Program.put, Trainer.__init__
 
     class Recorder(Hook):
-        def after_step(self, run: Trainer, step: int) -> None:
+        def after_step(self, run: Run, step: int) -> None:
             by_step[step] = given[-1]
 
     def record(self: Program, batch: dict[str, Any]) -> Any:
@@ -54,8 +55,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
     def start(self: Trainer, *args: Any, **options: Any) -> None:
         begin(self, *args, **options)
-        assert isinstance(self.data, DataPipeline)
-        data[:] = [self.data]
+        assert isinstance(self.run.data, DataPipeline)
+        data[:] = [self.run.data]
         self.hooks.append(Recorder())
 
     monkeypatch.setattr(Program, "put", record)
@@ -133,9 +134,9 @@ def test_a_roll_back_past_an_earlier_one_leaves_out_both(tmp_path: Path, monkeyp
 
     def lose_newest(self: Trainer, bad_step: int) -> int:
         calls.append(bad_step)
-        self.saved(bad_step)
+        self.run.saved(bad_step)
         if len(calls) == 2:
-            shutil.rmtree(Path(self.workdir.checkpoints) / "00000008" / "manifest")
+            shutil.rmtree(Path(self.run.workdir.checkpoints) / "00000008" / "manifest")
         return roll_back(self, bad_step)
 
     monkeypatch.setattr(Trainer, "_roll_back", lose_newest)

@@ -8,12 +8,12 @@ import jax
 import pytest
 
 from configs import load
-from framework import hooks
-from framework.generation import Generator
+from framework.inference.generation import Generator
 from framework.layout import flatten
 from framework.metrics.memory import live_array_bytes
-from framework.program import Program
-from framework.trainer import Trainer
+from framework.program.program import Program
+from framework.run import hooks
+from framework.run.run import Run
 from tests.support.runs import CONFIG, rows, start, train
 
 SLACK = 1 << 20
@@ -39,10 +39,10 @@ class Probe:
         self.program: Program | None = None
         self.seen: dict[str, tuple[int, int]] = {}  # phase: most bytes beyond the layout's, (device, host)
         for owner, name, phase in [
-            (Trainer, "start", "init or restore"),
+            (Run, "start", "init or restore"),
             (Program, "step", "train"),
             (Program, "evaluate", "eval"),
-            (Trainer, "save", "save"),
+            (Run, "save", "save"),
             (Generator, "__call__", "sampling"),
         ]:
             self._wrap(monkeypatch, owner, name, phase)
@@ -52,7 +52,7 @@ class Probe:
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             which = "ema-eval" if kwargs.get("averaged") else phase
-            if isinstance(args[0], Trainer):
+            if isinstance(args[0], Run):
                 self.program = args[0].program
             if phase != "init or restore":
                 self.look(f"before {which}")
@@ -146,10 +146,10 @@ def test_a_lost_donation_is_noticed(
         return jit(function, **options)
 
     probe = Probe(monkeypatch, before)
-    monkeypatch.setattr("framework.program.jax.jit", without_donation)
+    monkeypatch.setattr("framework.program.program.jax.jit", without_donation)
     held: list[Any] = []
 
-    def hold(self: hooks.Hook, run: Trainer, number: int) -> None:
+    def hold(self: hooks.Hook, run: Run, number: int) -> None:
         held[:] = [run.state]  # without donation, the old state is still there after the step
 
     monkeypatch.setattr(hooks.Guard, "before_step", hold, raising=False)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import configs
-from framework import learner
-from framework.ahead import Ahead, begin_evaluation, begin_first_values, evaluation_of
-from framework.program import Program
+from framework.learner import learner
+from framework.program.ahead import Ahead, evaluation_of
+from framework.program.program import Program
+from framework.run.compile_ahead import begin_evaluation, begin_first_values
 
 # Libraries that take long to import, and that no start needs before its first step.
 LATE = ("torch", "matplotlib", "tensorboardX", "datasets", "pyarrow", "transformers", "rich", "google.cloud.storage")

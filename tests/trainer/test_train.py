@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.trainer import Trainer
+from framework.run.run import Run
 from tests.support.runs import LONG, losses, rows, start, train
 
 
@@ -69,13 +69,13 @@ def test_a_signal_saves_and_exits(done: Path, text: Path, tmp_path: Path, number
 def test_the_row_of_a_saved_step_is_written_before_it_is_saved(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    save, seen = Trainer.save, []
+    save, seen = Run.save, []
 
-    def spied(run: Trainer, step: int) -> None:
+    def spied(run: Run, step: int) -> None:
         seen.append((step, max(losses(tmp_path / "run"))))
         save(run, step)
 
-    monkeypatch.setattr(Trainer, "save", spied)
+    monkeypatch.setattr(Run, "save", spied)
     assert train(tmp_path / "run", "--config.trainer.save_every=100", "--config.trainer.max_steps=7", *flags) == 0
     assert len(seen) >= 3
     assert all(step == written for step, written in seen), seen
@@ -84,12 +84,12 @@ def test_the_row_of_a_saved_step_is_written_before_it_is_saved(
 def test_a_start_before_the_first_checkpoint_leaves_no_second_rows(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(run: Trainer, step: int) -> None:
+    def die(run: Run, step: int) -> None:
         raise RuntimeError("before the first checkpoint")
 
     flags = ("--config.trainer.save_every=5", "--config.trainer.max_steps=6")
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "save", die)
+        patch.setattr(Run, "save", die)
         with pytest.raises(RuntimeError):
             train(tmp_path / "run", *flags)
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]

@@ -62,7 +62,7 @@ def _compiled(name: str, fields: dict[str, str], target: targets.Target) -> tupl
 
     import configs
     from framework.plan.suggest import compile_step
-    from framework.program import Program
+    from framework.program.program import Program
 
     config = configs.load(name)
     for path, value in fields.items():

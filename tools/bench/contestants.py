@@ -7,7 +7,7 @@
     compiled  the same through torch.compile
 
 All read the same token file with batches of the same shape, AdamW with the same numbers, global-norm clip 1.0, float32,
-no dropout; each looks at its loss every ten steps. May import: everything.
+no dropout; each looks at its loss every ten steps.
 """
 
 from __future__ import annotations
@@ -212,8 +212,9 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
     """launch.train with one more hook, first in the list: it lets steps pass as the driver asks for them."""
     import jax
 
-    from framework import trainer
-    from framework.hooks import Hook
+    from framework.run import trainer
+    from framework.run.hooks import Hook
+    from framework.run.run import Run
     from launch.train import main
 
     class Gate(Hook):
@@ -223,7 +224,7 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
             self.left, self.loss = 0, float("nan")
             self.clock: Clock | None = None
 
-        def before_step(self, run: trainer.Trainer, step: int) -> None:
+        def before_step(self, run: Run, step: int) -> None:
             """Waits for the driver if the turn is over."""
             if self.left == 0:
                 if self.clock is None:
@@ -239,7 +240,7 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
                 self.left, self.clock = steps, Clock()
             self.left -= 1
 
-        def on_metrics(self, run: trainer.Trainer, step: int, metrics: dict[str, float]) -> None:
+        def on_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
             """Keeps the newest loss."""
             self.loss = metrics["loss"]
 

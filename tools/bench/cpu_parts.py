@@ -5,7 +5,6 @@
 One process per framework and round, in turn; each part is timed many times, and the shortest time of all rounds counts
 (other work on the machine only ever adds). With --cores=1 processor time is taken, which other work hardly disturbs.
 Float32, forward and backward together but for the square product and AdamW.
-May import: jax, torch, tools.bench.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import configs
-from framework.metrics.tables import human_bytes
 from framework.plan import targets
 from framework.plan.estimate import estimate
+from framework.terminal.tables import human_bytes
 
 # Others than these were looked at while the estimate was written: docs/benchmarks/estimate_error.md says which.
 PAIRS = """

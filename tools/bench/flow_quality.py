@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from framework.metrics.tables import Section, render
+from framework.terminal.tables import Section, render
 from launch import cli, weights
 
 
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     if args.draws < 1:
         raise cli.UsageError(f"--draws={args.draws}: expected at least 1")
 
-    from framework.images import Images
+    from framework.inference.images import Images
 
     loaded = weights.load(args, overrides, text=False)
     images, data = Images(loaded.program, loaded.state, averaged=loaded.averaged), loaded.experiment.data

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from framework.metrics.tables import human_bytes
+from framework.terminal.tables import human_bytes
 
 Row = dict[str, Any]
 PARTS = ("exact", "memory", "link", "speed", "largest", "torch")

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from framework.accelerators import AcceleratorSpec
+from framework.devices.accelerators import AcceleratorSpec
 from framework.plan.hlo.arrays import arrays
 from framework.plan.hlo.collectives import Collective, collectives
+from framework.plan.hlo.computations import Instruction
 from framework.plan.hlo.flops import Flops
-from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.module import Module
 from framework.plan.hlo.source import SourceLine
 from framework.plan.hlo.traffic import Traffic
 from framework.plan.hlo.walk import executed
@@ -58,7 +59,9 @@ class GpuRates:
             UsageError: it has no such figures for this kind.
         """
         if spec.platform != "gpu" or not (spec.peak_bf16_flops and spec.peak_tf32_flops and spec.hbm_bytes_per_second):
-            raise UsageError(f"{spec.name}: framework/accelerators.toml has no peak and bandwidth of a GPU for it")
+            raise UsageError(
+                f"{spec.name}: framework/devices/accelerators.toml has no peak and bandwidth of a GPU for it"
+            )
         flops = {"bf16": spec.peak_bf16_flops, "f16": spec.peak_bf16_flops, "f32": spec.peak_tf32_flops}
         return GpuRates(spec.name, flops, spec.hbm_bytes_per_second, spec.ici_bytes_per_second or math.nan)
 

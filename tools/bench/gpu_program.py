@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-from framework.accelerators import spec_for
-from framework.metrics.tables import Section, human_bytes, render
+from framework.devices.accelerators import spec_for
 from framework.plan.naming import place
+from framework.terminal.tables import Section, human_bytes, render
 from launch import cli
 from tools.bench.gpu_kernels import GpuRates, GpuStep, Kernel, Overlap, read
 from tools.bench.step_programs import CompiledStep, add_arguments, chosen_step, load

@@ -1,6 +1,6 @@
 """What tools.bench.gpu measures: each function takes a row and returns its figures, in a process of its own.
 
-A row has a config's name, `sets` (overrides by dotted path, as text), and sizes. May import: everything.
+A row has a config's name, `sets` (overrides by dotted path, as text), and sizes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ import numpy as np
 import optax
 
 import configs
-from framework import canary, layout
-from framework.accelerators import machine_memory_bytes, spec_for
+from framework import layout
 from framework.config import Config, config_for
 from framework.data.sources import StdlibSource
-from framework.memory import Memory
+from framework.devices.accelerators import machine_memory_bytes, spec_for
 from framework.metrics.memory import memory_in_use
 from framework.metrics.throughput import MetricsBuffer, Throughput
 from framework.plan import guard
 from framework.plan.targets import resolve
-from framework.program import Program
+from framework.program.program import Program
+from framework.run import canary
+from framework.schedules.memory import Memory
 from launch import cli, mistakes
 from tools.bench.contestants import Torch, missing
 from tools.bench.sizes import SIZES, write_tokens
@@ -62,7 +63,7 @@ def built(row: Row, shape: dict[str, int]) -> Config:
 def exact(row: Row, dry: bool) -> Row:
     """Four steps by the row's schedule and placements, and with everything on the device: do they agree?"""
     config, canary.STEPS = built(row, _TINY if dry else _MEDIUM), 4
-    config.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)  # see framework.canary
+    config.learner.optimizer = config_for(optax.sgd, learning_rate=4.0, momentum=0.9)  # see framework.run.canary
     ours = Program(config.instantiate(), jax.devices()[:1])
     config.memory = config_for(Memory)
     bits = jnp.finfo(config.model.compute_dtype).bits

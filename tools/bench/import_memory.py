@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 import configs
 from configs import families
-from framework.program import Program
+from framework.program.program import Program
 from tools.bench.turns import ROOT
 
 DIM, HIDDEN, VOCAB, SHARDS = 2048, 5504, 32000, 4

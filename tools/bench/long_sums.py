@@ -28,7 +28,7 @@ from framework.layers.lora import LoRA, LoRALinear
 from framework.layers.norm import LayerNorm, RMSNorm
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, flatten, unflatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
 
 LENGTH, DIM, VOCAB = 256, 64, 512
 COMMON = 3  # the token that is a tenth of all

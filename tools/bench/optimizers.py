@@ -24,9 +24,9 @@ import jax
 import numpy as np
 
 import configs
+from framework.devices.executables import use_compilation_cache
 from framework.layout import StateLayout
-from framework.program import Program
-from framework.trainer import use_compilation_cache
+from framework.program.program import Program
 from launch import cli
 from tools.bench.optimizer_rows import ROWS, Row, build
 from tools.bench.ratios import ratio

@@ -1,7 +1,7 @@
 """GPT-2 in plain JAX and optax, one file, as a person would write it by hand: the step that ours is measured against.
 
 A list of layers and a Python loop, one jit, the state donated. Follows Radford et al. 2019 and nanoGPT; nothing of
-Plimsoll is used. May import: jax, numpy, optax, tools.bench.sizes.
+Plimsoll is used.
 """
 
 from __future__ import annotations

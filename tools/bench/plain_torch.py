@@ -2,7 +2,7 @@
 
 The architecture of nanoGPT (fused query, key and value; `scaled_dot_product_attention`; tied embeddings) and of Llama
 (RMSNorm, rotary positions, SwiGLU, grouped keys and values), eager, with fused AdamW and clipping by the global norm.
-Follows Radford et al. 2019 and arXiv 2302.13971. May import: torch, numpy, tools.bench.sizes.
+Follows Radford et al. 2019 and arXiv 2302.13971.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def measure(fields: list[str]) -> dict[str, Any]:
     from framework.metrics.memory import memory_in_use, rss_bytes
     from framework.plan.plan import plan
     from framework.plan.targets import resolve
-    from framework.program import Program
+    from framework.program.program import Program
 
     config = configs.load("gpt2-124m")
     for field in fields:

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 import configs
-from framework.metrics.tables import human_bytes
 from framework.plan.guard import need
-from framework.program import Program
+from framework.program.program import Program
+from framework.terminal.tables import human_bytes
 from launch import cli
 from tools.bench.ratios import ratio
 

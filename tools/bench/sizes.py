@@ -1,7 +1,4 @@
-"""The shapes that are compared, of GPT-2 and Llama, and the tokens that all contestants read.
-
-May import: numpy.
-"""
+"""The shapes that are compared, of GPT-2 and Llama, and the tokens that all contestants read."""
 
 from __future__ import annotations
 

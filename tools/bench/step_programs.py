@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import configs
-from framework.accelerators import AcceleratorSpec
+from framework.devices.accelerators import AcceleratorSpec
 from framework.plan import targets
 from framework.plan.hlo.module import Module
 from framework.plan.step_time.count import Part
@@ -138,7 +138,7 @@ def _compiled(command: Command, target: Target) -> CompiledStep:
     from framework.plan import jaxprs, layers
     from framework.plan.cache import versions
     from framework.plan.suggest import compile_step
-    from framework.program import Program
+    from framework.program.program import Program
 
     config, lines = command.resolve(target.name)
     program = Program(config.instantiate(), target.devices())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from framework.metrics.tables import Section, human_bytes
 from framework.plan.hlo.collectives import Collective
 from framework.plan.naming import place
 from framework.plan.step_time.categories import THIN
@@ -19,6 +18,7 @@ from framework.plan.step_time.rates import (
     VMEM_BYTES_PER_CYCLE,
     Rates,
 )
+from framework.terminal.tables import Section, human_bytes
 from tools.bench.step_programs import About
 from tools.bench.tpu_figures import MODES, Counted, Sums, figures, groups, host_figures, received
 

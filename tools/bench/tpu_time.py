@@ -19,11 +19,11 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from framework.accelerators import spec_for
-from framework.metrics.tables import render
+from framework.devices.accelerators import spec_for
+from framework.files.workdir import writing
 from framework.plan.step_time import Rates, count
 from framework.plan.step_time.categories import Category
-from framework.workdir import writing
+from framework.terminal.tables import render
 from launch import cli
 from tools.bench import tpu_tables
 from tools.bench.step_programs import CompiledStep, add_arguments, chosen_step, load

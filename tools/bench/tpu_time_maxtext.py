@@ -20,12 +20,12 @@ import tempfile
 from pathlib import Path
 
 import configs
-from framework.metrics.tables import render
 from framework.plan import buffers, targets
 from framework.plan.hlo import Module
 from framework.plan.step_time import Rates
 from framework.plan.step_time.count import Part
 from framework.plan.targets import Target
+from framework.terminal.tables import render
 from launch import cli
 from tools.bench import tpu_tables
 from tools.bench.step_programs import About, CompiledStep, load, save

@@ -1,7 +1,6 @@
 """Directories of published models with one thing altered: a field of config.json, two that interact, or a file.
 
 A test asks of each that transformers and we compute the same, or that it is refused by name (tools.check_altered).
-May import: families, numpy, safetensors; neither torch nor transformers.
 """
 
 from __future__ import annotations

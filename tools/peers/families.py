@@ -1,7 +1,7 @@
 """The shapes that are compared with `transformers`: each a config.json, read by both.
 
 Tiny, but nothing is degenerate: head counts differ, no two widths are alike where a mistake could hide, and both sides
-of every threshold of the rotary scaling are in reach. May import: framework, configs; neither torch nor transformers.
+of every threshold of the rotary scaling are in reach.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from configs.families import family_of
-from framework import pretrained
 from framework.config import Config
+from framework.weights import pretrained
 
 LAYERS, VOCAB, SEQ_LEN, BATCH = 2, 96, 20, 2
 GPT2_POSITIONS = 32

@@ -1,7 +1,7 @@
 """Optimizers that are compared with other people's: the parameters, their gradients, and what ours make of them.
 
 Parameters are as torch has them, [out, in]; ours are the transposes, but for tables. Numbers are hashes of where they
-are, so that they are the same everywhere and need not be stored. May import: framework.
+are, so that they are the same everywhere and need not be stored.
 """
 
 from __future__ import annotations

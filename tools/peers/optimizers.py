@@ -1,7 +1,4 @@
-"""What other people's optimizers compute, on the CPU: torchao's 8-bit AdamW, adam-mini's, and lomo-optim's AdaLomo.
-
-May import: optimizer_cases, torch and those packages.
-"""
+"""What other people's optimizers compute, on the CPU: torchao's 8-bit AdamW, adam-mini's, and lomo-optim's AdaLomo."""
 
 from __future__ import annotations
 

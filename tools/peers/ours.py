@@ -1,7 +1,4 @@
-"""What we compute: the same weights and inputs through the parts that training uses.
-
-May import: framework, configs, families, recording.
-"""
+"""What we compute: the same weights and inputs through the parts that training uses."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ from framework.data.packing import Batch
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap
 from framework.data.tokenizers import NoTokenizer
-from framework.experiment import Experiment
 from framework.layers.base import Context
 from framework.layers.rotary import Rotary
 from framework.layout import Nested, flatten, unflatten
-from framework.learner import Learner
+from framework.learner.learner import Learner
 from framework.models.causal_lm import CausalLM
-from framework.program import Program
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
+from framework.program.program import Program
 from framework.schedules.after_backward import accumulated_gradients
 from framework.schedules.step import training_context
-from framework.trainer_options import TrainerOptions
 from tools.peers.families import BATCH, SEQ_LEN, VOCAB, Family
 from tools.peers.recording import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Inputs, Results, Tensors
 

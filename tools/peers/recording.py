@@ -1,7 +1,4 @@
-"""What is kept of a run of torch and transformers, and the inputs that both sides get.
-
-May import: families, framework.data.packing, numpy.
-"""
+"""What is kept of a run of torch and transformers, and the inputs that both sides get."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What torch and transformers compute, on the CPU. The only file here that imports them.
-
-May import: families, ours, recording, torch, transformers.
-"""
+"""What torch and transformers compute, on the CPU. The only file here that imports them."""
 
 from __future__ import annotations
 

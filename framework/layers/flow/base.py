@@ -3,8 +3,6 @@
 A flow maps an image x to a latent z of the same size; log p(x) = log p(z) + log |det dz/dx|. Between layers flows the
 carry: {"x": [B, H, W, C], "log_det": [B], "log_prior": [B]}, float32. A layer adds the logarithm of its Jacobian's
 determinant to log_det; what leaves the flow early (framework.layers.flow.ends.Split) is counted in log_prior.
-
-May import: framework.layout, layers.base, layers.reversible.
 """
 
 from __future__ import annotations

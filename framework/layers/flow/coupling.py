@@ -1,7 +1,6 @@
 """Coupling layers: half of the channels stay, and a net of them says what becomes of the other half.
 
 Additive: Dinh et al. 2014 (NICE, arXiv 1410.8516). Affine: Dinh et al. 2016 (RealNVP, arXiv 1605.08803).
-May import: framework.config, framework.layout, layers.base, layers.flow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a flow begins and ends: integers to real numbers, halves that leave on the way, the prior, the loss.
 
 Dequantization: Theis et al. 2015 (arXiv 1511.01844). Logit and multi-scale structure: Dinh et al. 2016 (RealNVP, arXiv
-1605.08803). May import: framework.config, framework.layout, layers.base, layers.flow.
+1605.08803).
 """
 
 from __future__ import annotations

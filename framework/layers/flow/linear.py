@@ -1,7 +1,6 @@
 """Invertible linear maps of the channels and of the grid: ActNorm, 1x1 convolution, permutations, squeeze.
 
 Kingma and Dhariwal 2018 (Glow, arXiv 1807.03039); Dinh et al. 2016 (RealNVP, arXiv 1605.08803) for squeeze.
-May import: framework.config, framework.layout, layers.base, layers.flow.base.
 """
 
 from __future__ import annotations

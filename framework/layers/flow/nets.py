@@ -1,7 +1,7 @@
 """The small nets inside couplings: convolutions, or attention over the positions.
 
 They need no inverse. Their last layer begins at zero, so that a coupling begins as the identity (Glow, arXiv
-1807.03039). May import: framework.config, framework.layout, other layers.
+1807.03039).
 """
 
 from __future__ import annotations

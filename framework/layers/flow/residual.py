@@ -1,7 +1,6 @@
 """Residual flow blocks: y = x + g(x), g a contraction (Chen et al. 2019, Residual Flows, arXiv 1906.02735).
 
 There is no cheap inverse, so this is no Reversible: memory.remat = sqrt.
-May import: framework.config, framework.layout, layers.base, layers.flow.
 """
 
 from __future__ import annotations

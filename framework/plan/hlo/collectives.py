@@ -5,8 +5,6 @@ for by two instructions, `call-start` among them, which gives it to a SparseCore
 steps beside matrix products (the TPU compiler's "async collective fusion"; all of a chain's fusions name one channel,
 so a channel counts once). And it is fused where a fusion first reduces and then scatters ("all-reduce-scatter"): one
 operation, during which nothing else runs.
-
-May import: framework.plan.hlo.
 """
 
 from __future__ import annotations
@@ -17,7 +15,8 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from framework.plan.hlo.arrays import arrays
-from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.computations import Instruction
+from framework.plan.hlo.module import Module
 from framework.plan.hlo.walk import executed
 
 KINDS = (

@@ -3,8 +3,6 @@
 The TPU's compiler writes every matrix product as a convolution. A contracted dimension is then the kernel's input
 feature or a window as large as the dimension; a batch dimension is a window of which each result uses one place. So
 places that really meet are counted, as XLA's own cost analysis does (xla/service/hlo_cost_analysis.cc).
-
-May import: framework.plan.hlo.
 """
 
 from __future__ import annotations
@@ -15,7 +13,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from framework.plan.hlo.arrays import arrays
-from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.computations import Instruction
+from framework.plan.hlo.module import Module
 
 PRODUCTS = ("convolution", "dot")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")

@@ -1,6 +1,6 @@
 """Transfers between device and host memory, and which way they go.
 
-A program names memory spaces on TPU only; elsewhere nothing is found here. May import: framework.plan.hlo.
+A program names memory spaces on TPU only; elsewhere nothing is found here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from framework.plan.hlo.arrays import HOST, Placed, bytes_in, placed
-from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.computations import Instruction
+from framework.plan.hlo.module import Module
 
 Direction = Literal["to host", "from host"]
 DIRECTIONS: tuple[Direction, ...] = ("to host", "from host")

@@ -2,14 +2,13 @@
 
 What counts: the arrays that it reads and writes whole; of a slice taken from a larger array the slice; of an update in
 place the update. Fused intermediates count nothing: they are never stored.
-
-May import: framework.plan.hlo.
 """
 
 from __future__ import annotations
 
 from framework.plan.hlo.arrays import HBM, VMEM, bytes_in, placed
-from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.computations import Instruction
+from framework.plan.hlo.module import Module
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 _VIEWS = ("bitcast", "tuple")

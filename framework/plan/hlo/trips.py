@@ -3,17 +3,14 @@
 The CPU's and the GPU's compiler note it. In a TPU's program it has to be read: the condition compares a number of the
 loop's carry with a bound, the body adds a step to it, and it has a first value. Not every loop counts from 0 by 1:
 loops of collective matrix products advance by 2, and loops whose first turn was peeled off begin at 1.
-
-May import: framework.plan.hlo.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.computations import Computations, Instruction
 
 _MOVES = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start")
 _DEPTH = 32
@@ -34,36 +31,36 @@ class _Comparison(NamedTuple):
     inclusive: bool
 
 
-def trip_count(module: Module, loop: Instruction) -> int | None:
+def trip_count(program: Computations, loop: Instruction) -> int | None:
     """How often a loop runs; None where its text does not tell.
 
     A counter whose first value or step cannot be read is taken to begin at 0 and to go up by 1.
     """
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(noted[1])
-    comparison = _comparison(module, loop.called("condition"))
+    comparison = _comparison(program, loop.called("condition"))
     if comparison is None or comparison.counter.index is None:
         return None
     counter, bound = comparison.counter.index, comparison.bound
-    last = bound.offset if bound.index is None else _initial(module, loop, bound.index)
+    last = bound.offset if bound.index is None else _initial(program, loop, bound.index)
     if last is None:
         return None
-    distance = last - (_initial(module, loop, counter) or 0) - comparison.counter.offset
-    step = _step(module, loop, counter)
+    distance = last - (_initial(program, loop, counter) or 0) - comparison.counter.offset
+    step = _step(program, loop, counter)
     if distance * step < 0:
         return None
     turns, remainder = divmod(abs(distance), abs(step))
     return turns + (1 if remainder or comparison.inclusive else 0)
 
 
-def _comparison(module: Module, condition: str) -> _Comparison | None:
-    root, arguments = module.root(condition), ()
+def _comparison(program: Computations, condition: str) -> _Comparison | None:
+    root, arguments = program.root(condition), ()
     if root is not None and root.opcode == "fusion":
         arguments = root.operands
-        root = module.root(root.called("calls"))
+        root = program.root(root.called("calls"))
     if root is None or root.opcode != "compare":
         return None
-    left, right = (_affine(module, name, arguments) for name in root.operands)
+    left, right = (_affine(program, name, arguments) for name in root.operands)
     if left is None or right is None:
         return None
     if left.index is None:
@@ -71,80 +68,80 @@ def _comparison(module: Module, condition: str) -> _Comparison | None:
     return _Comparison(left, right, root.attribute("direction") in ("LE", "GE"))
 
 
-def _step(module: Module, loop: Instruction, counter: int) -> int:
+def _step(program: Computations, loop: Instruction, counter: int) -> int:
     """What a turn adds to a number of the carry."""
-    body = module.root(loop.called("body"))
+    body = program.root(loop.called("body"))
     if body is None or body.opcode != "tuple" or counter >= len(body.operands):
         return 1
-    following = _affine(module, body.operands[counter])
+    following = _affine(program, body.operands[counter])
     return following.offset if following and following.index == counter and following.offset else 1
 
 
-def _initial(module: Module, loop: Instruction, index: int) -> int | None:
+def _initial(program: Computations, loop: Instruction, index: int) -> int | None:
     """The constant that a number of the carry begins with."""
-    start = module.instructions.get(loop.operands[0]) if loop.operands else None
+    start = program.instructions.get(loop.operands[0]) if loop.operands else None
     if start is None or start.opcode != "tuple" or index >= len(start.operands):
         return None
-    value = _affine(module, start.operands[index])
+    value = _affine(program, start.operands[index])
     if value is None:
         return None
     if value.index is None:
         return value.offset
     # The loop is in another loop's body, which hands the number on: what that one begins with, if it never changes.
-    outer = module.loops.get(loop.computation)
-    root = module.root(loop.computation)
+    outer = program.loops.get(loop.computation)
+    root = program.root(loop.computation)
     if outer is None or root is None or root.opcode != "tuple":
         return None
-    handed_on = _affine(module, root.operands[value.index])
+    handed_on = _affine(program, root.operands[value.index])
     if handed_on != _Affine(value.index, 0):
         return None
-    beginning = _initial(module, outer, value.index)
+    beginning = _initial(program, outer, value.index)
     return None if beginning is None else beginning + value.offset
 
 
-def _affine(module: Module, name: str, arguments: tuple[str, ...] = (), depth: int = 0) -> _Affine | None:
+def _affine(program: Computations, name: str, arguments: tuple[str, ...] = (), depth: int = 0) -> _Affine | None:
     """A scalar in terms of the carry of the computation that it is in; None if it is anything else.
 
     Args:
         arguments: inside of a fusion, the names of the fusion's operands.
     """
-    instruction = module.instructions.get(name)
+    instruction = program.instructions.get(name)
     if instruction is None or depth > _DEPTH:
         return None
     if instruction.opcode == "constant":
         text = instruction.operands[0]
         return _Affine(None, int(text)) if re.fullmatch(r"-?\d+", text) else None
     if instruction.opcode == "parameter" and arguments:
-        return _affine(module, arguments[int(instruction.operands[0])], (), depth + 1)
+        return _affine(program, arguments[int(instruction.operands[0])], (), depth + 1)
     if instruction.opcode == "get-tuple-element":
-        return _element(module, instruction, arguments, depth)
+        return _element(program, instruction, arguments, depth)
     if instruction.opcode in _MOVES:
-        return _affine(module, instruction.operands[0], arguments, depth + 1)
+        return _affine(program, instruction.operands[0], arguments, depth + 1)
     if instruction.opcode == "fusion" and not arguments:
-        root = module.roots.get(instruction.called("calls"), "")
-        return _affine(module, root, instruction.operands, depth + 1)
+        root = program.roots.get(instruction.called("calls"), "")
+        return _affine(program, root, instruction.operands, depth + 1)
     if instruction.opcode in ("add", "subtract"):
-        left, right = (_affine(module, operand, arguments, depth + 1) for operand in instruction.operands)
+        left, right = (_affine(program, operand, arguments, depth + 1) for operand in instruction.operands)
         return _sum(left, right, 1 if instruction.opcode == "add" else -1)
     return None
 
 
-def _element(module: Module, element: Instruction, arguments: tuple[str, ...], depth: int) -> _Affine | None:
+def _element(program: Computations, element: Instruction, arguments: tuple[str, ...], depth: int) -> _Affine | None:
     """A number out of a tuple: of the carry, of a fusion with several results, or of a tuple made before."""
     index = int(element.attribute("index"))
-    source = module.instructions.get(element.operands[0])
+    source = program.instructions.get(element.operands[0])
     while source is not None and source.opcode == "opt-barrier":
-        source = module.instructions.get(source.operands[0])
+        source = program.instructions.get(source.operands[0])
     if source is None or arguments:
         return None
     if source.opcode == "parameter":
         return _Affine(index, 0)
     if source.opcode == "tuple":
-        return _affine(module, source.operands[index], arguments, depth + 1)
+        return _affine(program, source.operands[index], arguments, depth + 1)
     if source.opcode == "fusion":
-        root = module.root(source.called("calls"))
+        root = program.root(source.called("calls"))
         if root is not None and root.opcode == "tuple":
-            return _affine(module, root.operands[index], source.operands, depth + 1)
+            return _affine(program, root.operands[index], source.operands, depth + 1)
     return None
 
 

@@ -1,14 +1,12 @@
-"""The instructions that a program executes, with how often: loops by their trip counts, of branches the longest.
-
-May import: framework.plan.hlo.
-"""
+"""The instructions that a program executes, with how often: loops by their trip counts, of branches the longest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.computations import Instruction
+from framework.plan.hlo.module import Module
 
 
 class Executed(NamedTuple):

@@ -7,7 +7,7 @@
     timeline.py     the schedule played through: what compute hides of the transfers to and from the host
     count.py        all of it together
 
-These are no measurements: docs/speed.md tells how to read them. May import: framework.accelerators, framework.plan.hlo.
+These are no measurements: docs/speed.md tells how to read them.
 """
 
 from framework.plan.step_time.count import StepCount, count

@@ -2,8 +2,6 @@
 
 The splash kernels of JAX, whoever calls them: forward 2 products (q k and p v), the gradient of the queries 3, that of
 keys and values 4, or 5 where one kernel makes all three. A product is B heads S T head_size multiply-adds.
-
-May import: framework.plan.hlo.
 """
 
 from __future__ import annotations
@@ -13,7 +11,8 @@ import re
 from typing import NamedTuple
 
 from framework.plan.hlo.arrays import Array, arrays
-from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.computations import Instruction
+from framework.plan.hlo.module import Module
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}

@@ -1,4 +1,4 @@
-"""What kind of work an instruction of a TPU's program is. May import: framework.plan.hlo, step_time.attention."""
+"""What kind of work an instruction of a TPU's program is."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections import Counter
 from typing import Literal
 
 from framework.plan.hlo import collectives, host
+from framework.plan.hlo.computations import Instruction
 from framework.plan.hlo.flops import PRODUCTS, Flops
-from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.module import Module
 from framework.plan.step_time.attention import is_attention
 
 Category = Literal[

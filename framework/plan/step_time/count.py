@@ -1,7 +1,4 @@
-"""The count of a step: its operations, collectives and host transfers, and how long it takes by them.
-
-May import: framework.accelerators, framework.plan.hlo, framework.plan.step_time.
-"""
+"""The count of a step: its operations, collectives and host transfers, and how long it takes by them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Three times of each: `estimate` is the compiler's, by which it decides fusions; `roof` is the longer of FLOPs at the
 peak and of bytes at the peak of HBM, which nothing can beat; `seconds` is what is believed, see step_time.rates.
-
-May import: framework.plan.hlo, framework.plan.step_time.
 """
 
 from __future__ import annotations
@@ -12,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from framework.plan.hlo.arrays import HBM, VMEM, bytes_in
+from framework.plan.hlo.computations import Instruction
 from framework.plan.hlo.flops import Flops
-from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.module import Module
 from framework.plan.hlo.source import SourceLine
 from framework.plan.hlo.traffic import Traffic
 from framework.plan.hlo.walk import executed

@@ -1,8 +1,8 @@
 """What a chip can do in a second, and what is assumed where nothing is published or measured.
 
-The published figures are in framework/accelerators.toml, each with its source. The constants below calibrate the TPU
-compiler's cost model: they come from comparing its `estimated_cycles` with the static profile that libtpu writes of the
-scheduled bundles (LIBTPU_INIT_ARGS=--xla_jf_dump_static_llo_profile_to=DIR), on v5e, operation by operation:
+The published figures are in framework/devices/accelerators.toml, each with its source. The constants below calibrate
+the TPU compiler's cost model: they come from comparing its `estimated_cycles` with the static profile that libtpu
+writes of the scheduled bundles (LIBTPU_INIT_ARGS=--xla_jf_dump_static_llo_profile_to=DIR), on v5e, by operation:
 
     operation                                estimate, cycles    profile      HBM at its peak
     matmul 4096^3, bfloat16                  1,083,068           1,080,291    (MXU: 1,048,576)
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from framework.accelerators import AcceleratorSpec
+from framework.devices.accelerators import AcceleratorSpec
 
 # Thin operations take the time of their bytes at the peak of HBM times this, or of their bytes in VMEM at that rate,
 # whichever is longer, but never more than the compiler's estimate.

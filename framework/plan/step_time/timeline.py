@@ -5,8 +5,6 @@ through, and goes on beside the operations; where the program waits for one that
 So transfers share their lane, and what compute does between the start of one and its end is what hides it. There is a
 lane to the host, one from it, and one from other chips, for asynchronous collectives. Other collectives take their
 bytes' time, and what is on that lane then waits for them.
-
-May import: framework.plan.hlo, framework.plan.step_time.
 """
 
 from __future__ import annotations
@@ -16,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from framework.plan.hlo import host
+from framework.plan.hlo.computations import Instruction
 from framework.plan.hlo.host import DIRECTIONS, Direction
-from framework.plan.hlo.module import Instruction, Module
+from framework.plan.hlo.module import Module
 from framework.plan.hlo.walk import longest_branch
 
 

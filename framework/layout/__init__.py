@@ -1,0 +1,46 @@
+"""Where everything lives: specs of arrays, paths of trees, and the table of the training state."""
+
+from framework.layout.initial import fold_in_name, initialize, name_hash
+from framework.layout.moves import fetch_leaf, fetch_tree, store_leaf
+from framework.layout.specs import (
+    GROUPS,
+    Group,
+    Initializer,
+    MemoryKind,
+    MeshAxes,
+    OptStateSpec,
+    ParameterSpec,
+    TensorSpec,
+    copy_partition,
+    move_to_host,
+)
+from framework.layout.table import Leaf, StateLayout, nearest_divisors
+from framework.layout.trees import Nested, flatten, key_name, merge, path_name, unflatten
+
+__all__ = [
+    "GROUPS",
+    "Group",
+    "Initializer",
+    "Leaf",
+    "MemoryKind",
+    "MeshAxes",
+    "Nested",
+    "OptStateSpec",
+    "ParameterSpec",
+    "StateLayout",
+    "TensorSpec",
+    "copy_partition",
+    "fetch_leaf",
+    "fetch_tree",
+    "flatten",
+    "fold_in_name",
+    "initialize",
+    "key_name",
+    "merge",
+    "move_to_host",
+    "name_hash",
+    "nearest_divisors",
+    "path_name",
+    "store_leaf",
+    "unflatten",
+]

@@ -1,0 +1,40 @@
+"""The table at a run's start: parameters, bytes, mesh, data, versions."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from framework.data.batches import Pipeline
+from framework.devices.accelerators import accelerator_name, spec_for
+from framework.devices.mesh import island, mesh_text
+from framework.layout import GROUPS, MemoryKind
+from framework.program.program import Program
+from framework.terminal.tables import Section, start_table
+
+
+def start_report(name: str, program: Program, without_data: str = "") -> list[Section]:
+    """Parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item, data, or
+    why there are none."""
+    layout, experiment = program.layout, program.experiment
+    devices, shape = list(program.mesh.devices.flat), dict(program.mesh.shape)
+    parameters = [
+        (group, layout.size(group), sum(leaf.spec.num_bytes for leaf in layout if leaf.group == group))
+        for group in ("parameter", "frozen")
+        if layout.size(group)
+    ]
+    kinds: list[MemoryKind] = sorted({leaf.spec.memory_kind for leaf in layout})
+    sizes = {(group, kind): layout.bytes_per_device(group, kind) for group in GROUPS for kind in kinds}
+    data: Pipeline = experiment.data
+    return start_table(
+        config=name,
+        accelerator=accelerator_name(devices),
+        mesh=mesh_text(shape, experiment.mesh.cut(shape, len(set(map(island, devices)))), devices[0].platform),
+        parameters=parameters,
+        device_bytes={key: size for key, size in sizes.items() if size},
+        tokens_per_step=data.global_batch_size * data.seq_len,
+        flops_per_token=experiment.model.flops_per_token(data.seq_len),
+        device_limit_bytes=spec_for(devices).limit_bytes,
+        data={"not checked": without_data} if without_data else {row.name: str(row) for row in data.source_report()},
+        item=data.item,
+        versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
+    )

@@ -1,0 +1,50 @@
+"""Programs that a thread compiles, while the main thread does what a person waits for.
+
+A run compiles three programs: its first values, its step and its evaluation. Its first step needs the first two only.
+So on CPU a thread compiles the first values while the main thread traces and compiles the step, and the evaluation
+while the first steps run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+FIRST_VALUES = "first values"
+
+
+class Ahead:
+    """The programs of one thread, by name. It compiles them in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._programs: dict[Hashable, Future[Any]] = {}
+
+    def begin(self, name: Hashable, compile_program: Callable[[], Any]) -> None:
+        """Has `compile_program()` called in the thread. Nothing happens where that name was asked for before."""
+        if name in self._programs:
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile-ahead")
+        self._programs[name] = self._thread.submit(compile_program)
+
+    def program(self, name: Hashable) -> Any:
+        """The program, as soon as it is compiled; None: nobody asked for it. Raises what compiling it raised."""
+        future = self._programs.get(name)
+        return None if future is None else future.result()
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._programs
+
+    def close(self) -> None:
+        """Programs that have not begun are not compiled by the thread any more: whoever needs one compiles it."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._programs = {name: future for name, future in self._programs.items() if not future.cancelled()}
+        self._thread = None
+
+
+def evaluation_of(group: str) -> Hashable:
+    """The name of the program that evaluates the weights of a group of the state: "parameter" or "ema"."""
+    return ("evaluation", group)

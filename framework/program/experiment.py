@@ -1,0 +1,190 @@
+"""Experiment: the root of every named config; builds the parts and checks what concerns several of them.
+
+Building one touches no device and no file, so a bad config fails before anything starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from jax.sharding import AbstractMesh, Mesh
+
+from framework.config import Config, ConfigError, component, config_for, target_of
+from framework.data.batches import Pipeline
+from framework.devices.compiler import Compiler
+from framework.devices.mesh import MeshShape
+from framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
+from framework.learner.learner import Learner
+from framework.models.causal_lm import CausalLM
+from framework.models.chain import Chain
+from framework.optimizers.schedule_steps import with_run_length
+from framework.processes.health import Health
+from framework.program.options import TrainerOptions
+from framework.schedules.layerwise.storage import STACK, in_parts
+from framework.schedules.memory import Memory
+
+Part = TypeVar("Part")
+# The length of a run while its epochs' steps are not known: bytes and FLOPs, which are asked for by then, do not depend
+# on it, and `framework.program.run_length.set_length` gives the real one before anything is compiled.
+_NOMINAL_STEPS = 1000
+
+
+@component
+class AcceleratorRule:
+    """What a config changes on some accelerators; applied before the command line's overrides, and printed.
+
+    Args:
+        pattern: shell pattern of accelerator names, "v5e-*" or "h200x8".
+        set: values by dotted path, {"memory.remat": "full"}.
+    """
+
+    def __init__(self, *, pattern: str, set: dict[str, Any]):
+        self.pattern, self.set = pattern, set
+
+
+@component
+class Experiment:
+    """A training run, described.
+
+    Args:
+        model: the model.
+        data: what it reads.
+        mesh: how devices are arranged.
+        learner: optimizer, rules, clipping, averaging.
+        memory: where state lives and what is recomputed.
+        compiler: what the compiler is told.
+        trainer: how long, how often, what is kept.
+        health: how processes look after themselves and each other.
+        pretrained: a directory that the first weights come from; they are drawn without one.
+        accelerator_rules: what differs by accelerator.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Config,
+        data: Config,
+        learner: Config,
+        trainer: Config,
+        mesh: Config = config_for(MeshShape),
+        memory: Config = config_for(Memory),
+        health: Config = config_for(Health),
+        compiler: Config = config_for(Compiler),
+        pretrained: Config | None = None,
+        accelerator_rules: list[Config] = [],  # noqa: B006
+    ):
+        for rule in accelerator_rules:
+            rule.instantiate()
+        self.model = _built("model", model, Chain)
+        self.data = _built("data", data, Pipeline)
+        self.mesh = _built("mesh", mesh, MeshShape)
+        self.trainer = _built("trainer", trainer, TrainerOptions)
+        scheduled = with_run_length(learner, self.trainer.known_steps or _NOMINAL_STEPS)
+        self.learner = _built("learner", scheduled, Learner, specs=self.model.parameter_specs())
+        self.memory = _built("memory", memory, Memory)
+        self.compiler = _built("compiler", compiler, Compiler)
+        self.health = _built("health", health, Health)
+        self.pretrained = None if pretrained is None else pretrained.instantiate()
+
+    def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
+        """Raises ValueError, naming both numbers, when mesh, batch, model, memory and data do not fit each other.
+
+        Args:
+            mesh: the sizes of its axes matter.
+            reach: also look whether an optimizer mixes parameters; that may take a second.
+        """
+        self.model.check(mesh, self.data)
+        if self.learner.scope == "model" and self.memory.update != "after_backward":
+            raise ValueError(
+                f"learner.scope = model with memory.update = {self.memory.update}: one optimizer for all parameters "
+                "needs all gradients; expected memory.update = after_backward, or learner.scope = unit and learner.clip"
+            )
+        for stack in self.model.stacks.values():
+            stack.check_remat(self.memory.remat)
+            hosted, units = self.memory.hosted_layers, stack.num_units
+            if hosted is not None and hosted >= units:
+                raise ValueError(
+                    f"memory.hosted_layers = {hosted}: the stack has {units} units; expected less, or none for all "
+                    "weights"
+                )
+        if reach:
+            self.learner.check_reach()
+        batch, accumulate = self.data.global_batch_size, self.learner.accumulate
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        if batch % accumulate:
+            raise ValueError(
+                f"learner.accumulate = {accumulate} does not divide data.global_batch_size = {batch}; "
+                f"nearest: {nearest_divisors(batch, accumulate)}"
+            )
+        if batch // accumulate % shards:
+            step = shards * accumulate
+            below, above = batch // step * step, -(-batch // step) * step
+            raise ValueError(
+                f"mesh.data * mesh.fsdp = {shards} does not divide the {batch // accumulate} sequences of a "
+                f"microbatch (data.global_batch_size = {batch}, learner.accumulate = {accumulate}); "
+                f"nearest global_batch_size: {[size for size in (below, above) if size]}"
+            )
+
+    @property
+    def language_model(self) -> CausalLM:
+        """The model, for what concerns text. Raises ValueError: it is another kind."""
+        if not isinstance(self.model, CausalLM):
+            raise ValueError(f"model is a {type(self.model).__name__}; this is for language models (CausalLM)")
+        return self.model
+
+    def state_specs(self) -> Nested:
+        """The specs of everything that training keeps, by group, as checkpoints have it."""
+        hosted = self.memory.gradients == "pinned_host"
+        return {
+            **({"gradient": self.learner.gradient_specs("pinned_host")} if hosted else {}),
+            "parameter": self._placed(self.learner.specs),
+            "frozen": self._placed(self.learner.frozen_specs),
+            "buffer": self.model.buffer_specs(),
+            "optimizer": self.learner.optimizer_specs(self.memory.optimizer_state),
+            "ema": self.learner.ema_specs(self.memory.optimizer_state),
+            "counter": _counter_specs() | self.learner.counter_specs(),
+        }
+
+    def run_specs(self) -> Nested:
+        """The same as the run holds it: with `memory.update = layer_programs` the stack is in parts. Raises ValueError:
+        the model has other stages than that runs."""
+        specs, memory, stages = self.state_specs(), self.memory, list(self.model.stages)
+        if memory.update != "layer_programs":
+            return specs
+        if stages != ["embed", STACK, "head"]:
+            raise ValueError(
+                f"memory.update = layer_programs runs embed, {STACK} and head; the model has {', '.join(stages)}; "
+                "expected memory.update = in_backward, streamed or after_backward"
+            )
+        return in_parts(specs, self.model.stacks[STACK].num_units, memory.hosted_layers)
+
+    def _placed(self, weights: Nested) -> Nested:
+        """The specs of weights, large ones tagged with where `memory.parameters` has them."""
+        kind, some, stacks = self.memory.parameters, self.memory.hosted_layers is not None, self.model.stacks
+        return {
+            name: specs if some and name not in stacks else move_to_host(specs, kind, stacked=name in stacks)
+            for name, specs in weights.items()
+        }
+
+
+def _built(name: str, config: Config, kind: type[Part], **late: Any) -> Part:
+    """The part that a config describes. Raises ConfigError where it is of another kind."""
+    # Before it is built: a learner needs arguments that nothing else takes.
+    target = target_of(config)
+    if isinstance(target, type) and not issubclass(target, kind):
+        raise ConfigError(f"expected a config of {kind.__name__}, given that of {target.__name__}", path=name)
+    part = config.instantiate(**late)
+    if not isinstance(part, kind):
+        given = f"that of {target.__name__}, which returns a {type(part).__name__}"
+        raise ConfigError(f"expected a config of {kind.__name__}, given {given}", path=name)
+    return part
+
+
+def _counter_specs() -> Nested:
+    """step and skipped count; grad_norm is that of the last update; rng is the run's key data (threefry: two words)."""
+    return {
+        "step": TensorSpec((), "int32"),
+        "skipped": TensorSpec((), "int32"),
+        "grad_norm": TensorSpec((), "float32"),
+        "rng": TensorSpec((2,), "uint32"),
+    }

@@ -1,0 +1,127 @@
+"""Trainer: the loop. It dispatches steps, asks the hooks between them, stops and rolls back."""
+
+from __future__ import annotations
+
+import jax
+
+from framework.metrics.throughput import MetricsBuffer
+from framework.plan.guard import Need
+from framework.processes import distributed
+from framework.run.hooks import Agree, Evaluate, Guard, Hook, Prediction, Profile, Report, RollBack, Save
+from framework.run.run import Run
+from framework.terminal.interrupts import stop_signals
+
+
+class LastStepNotSavedError(RuntimeError):
+    """The run is over, and its last checkpoint is not on disk."""
+
+
+class Trainer:
+    """The loop of one run.
+
+    Args:
+        run: has its state.
+        need: what the step was predicted to need; after the first steps it is shown beside what was measured.
+    """
+
+    def __init__(self, run: Run, need: Need):
+        self.run = run
+        self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Agree(), Save(), Profile(), Prediction(need)]
+        self.ballot = distributed.Ballot(run.program.mesh)
+        # What the processes have agreed on: the signal that ends the run, whether to save by the clock.
+        self.agreed = {"stop": 0, "save": 0}
+        self._begun = False  # whether a step was trained, which a signal would lose
+
+    def train(self, step: int) -> int | None:
+        """Trains from `step` to max_steps. Returns the signal that stopped it early, after saving; None at its end. A
+        signal that one process gets stops all of them, after the same step.
+        Raises LastStepNotSavedError; NonFiniteError: learner.nonfinite ended the run; ReplicaMismatchError."""
+        run = self.run
+        run.progress.status("compiling")
+        with run.goodput.during("compile"):
+            run.program.compile()  # before the first batch is read
+            distributed.barrier("compiled")
+            if run.data.validation_names:
+                # Before there are steps to lose: who interrupts a compiler need not wait for it.
+                run.program.compile_evaluation(run.state)
+        run.progress.status("")
+        with stop_signals(lambda: self._begun) as run.signals:
+            while True:
+                try:
+                    step = self._steps(step)
+                    break
+                except RollBack as request:
+                    with run.goodput.during("restore"):
+                        step = self._roll_back(*request.args)
+            for hook in self.hooks:
+                hook.at_end(run, step)
+            if not run.saved(step):
+                kept = run.checkpointer.steps()
+                raise LastStepNotSavedError(f"the last step was not saved; checkpoints: {kept or 'none'}")
+            return self.agreed["stop"] or distributed.greatest(next(iter(run.signals), 0)) or None
+
+    def _roll_back(self, bad_step: int) -> int:
+        """Goes back to the newest checkpoint, or to the start where there is none, for a course of the run in which
+        the batch of `bad_step` never was. Returns the step that the run goes on from."""
+        run = self.run
+        bad_batch = run.batch_order.batch_after(bad_step - 1)
+        # The checkpoint may be older than the roll backs before this one: what they left out stays out.
+        left_out = (*run.batch_order.left_out, bad_batch)
+        run.saved(bad_step)  # a checkpoint that is being written counts
+        if distributed.from_primary(bool(run.checkpointer.steps())):
+            step = run.restore()
+            run.batch_order = run.batch_order.without(*left_out)
+        else:
+            step = 0
+            run.batch_order = run.batch_order.without(*left_out)
+            run.goodput.go_back({})
+            run.writer.resume(step)
+            run.initialize()
+        for hook in self.hooks:
+            hook.on_roll_back(run, step)
+        again = bad_step - 1 - step
+        run.progress.print(
+            f"rolled back to step {step}; batch {bad_batch} is left out, and the {again} batches before it come again"
+        )
+        return step
+
+    def _steps(self, step: int) -> int:
+        run = self.run
+        buffer = MetricsBuffer()
+        batches = run.data.train_iterator(step, run.program.rows, run.batch_order)
+        try:
+            run.goodput.enter("step")
+            while step < run.options.max_steps and not self.agreed["stop"]:
+                step += 1
+                for hook in self.hooks:
+                    hook.before_step(run, step)
+                with run.goodput.during("input"):
+                    _, batch = next(batches)
+                self._begun = True
+                run.state, metrics = run.program.step(run.state, run.program.put(batch))
+                votes = {"stop": next(iter(run.signals), 0), "save": int(run.wishes_save())}
+                if jax.process_count() == 1:
+                    self.agreed = votes
+                else:
+                    metrics = {**metrics, **self.ballot.cast(votes, after=metrics["loss"])}
+                buffer.put(step, metrics)
+                # Waits for the step before this one, which bounds how far Python runs ahead of the device.
+                self._metrics(buffer.take(keep=1))
+                run.save_is_due = step % run.options.save_every == 0 or bool(self.agreed["save"])
+                if run.save_is_due:
+                    # It waits for this step anyway; if a kill leaves nothing but the checkpoint, its row is needed.
+                    self._metrics(buffer.take(keep=0))
+                for hook in self.hooks:
+                    hook.after_step(run, step)
+            self._metrics(buffer.take(keep=0))
+        finally:
+            batches.close()
+            run.goodput.enter("evaluate")
+        return step
+
+    def _metrics(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        for step, metrics in rows:
+            self.agreed = {name: int(metrics.pop(name, vote)) for name, vote in self.agreed.items()}
+            self.run.pulse.note(step=step, loss=metrics["loss"])
+            for hook in self.hooks:
+                hook.on_metrics(self.run, step, metrics)

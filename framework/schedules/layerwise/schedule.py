@@ -1,0 +1,98 @@
+"""The step as a few small programs for each kind of unit, called from Python one layer after the other.
+
+Dispatch is asynchronous: Python runs ahead of the devices, and norm, finiteness and metrics are scalars that stay
+there. The number of programs does not depend on the number of layers, so neither does the time to compile them. Each
+layer's arrays are its own (`framework.schedules.layerwise.storage`), what is updated is donated, and what lives in host
+memory is carried by the programs of the layers before and after (`programs.Moves`): nothing is sliced, so it works on
+GPUs too, whose compiler cannot slice host memory.
+
+Gradients wait, on the device or on the host, until their norm is known, and a second pass through the layers updates;
+with `memory.gradients = none` each layer is updated at once, as under `in_backward` and with its limits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from framework.layout import Nested, StateLayout, TensorSpec
+from framework.learner.learner import Learner
+from framework.models.causal_lm import CausalLM
+from framework.schedules import in_backward
+from framework.schedules.layerwise.functions import EvaluationFunctions, LayerFunctions, Weights
+from framework.schedules.layerwise.passes import Evaluation
+from framework.schedules.layerwise.programs import Compile, Ledger, Programs
+from framework.schedules.layerwise.step import Step
+from framework.schedules.memory import Memory
+from framework.schedules.step import Metrics, State
+
+
+def check(learner: Learner, memory: Memory) -> None:
+    """Raises ValueError when learner and memory want what a step in layers cannot give."""
+    if memory.gradients == "none":
+        in_backward.check(learner, "memory.gradients = none")
+    if "offload" in memory.remat:
+        raise ValueError(
+            f"memory.remat = {memory.remat} with memory.update = layer_programs: expected what is kept as memory.remat "
+            "(full, say), and memory.activations = pinned_host, which keeps that in host memory"
+        )
+
+
+class LayerPrograms:
+    """The step of a state whose stacks are in parts.
+
+    Args:
+        model, learner, layout, memory: whose step.
+        jit: jax.jit with the compiler's options.
+        compile: see `Programs`.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        learner: Learner,
+        layout: StateLayout,
+        memory: Memory,
+        jit: Any,
+        compile: Compile,
+    ):
+        self._functions = LayerFunctions(model, learner, layout, memory)
+        self._scoring = EvaluationFunctions(model, learner, layout, memory)
+        self.programs, self._evaluation = (Programs(jit, compile, layout) for _ in range(2))
+        self._evaluated: set[Any] = set()
+        number, count = TensorSpec((), "int32"), max(model.stack.num_units, learner.accumulate)
+        self._numbers: list[Any] = [number] * count
+        if {*layout.mesh.devices.flat} <= {*jax.devices()}:  # made once: a transfer at each call would make it wait
+            self._numbers = [jax.device_put(np.int32(i), layout.sharding(number)) for i in range(count)]
+
+    def rehearse(self, state: Any, batch: Any, compile: Compile | None = None) -> Ledger:
+        """Compiles all programs of a step, of the specs of state and batch; what it needs."""
+        self.programs.compile = compile or self.programs.compile
+
+        def step(numbers: Any, *rest: Any) -> Any:
+            return Step(self._functions, self.programs, numbers)(*rest)
+
+        return self.programs.rehearse(step, self._numbers, state, batch)
+
+    def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
+        """One step; the old state is gone afterwards."""
+        return Step(self._functions, self.programs, self._numbers)(state, batch)
+
+    def evaluate(self, weights: Weights, buffers: Nested, batch: Nested, compile: Compile | None = None) -> Any:
+        """Sums over a batch, see `Program.evaluate`; with `compile`, of specs: what that needs."""
+        programs, functions = self._evaluation, self._scoring
+
+        def run(numbers: Any, *rest: Any) -> Metrics:
+            return Evaluation(functions, programs, numbers)(*rest)
+
+        trees = weights, buffers, batch
+        key = jax.tree.structure(trees), tuple(x.sharding.memory_kind for x in jax.tree.leaves(trees) if not compile)
+        if compile is not None or key not in self._evaluated:
+            programs.compile = compile or programs.compile
+            ledger = programs.rehearse(run, self._numbers, *trees)
+            self._evaluated.add(key)
+            if compile is not None:
+                return ledger
+        return run(self._numbers, *trees)
