@@ -144,7 +144,12 @@ def test_no_sbatch_here(capsys, cluster: Path, monkeypatch) -> None:
 ENDS = {
     "all done": (["exit 0", "exit 0"], 0, False),
     "wrong config, while the other waits for it": (["exit 2", "sleep 60"], 2, False),
-    "not finite, and the other failed too": (["exit 3", "exit 5"], 3, False),
+    # The second waits for the first one's note: srun ends all others as soon as one has failed.
+    "not finite, and the other failed too": (
+        ["exit 3", 'until [ -s "$CODES/0" ]; do sleep 0.1; done; exit 5'],
+        3,
+        False,
+    ),
     "saved before the time was up": (["exit 143", "sleep 0.5; exit 143"], 0, True),
     "told to stop": (["exit 130", "exit 130"], 130, False),
     "one died": (["kill -KILL $$", "sleep 60"], 0, True),
