@@ -410,9 +410,10 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
 # What was always meant to load does.
 
 
-def test_names_of_older_configs_load(experiment):
+@pytest.mark.parametrize("name", ["framework.rules.Rule", "framework.learner.Rule"])
+def test_names_of_older_configs_load(experiment, name: str):
     older = _placed(experiment, "learner.rules.0", {**experiment["learner"]["rules"][0]})
-    older["learner"]["rules"][0]["$class"] = "framework.learner.learner.Rule"  # before rules had a file of their own
+    older["learner"]["rules"][0]["$class"] = name
     assert Config.from_dict(older) == Config.from_dict(experiment)
     assert Config.from_dict(older).instantiate().learner is not None
 
