@@ -215,7 +215,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
     from framework.program.run_length import rate_notes, set_length
     from framework.run import canary
     from framework.run.compile_ahead import begin_evaluation, begin_first_values
-    from framework.run.hooks import NonFiniteError
+    from framework.run.hooks import NonFiniteError, own_hooks
     from framework.run.report import compression_lines, sample_images, sample_text
     from framework.run.run import Run
     from framework.run.trainer import LastStepNotSavedError, Trainer
@@ -225,6 +225,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
     args = command.args
     config, rules = command.resolve(accelerator_name(jax.devices()))
     experiment: Experiment = config.instantiate()
+    hooks = own_hooks(experiment.trainer.hooks)
     program = Program(experiment)
     if jax.default_backend() == "cpu":
         keep_freed_memory()
@@ -288,7 +289,7 @@ def _train(command: cli.Command, workdir: Any, limit: int | None, goodput: Any, 
             step = run.start(force=args.force)
             if primary:
                 write_json(workdir.config, config.to_dict())
-            stopped = Trainer(run, need).train(step)
+            stopped = Trainer(run, need, hooks).train(step)
         except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
             progress.print(f"error: {error}")
             return {NonFiniteError: EXIT_NONFINITE, ReplicaMismatchError: EXIT_REPLICAS}.get(type(error), 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from framework.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, component
+from framework.config import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, component
 
 
 @component
@@ -26,6 +26,8 @@ class TrainerOptions:
         sample_temperature: 0 is greedy. Of images: the standard deviation of latents.
         compilation_cache: folder where compiled programs outlive the process; None keeps none.
         wandb_project: also report to this Weights & Biases project (`pip install wandb`).
+        hooks: your own, each a subclass of `framework.run.hooks.Hook`; they are asked in this order, after those that
+            every run has.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class TrainerOptions:
         sample_temperature: NonNegativeFloat = 0.8,
         compilation_cache: str | None = "~/.cache/plimsoll/xla",
         wandb_project: str | None = None,
+        hooks: list[Config] = [],  # noqa: B006
     ):
         if profile and (len(profile) != 2 or not 1 <= profile[0] <= profile[1]):
             raise ValueError(f"profile: expected [] or [first, last] with 1 <= first <= last, given {profile}")
@@ -60,6 +63,7 @@ class TrainerOptions:
         self.sample_tokens, self.sample_prompt = sample_tokens, sample_prompt
         self.sample_temperature = sample_temperature
         self.compilation_cache, self.wandb_project = compilation_cache, wandb_project
+        self.hooks = list(hooks)
 
     @property
     def max_steps(self) -> int:

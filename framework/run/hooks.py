@@ -1,4 +1,5 @@
-"""Hooks: what happens between steps. A short list, run in order: guard, report, evaluate, agree, save, profile.
+"""Hooks: what happens between steps. A short list, run in order: guard, report, evaluate, agree, save, profile, and the
+user's own (`config.trainer.hooks`).
 
 A hook sees the run (`Run`) at a few moments: before and after a step is dispatched, when the metrics of an
 earlier step arrive, and at the end.
@@ -12,6 +13,7 @@ from collections import Counter
 import jax
 
 from framework.checkpoint import replicas
+from framework.config import Config, ConfigError
 from framework.metrics.memory import memory_in_use
 from framework.metrics.throughput import MetricsBuffer
 from framework.models.chain import Chain
@@ -46,6 +48,18 @@ class Hook:
 
     def at_end(self, run: Run, step: int) -> None:
         """The last step is done, or the run was asked to stop."""
+
+
+def own_hooks(configs: list[Config]) -> list[Hook]:
+    """The user's hooks. Raises ConfigError: one is no Hook."""
+    hooks = [config.instantiate() for config in configs]
+    for index, hook in enumerate(hooks):
+        if not isinstance(hook, Hook):
+            raise ConfigError(
+                f"expected a subclass of framework.run.hooks.Hook, given {type(hook).__name__}",
+                path=f"trainer.hooks.{index}",
+            )
+    return hooks
 
 
 class Guard(Hook):

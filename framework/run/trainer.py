@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 
 from framework.metrics.throughput import MetricsBuffer
@@ -22,11 +24,12 @@ class Trainer:
     Args:
         run: has its state.
         need: what the step was predicted to need; after the first steps it is shown beside what was measured.
+        hooks: the user's own; they are asked after those that every run has.
     """
 
-    def __init__(self, run: Run, need: Need):
+    def __init__(self, run: Run, need: Need, hooks: Sequence[Hook] = ()):
         self.run = run
-        self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Agree(), Save(), Profile(), Prediction(need)]
+        self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Agree(), Save(), Profile(), Prediction(need), *hooks]
         self.ballot = distributed.Ballot(run.program.mesh)
         # What the processes have agreed on: the signal that ends the run, whether to save by the clock.
         self.agreed = {"stop": 0, "save": 0}
