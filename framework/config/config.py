@@ -21,9 +21,20 @@ from typing import Annotated, Any, Literal
 
 import annotated_types as at
 
-from framework.config import names as config_names
 from framework.config.components import component
-from framework.config.names import ConfigError, FieldError, FieldTypeError, did_you_mean, join, name_of, show
+from framework.config.names import (
+    TRUSTED,
+    ConfigError,
+    FieldError,
+    FieldTypeError,
+    did_you_mean,
+    is_trusted,
+    join,
+    name_of,
+    remember,
+    resolve,
+    show,
+)
 from framework.config.schema import (
     ABSENT,
     REQUIRED,
@@ -56,7 +67,7 @@ _MAX_DEPTH = 100  # of JSON data
 def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
     """A config of a class or function: its defaults, and `fields` set one by one. Raises ConfigError, also for a target
     without a name to store or a signature to read."""
-    config_names.remember(target)
+    remember(target)
     config = Config(target)
     for name, value in fields.items():
         config[name] = value
@@ -66,7 +77,7 @@ def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
 @component
 def reference(name: str) -> Any:
     """The very object of a dotted name, not what it returns: `config_for(reference, name="jax.nn.gelu")`."""
-    return config_names.resolve(name, passed=True)
+    return resolve(name, passed=True)
 
 
 def target_of(config: "Config") -> Callable[..., Any]:
@@ -250,14 +261,14 @@ class Config(ConfigBase):
             value = _decode(literal(text), path)  # components alone, as in a file
         elif text in short:
             value = config_for(short[text])
-        elif accepts_config(hint) and config_names.is_trusted(text):
-            value = config_for(config_names.resolve(text, path))
+        elif accepts_config(hint) and is_trusted(text):
+            value = config_for(resolve(text, path))
         else:
             try:
                 value = parse_text(hint, text, path)
             except FieldTypeError as error:
                 if accepts_config(hint):
-                    inside = ", ".join(config_names.TRUSTED)
+                    inside = ", ".join(TRUSTED)
                     known = f", or is one of {', '.join(short)}" if short else ""
                     error.args = (f"{error.args[0]}; a component goes by its dotted name, inside {inside}{known}",)
                 raise
@@ -367,7 +378,7 @@ def _decode(data: Any, path: str, depth: int = 0) -> Any:
     if not isinstance(data, dict):
         return data
     # The class first: importing its module is what makes the names loadable that it configures itself.
-    config = Config(config_names.resolve(data["$class"], path)) if "$class" in data else None
+    config = Config(resolve(data["$class"], path)) if "$class" in data else None
     values = {key: _decode(item, join(path, key), depth + 1) for key, item in data.items() if key != "$class"}
     if config is None:
         return values

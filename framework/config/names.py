@@ -15,7 +15,16 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from framework.config import components
+from framework.config.components import (
+    FUNCTIONS,
+    INITIALIZERS,
+    OPTAX,
+    OURS,
+    foreign_component,
+    foreign_function,
+    is_component,
+    is_ours,
+)
 
 # Where names may lead.
 TRUSTED = ("framework", "configs", "optax", "jax.nn")
@@ -134,7 +143,7 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
             "configures (give it as --config=path/to/file.py:NAME)",
             path=path,
         )
-    if name in _configured and not components.is_ours(_configured[name]):
+    if name in _configured and not is_ours(_configured[name]):
         return _configured[name]
     name = RENAMED.get(name, name)
     module_name, _, attribute = name.rpartition(".")
@@ -149,16 +158,16 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
 
 
 def _may_be_named(module_name: str, target: Any, passed: bool) -> bool:
-    if module_name.partition(".")[0] in components.OURS:
-        return components.is_component(target)
-    is_function = passed and components.foreign_function(module_name, target)
-    return is_function or components.foreign_component(module_name, target)
+    if module_name.partition(".")[0] in OURS:
+        return is_component(target)
+    is_function = passed and foreign_function(module_name, target)
+    return is_function or foreign_component(module_name, target)
 
 
 def _module(name: str, module_name: str, path: str) -> ModuleType:
     """The module that a name begins with; of other packages only the few that `framework.config.components` lists."""
-    foreign = (*components.OPTAX, components.INITIALIZERS, components.FUNCTIONS)
-    if module_name.partition(".")[0] not in components.OURS and module_name not in foreign:
+    foreign = (*OPTAX, INITIALIZERS, FUNCTIONS)
+    if module_name.partition(".")[0] not in OURS and module_name not in foreign:
         raise ConfigError(f"{name!r} is refused: of other packages names resolve in {', '.join(foreign)}", path=path)
     try:
         return importlib.import_module(module_name)  # `framework.x.os` is an attribute and no module: not imported

@@ -35,7 +35,7 @@ class Images:
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
         self._model: Any = program.experiment.model
-        if not hasattr(self._model, "sample"):
+        if not self._model.draws_images:
             raise ValueError(f"model is a {type(self._model).__name__}, which draws no images; expected a flow")
         self._params = jax.tree.map(
             lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")),

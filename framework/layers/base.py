@@ -139,6 +139,12 @@ class Layer:
         """Sub-layers by name; a parameter's path is made of these names."""
         return {}
 
+    @property
+    def branches(self) -> dict[str, list[str]]:
+        """{name: the children that it uses} of what a block adds to the residual stream, in order; {} for any other
+        layer. Where there are some, the layer also has `branch`, see `framework.layers.block.Block`."""
+        return {}
+
     def walk(self) -> Iterator[Layer]:
         """This layer and all below it."""
         yield self

@@ -103,7 +103,7 @@ class Stack(Layer):
         layers = [_layer(config, i, dim=dim, output_init_scale=scale) for i, config in enumerate(pattern)]
         if streams != "one":
             for i, layer in enumerate(layers):
-                if not hasattr(layer, "branches"):
+                if not layer.branches:
                     raise ValueError(f"streams = {streams}: pattern.{i} is {type(layer).__name__}; expected Block")
             layers = [TwoStream(layer, streams) for layer in layers]
         self.streams: TwoStream | None = layers[0] if isinstance(layers[0], TwoStream) else None

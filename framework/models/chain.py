@@ -32,6 +32,8 @@ class Chain:
         lora: adapters, beside which all else is frozen.
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
+        calibrates: it has `calibrate`, which sets first values by the first batch (a flow's ActNorm).
+        draws_images: it has `sample`, `encode`, `decode` and `quantize` (a flow).
     """
 
     stages: dict[str, Layer]
@@ -39,6 +41,8 @@ class Chain:
     lora: LoRA | None = None
     param_dtype: Any
     compute_dtype: Any
+    calibrates: bool = False
+    draws_images: bool = False
 
     @cached_property
     def stacks(self) -> dict[str, Stack]:

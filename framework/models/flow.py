@@ -40,6 +40,9 @@ class Flow(Chain):
         compute_dtype: of the nets in couplings; what flows between layers is float32 at least.
     """
 
+    calibrates = True
+    draws_images = True
+
     def __init__(
         self,
         *,

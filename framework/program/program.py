@@ -70,7 +70,7 @@ class Program:
             experiment.model.check(self.mesh, experiment.data)
         experiment.compiler.check(self.mesh)
         # Whether a first batch decides first values (Salimans and Kingma 2016, arXiv 1602.07868).
-        self.calibrates = training and getattr(experiment.model, "calibrate", None) is not None
+        self.calibrates = training and experiment.model.calibrates
         for path, spec in flatten(experiment.model.parameter_specs()).items() if self.calibrates else ():
             if spec.dtype.itemsize < 4:
                 raise ValueError(

@@ -50,7 +50,7 @@ def compression_lines(data: Pipeline, evaluation: dict[str, float]) -> list[str]
 
 def sample_images(program: Program, state: dict[str, Any]) -> np.ndarray | None:
     """64 images [64,H,W,C] that the model draws; None where it draws none."""
-    if not hasattr(program.experiment.model, "sample"):
+    if not program.experiment.model.draws_images:
         return None
     options = program.experiment.trainer
     return Images(program, state, averaged=bool(state["ema"])).sample(64, options.sample_temperature, options.seed)
