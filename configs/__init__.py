@@ -26,75 +26,105 @@ ConfigFunction = Callable[[], Config]
 
 
 def functions() -> dict[str, ConfigFunction]:
-    """Every named config of this package: name -> function, in the order of files and of definition."""
-    found: dict[str, ConfigFunction] = {}
+    """Returns every named config of this package: name -> function, in the order of files and of definition."""
+    function_by_name: dict[str, ConfigFunction] = {}
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
-        for name, function in vars(module).get("CONFIGS", {}).items():
-            assert name not in found, f"two configs are named {name!r}"
-            found[name] = function
-    return found
+        module_configs = vars(module).get("CONFIGS", {})
+        for name, function in module_configs.items():
+            assert name not in function_by_name, f"two configs are named {name!r}"
+            function_by_name[name] = function
+    return function_by_name
 
 
 def names() -> list[str]:
-    """The names that `load` knows."""
+    """Returns the names of the named configs."""
     return list(functions())
 
 
 def load(spec: str) -> Config:
-    """A new config by NAME, by path/to/file.py:NAME, or by hf:DIR. Raises ConfigError when there is no such name or
-    function, or the function's own, with the line that raised it; FileNotFoundError when there is no such file."""
+    """Makes a new config by NAME, by path/to/file.py:NAME, or by hf:DIR.
+
+    Raises:
+        ConfigError: there is no such name or function, or the function raised one. The message then ends with the line
+            that raised it.
+        FileNotFoundError: there is no such file.
+    """
     function = find(spec)
     try:
         config = function()
     except ConfigError as error:
-        file = inspect.getfile(inspect.unwrap(getattr(function, "func", function)))
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-        where = "".join(f"  [{frame.filename}:{frame.lineno}]" for frame in frames[-1:])
-        raise ConfigError(f"{error}{where}") from error
+        # hf:DIR is a functools.partial, whose function is in `func`.
+        plain_function = inspect.unwrap(getattr(function, "func", function))
+        file = inspect.getfile(plain_function)
+        frames = traceback.extract_tb(error.__traceback__)
+        # The innermost line of the config's file is the one to change; below it is the framework.
+        frames_of_file = [frame for frame in frames if frame.filename == file]
+        place = "".join(f"  [{frame.filename}:{frame.lineno}]" for frame in frames_of_file[-1:])
+        raise ConfigError(f"{error}{place}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"{spec}: expected a function that returns a Config, but it returned {type(config).__name__}")
     return config
 
 
 def find(spec: str) -> ConfigFunction:
-    """The function that makes the config of a spec; see `load`."""
+    """Returns the function that makes the config of a spec; see `load`."""
     kind, _, directory = spec.partition(":")
-    if directory and kind in (kinds := importlib.import_module("configs.finetune").KINDS):
-        return functools.partial(kinds[kind], directory)
-    path, _, name = spec.rpartition(":") if not spec.endswith(".py") else (spec, "", "")
+    if directory:
+        # Imported here: that module imports this package.
+        kinds = importlib.import_module("configs.finetune").KINDS
+        if kind in kinds:
+            return functools.partial(kinds[kind], directory)
+    if spec.endswith(".py"):
+        # The name is missing; `_from_file` says so, unless there is no such file at all.
+        path = spec
+        name = ""
+    else:
+        path, _, name = spec.rpartition(":")
     if path.endswith(".py"):
         return _from_file(Path(path).expanduser().resolve(), name)
-    known = functions()
-    if spec not in known:
-        close = ", ".join(map(repr, nearest(spec, known, count=3)))
-        hint = f"did you mean {close}?" if close else f"valid: {', '.join(known)}"
+    function_by_name = functions()
+    if spec not in function_by_name:
+        similar_names = ", ".join(map(repr, nearest(spec, function_by_name, count=3)))
+        hint = f"valid: {', '.join(function_by_name)}"
+        if similar_names:
+            hint = f"did you mean {similar_names}?"
         raise ConfigError(f"no config is named {spec!r}; {hint} (`python -m launch.configs list` shows them all)")
-    return known[spec]
+    return function_by_name[spec]
 
 
 def _from_file(path: Path, name: str) -> ConfigFunction:
+    """Returns the config function of that name in a user's file."""
     if not path.is_file():
         siblings = [file.name for file in path.parent.glob("*.py")]
         raise FileNotFoundError(f"no config file {str(path)!r}{did_you_mean(path.name, siblings)}")
     module = _import_file(path)
-    own = {key: value for key, value in inspect.getmembers(module, inspect.isfunction) if not key.startswith("_")}
-    known = {key: value for key, value in own.items() if value.__module__ == module.__name__}
-    known |= vars(module).get("CONFIGS", {})
-    if name not in known:
-        raise ConfigError(f"{path}: no function or CONFIGS entry {name!r}{did_you_mean(name, known)}")
-    return known[name]
+    function_by_name = {}
+    for key, function in inspect.getmembers(module, inspect.isfunction):
+        # A function that the file imports, such as config_for, is no config of it.
+        is_imported = function.__module__ != module.__name__
+        if not key.startswith("_") and not is_imported:
+            function_by_name[key] = function
+    function_by_name |= vars(module).get("CONFIGS", {})
+    if name not in function_by_name:
+        hint = did_you_mean(name, function_by_name)
+        raise ConfigError(f"{path}: no function or CONFIGS entry {name!r}{hint}")
+    return function_by_name[name]
 
 
 def _import_file(path: Path) -> types.ModuleType:
-    """Imports a user's file once per process, under a name that depends on the file's name alone: the name becomes part
-    of saved configs ("$class"), which should not change when a directory moves."""
+    """Imports a user's file once per process, under a name that depends on the file's name alone.
+
+    The name becomes part of saved configs ("$class"), which should not change when a directory moves.
+    """
     name = "user_config_" + re.sub(r"\W", "_", path.stem)
     while name in sys.modules:
         if sys.modules[name].__file__ == str(path):
             return sys.modules[name]
-        name += "_"  # a file of the same name in another directory
-    sys.modules[name] = module = types.ModuleType(name)
+        # The name is taken by a file of the same name in another directory.
+        name += "_"
+    module = types.ModuleType(name)
+    sys.modules[name] = module
     module.__file__ = str(path)
     # At the end of the path, so that modules beside the file can be imported but shadow nothing.
     if str(path.parent) not in sys.path:
@@ -102,6 +132,7 @@ def _import_file(path: Path) -> types.ModuleType:
     try:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))
     except BaseException as error:
+        # A file that failed halfway must be read again at the next attempt.
         del sys.modules[name]
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from error

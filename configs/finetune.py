@@ -24,8 +24,10 @@ def lora_tiny() -> Config:
     steps = 300
     config = stdlib_tiny()
     config.model.lora = config_for(LoRA, rank=16, alpha=32.0, dropout=0.05)
-    config.model.stack.pattern[0].mlp.hidden = 384  # a multiple of nf4's block
-    # Adapters cannot change the tables: one of its own for the head, large enough for confident predictions.
+    # A multiple of nf4's block, so that the base weights may be nf4 too.
+    config.model.stack.pattern[0].mlp.hidden = 384
+    # Adapters cannot change the tables of tokens. So the head gets a table of its own, with values
+    # large enough for confident predictions.
     config.model.head.tied = False
     config.model.head.init.stddev = 0.1
     config.learner.optimizer = adamw(peak=1e-2, warmup=0.1, weight_decay=0.0)
@@ -42,19 +44,31 @@ def full(path: str) -> Config:
     """
     facts, _ = families.read(path)
     model, family = families.model_of(path)
-    length = facts.get("max_position_embeddings") or facts.get("n_positions") or 2048
+    # The second name is GPT-2's.
+    max_length = facts.get("max_position_embeddings") or facts.get("n_positions") or 2048
+    seq_len = min(2048, max_length)
+    # `large` sets bfloat16, so the dtype of the files is read before.
     dtype = model.param_dtype
-    config = large(model, seq_len=min(2048, length), batch=16, peak=1e-5, steps=None, warmup=0.05)
+    config = large(model, seq_len=seq_len, batch=16, peak=1e-5, steps=None, warmup=0.05)
     if dtype == "float32":
         config.model.param_dtype = config.model.compute_dtype = dtype
+        # Parameters in float32 are their own master weights.
         config.learner.master_dtype = config.learner.moment_dtype = None
-    chats = {name: config_for(ChatSource, paths=["data/chat.jsonl"], split=name) for name in ("train", "validation")}
-    config.data.source, config.data.validation = chats["train"], {"chats": chats["validation"]}
+    # One file for both: the source splits it by conversation.
+    train_chats = config_for(ChatSource, paths=["data/chat.jsonl"], split="train")
+    validation_chats = config_for(ChatSource, paths=["data/chat.jsonl"], split="validation")
+    config.data.source = train_chats
+    config.data.validation = {"chats": validation_chats}
     config.data.tokenizer = config_for(PretrainedTokenizer, path=path, vocab_size=model.vocab_size)
     config.data.document_mask = True
-    config.trainer.max_steps, config.trainer.max_epochs = None, 3
+    config.trainer.max_steps = None
+    config.trainer.max_epochs = 3
     config.pretrained = config_for(
-        Pretrained, path=path, family=family, facts=facts, generation=families.generation_facts(path)
+        Pretrained,
+        path=path,
+        family=family,
+        facts=facts,
+        generation=families.generation_facts(path),
     )
     config.memory.remat = "full"
     config.trainer.save_every = config.trainer.eval_every = 200

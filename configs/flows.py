@@ -22,27 +22,54 @@ from framework.program.options import TrainerOptions
 from framework.schedules.memory import Memory
 
 
-def flow(pattern: list[Config], *, shape: tuple[int, int, int], levels: int, scales: int, steps: int) -> Config:
-    """`steps` times the pattern at each of `scales` levels of a multi-scale flow."""
-    stacks = [config_for(Stack, num_layers=steps * len(pattern), pattern=pattern) for _ in range(scales)]
+def flow(
+    pattern: list[Config],
+    *,
+    shape: tuple[int, int, int],
+    levels: int,
+    scales: int,
+    steps: int,
+) -> Config:
+    """A multi-scale flow with `steps` times the pattern at each of `scales` levels."""
+    stacks = []
+    for _ in range(scales):
+        stacks.append(config_for(Stack, num_layers=steps * len(pattern), pattern=pattern))
     return config_for(Flow, image_shape=shape, levels=levels, stacks=stacks)
 
 
-def digits(pattern: list[Config], *, depth: int, steps: int, rate: float = 1e-3, remat: str = "none") -> Config:
-    """Two levels of such a pattern on the digits: 1,436 images to train on, 361 held out."""
+def digits(
+    pattern: list[Config],
+    *,
+    depth: int,
+    steps: int,
+    rate: float = 1e-3,
+    remat: str = "none",
+) -> Config:
+    """A flow with two levels of the pattern on the digits: 1,436 images to train on, 361 held out."""
+    # Pixels of the digits have 17 levels, 0 to 16.
+    model = flow(pattern, shape=(8, 8, 1), levels=17, scales=2, steps=depth)
+    data = config_for(
+        ImagePipeline,
+        source=config_for(DigitsSource),
+        validation={"digits": config_for(DigitsSource, split="validation")},
+        global_batch_size=64,
+    )
+    trainer = config_for(
+        TrainerOptions,
+        max_steps=steps,
+        eval_every=300,
+        save_every=steps,
+        sample_temperature=1.0,
+    )
     return config_for(
         Experiment,
-        model=flow(pattern, shape=(8, 8, 1), levels=17, scales=2, steps=depth),
-        data=config_for(
-            ImagePipeline,
-            source=config_for(DigitsSource),
-            validation={"digits": config_for(DigitsSource, split="validation")},
-            global_batch_size=64,
-        ),
+        model=model,
+        data=data,
+        # A model of this size fits on every device, so all devices share the batch instead.
         mesh=config_for(MeshShape, data=-1, fsdp=1),
         learner=learner(rate=rate, ema=0.995),
         memory=config_for(Memory, remat=remat),
-        trainer=config_for(TrainerOptions, max_steps=steps, eval_every=300, save_every=steps, sample_temperature=1.0),
+        trainer=trainer,
     )
 
 

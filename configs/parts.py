@@ -29,7 +29,15 @@ from framework.program.experiment import Experiment
 from framework.program.options import TrainerOptions
 
 
-def gpt2_model(*, layers: int, heads: int, dim: int, vocab_size: int, positions: int, dropout: float = 0.0) -> Config:
+def gpt2_model(
+    *,
+    layers: int,
+    heads: int,
+    dim: int,
+    vocab_size: int,
+    positions: int,
+    dropout: float = 0.0,
+) -> Config:
     """GPT-2 (Radford et al. 2019): LayerNorm, learned positions, biases, tanh GELU, tied embeddings."""
     linear = config_for(Linear, bias=True)
     block = config_for(
@@ -73,9 +81,8 @@ def llama_model(
         output_bias=False,
         rotary=config_for(Rotary, theta=theta, scaling=rope_scaling),
     )
-    block = config_for(
-        Block, norm=norm, attention=attention, mlp=config_for(MLP, hidden=hidden, activation="silu", gated=True)
-    )
+    mlp = config_for(MLP, hidden=hidden, activation="silu", gated=True)
+    block = config_for(Block, norm=norm, attention=attention, mlp=mlp)
     return config_for(
         CausalLM,
         dim=dim,
@@ -101,16 +108,26 @@ def adamw(
 
 
 def muon(*, peak: float, adam_peak: float, warmup: float, end: float = 0.02) -> tuple[Config, Config]:
-    """Muon (Jordan et al. 2024) for the stack's matrices; (the optimizer, the rule that gives the rest AdamW)."""
+    """Muon (Jordan et al. 2024) for the stack's matrices, AdamW for all other parameters.
+
+    Args:
+        peak: the highest learning rate of Muon.
+        adam_peak: that of AdamW.
+        warmup: steps, or a fraction of the run.
+        end: the last learning rate is that fraction of the highest.
+
+    Returns:
+        (the optimizer, the rule that gives the other parameters AdamW).
+    """
 
     def schedule(rate: float) -> Config:
         return config_for(warmup_cosine, peak_value=rate, warmup=warmup, end_fraction=end)
 
-    rest = config_for(optax.adamw, learning_rate=schedule(adam_peak), b2=0.95, weight_decay=0.0)
-    return (
-        config_for(optax.contrib.muon, learning_rate=schedule(peak), weight_decay=0.01),
-        config_for(Rule, pattern="^embed|^head|norm", optimizer=rest),
-    )
+    adam = config_for(optax.adamw, learning_rate=schedule(adam_peak), b2=0.95, weight_decay=0.0)
+    optimizer = config_for(optax.contrib.muon, learning_rate=schedule(peak), weight_decay=0.01)
+    # Muon is for matrices between hidden states; tables of tokens and norms are none.
+    adam_rule = config_for(Rule, pattern="^embed|^head|norm", optimizer=adam)
+    return optimizer, adam_rule
 
 
 def no_decay(pattern: str = r"norm|bias|position") -> Config:
@@ -118,31 +135,47 @@ def no_decay(pattern: str = r"norm|bias|position") -> Config:
     return config_for(Rule, pattern=pattern, set={"weight_decay": 0.0})
 
 
-def large(model: Config, *, seq_len: int, batch: int, peak: float, steps: int | None, warmup: float = 2000) -> Config:
+def large(
+    model: Config,
+    *,
+    seq_len: int,
+    batch: int,
+    peak: float,
+    steps: int | None,
+    warmup: float = 2000,
+) -> Config:
     """The defaults of large models: AdamW, clip 1.0, bf16 parameters and compute, f32 master weights and moments.
 
     Data is nanoGPT-style token files: set data.source.path to what `launch.prepare` wrote.
     """
     model.param_dtype = "bfloat16"
     model.compute_dtype = "bfloat16"
+    # The ids of a prepared file are final, so its tokenizer need not be at hand.
+    data = config_for(
+        DataPipeline,
+        source=config_for(TokenMemmap, path="data/train.bin"),
+        tokenizer=config_for(NoTokenizer, vocab_size=model.vocab_size),
+        seq_len=seq_len,
+        global_batch_size=batch,
+    )
+    # A pattern names "position" only where positions are learned: other models have none.
+    undecayed = "norm|bias"
+    if model.embed.max_positions is not None:
+        undecayed = "norm|bias|position"
+    learner = config_for(
+        Learner,
+        optimizer=adamw(peak=peak, warmup=warmup),
+        rules=[no_decay(undecayed)],
+        clip=1.0,
+        # An update is often smaller than half a bfloat16 step of its weight, and would be lost.
+        master_dtype="float32",
+        moment_dtype="float32",
+    )
     return config_for(
         Experiment,
         model=model,
-        data=config_for(
-            DataPipeline,
-            source=config_for(TokenMemmap, path="data/train.bin"),
-            tokenizer=config_for(NoTokenizer, vocab_size=model.vocab_size),
-            seq_len=seq_len,
-            global_batch_size=batch,
-        ),
+        data=data,
         mesh=config_for(MeshShape, fsdp=-1),
-        learner=config_for(
-            Learner,
-            optimizer=adamw(peak=peak, warmup=warmup),
-            rules=[no_decay("norm|bias" if model.embed.max_positions is None else "norm|bias|position")],
-            clip=1.0,
-            master_dtype="float32",
-            moment_dtype="float32",
-        ),
+        learner=learner,
         trainer=config_for(TrainerOptions, max_steps=steps, save_every=1000, eval_every=1000),
     )

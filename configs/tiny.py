@@ -21,7 +21,7 @@ def stdlib_tiny() -> Config:
     steps = 500
     model = llama_model(layers=4, heads=4, dim=128, hidden=344, vocab_size=2048, tied=True)
     model.stack.unroll = 0
-    optimizer, rest = muon(peak=0.02, adam_peak=4e-3, warmup=0.06)
+    optimizer, adam_rule = muon(peak=0.02, adam_peak=4e-3, warmup=0.06)
     return config_for(
         Experiment,
         model=model,
@@ -34,7 +34,7 @@ def stdlib_tiny() -> Config:
             global_batch_size=8,
         ),
         mesh=config_for(MeshShape, data=-1, fsdp=1),
-        learner=config_for(Learner, optimizer=optimizer, rules=[rest]),
+        learner=config_for(Learner, optimizer=optimizer, rules=[adam_rule]),
         trainer=config_for(
             TrainerOptions,
             max_steps=steps,
@@ -81,8 +81,18 @@ def nanogpt_cpu() -> Config:
             optimizer=adamw(peak=1e-3, warmup=0.05, b2=0.99),
             rules=[no_decay()],
         ),
-        trainer=config_for(TrainerOptions, max_steps=steps, eval_every=500, eval_batches=20, save_every=500),
+        trainer=config_for(
+            TrainerOptions,
+            max_steps=steps,
+            eval_every=500,
+            eval_batches=20,
+            save_every=500,
+        ),
     )
 
 
-CONFIGS = {"stdlib-tiny": stdlib_tiny, "stdlib-tiny-reversible": stdlib_tiny_reversible, "nanogpt-cpu": nanogpt_cpu}
+CONFIGS = {
+    "stdlib-tiny": stdlib_tiny,
+    "stdlib-tiny-reversible": stdlib_tiny_reversible,
+    "nanogpt-cpu": nanogpt_cpu,
+}

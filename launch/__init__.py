@@ -3,11 +3,12 @@
 import os
 import sys
 
-# Python calls itself "-m" while it looks for the module that it is to run: this process is a verb, and no program that
-# imports one. Ctrl-C is seen to before anything that takes time is imported.
+# Python calls itself "-m" while it looks for the module that it is to run: this process is a verb,
+# and no program that imports one. Ctrl-C is seen to before anything that takes time is imported.
 if sys.argv[0] == "-m" or sys.argv[0].endswith("/plimsoll"):
     from framework.terminal import interrupts
 
     interrupts.begin()
-    # XLA's errors are shown, and its remarks and warnings, in a format of their own, where somebody asks for them.
+    # XLA's errors are shown, and its remarks and warnings, in a format of their own, where somebody
+    # asks for them.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

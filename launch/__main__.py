@@ -11,21 +11,27 @@ from launch import cli
 
 def verbs() -> dict[str, str]:
     """Verb -> first line of its docstring, read from the source so that listing them imports none of them."""
-    sources = {path.stem: path.read_text() for path in sorted(Path(launch.__path__[0]).glob("*.py"))}
-    return {
-        name: (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-        for name, source in sources.items()
-        if "\n@cli.main\n" in source and name != "__main__"
-    }
+    folder = Path(launch.__path__[0])
+    line_by_verb = {}
+    for path in sorted(folder.glob("*.py")):
+        source = path.read_text()
+        # The decorator tells verbs from the modules that they share.
+        if "\n@cli.main\n" in source and path.stem != "__main__":
+            doc = ast.get_docstring(ast.parse(source)) or ""
+            line_by_verb[path.stem] = doc.partition("\n")[0]
+    return line_by_verb
 
 
 @cli.main
 def main(argv: list[str]) -> int:
     """Dispatches to `launch.VERB.main`."""
-    known = verbs()
+    line_by_verb = verbs()
     if argv and argv[0] not in ("-h", "--help", "help"):
-        return importlib.import_module(f"launch.{cli.choose('verb', argv[0], list(known))}").main(argv[1:])
-    lines = [f"  {verb:{max(map(len, known))}}  {line}" for verb, line in known.items()]
+        verb = cli.choose("verb", argv[0], list(line_by_verb))
+        module = importlib.import_module(f"launch.{verb}")
+        return module.main(argv[1:])
+    width = max(map(len, line_by_verb))
+    lines = [f"  {verb:{width}}  {line}" for verb, line in line_by_verb.items()]
     print("usage: plimsoll VERB ...   (or: python -m launch.VERB ...)\n", *lines, sep="\n")
     print("\n`plimsoll VERB --help` shows the flags of a verb.")
     return 0

@@ -30,7 +30,8 @@ from framework.config.schema import as_text
 from framework.terminal import interrupts
 from launch import flag_hints, mistakes
 
-Overrides = Sequence[tuple[str, str]]  # (dotted path, text) in the order given
+# (dotted path, text) in the order of the command line.
+Overrides = Sequence[tuple[str, str]]
 
 
 class UsageError(ConfigError):
@@ -48,17 +49,21 @@ class Command:
 
     @functools.cached_property
     def config(self) -> Config:
-        """Named + overrides, without rules by accelerator. Those are all tried on copies: a mistake in one should not
-        wait for that accelerator."""
+        """The named config with its overrides, without rules by accelerator. All rules are tried on copies: a mistake
+        in one of them should not wait for its accelerator."""
         config = apply_overrides(self.named.copy(), self.overrides)
         apply_accelerator_rules(config, None)
         return config
 
     def resolve(self, accelerator: str) -> tuple[Config, list[str]]:
-        """(the config for that accelerator, a line for each thing its rules changed): named, rules, overrides. Those of
-        the rules themselves go first: `--config.accelerator_rules=[]` switches the rules off."""
-        of_rules = [one for one in self.overrides if one[0].split(".")[0] == "accelerator_rules"]
-        config = apply_overrides(self.named.copy(), of_rules)
+        """(the config for that accelerator, a line for each field that its rules changed). Rules are applied to the
+        named config, and overrides after them. Overrides of the rules themselves go first:
+        `--config.accelerator_rules=[]` switches the rules off."""
+        rule_overrides = []
+        for path, text in self.overrides:
+            if path.split(".")[0] == "accelerator_rules":
+                rule_overrides.append((path, text))
+        config = apply_overrides(self.named.copy(), rule_overrides)
         lines = apply_accelerator_rules(config, accelerator)
         return apply_overrides(config, self.overrides), lines
 
@@ -66,38 +71,66 @@ class Command:
 class Parser(argparse.ArgumentParser):
     """argparse with did-you-mean, one-line errors, and `--config*`, which are taken out before argparse sees them."""
 
-    def __init__(self, verb: str, description: str | None = None, *, takes_config: bool = True, **options: Any):
-        text = (description or "").partition("\n")[0]
-        super().__init__(prog=f"python -m launch.{verb}", description=text, allow_abbrev=False, **options)
+    def __init__(
+        self,
+        verb: str,
+        description: str | None = None,
+        *,
+        takes_config: bool = True,
+        **options: Any,
+    ):
+        first_line = (description or "").partition("\n")[0]
+        super().__init__(
+            prog=f"python -m launch.{verb}",
+            description=first_line,
+            allow_abbrev=False,
+            **options,
+        )
+        # `split` takes both flags out before argparse sees them: they are added for --help and for
+        # did-you-mean.
         if takes_config:
-            what = "a named config (`python -m launch.configs list`), or path/to/file.py:NAME"
-            self.add_argument("--config", metavar="NAME", help=what)
-        self.add_argument("--config.PATH", metavar="VALUE", dest="_override", help="sets one field; applied in order")
+            config_help = "a named config (`python -m launch.configs list`), or path/to/file.py:NAME"
+            self.add_argument("--config", metavar="NAME", help=config_help)
+        self.add_argument(
+            "--config.PATH",
+            metavar="VALUE",
+            dest="_override",
+            help="sets one field; applied in order",
+        )
 
     def parse(self, argv: Sequence[str]) -> Command:
         """Reads and checks everything, so that a mistake anywhere is a ConfigError before JAX starts."""
-        spec, overrides, rest = split(argv)
-        args = self.parse_flags(rest, spec)
+        spec, overrides, verb_flags = split(argv)
+        args = self.parse_flags(verb_flags, spec)
         if spec is None:
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
-        command = Command(args, spec, configs.load(spec), overrides)
+        named = configs.load(spec)
+        command = Command(args, spec, named, overrides)
+        # Reading the property checks overrides and rules.
         command.config  # noqa: B018
         return command
 
     def parse_flags(self, argv: Sequence[str], spec: str | None = None) -> argparse.Namespace:
-        """The verb's own flags; an unknown one is refused before a missing one is complained about. Among the fields of
-        the config that `spec` names is what it may have meant."""
-        known = [flag for flag in self._option_string_actions if flag != "--config.PATH"]
+        """The verb's own flags. An unknown flag is refused before a missing one is complained about; the message names
+        what it may have meant, also among the fields of the config that `spec` names."""
+
+        # Called only where a hint needs the config: to load it may run a user's file.
+        def named_config() -> Config | None:
+            return None if spec is None else configs.load(spec)
+
+        # argparse itself would complain about a missing flag first, which hides a typo in its name.
+        known_flags = [flag for flag in self._option_string_actions if flag != "--config.PATH"]
         for index, token in enumerate(argv):
             flag, _, value = token.partition("=")
-            if flag.startswith("--") and flag not in known:
-                if not value and index + 1 < len(argv) and not argv[index + 1].startswith("--"):
-                    value = argv[index + 1]
-                path = token[2:].removeprefix("config.")
-                if "." in flag:
-                    raise UsageError(f"unknown flag {flag!r}; did you mean '--config.{path}'?")
-                hint = flag_hints.hint(flag, value, known, lambda: None if spec is None else configs.load(spec))
-                raise UsageError(f"unknown flag {flag!r}{hint}")
+            if not flag.startswith("--") or flag in known_flags:
+                continue
+            if not value and index + 1 < len(argv) and not argv[index + 1].startswith("--"):
+                value = argv[index + 1]
+            path = token[2:].removeprefix("config.")
+            if "." in flag:
+                raise UsageError(f"unknown flag {flag!r}; did you mean '--config.{path}'?")
+            hint = flag_hints.hint(flag, value, known_flags, named_config)
+            raise UsageError(f"unknown flag {flag!r}{hint}")
         return self.parse_args(argv)
 
     def error(self, message: str) -> NoReturn:
@@ -108,16 +141,17 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
     """(what --config names, overrides in order, everything else). Both `--flag=value` and `--flag value` are read."""
     spec: str | None = None
     overrides: list[tuple[str, str]] = []
-    rest: list[str] = []
+    verb_flags: list[str] = []
     tokens = iter(argv)
     for token in tokens:
         flag, separator, value = token.partition("=")
         if flag != "--config" and not flag.startswith("--config."):
-            rest.append(token)
+            verb_flags.append(token)
             continue
         if not separator:
             value = next(tokens, "--")
-            if value.startswith("--"):  # "-1" is a value, "--x" is the next flag
+            # "-1" is a value, "--x" is the next flag.
+            if value.startswith("--"):
                 raise UsageError(f"{flag} needs a value: {flag}=...")
         if flag != "--config":
             overrides.append((flag.removeprefix("--config."), value))
@@ -125,7 +159,7 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
             spec = value
         else:
             raise UsageError(f"--config is given twice: {spec!r} and {value!r}")
-    return spec, overrides, rest
+    return spec, overrides, verb_flags
 
 
 def apply_overrides(config: Config, overrides: Overrides) -> Config:
@@ -134,8 +168,9 @@ def apply_overrides(config: Config, overrides: Overrides) -> Config:
         try:
             config.override(path, text)
         except ConfigError as error:
-            told = error.args[0] if error.path == path else error
-            raise ConfigError(f"--config.{path}={text}: {told}") from error
+            # The flag names the path already, unless the error is in a part of the value.
+            message = error.args[0] if error.path == path else error
+            raise ConfigError(f"--config.{path}={text}: {message}") from error
     return config
 
 
@@ -143,17 +178,21 @@ def apply_accelerator_rules(config: Config, accelerator: str | None) -> list[str
     """Applies, in place and in order, the rules whose pattern matches a name such as "v5e-8", "h200x8" or "cpu-8".
     Returns a line for each field that one changes: `rule v5e-*: memory.remat none -> full`. None: all, on copies."""
     lines: list[str] = []
-    for index, rule in enumerate(config.accelerator_rules if "accelerator_rules" in config else []):
+    rules = config.accelerator_rules if "accelerator_rules" in config else []
+    for index, rule in enumerate(rules):
         if accelerator is not None and not fnmatch.fnmatchcase(accelerator, rule.pattern):
             continue
-        before, changed = config.copy(), config if accelerator is not None else config.copy()
+        config_before = config.copy()
+        # Rules of different accelerators may contradict each other, so trying all of them takes a
+        # copy for each.
+        changed = config if accelerator is not None else config.copy()
         for path, value in rule.set.items():
             try:
                 changed.set_path(path, value)
             except ConfigError as error:
                 raise ConfigError(str(error), path=f"accelerator_rules.{index} ({rule.pattern})") from error
-        rows = diff(before, changed)
-        lines += [f"rule {rule.pattern}: {path} {as_text(a)} -> {as_text(b)}" for path, a, b in rows]
+        for path, old, new in diff(config_before, changed):
+            lines.append(f"rule {rule.pattern}: {path} {as_text(old)} -> {as_text(new)}")
     return lines
 
 
@@ -162,18 +201,22 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
 
     @functools.wraps(verb)
     def wrapped(argv: list[str] | None = None) -> int:
-        if argv is None:
+        # A program that calls a verb has its own logging and signals, so both are set only for the
+        # process's command.
+        of_process = argv is None
+        if of_process:
             _show_records()
         try:
-            with interrupts.watched() if argv is None else contextlib.nullcontext():
+            with interrupts.watched() if of_process else contextlib.nullcontext():
                 return verb(sys.argv[1:] if argv is None else argv)
         except BrokenPipeError:
-            # The reader of a pipe (`| head`) left. Python would complain once more when it flushes stdout at exit.
+            # The reader of a pipe (`| head`) left. Python would complain once more when it flushes
+            # stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except Exception as error:
             interrupts.settle()
-            code = mistakes.tell(error, of_process=argv is None)
+            code = mistakes.tell(error, of_process=of_process)
             if code is None:
                 raise
             return code
@@ -216,13 +259,15 @@ def prepare_jax() -> None:
 
     check_environment()
 
-    # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of it.
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its old name; jaxlib refuses both
+    # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of
+    # it. The variable has an old name too, and jaxlib refuses both at once.
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
     # Nor more host memory than 64 GiB. Only GPUs read either.
-    os.environ.setdefault(HOST_LIMIT, str(int(HOST_MEMORY_FRACTION * machine_memory_bytes() / GIB)))
-    # On a machine without TPU chips, which jax tells when it is imported, libtpu would complain about that in five
-    # lines on stderr, if it is installed for planning.
+    host_gib = HOST_MEMORY_FRACTION * machine_memory_bytes() / GIB
+    os.environ.setdefault(HOST_LIMIT, str(int(host_gib)))
+    # On a machine without TPU chips, which jax tells when it is imported, libtpu would complain
+    # about that in five lines on stderr, if it is installed for planning.
     if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
@@ -232,7 +277,9 @@ def gib(flag: str, value: float | None) -> int | None:
     """A flag in GiB (of 2^30 bytes) as bytes; None stays."""
     if value is not None and not value > 0:
         raise UsageError(f"--{flag}={value:g}: expected more than 0")
-    return None if value is None else int(value * 2**30)
+    if value is None:
+        return None
+    return int(value * 2**30)
 
 
 def choose(kind: str, name: str, valid: Sequence[str]) -> str:

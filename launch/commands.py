@@ -13,37 +13,53 @@ from framework.files.workdir import safe_child
 from framework.terminal import interrupts
 from launch import cli, train
 
-MEANINGS = ["the run came to its end", "failed", "command, config or data are wrong", "loss not finite", "does not fit"]
-MEANINGS += ["another process is gone, or was not found", "hung", "replicas disagree"]
+# What launch.train's exit codes from 0 on mean.
+MEANINGS = [
+    "the run came to its end",
+    "failed",
+    "command, config or data are wrong",
+    "loss not finite",
+    "does not fit",
+    "another process is gone, or was not found",
+    "hung",
+    "replicas disagree",
+]
 STOPPED = {130: "stopped by SIGINT", 143: "stopped by SIGTERM"}
-FINAL = (0, 2, 3, 4, 130, 143)  # starting again would change nothing, or is not wanted
+# Codes after which starting again would change nothing, or is not wanted.
+FINAL = (0, 2, 3, 4, 130, 143)
 
 
 class Parser(cli.Parser):
     """launch.train's flags, and those added here, which are not passed on; `--dry_run` is the launcher's own."""
 
     def __init__(self, verb: str, description: str | None):
-        super().__init__(verb, description, conflict_handler="resolve")  # a flag of launch.train's may be replaced
+        # Launchers replace some flags of launch.train's, --dry_run among them.
+        super().__init__(verb, description, conflict_handler="resolve")
         train.add_flags(self)
         self._inherited = dict(self._option_string_actions)
         self.add_argument("--dry_run", action="store_true", help="print what would be done, and do nothing")
 
     def parse_job(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """(the flags, the words after `python -m launch.train`). Raises ValueError: anything is wrong with them."""
-        command, words, tokens = self.parse(argv), [], iter(argv)
+        command = self.parse(argv)
         args = command.args
         if args.run_name is not None:
             safe_child("runs", args.run_name, "--run_name")
         for flag in ("coordinator", "num_processes", "process_id"):
             if getattr(args, flag) is not None:
                 raise cli.UsageError(f"--{flag} is for processes started by hand; {self.prog} sets it for each")
+        # Every mistake in the config shows here, before a job waits in a queue for hours.
         command.config.instantiate()
+        words = []
+        tokens = iter(argv)
         for token in tokens:
-            action = self._option_string_actions.get(token.partition("=")[0])
-            if action is None or self._inherited.get(token.partition("=")[0]) is action:
+            flag = token.partition("=")[0]
+            action = self._option_string_actions.get(flag)
+            if action is None or self._inherited.get(flag) is action:
                 words.append(token)
             elif "=" not in token and action.nargs != 0:
-                next(tokens)  # `--flag value`
+                # In `--flag value`, the value is the launcher's as well.
+                next(tokens)
         return args, words
 
 
@@ -51,7 +67,9 @@ def execute(words: list[str], text: str | None = None) -> int:
     """Runs a command that reads `text`; its exit code. Raises FileNotFoundError: this machine does not have it."""
     if shutil.which(words[0]) is None:
         raise FileNotFoundError(f"there is no {words[0]} on this machine; --dry_run prints what it would be given")
-    process = subprocess.Popen(words, stdin=None if text is None else subprocess.PIPE, text=True)
+    stdin = None if text is None else subprocess.PIPE
+    process = subprocess.Popen(words, stdin=stdin, text=True)
+    # A signal that ends the launcher ends the command too.
     take_back = interrupts.at_end(lambda number, line: process.terminate())
     process.communicate(text)
     take_back()
@@ -60,5 +78,7 @@ def execute(words: list[str], text: str | None = None) -> int:
 
 def meaning(code: int) -> str:
     """How a process ended, for people; a negative code is a signal, as in subprocess."""
-    known = {**dict(enumerate(MEANINGS)), **STOPPED}.get(code, "unknown")
-    return f"ended with exit code {code} ({known})" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    meanings = {**dict(enumerate(MEANINGS)), **STOPPED}
+    return f"ended with exit code {code} ({meanings.get(code, 'unknown')})"

@@ -14,7 +14,9 @@ from framework.config import Config, diff, join, target_of
 from framework.config.schema import as_text
 from launch import cli
 
-_COLUMN, _DOC = 60, 80  # widths at which a column of values and a comment end
+# The widths at which a column of values and a comment end.
+_COLUMN = 60
+_DOC = 80
 # `name: text` or `name (type): text`, and the lines below that are indented further.
 _ARGUMENT = re.compile(r"^( +)(\w+)(?: \([^)\n]*\))?: *(.*(?:\n\1 +.*)*)", re.MULTILINE)
 
@@ -25,78 +27,135 @@ def main(argv: list[str]) -> int:
     parser = cli.Parser("configs", __doc__, takes_config=False)
     parser.add_argument("action", choices=["list", "show", "diff"])
     parser.add_argument("names", nargs="*", metavar="NAME", help="a named config, or path/to/file.py:NAME")
-    parser.add_argument("--accelerator", metavar="NAME", help="apply the config's rules for it: v5e-8, h200x8, cpu-1")
-    parser.add_argument("--json", action="store_true", help="show: print the config as it is stored with a checkpoint")
-    spec, overrides, rest = cli.split(argv)
-    args = parser.parse_flags(rest)
-    action, names = args.action, [*args.names, *([spec] if spec else [])]
-    if (args.json and action != "show") or (action == "list" and (overrides or args.accelerator)):
+    parser.add_argument(
+        "--accelerator",
+        metavar="NAME",
+        help="apply the config's rules for it: v5e-8, h200x8, cpu-1",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="show: print the config as it is stored with a checkpoint",
+    )
+    spec, overrides, verb_flags = cli.split(argv)
+    args = parser.parse_flags(verb_flags)
+    action = args.action
+    names = list(args.names)
+    # `--config=NAME` is taken too, as every other verb has it.
+    if spec:
+        names.append(spec)
+    resolves_nothing = action == "list" and (overrides or args.accelerator)
+    if (args.json and action != "show") or resolves_nothing:
         raise cli.UsageError("--json goes with show; overrides and --accelerator go with show and diff")
-    wanted = {"list": 0, "show": 1, "diff": 2}[action]
-    if len(names) != wanted:
-        raise cli.UsageError(f"{action} takes {wanted} names of configs, given {len(names)}")
+    num_names = {"list": 0, "show": 1, "diff": 2}[action]
+    if len(names) != num_names:
+        raise cli.UsageError(f"{action} takes {num_names} names of configs, given {len(names)}")
     if action == "list":
-        functions = configs.functions()
-        _print(f"{name:{max(map(len, functions))}}  {summary(function)}" for name, function in functions.items())
+        _print(_list())
         return 0
     commands = [cli.Command(args, name, configs.load(name), overrides) for name in names]
+    # Reading `config` checks the overrides and all rules, whichever accelerator is asked for.
     for command in commands:
-        command.config  # noqa: B018  (says what is wrong)
-    config, rules = commands[0].resolve(args.accelerator or "")
+        command.config  # noqa: B018
+    accelerator = args.accelerator or ""
+    config, rules = commands[0].resolve(accelerator)
     if action == "diff":
-        _print(_diff(names, config, commands[1].resolve(args.accelerator or "")[0]))
+        right, _ = commands[1].resolve(accelerator)
+        _print(_diff(names, config, right))
     elif args.json:
         print(config.to_json())
     else:
-        _print([f"{names[0]}: {summary(configs.find(names[0]))}", *_show(config, rules, overrides)])
+        title = f"{names[0]}: {summary(configs.find(names[0]))}"
+        _print([title, *_show(config, rules, overrides)])
     return 0
+
+
+def _list() -> list[str]:
+    """A line for each named config, with what its function says about it."""
+    functions = configs.functions()
+    width = max(map(len, functions), default=0)
+    return [f"{name:{width}}  {summary(function)}" for name, function in functions.items()]
 
 
 def summary(target: Callable[..., Any]) -> str:
     """The first line of a docstring, of a partial that of its function; "" without one."""
     while isinstance(target, functools.partial):
         target = target.func
-    return (inspect.getdoc(target) or "").partition("\n")[0]
+    doc = inspect.getdoc(target) or ""
+    return doc.partition("\n")[0]
 
 
 def field_docs(target: Callable[..., Any]) -> dict[str, str]:
     """Field name -> the first sentence that "Args:" has on it, in the function, the class or its bases."""
-    found: dict[str, str] = {}
-    for source in reversed(target.__mro__[:-1]) if isinstance(target, type) else [target]:
-        for _, name, text in _ARGUMENT.findall((source.__doc__ or "").partition("Args:\n")[2]):
-            found[name] = re.split(r"\. (?=[A-Z])", " ".join(text.split()))[0].rstrip(".")
-    return found
+    sources: Sequence[Any] = [target]
+    if isinstance(target, type):
+        # Bases first, without `object`, so that a class has the last word on a field of its base.
+        sources = target.__mro__[-2::-1]
+    docs: dict[str, str] = {}
+    for source in sources:
+        _, _, section = (source.__doc__ or "").partition("Args:\n")
+        for _, name, text in _ARGUMENT.findall(section):
+            one_line = " ".join(text.split())
+            sentences = re.split(r"\. (?=[A-Z])", one_line)
+            docs[name] = sentences[0].rstrip(".")
+    return docs
 
 
 def _show(config: Config, rules: list[str], overrides: Sequence[tuple[str, str]]) -> list[str]:
-    marks = {line.partition(": ")[2].split()[0]: f"  <- {line.partition(': ')[0]}" for line in rules}
-    marks.update({path: "  <- command line" for path, _ in overrides})
+    """The lines of a config: what its rules changed, then a line for each field."""
+    # What set a field, by its path. The line of a rule is `rule PATTERN: PATH OLD -> NEW`.
+    marks: dict[str, str] = {}
+    for line in rules:
+        rule, _, change = line.partition(": ")
+        path = change.split()[0]
+        marks[path] = f"  <- {rule}"
+    for path, _ in overrides:
+        marks[path] = "  <- command line"
+    # What a component says of its fields, by path: `walk` gives a component before its fields.
     docs: dict[str, str] = {}
-    rows = []
+    rows: list[tuple[str, str]] = []
     for path, value in config.walk():
-        doc, text = docs.get(path, ""), as_text(value)
+        doc = docs.get(path, "")
         if isinstance(value, Config):
-            docs |= {join(path, name): doc for name, doc in field_docs(target_of(value)).items()}
-            doc = doc or summary(target_of(value))
-        rows.append((f"{path} = {text}{marks.get(path, '')}", textwrap.shorten(doc, _DOC, placeholder="...")))
-    width = min(max(len(text) for text, _ in rows), _COLUMN)
-    lines = [f"{text:{width}}  # {doc}" if doc else text for text, doc in rows[1:]]
-    note = "?: not set here. The parent fills it in when it builds the component; if it does not, training says so."
-    return [*rules, *lines, *(["", note] if any(text.endswith(" = ?") for text, _ in rows) else [])]
+            target = target_of(value)
+            for name, field_doc in field_docs(target).items():
+                docs[join(path, name)] = field_doc
+            doc = doc or summary(target)
+        text = f"{path} = {as_text(value)}{marks.get(path, '')}"
+        rows.append((text, textwrap.shorten(doc, _DOC, placeholder="...")))
+    width = _column_width(rows, 0)
+    lines = []
+    # The first row is the experiment itself, of which the title says enough.
+    for text, doc in rows[1:]:
+        lines.append(f"{text:{width}}  # {doc}" if doc else text)
+    if any(text.endswith(" = ?") for text, _ in rows):
+        note = "?: not set here. The parent fills it in when it builds the component; if it does not, training says so."
+        lines += ["", note]
+    return [*rules, *lines]
 
 
 def _diff(names: list[str], left: Config, right: Config) -> list[str]:
-    rows = [(path, *map(as_text, values)) for path, *values in diff(left, right)]
+    """The lines of a table of the fields that differ, with both values."""
+    rows = [(path, as_text(left_value), as_text(right_value)) for path, left_value, right_value in diff(left, right)]
     if not rows:
         return [f"{names[0]} and {names[1]} do not differ"]
-    table = [("", *names), *rows]
-    one, two = (min(max(len(row[column]) for row in table), _COLUMN) for column in (0, 1))
-    return [f"{path:{one}}  {a:{two}}  {b}" for path, a, b in table]
+    table = [("", names[0], names[1]), *rows]
+    path_width = _column_width(table, 0)
+    left_width = _column_width(table, 1)
+    return [f"{path:{path_width}}  {a:{left_width}}  {b}" for path, a, b in table]
+
+
+def _column_width(rows: Sequence[tuple[str, ...]], column: int) -> int:
+    """The width of a column of text, at most _COLUMN."""
+    longest = max(len(row[column]) for row in rows)
+    return min(longest, _COLUMN)
 
 
 def _print(lines: Iterable[str]) -> None:
     """Prints lines, on a terminal cut at its width."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = None
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
     for line in lines:
         print(line[:width].rstrip())
 

@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
         raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
     if args.json and not Path(args.json).expanduser().parent.is_dir():
         raise FileNotFoundError(f"--json: no folder {Path(args.json).parent}")
-    texts = {path: read_text(path) for path in args.files}  # mistakes show before JAX starts
+    # Files are read before JAX starts, so that mistakes in them show at once.
+    texts = {path: read_text(path) for path in args.files}
     questions = [] if args.choices is None else read_choices(args.choices)
     if args.tasks:
         from launch import harness
@@ -48,15 +49,19 @@ def main(argv: list[str]) -> int:
     scorer = Scorer(loaded.program, loaded.state, averaged=loaded.averaged, batch_size=args.batch_size)
     results: dict[str, Any] = {}
     for path, text in texts.items():
-        score = scorer.text(loaded.tokenizer.encode_document(text), len(text.encode()))
+        tokens = loaded.tokenizer.encode_document(text)
+        num_bytes = len(text.encode())
+        score = scorer.text(tokens, num_bytes)
         results.setdefault("files", {})[path] = dataclasses.asdict(score)
         line = f"{score.tokens} tokens, loss {score.loss:.4f}, perplexity {score.perplexity:.3f}"
         print(f"{path}: {line}, {score.bits_per_byte:.4f} bits per byte", flush=True)
     if args.choices is not None:
-        results["choices"] = score_choices(scorer, loaded.tokenizer, questions, args.choices)
-        print(f"{args.choices}: " + ", ".join(f"{name} {value:.4g}" for name, value in results["choices"].items()))
+        scores = score_choices(scorer, loaded.tokenizer, questions, args.choices)
+        results["choices"] = scores
+        print(f"{args.choices}: " + ", ".join(f"{name} {value:.4g}" for name, value in scores.items()))
     if args.tasks:
-        results["tasks"] = harness.evaluate(loaded, scorer, args.tasks.split(","), args.task_path, args.limit)
+        tasks = args.tasks.split(",")
+        results["tasks"] = harness.evaluate(loaded, scorer, tasks, args.task_path, args.limit)
     if args.json:
         with writing(args.json):
             Path(args.json).expanduser().write_text(json.dumps(results, indent=2) + "\n")
@@ -78,25 +83,32 @@ def read_choices(path: str) -> list[dict[str, Any]]:
     """The questions of a file. Raises ValueError, with the line's number, for one that is not of that form."""
     form = '{"context": text, "choices": [text, ...], "answer": index}'
     questions = []
-    lines = read_text(path).removeprefix("\ufeff").removesuffix("\n").split("\n")  # no other character ends a line
+    # Not str.splitlines: JSON strings may hold other characters that it takes for the end of a
+    # line.
+    text = read_text(path).removeprefix("\ufeff").removesuffix("\n")
+    lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         try:
             question = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: expected {form}, and this is not JSON: {error}") from None
-        if problem := _problem(question):
+        problem = _problem(question)
+        if problem:
             raise ValueError(f"{path}:{number}: expected {form}; {problem}")
         questions.append(question)
     return questions
 
 
 def _problem(question: Any) -> str:
-    """What is wrong with a question; "" for a good one."""
+    """The first thing that is wrong with a question; "" for a good one."""
     if not isinstance(question, dict):
         return f"the line holds {_kind(question)}"
-    if missing := [key for key in ("context", "choices", "answer") if key not in question]:
-        return f"there is no {missing[0]!r}"
-    context, choices, answer = question["context"], question["choices"], question["answer"]
+    for key in ("context", "choices", "answer"):
+        if key not in question:
+            return f"there is no {key!r}"
+    context = question["context"]
+    choices = question["choices"]
+    answer = question["answer"]
     if not isinstance(context, str):
         return f"context is {_kind(context)}"
     if not isinstance(choices, list) or not choices:
@@ -104,20 +116,38 @@ def _problem(question: Any) -> str:
     for index, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice:
             return f"choice {index} is {_kind(choice)}"
+    # In Python, true and false are ints too.
     if type(answer) is not int:
         return f"answer is {_kind(answer)}"
-    return "" if 0 <= answer < len(choices) else f"answer is {answer}, of {len(choices)} choices"
+    if not 0 <= answer < len(choices):
+        return f"answer is {answer}, of {len(choices)} choices"
+    return ""
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls it."""
-    names = {str: "text", bool: "a bool", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return f"{'' if value or isinstance(value, (int, float)) else 'empty: '}{names.get(type(value), 'null')}"
+    """The name that JSON has for the type of a value."""
+    names = {
+        str: "text",
+        bool: "a bool",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+    }
+    name = names.get(type(value), "null")
+    if value or isinstance(value, (int, float)):
+        return name
+    return f"empty: {name}"
 
 
-def score_choices(scorer: Any, tokenizer: Any, questions: list[dict[str, Any]], path: str) -> dict[str, float]:
-    """How often the likeliest choice is right: as it is, and by log-likelihood per character. Raises ValueError: the
-    tokenizer makes nothing of a choice; `path` is the file that the questions, one a line, are of."""
+def score_choices(
+    scorer: Any,
+    tokenizer: Any,
+    questions: list[dict[str, Any]],
+    path: str,
+) -> dict[str, float]:
+    """The accuracy of the likeliest choice: by log-likelihood, and by log-likelihood per character. Raises ValueError:
+    the tokenizer makes nothing of a choice; `path` is the file that the questions, one a line, are of."""
     from framework.inference.scoring import encode_pair
 
     pairs = []
@@ -127,15 +157,24 @@ def score_choices(scorer: Any, tokenizer: Any, questions: list[dict[str, Any]], 
                 pairs.append(encode_pair(tokenizer, question["context"], choice))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: choice {index}: {error}") from None
+    # The scorer yields the scores of all pairs in their order, so each question takes as many as it
+    # has choices.
     scores = scorer.score(pairs)
-    right = normed = 0
-    for one in questions:
-        found = [next(scores).log_prob for _ in one["choices"]]
-        per_character = [value / len(choice) for value, choice in zip(found, one["choices"], strict=True)]
-        right += found.index(max(found)) == one["answer"]
-        normed += per_character.index(max(per_character)) == one["answer"]
+    right = 0
+    right_per_character = 0
+    for question in questions:
+        choices = question["choices"]
+        log_probs = [next(scores).log_prob for _ in choices]
+        # Without the division, the shortest choice tends to be the likeliest.
+        per_character = [value / len(choice) for value, choice in zip(log_probs, choices, strict=True)]
+        right += log_probs.index(max(log_probs)) == question["answer"]
+        right_per_character += per_character.index(max(per_character)) == question["answer"]
     count = len(questions)
-    return {"questions": count, "accuracy": right / count, "accuracy_per_character": normed / count}
+    return {
+        "questions": count,
+        "accuracy": right / count,
+        "accuracy_per_character": right_per_character / count,
+    }
 
 
 if __name__ == "__main__":

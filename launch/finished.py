@@ -45,10 +45,12 @@ class LastCheckpoint:
         )
 
     def lines(self, max_steps: int, config: Config) -> list[str]:
-        """What to tell the person: what differs from the run that ended here, and that it has."""
-        wanted = config.copy()
-        wanted.trainer.max_steps = max_steps
-        changes = config_changes(self.config, wanted.to_dict())
+        """The lines that tell the user what differs from the run that ended here, and that there is nothing to do."""
+        # The stored config has the length in steps, so epochs are compared by the steps that they
+        # are.
+        resolved_config = config.copy()
+        resolved_config.trainer.max_steps = max_steps
+        changes = config_changes(self.config, resolved_config.to_dict())
         return [
             *(f"config changed since the checkpoint: {change}" for change in changes),
             f"step {self.step} of {max_steps}: nothing to do ({self.directory}; trainer.max_steps is where a run ends)",
@@ -56,23 +58,26 @@ class LastCheckpoint:
 
 
 def last_checkpoint(workdir: str | os.PathLike[str]) -> LastCheckpoint | None:
-    """The newest checkpoint of a workdir; None: there is none, or it cannot be read, which is for the start to say."""
+    """The newest checkpoint of a workdir. None: there is none, or it cannot be read, which the start will report."""
     root = folder(os.path.expanduser(workdir))
     checkpointer = Checkpointer(directory=root / "checkpoints", read_only=True)
     steps = checkpointer.steps()
     if not steps:
         return None
+    last_step = max(steps)
     try:
-        config = checkpointer.manifest(max(steps)).extra["config"]
+        config = checkpointer.manifest(last_step).extra["config"]
     except (CheckpointError, KeyError):
         return None
+    # A run killed after its last save has a checkpoint at its end too, and still has to evaluate.
     last_words = read(root / "health" / "process-00000.json")
     complete = last_words is None or last_words.get("exit") == 0
-    return LastCheckpoint(root / "checkpoints", max(steps), config, complete)
+    return LastCheckpoint(root / "checkpoints", last_step, config, complete)
 
 
 def known_length(config: Config) -> int | None:
-    """Where a run of this config ends, at the latest; None: that takes to read the data, or to know the machine."""
+    """The step at which a run of this config ends, at the latest. None: only the data or the machine tells."""
+    # A rule may change the length on some accelerators, and JAX has not looked for them yet.
     for rule in config.accelerator_rules:
         if any(path.startswith("trainer.") for path in rule.set):
             return None

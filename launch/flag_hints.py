@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from framework.config import Config
 from framework.config.names import nearest
 
-# How other trainers call what is a field of the config, and two flags, here.
+# The names that other trainers have for fields of the config, and for two flags.
 _ELSEWHERE = {
     "lr": "learner.optimizer.learning_rate",
     "learning_rate": "learner.optimizer.learning_rate",
@@ -67,38 +67,59 @@ _ELSEWHERE = {
 }
 
 
-def hint(flag: str, value: str, known: Sequence[str], config: Callable[[], Config | None]) -> str:
+def hint(
+    flag: str,
+    value: str,
+    valid_flags: Sequence[str],
+    config: Callable[[], Config | None],
+) -> str:
     """`; did you mean '--config.trainer.max_steps=3'?`, or "".
 
     Args:
-        flag: what was given, with its dashes. value: what was given with it, or "".
-        known: the verb's own flags.
-        config: what --config names, or None.
+        flag: the unknown flag, with its dashes.
+        value: the value that was given with it, or "".
+        valid_flags: the verb's own flags.
+        config: returns the config that --config names, or None.
     """
     name = flag.lstrip("-").replace("-", "_").lower()
     path = _ELSEWHERE.get(name, "")
     if path.startswith("--"):
-        return _meant(path, value) if path in known else ""
-    own, found = nearest(flag, known), config()
-    is_field = found is not None and any(one.rpartition(".")[2] == name for one, _ in found.walk())
-    if own and not path and not is_field:
-        return _meant(own[0], "")
-    if found is not None:
-        path = _path_of(path or name, found)
-    return _meant(f"--config.{path}", value) if path else _few(known)
+        return _meant(path, value) if path in valid_flags else ""
+    similar_flags = nearest(flag, valid_flags)
+    named_config = config()
+    is_field = named_config is not None and name in _field_names(named_config)
+    # A typo in a flag of the verb is likelier than another trainer's name, unless that name is
+    # known.
+    if similar_flags and not path and not is_field:
+        return _meant(similar_flags[0], "")
+    if named_config is not None:
+        path = _path_of(path or name, named_config)
+    if not path:
+        return _few(valid_flags)
+    return _meant(f"--config.{path}", value)
 
 
-def _path_of(wanted: str, config: Config) -> str:
+def _field_names(config: Config) -> list[str]:
+    """The last part of each path of a config."""
+    return [path.rpartition(".")[2] for path, _ in config.walk()]
+
+
+def _path_of(target: str, config: Config) -> str:
     """The path of the config's field that is nearest to a path or a name; "" where none is near."""
     paths = [path for path, _ in config.walk() if path]
-    last = wanted.rpartition(".")[2]
-    if wanted in paths:
-        return _number_in(wanted, config, paths)
-    named = [path for path in paths if path.rpartition(".")[2] == last]
-    if not named:
-        by_name = {path.rpartition(".")[2]: path for path in reversed(paths)}
-        named = [by_name[name] for name in nearest(last, by_name)]
-    return _number_in(min(named, key=lambda path: path.count(".")), config, paths) if named else ""
+    if target in paths:
+        return _number_in(target, config, paths)
+    target_name = target.rpartition(".")[2]
+    candidates = [path for path in paths if path.rpartition(".")[2] == target_name]
+    if not candidates:
+        # Reversed, so that of several fields of a name the first one stays.
+        path_by_name = {path.rpartition(".")[2]: path for path in reversed(paths)}
+        candidates = [path_by_name[name] for name in nearest(target_name, path_by_name)]
+    if not candidates:
+        return ""
+    # The field that is nearest to the root is the one that people mean most often.
+    shallowest = min(candidates, key=lambda path: path.count("."))
+    return _number_in(shallowest, config, paths)
 
 
 def _number_in(path: str, config: Config, paths: Sequence[str]) -> str:
@@ -110,8 +131,13 @@ def _number_in(path: str, config: Config, paths: Sequence[str]) -> str:
 
 
 def _meant(flag: str, value: str) -> str:
-    return f"; did you mean '{flag}{'=' * bool(value)}{value}'?"
+    """The question whether a flag with this value was meant."""
+    assignment = f"{flag}={value}" if value else flag
+    return f"; did you mean '{assignment}'?"
 
 
-def _few(known: Sequence[str]) -> str:
-    return f"; valid: {', '.join(known)}" if 0 < len(known) <= 40 else ""
+def _few(valid_flags: Sequence[str]) -> str:
+    """The list of the valid flags, unless it is too long to be read."""
+    if not 0 < len(valid_flags) <= 40:
+        return ""
+    return f"; valid: {', '.join(valid_flags)}"

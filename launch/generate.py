@@ -14,47 +14,70 @@ from launch import cli, weights
 _DEFAULT_TOKENS = 128
 
 
-@cli.main
-def main(argv: list[str]) -> int:
-    """Runs the verb; 0 when all is printed."""
-    parser = weights.parser("generate", __doc__)
+def add_flags(parser: cli.Parser) -> None:
+    """The flags of this verb, beside those that name the model."""
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.add_argument("--prompt_file", action="append", default=[], metavar="FILE", help="a file's text as a prompt")
+    parser.add_argument(
+        "--prompt_file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file's text as a prompt",
+    )
     parser.add_argument("--max_new_tokens", type=int, metavar="N", help=f"per prompt; default {_DEFAULT_TOKENS}")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy; default 0.8")
     parser.add_argument("--top_k", type=int, metavar="K", help="draw from the K most likely tokens")
     parser.add_argument("--top_p", type=float, default=1.0, metavar="P", help="from the most likely that make up P")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
     parser.add_argument("--seed", type=int, default=0, help="of the draws; default 0")
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Runs the verb; 0 when all is printed."""
+    parser = weights.parser("generate", __doc__)
+    add_flags(parser)
     args, overrides = weights.parse(parser, argv)
-    texts = [*args.prompt, *map(read_text, args.prompt_file)]
+    file_texts = [read_text(path) for path in args.prompt_file]
+    texts = [*args.prompt, *file_texts]
     if not texts:
         raise cli.UsageError("--prompt=TEXT or --prompt_file=FILE is required")
 
     from framework.inference.generation import Generator, stream_text
     from framework.inference.sampling import Sampling
 
-    wanted = _DEFAULT_TOKENS if args.max_new_tokens is None else args.max_new_tokens
-    Sampling(wanted, args.temperature, args.top_k, args.top_p, seed=args.seed)  # mistakes show before JAX starts
+    max_tokens = _DEFAULT_TOKENS if args.max_new_tokens is None else args.max_new_tokens
+    # Made once without the tokenizer's stop ids, so that mistakes show before JAX starts.
+    Sampling(max_tokens, args.temperature, args.top_k, args.top_p, seed=args.seed)
     loaded = weights.load(args, overrides)
     tokenizer = loaded.tokenizer
     prompts = [tokenizer.encode_prompt(text) for text in texts]
     if not all(prompts):
         raise ValueError("a prompt is empty, and this tokenizer has nothing that opens a text")
-    limit = loaded.experiment.language_model.embed.max_positions
-    if limit is not None and args.max_new_tokens is None:
-        wanted = max(1, min(wanted, limit - max(map(len, prompts))))
-    stop_ids = tuple(tokenizer.stop_ids)
-    sampling = Sampling(wanted, args.temperature, args.top_k, args.top_p, stop_ids, args.seed)
+    max_positions = loaded.experiment.language_model.embed.max_positions
+    # The default gives way to a short context. A number of the user's own is refused by the check
+    # below.
+    if max_positions is not None and args.max_new_tokens is None:
+        longest_prompt = max(map(len, prompts))
+        max_tokens = max(1, min(max_tokens, max_positions - longest_prompt))
+    sampling = Sampling(
+        max_tokens,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        tuple(tokenizer.stop_ids),
+        args.seed,
+    )
     generator = Generator(loaded.program, loaded.state, averaged=loaded.averaged)
-    generator.check(prompts, sampling)  # before the prompt is shown
+    # A refusal comes before the prompt is shown.
+    generator.check(prompts, sampling)
     steps = stream_text(generator, tokenizer, prompts, sampling, args.stop)
     show(texts[0])
-    made = [""] * len(texts)
+    continuations = [""] * len(texts)
     for pieces in steps:
         show(pieces[0])
-        made = [text + piece for text, piece in zip(made, pieces, strict=True)]
-    for text, continuation in zip(texts[1:], made[1:], strict=True):
+        continuations = [text + piece for text, piece in zip(continuations, pieces, strict=True)]
+    for text, continuation in zip(texts[1:], continuations[1:], strict=True):
         show(f"\n---\n{text}{continuation}")
     show("\n")
     return 0

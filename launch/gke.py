@@ -14,6 +14,7 @@ import argparse
 import math
 import re
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -22,15 +23,21 @@ from framework.plan import targets
 from launch import cli, commands
 
 # The names that GKE gives to the accelerators of its nodes.
-TPUS = {"v4": "tpu-v4-podslice", "v5e": "tpu-v5-lite-podslice", "v5p": "tpu-v5p-slice", "v6e": "tpu-v6e-slice"}
-TPUS |= {"tpu7x": "tpu7x"}
+TPUS = {
+    "v4": "tpu-v4-podslice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+    "tpu7x": "tpu7x",
+}
 GPUS = {
     "a100-40": "nvidia-tesla-a100",
     "a100-80": "nvidia-a100-80gb",
     "h100": "nvidia-h100-80gb",
     "h200": "nvidia-h200-141gb",
 }
-PORT = 8476  # of the first process, where the others find it
+# The port of the first process, where the others find it.
+PORT = 8476
 
 
 @cli.main
@@ -38,8 +45,17 @@ def main(argv: list[str]) -> int:
     """Checks everything, then prints or applies the manifest."""
     parser = commands.Parser("gke", __doc__)
     add = parser.add_argument
-    add("--target", required=True, metavar="T", help="v5e-16, 2xv5e-256, v5p-2048, h200x16 ..., as launch.plan has it")
-    add("--image", required=True, help="a container image, made from the Dockerfile of this repository")
+    add(
+        "--target",
+        required=True,
+        metavar="T",
+        help="v5e-16, 2xv5e-256, v5p-2048, h200x16 ..., as launch.plan has it",
+    )
+    add(
+        "--image",
+        required=True,
+        help="a container image, made from the Dockerfile of this repository",
+    )
     add("--name", help="of the job; default: the workdir's")
     add("--namespace", default="default")
     add(
@@ -49,7 +65,11 @@ def main(argv: list[str]) -> int:
         metavar="NAME",
         help="a Secret, all as environment variables; repeatable",
     )
-    add("--service_account", metavar="NAME", help="a Kubernetes service account that may use the bucket")
+    add(
+        "--service_account",
+        metavar="NAME",
+        help="a Kubernetes service account that may use the bucket",
+    )
     add("--pvc", metavar="CLAIM:/PATH", help="mount a PersistentVolumeClaim")
     add("--queue", metavar="NAME", help="a LocalQueue of Kueue")
     add(
@@ -62,105 +82,227 @@ def main(argv: list[str]) -> int:
     add("--save_seconds", type=int, default=120, metavar="S", help="between SIGTERM and SIGKILL")
     add("--max_restarts", type=int, default=20, metavar="K", help="preemptions count too")
     args, words = parser.parse_job(argv)
-    text = yaml.safe_dump(job_set(args, words), sort_keys=False, width=120)
+    manifest = job_set(args, words)
+    # People read it with --dry_run, so its keys stay in the order of the documentation.
+    text = yaml.safe_dump(manifest, sort_keys=False, width=120)
     if args.dry_run:
         print(text, end="")
         return 0
     return commands.execute(["kubectl", "apply", "-f", "-"], text)
 
 
+@dataclass(frozen=True)
+class _Pods:
+    """How the devices of a target are divided among pods. There is one pod on each host."""
+
+    on_tpu: bool
+    slices: int  # jobs of the JobSet
+    hosts: int  # pods of each job
+    chips: int  # accelerators of each pod
+
+    @property
+    def role(self) -> str:
+        """The name of the jobs in the JobSet."""
+        return "slice" if self.on_tpu else "node"
+
+
 def job_set(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """The manifest. Raises UsageError: a value that cannot stand in it, or a workdir that ends with its pod."""
     target = targets.resolve(args.target)
-    accelerator = {**TPUS, **GPUS}.get(target.spec.name)
+    accelerators = {**TPUS, **GPUS}
+    accelerator = accelerators.get(target.spec.name)
     if accelerator is None:
         raise cli.UsageError(f"--target={args.target}: GKE has nodes with {', '.join([*TPUS, *GPUS])}")
     workdir = args.workdir or f"runs/{args.run_name}"
-    name = args.name or re.sub("[^a-z0-9]+", "-", workdir.rstrip("/").rpartition("/")[2].lower()).strip("-")[:40]
+    name = _job_name(args, workdir)
+    claim, mount = _volume_claim(args, workdir)
+    pods = _divided(target)
+    pod = _pod(
+        args,
+        pods,
+        selector=_node_selector(args, target, accelerator),
+        volumes=_volumes(pods, claim, mount),
+        container=_container(args, words, pods, _environment(pods, name)),
+    )
+    job = _job(pods, pod)
+    # A job that failed by its pod failure policy ends the JobSet, which would otherwise start all
+    # jobs again.
+    final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(args, name, pods),
+        "spec": {
+            "network": {"enableDNSHostnames": True},
+            "failurePolicy": {"maxRestarts": args.max_restarts, "rules": [final]},
+            "replicatedJobs": [{"name": pods.role, "replicas": pods.slices, "template": {"spec": job}}],
+        },
+    }
+
+
+def _job_name(args: argparse.Namespace, workdir: str) -> str:
+    """--name, or a name that is made of the workdir's last part. Raises UsageError: Kubernetes does not take it."""
+    last_part = workdir.rstrip("/").rpartition("/")[2]
+    default = re.sub("[^a-z0-9]+", "-", last_part.lower()).strip("-")[:40]
+    name = args.name or default
     if not re.fullmatch("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
         raise cli.UsageError(f"--name={name}: expected 1 to 40 of a-z, 0-9 and '-', the first a letter")
+    return name
+
+
+def _volume_claim(args: argparse.Namespace, workdir: str) -> tuple[str, str]:
+    """(claim, path where it is mounted) of --pvc, both "" without one. Raises UsageError: the workdir is on no volume
+    that outlives a pod."""
     claim, _, mount = (args.pvc or "").partition(":")
     if args.pvc and not (claim and mount.startswith("/")):
         raise cli.UsageError(f"--pvc={args.pvc}: expected CLAIM:/PATH")
-    if "://" not in workdir and not (mount and f"{workdir}/".startswith(f"{mount.rstrip('/')}/")):
+    is_object_store = "://" in workdir
+    # The slashes keep /runs2 from being taken for a folder of /runs.
+    is_mounted = mount and f"{workdir}/".startswith(f"{mount.rstrip('/')}/")
+    if not is_object_store and not is_mounted:
         raise cli.UsageError(f"--workdir={workdir} would end with its pod: give gs://BUCKET/..., or a path in a --pvc")
+    return claim, mount
+
+
+def _divided(target: targets.Target) -> _Pods:
+    """The pods of a target."""
     on_tpu = target.platform == "tpu"
+    # Hosts with GPUs are equal peers on one network: pods of a single job.
     slices = target.num_slices if on_tpu else 1
     hosts = target.num_processes // slices
-    chips = math.prod(map(int, target.topology.split("x"))) // hosts if on_tpu else target.num_devices // hosts
-    role = "slice" if on_tpu else "node"
-    first = f"{name}-{role}-0-0.{name}"  # the first pod, in the headless service that JobSet makes
-    env: list[dict[str, Any]] = []
-    if slices > 1:  # within a slice, GKE says who is who
-        env = [
+    if on_tpu:
+        # Of some TPUs a chip is two jax devices, so chips are counted by the topology.
+        lengths = map(int, target.topology.split("x"))
+        chips = math.prod(lengths) // hosts
+    else:
+        chips = target.num_devices // hosts
+    return _Pods(on_tpu, slices, hosts, chips)
+
+
+def _environment(pods: _Pods, name: str) -> list[dict[str, Any]]:
+    """The environment variables by which the processes find each other."""
+    # The first pod, in the headless service that JobSet makes.
+    first = f"{name}-{pods.role}-0-0.{name}"
+    if pods.slices > 1:
+        # Within a slice, GKE says who is who.
+        return [
             {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": first},
-            {"name": "MEGASCALE_NUM_SLICES", "value": str(slices)},
+            {"name": "MEGASCALE_NUM_SLICES", "value": str(pods.slices)},
             _field("MEGASCALE_SLICE_ID", "metadata.labels['jobset.sigs.k8s.io/job-index']"),
         ]
-    elif not on_tpu and hosts > 1:
-        env = [
+    if not pods.on_tpu and pods.hosts > 1:
+        return [
             {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{first}:{PORT}"},
-            {"name": "JAX_NUM_PROCESSES", "value": str(hosts)},
+            {"name": "JAX_NUM_PROCESSES", "value": str(pods.hosts)},
             _field("JAX_PROCESS_ID", "metadata.annotations['batch.kubernetes.io/job-completion-index']"),
         ]
-    selector = {"cloud.google.com/gke-tpu-accelerator" if on_tpu else "cloud.google.com/gke-accelerator": accelerator}
-    if on_tpu:
-        selector["cloud.google.com/gke-tpu-topology"] = target.topology
+    return []
+
+
+def _node_selector(args: argparse.Namespace, target: targets.Target, accelerator: str) -> dict[str, str]:
+    """The labels of the nodes that may run the pods."""
+    if target.platform == "tpu":
+        selector = {
+            "cloud.google.com/gke-tpu-accelerator": accelerator,
+            "cloud.google.com/gke-tpu-topology": target.topology,
+        }
+    else:
+        selector = {"cloud.google.com/gke-accelerator": accelerator}
     for pair in args.node_selector:
         key, separator, value = pair.partition("=")
         if not separator:
             raise cli.UsageError(f"--node_selector={pair}: expected KEY=VALUE")
         selector[key] = value
-    volumes = {} if on_tpu else {"shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}})}  # NCCL wants more than 64 MB
-    if args.pvc:
+    return selector
+
+
+def _volumes(pods: _Pods, claim: str, mount: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """{name of a volume: (path where it is mounted, its source)}."""
+    volumes = {}
+    if not pods.on_tpu:
+        # NCCL needs more shared memory than the 64 MB that a container has.
+        volumes["shm"] = ("/dev/shm", {"emptyDir": {"medium": "Memory"}})
+    if claim:
         volumes["workdir"] = (mount, {"persistentVolumeClaim": {"claimName": claim}})
-    container = {
+    return volumes
+
+
+def _container(
+    args: argparse.Namespace,
+    words: list[str],
+    pods: _Pods,
+    environment: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The container of a pod, without what mounts its volumes."""
+    resource = "google.com/tpu" if pods.on_tpu else "nvidia.com/gpu"
+    return {
         "name": "train",
         "image": args.image,
         "command": ["python", "-m", "launch.train", *words],
-        "env": env,
+        "env": environment,
         "envFrom": [{"secretRef": {"name": secret}} for secret in args.secret],
-        "resources": {"limits": {"google.com/tpu" if on_tpu else "nvidia.com/gpu": chips}},
-        "volumeMounts": [{"name": volume, "mountPath": path} for volume, (path, _) in volumes.items()],
+        "resources": {"limits": {resource: pods.chips}},
     }
+
+
+def _pod(
+    args: argparse.Namespace,
+    pods: _Pods,
+    *,
+    selector: dict[str, str],
+    volumes: dict[str, tuple[str, dict[str, Any]]],
+    container: dict[str, Any],
+) -> dict[str, Any]:
+    """The spec of a pod. Empty fields are left out."""
+    mounts = [{"name": volume, "mountPath": path} for volume, (path, _) in volumes.items()]
+    sources = [{"name": volume, **source} for volume, (_, source) in volumes.items()]
     pod = {
-        "restartPolicy": "Never",  # JobSet starts all pods again, not one
+        # JobSet starts all pods again, not one.
+        "restartPolicy": "Never",
         "nodeSelector": selector,
         "terminationGracePeriodSeconds": args.save_seconds,
         "serviceAccountName": args.service_account,
-        "hostNetwork": on_tpu,
-        "dnsPolicy": "ClusterFirstWithHostNet" if on_tpu else "ClusterFirst",
-        "containers": [{key: value for key, value in container.items() if value}],
-        "volumes": [{"name": volume, **source} for volume, (_, source) in volumes.items()],
+        # A pod on the host's network resolves names of the cluster only with the other DNS policy.
+        "hostNetwork": pods.on_tpu,
+        "dnsPolicy": "ClusterFirstWithHostNet" if pods.on_tpu else "ClusterFirst",
+        "containers": [_without_empty({**container, "volumeMounts": mounts})],
+        "volumes": sources,
     }
+    return _without_empty(pod)
+
+
+def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that have a value."""
+    return {key: value for key, value in fields.items() if value}
+
+
+def _job(pods: _Pods, pod: dict[str, Any]) -> dict[str, Any]:
+    """The spec of a Job, which Kubernetes never starts again by itself."""
+    # The exit codes of launch.train after which another start would change nothing.
     exits = {"containerName": "train", "operator": "In", "values": [2, 3, 4]}
-    job = {
-        "parallelism": hosts,
-        "completions": hosts,
+    return {
+        "parallelism": pods.hosts,
+        "completions": pods.hosts,
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": exits}]},
-        "template": {"spec": {key: value for key, value in pod.items() if value}},
+        "template": {"spec": pod},
     }
-    final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+
+
+def _metadata(args: argparse.Namespace, name: str, pods: _Pods) -> dict[str, Any]:
+    """The metadata of the JobSet."""
     metadata: dict[str, Any] = {"name": name, "namespace": args.namespace}
     if args.queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": args.queue}
-    if on_tpu:  # the pods of a slice in one node pool, and nobody else's there
+    if pods.on_tpu:
+        # The pods of a slice are in one node pool, with nobody else's.
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            "network": {"enableDNSHostnames": True},
-            "failurePolicy": {"maxRestarts": args.max_restarts, "rules": [final]},
-            "replicatedJobs": [{"name": role, "replicas": slices, "template": {"spec": job}}],
-        },
-    }
+    return metadata
 
 
 def _field(name: str, path: str) -> dict[str, Any]:
+    """An environment variable with the value of a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 

@@ -24,8 +24,15 @@ def check() -> None:
         raise cli.UsageError("--tasks needs lm-evaluation-harness: pip install 'plimsoll-train[harness]'")
 
 
-def evaluate(loaded: Loaded, scorer: Scorer, tasks: Sequence[str], path: str | None, limit: int | None) -> dict:
-    """Runs the tasks, prints the harness's table; {task: its metrics}. Raises UsageError for a task that is not known.
+def evaluate(
+    loaded: Loaded,
+    scorer: Scorer,
+    tasks: Sequence[str],
+    path: str | None,
+    limit: int | None,
+) -> dict:
+    """Runs the tasks, prints the harness's table, and returns {task: its metrics}. Raises UsageError for a task that is
+    not known.
 
     Args:
         loaded: the model.
@@ -38,50 +45,82 @@ def evaluate(loaded: Loaded, scorer: Scorer, tasks: Sequence[str], path: str | N
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # it would fork for error bars, which beside JAX may hang
+    # The harness would fork for its error bars, and a fork of a process with JAX's threads may
+    # hang.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     manager = TaskManager(include_path=path)
     for task in tasks:
         cli.choose("task", task, manager.all_tasks)
-    found: Any = lm_eval.simple_evaluate(
-        model=make_model(loaded, scorer), tasks=list(tasks), task_manager=manager, limit=limit
+    results: Any = lm_eval.simple_evaluate(
+        model=make_model(loaded, scorer),
+        tasks=list(tasks),
+        task_manager=manager,
+        limit=limit,
     )
-    print(make_table(found))
-    return found["results"]
+    print(make_table(results))
+    return results["results"]
 
 
 def make_model(loaded: Loaded, scorer: Scorer) -> Any:
-    """The model as an lm_eval.api.model.LM. (A function: lm_eval is imported when it is asked for.)"""
+    """The model as an lm_eval.api.model.LM."""
+    # The class is made inside a function because lm_eval, its base, is imported only when tasks are
+    # asked for.
     from lm_eval.api.model import LM
 
-    tokenizer, limit = loaded.tokenizer, scorer.seq_len
+    tokenizer = loaded.tokenizer
+    limit = scorer.seq_len
     generator = Generator(loaded.program, loaded.state, averaged=loaded.averaged)
 
     class Model(LM):
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            """Of (context, continuation): the continuation's, and whether greedy decoding would give it."""
+            """For each (context, continuation): the log-likelihood of the continuation, and whether greedy decoding
+            would give it."""
             rows = [encode_pair(tokenizer, *request.args) for request in requests]
             return [(score.log_prob, score.greedy) for score in scorer.score(rows)]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            """Of (text,): every token predicted once, in windows; the last window begins early enough to be full."""
+            """The log-likelihood of each (text,): every token is predicted once, in windows; the last window begins
+            early enough to be full."""
             return [self._rolling(*request.args) for request in requests]
 
         def _rolling(self, text: str) -> float:
             tokens = np.asarray(tokenizer.encode_document(text))
-            ends = [min((i + 1) * limit + 1, len(tokens)) for i in range(num_windows(len(tokens), limit))]
-            return sum(s.log_prob for s in scorer.score([(tokens[:end], i * limit + 1) for i, end in enumerate(ends)]))
+            rows = []
+            for i in range(num_windows(len(tokens), limit)):
+                # A window predicts `limit` tokens, and has one more in front of them.
+                first_predicted = i * limit + 1
+                end = min(first_predicted + limit, len(tokens))
+                rows.append((tokens[:end], first_predicted))
+            return sum(score.log_prob for score in scorer.score(rows))
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            """Of (context, options): what follows, up to one of options["until"]; greedy unless they say otherwise."""
+            """The continuation of each (context, options), up to one of options["until"]; greedy unless the options say
+            otherwise."""
             return [self._until(*request.args) for request in requests]
 
         def _until(self, context: str, options: dict[str, Any]) -> str:
-            until, count = options.get("until") or [], min(options.get("max_gen_toks", 256), limit - 1)
-            temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
-            chosen = {"top_k": options.get("top_k") or None, "top_p": options.get("top_p", 1.0)}
-            sampling = Sampling(count, temperature, **chosen, stop_ids=tuple(tokenizer.stop_ids))
+            until = options.get("until") or []
+            # At least one position is left to the prompt.
+            count = min(options.get("max_gen_toks", 256), limit - 1)
+            sampling = _sampling(options, count, tuple(tokenizer.stop_ids))
+            # Of a prompt that is too long, the end is what counts.
             prompt = tokenizer.encode_prompt(context)[count - limit :]
             stops = [until] if isinstance(until, str) else until
-            return "".join(text for (text,) in stream_text(generator, tokenizer, [prompt], sampling, stops))
+            steps = stream_text(generator, tokenizer, [prompt], sampling, stops)
+            return "".join(text for (text,) in steps)
 
     return Model()
+
+
+def _sampling(options: dict[str, Any], count: int, stop_ids: tuple[int, ...]) -> Sampling:
+    """The harness's options as ours, for at most `count` tokens. Without do_sample, its temperature does not count."""
+    temperature = 0.0
+    if options.get("do_sample"):
+        temperature = options.get("temperature", 0.0)
+    return Sampling(
+        count,
+        temperature,
+        top_k=options.get("top_k") or None,
+        top_p=options.get("top_p", 1.0),
+        stop_ids=stop_ids,
+    )

@@ -6,17 +6,20 @@ The server of `launch.local` imports it first, and each of its forks ties itself
 import ctypes
 import signal
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
 
 
 def tie() -> None:
-    """Elsewhere than on Linux it does nothing: a launcher that is killed then leaves its processes behind."""
-    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+    """Ties this process to its parent. Elsewhere than on Linux it does nothing: a launcher that is killed then leaves
+    its processes behind."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 tie()
-# A fork of the server gets back the handler of this moment, until it has its own. Python's raises an exception, and so
-# a traceback, wherever the server or the fork is.
+# A fork of the server gets back the handler of this moment, until it has its own. Python's raises
+# an exception, and so a traceback, wherever the server or the fork is.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -33,112 +33,184 @@ from framework.terminal import interrupts
 from launch import cli, commands
 
 
+def add_flags(parser: cli.Parser) -> None:
+    """The flags of this verb, beside those of launch.train."""
+    add = parser.add_argument
+    add(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="how many; default: one for each GPU of --gpus, else 1",
+    )
+    add(
+        "--devices_per_process",
+        type=int,
+        metavar="K",
+        help="run on CPU, with so many devices in each process",
+    )
+    add("--gpus", metavar="all|0,1,...", help="run on these GPUs, divided among the processes")
+    add(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="when one dies, the others have so many seconds to end",
+    )
+    add(
+        "--backoff",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="wait before a second restart, doubled up to 60 s",
+    )
+    add(
+        "--max_restarts",
+        type=int,
+        default=5,
+        metavar="K",
+        help="without a new checkpoint in between; then give up",
+    )
+
+
 @cli.main
 def main(argv: list[str]) -> int:
     """Checks everything, then supervises until the run is over."""
     parser = commands.Parser("local", __doc__)
-    add = parser.add_argument
-    add("--processes", type=int, metavar="N", help="how many; default: one for each GPU of --gpus, else 1")
-    add("--devices_per_process", type=int, metavar="K", help="run on CPU, with so many devices in each process")
-    add("--gpus", metavar="all|0,1,...", help="run on these GPUs, divided among the processes")
-    add("--grace", type=float, default=10.0, metavar="S", help="when one dies, the others have so many seconds to end")
-    add("--backoff", type=float, default=1.0, metavar="S", help="wait before a second restart, doubled up to 60 s")
-    add("--max_restarts", type=int, default=5, metavar="K", help="without a new checkpoint in between; then give up")
+    add_flags(parser)
     args, words = parser.parse_job(argv)
     environments = _environments(args.processes, args.devices_per_process, args.gpus)
     if args.dry_run:
         for index, environment in enumerate(environments):
-            line = [*words, *_place("127.0.0.1:PORT", len(environments), index)]
-            line = [sys.executable, "-m", "launch.train", *line]
-            print(*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(line))
+            place = _place("127.0.0.1:PORT", len(environments), index)
+            line = [sys.executable, "-m", "launch.train", *words, *place]
+            settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+            print(*settings, shlex.join(line))
         return 0
-    newest = partial(_newest, os.path.expanduser(args.workdir or f"runs/{args.run_name}"))
-    return Supervisor(words, environments, newest).run(args.grace, args.backoff, args.max_restarts)
+    workdir = args.workdir or f"runs/{args.run_name}"
+    newest = partial(_newest, os.path.expanduser(workdir))
+    supervisor = Supervisor(words, environments, newest)
+    return supervisor.run(args.grace, args.backoff, args.max_restarts)
 
 
 def _newest(workdir: str) -> int:
-    with contextlib.suppress(OSError, ValueError):  # a store may not answer
-        return max(scan(folder(f"{workdir}/checkpoints"))[0], default=-1)
+    """The step of the newest checkpoint, -1 without one."""
+    # An object store may not answer, which counts as no progress and ends no run.
+    with contextlib.suppress(OSError, ValueError):
+        steps, _ = scan(folder(f"{workdir}/checkpoints"))
+        return max(steps, default=-1)
     return -1
 
 
 def _environments(processes: int | None, devices: int | None, gpus: str | None) -> list[dict[str, str]]:
-    """What each process's environment has besides the launcher's own."""
-    if any(value is not None and value < 1 for value in (processes, devices)) or (gpus and devices):
+    """The environment variables of each process that the launcher's own environment does not have."""
+    too_few = any(value is not None and value < 1 for value in (processes, devices))
+    if too_few or (gpus and devices):
         raise cli.UsageError("--processes, --devices_per_process: expected 1 or more; the latter is not for --gpus")
     if gpus is None:
         if (processes or 1) == 1 and devices is None:
-            return [{}]  # one process, on whatever JAX finds
+            # One process, on whatever JAX finds.
+            return [{}]
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices or 1}"
         return [{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}] * (processes or 1)
     names = _gpus() if gpus == "all" else gpus.split(",")
-    share, rest = divmod(len(names), processes or len(names))
-    if rest or not share or len({*names}) < len(names) or not all(name.replace("-", "").isalnum() for name in names):
-        what = f"{', '.join(names)!r} are not distinct GPUs, or not divisible by --processes"
-        raise cli.UsageError(f"--gpus={gpus}: {what}")
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i : i + share])} for i in range(0, len(names), share)]
+    share, remainder = divmod(len(names), processes or len(names))
+    repeated = len({*names}) < len(names)
+    # Beside numbers, CUDA takes "GPU-" and a UUID.
+    well_formed = all(name.replace("-", "").isalnum() for name in names)
+    if remainder or not share or repeated or not well_formed:
+        problem = f"{', '.join(names)!r} are not distinct GPUs, or not divisible by --processes"
+        raise cli.UsageError(f"--gpus={gpus}: {problem}")
+    environments = []
+    for i in range(0, len(names), share):
+        process_gpus = ",".join(names[i : i + share])
+        environments.append({"CUDA_VISIBLE_DEVICES": process_gpus})
+    return environments
 
 
 def _gpus() -> list[str]:
     """The GPUs that CUDA_VISIBLE_DEVICES names, or that the driver finds. Raises UsageError: there are none."""
-    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return named.split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return visible.split(",")
     words = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     advice = "--devices_per_process=K runs on CPU"
     if shutil.which(words[0]) is None:
         raise cli.UsageError(f"--gpus=all: this machine has no GPUs (there is no {words[0]}); {advice}")
-    asked = subprocess.run(words, capture_output=True, text=True, check=False)
-    if asked.returncode or not asked.stdout.split():
-        said = (asked.stdout + asked.stderr).strip().partition("\n")[0]
-        raise cli.UsageError(f"--gpus=all: no GPU was found; {words[0]} says {said!r}; {advice}")
-    return asked.stdout.split()
+    answer = subprocess.run(words, capture_output=True, text=True, check=False)
+    indices = answer.stdout.split()
+    if answer.returncode or not indices:
+        output = answer.stdout + answer.stderr
+        first_line = output.strip().partition("\n")[0]
+        raise cli.UsageError(f"--gpus=all: no GPU was found; {words[0]} says {first_line!r}; {advice}")
+    return indices
 
 
 def _place(coordinator: str, count: int, index: int) -> list[str]:
-    place = [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={index}"]
-    return place if count > 1 else []
+    """The flags of launch.train by which a process finds the others; none for a process that is alone."""
+    if count == 1:
+        return []
+    return [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={index}"]
 
 
 def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connection) -> None:
-    """One process of the run, in a fork of the server. Ends with the exit code of the verb, a module."""
-    os.setsid()  # a terminal's Ctrl-C comes to the launcher alone
+    """Runs one process of the run, in a fork of the server. Ends with the exit code of the verb, a module."""
+    # In a session of its own, so that a terminal's Ctrl-C comes to the launcher alone.
+    os.setsid()
     interrupts.begin()
-    from launch import leash  # not above: the launcher itself goes on when its shell ends
+    # Not imported above: the launcher itself goes on when its shell ends.
+    from launch import leash
 
     leash.tie()
-    os.environ.update(environment)  # what is read when a backend starts; that JAX is imported does no harm
+    # These variables are read when a backend starts, so it does no harm that JAX is imported
+    # already.
+    os.environ.update(environment)
+    # By descriptor, as libraries in C and C++ also write to stdout and stderr.
     for descriptor in (1, 2):
         os.dup2(out.fileno(), descriptor)
     out.close()
     sys.argv = [verb, *words]
-    sys.exit(importlib.import_module(verb).main())
+    module = importlib.import_module(verb)
+    sys.exit(module.main())
 
 
 class Supervisor:
     """Runs `launch.train *words` once for each of the environments; `committed()`: the newest checkpoint's step."""
 
-    verb, preload = "launch.train", "launch.preload"
+    verb = "launch.train"
+    preload = "launch.preload"
 
-    def __init__(self, words: list[str], environments: list[dict[str, str]], committed: Callable[[], int]):
-        self.words, self.environments, self.committed = words, environments, committed
-        self.stopped, self.alive = (
-            0,
-            dict[int, ForkServerProcess](),
-        )  # the signal that ends the run; processes by number
-        self._started = False  # whether all processes were started once
-        self._events = queue.SimpleQueue[tuple[int, int | None]]()  # (process, its code), or (signal, None)
+    def __init__(
+        self,
+        words: list[str],
+        environments: list[dict[str, str]],
+        committed: Callable[[], int],
+    ):
+        self.words = words
+        self.environments = environments
+        self.committed = committed
+        # The signal that ends the run, 0 before one comes.
+        self.stopped = 0
+        # The processes that have not ended, by number.
+        self.alive = dict[int, ForkServerProcess]()
+        # Whether all processes were started once.
+        self._started = False
+        # (process, its code), or (signal, None). A SimpleQueue may be put to from a signal handler.
+        self._events = queue.SimpleQueue[tuple[int, int | None]]()
 
     def run(self, grace: float, backoff: float, max_restarts: int) -> int:
-        """Until the run is over; the exit code. Times in seconds."""
-        shared = dict(set.intersection(*(set(environment.items()) for environment in self.environments)))
-        os.environ.update(shared, PYTHONUNBUFFERED="1")  # what JAX reads when it is imported, in the server
+        """Supervises until the run is over; the exit code. Times are in seconds."""
+        item_sets = [set(environment.items()) for environment in self.environments]
+        shared = dict(set.intersection(*item_sets))
+        # What JAX reads when it is imported has to be there in the server, which imports it for all
+        # processes.
+        os.environ.update(shared, PYTHONUNBUFFERED="1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["launch.leash", self.preload])
         with interrupts.heard_by(self._hear):
             return self._run(grace, backoff, max_restarts)
 
     def _hear(self, number: int) -> str | None:
-        """A signal: for the processes, if all of them are there."""
+        """Handles a signal: it is for the processes, if all of them are there."""
         if not self._started:
             self._send(signal.SIGKILL, os.killpg)
             return interrupts.stopped_by(number)
@@ -146,36 +218,56 @@ class Supervisor:
         return None
 
     def _run(self, grace: float, backoff: float, max_restarts: int) -> int:
-        fruitless, more = 0, list[str]()
+        """Starts all processes until the run is over, is stopped, or fails too often; the exit code."""
+        # Restarts since the last new checkpoint, the coming one included.
+        fruitless = 0
+        restart_flags = list[str]()
         try:
             while not self.stopped:
-                before = self.committed()
-                self._start([*self.words, *more])
-                code, told = self._watch(grace)
-                fruitless = 1 if self.committed() > before else fruitless + 1
+                step_before = self.committed()
+                self._start([*self.words, *restart_flags])
+                code, message = self._watch(grace)
+                if self.committed() > step_before:
+                    fruitless = 1
+                else:
+                    fruitless += 1
                 if code in commands.FINAL or self.stopped or fruitless > max_restarts:
-                    _say(told)
+                    _say(message)
                     return code
-                wait = min(60.0, backoff * 2 ** (fruitless - 2)) if fruitless > 1 else 0.0
-                _say(f"{told}; restart {fruitless} of {max_restarts} in {wait:g} s")
+                # The first restart after progress comes at once, as what ended the run may be gone
+                # already.
+                wait = 0.0
+                if fruitless > 1:
+                    wait = min(60.0, backoff * 2 ** (fruitless - 2))
+                _say(f"{message}; restart {fruitless} of {max_restarts} in {wait:g} s")
+                # No process is alive: only a signal can come, and it ends the wait.
                 self._next(time.monotonic() + wait)
-                more = ["--resume=auto"]  # also where the first start was to be --resume=never
+                # Also where the first start was to be --resume=never.
+                restart_flags = ["--resume=auto"]
             return 128 + self.stopped
         finally:
             self._send(signal.SIGKILL, os.killpg)
 
     def _start(self, words: list[str]) -> None:
+        """Starts all processes, with `words` as launch.train's command line, on a free port."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
-            coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+            port = probe.getsockname()[1]
+            coordinator = f"127.0.0.1:{port}"
+        count = len(self.environments)
         for i, environment in enumerate(self.environments):
-            line = [*words, *_place(coordinator, len(self.environments), i)]
+            line = [*words, *_place(coordinator, count, i)]
             output, out = self._context.Pipe(duplex=False)
-            self.alive[i] = self._context.Process(target=_begin, args=(self.verb, line, environment, out), daemon=True)
-            self.alive[i].start()
+            arguments = (self.verb, line, environment, out)
+            child = self._context.Process(target=_begin, args=arguments, daemon=True)
+            # Known before it starts, so that a signal that comes meanwhile finds it.
+            self.alive[i] = child
+            child.start()
+            # The launcher's copy of the writing end. Reading does not end as long as it is open.
             out.close()
-            threading.Thread(target=self._follow, args=(i, self.alive[i], output), daemon=True).start()
+            threading.Thread(target=self._follow, args=(i, child, output), daemon=True).start()
         self._started = True
-        _say(f"started, pids {' '.join(str(child.pid) for child in self.alive.values())}")
+        pids = " ".join(str(child.pid) for child in self.alive.values())
+        _say(f"started, pids {pids}")
 
     def _follow(self, index: int, child: ForkServerProcess, output: Connection) -> None:
         """Passes on what a process prints, and tells of its end, when what it had started is gone too."""
@@ -185,6 +277,7 @@ class Supervisor:
         assert child.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
+        # Its last words come before the line that tells of its end.
         printing.join(timeout=10.0)
         self._events.put((index, child.exitcode))
 
@@ -192,40 +285,60 @@ class Supervisor:
         """The next process that ends, with its code; None at the deadline, or if a signal finds none to wait for."""
         with contextlib.suppress(queue.Empty):
             while self.alive or not self.stopped:
-                one, code = self._events.get(timeout=deadline and max(0.0, deadline - time.monotonic()))
+                timeout = None
+                if deadline is not None:
+                    timeout = max(0.0, deadline - time.monotonic())
+                number, code = self._events.get(timeout=timeout)
                 if code is not None:
-                    return one, code
+                    return number, code
+                # Without a code, the number is that of a signal.
                 if self.stopped:
-                    raise SystemExit(128 + one)
-                self.stopped = one
-                _say(f"{signal.Signals(one).name} passed on: the processes save and stop; a second one kills them")
-                self._send(one)
+                    raise SystemExit(128 + number)
+                self.stopped = number
+                name = signal.Signals(number).name
+                _say(f"{name} passed on: the processes save and stop; a second one kills them")
+                self._send(number)
         return None
 
     def _watch(self, grace: float) -> tuple[int, str]:
-        """Until all have ended: the exit code of the one to blame (not who ends as another is gone: 5); in words."""
-        ended: dict[int, int] = {}  # the code of each that ended by itself, as subprocess has it
-        at = deadline = killed = None
+        """Waits until all processes have ended. Returns the exit code of the one to blame, and words for it."""
+        # The code of each process that ended by itself, as subprocess has it: negative for a
+        # signal.
+        code_by_index: dict[int, int] = {}
+        failed_at = None
+        deadline = None
+        killed = False
         while self.alive:
-            if (event := self._next(deadline)) is None:
-                self._send(signal.SIGKILL, os.killpg)  # also ends what is stopped
-                deadline, killed = None, True
+            event = self._next(deadline)
+            if event is None:
+                # SIGKILL also ends processes that are stopped (SIGSTOP).
+                self._send(signal.SIGKILL, os.killpg)
+                deadline = None
+                killed = True
                 continue
-            del self.alive[event[0]]
+            index, code = event
+            del self.alive[index]
             if not killed:
-                ended[event[0]] = event[1]
-            if at is None and event[1] not in (0, *commands.STOPPED):
-                at, deadline = time.time(), time.monotonic() + grace
-        gone = 5, *((-signal.SIGABRT,) if {*commands.STOPPED} & {*ended.values()} else ())  # as another one is
-        index, code = min(ended.items(), key=lambda one: (one[1] == 0, one[1] in gone, one[1] in commands.STOPPED))
-        told = f"process {index} {commands.meaning(code)}"
-        if at is not None:
-            others = [str(ended.get(i, "killed")) for i in range(len(self.environments)) if i != index] or ["none"]
-            told += f" at {datetime.fromtimestamp(at):%H:%M:%S.%f}; all gone {time.time() - at:.1f} s later"
-            told += f" (others: {', '.join(others)})"
-        return (code if code >= 0 else 128 - code), told
+                code_by_index[index] = code
+            if failed_at is None and code not in (0, *commands.STOPPED):
+                failed_at = time.time()
+                deadline = time.monotonic() + grace
+        index = _to_blame(code_by_index)
+        code = code_by_index[index]
+        message = f"process {index} {commands.meaning(code)}"
+        if failed_at is not None:
+            other_codes = []
+            for i in range(len(self.environments)):
+                if i != index:
+                    other_codes.append(str(code_by_index.get(i, "killed")))
+            seconds = time.time() - failed_at
+            message += f" at {datetime.fromtimestamp(failed_at):%H:%M:%S.%f}; all gone {seconds:.1f} s later"
+            message += f" (others: {', '.join(other_codes or ['none'])})"
+        exit_code = code if code >= 0 else 128 - code
+        return exit_code, message
 
     def _send(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
+        """Sends a signal to all processes, with os.killpg also to those that they have started."""
         for child in self.alive.values():
             # A fork that has just begun has no group of its own yet: it gets the signal itself.
             pid = child.pid
@@ -235,16 +348,40 @@ class Supervisor:
                         call(pid, number)
 
 
+def _to_blame(code_by_index: dict[int, int]) -> int:
+    """The number of the process whose failure ended the run, of processes with these exit codes.
+
+    A failure of its own is the first reason, then that a signal stopped the process, then that another process was gone
+    (5), and then success. Of several processes with the same reason, the one that ended first is to blame.
+    """
+    peer_codes = [5]
+    # JAX aborts a process that waits for others which a signal has stopped.
+    if {*commands.STOPPED} & {*code_by_index.values()}:
+        peer_codes.append(-signal.SIGABRT)
+
+    def innocence(index: int) -> tuple[bool, bool, bool]:
+        code = code_by_index[index]
+        return code == 0, code in peer_codes, code in commands.STOPPED
+
+    return min(code_by_index, key=innocence)
+
+
 def _pass_on(output: Connection, index: int) -> None:
+    """Prints each line of a process with its number, in one of the six colours that a terminal has from 31 on."""
     with open(output.fileno(), "rb", closefd=False) as lines:
         for line in lines:
-            _say(line.decode(errors="replace").removesuffix("\n"), str(index), 31 + index % 6)
+            text = line.decode(errors="replace").removesuffix("\n")
+            _say(text, str(index), 31 + index % 6)
 
 
 def _say(line: str, who: str = "local", colour: int = 1) -> None:
     """A whole line, at once; if nobody reads any more, to nowhere: the training goes on."""
     try:
-        sys.stdout.write(f"\033[{colour}m[{who}]\033[0m {line}\n" if sys.stdout.isatty() else f"[{who}] {line}\n")
+        text = f"[{who}] {line}\n"
+        if sys.stdout.isatty():
+            text = f"\033[{colour}m[{who}]\033[0m {line}\n"
+        # One write: several threads print at once.
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

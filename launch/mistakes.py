@@ -9,7 +9,13 @@ from pathlib import Path
 
 from framework.config import ConfigError
 
-_FILE_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_FILE_ERRORS = (
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+)
 # What the disk says, and what to do about it.
 _DISK = {
     errno.ENOSPC: "Free some space there; the same command then goes on",
@@ -21,35 +27,42 @@ _DISK = {
 _ROOT = Path(__file__).resolve().parent.parent
 _PLIMSOLL = tuple(f"{_ROOT / name}/" for name in ("framework", "configs", "launch"))
 # Where Python and installed packages are: no file there is a user's own.
-_INSTALLED = tuple(
-    f"{Path(path).resolve()}/" for path in {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}
-)
+_PYTHON_PATHS = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}
+_INSTALLED = tuple(f"{Path(path).resolve()}/" for path in _PYTHON_PATHS)
 
-IN_THE_LOOP = "raised while the model was being trained"  # a note: starting again may help
+# The note on an exception of the training loop, after which starting again may help.
+IN_THE_LOOP = "raised while the model was being trained"
 
 
 def tell(error: BaseException, *, of_process: bool) -> int | None:
-    """Prints a mistake of the user's to stderr; the exit code. None: it is none, and the traceback is to be seen.
+    """Prints a mistake of the user's to stderr, and returns the exit code. None: it is a bug, whose traceback is shown.
 
     Args:
         error: what a verb raised.
         of_process: the verb is what the process was started for: a program that calls one gets what its code raised.
     """
     disk = disk_problem(error)
-    message = disk or (str(error) if is_user_error(error) else user_report(error) if of_process else None)
+    message = disk
+    if not message:
+        if is_user_error(error):
+            message = str(error)
+        elif of_process:
+            message = user_report(error)
     if message is None:
         return None
     if os.environ.get("PLIMSOLL_TRACEBACK"):
         traceback.print_exception(error)
     print(f"error: {message}", file=sys.stderr)
-    # Another start may find room, and there is nothing to correct on the command line; a folder is to be corrected.
+    # Another start may find room, and there is nothing to correct on the command line; a folder is
+    # to be corrected.
     may_help = disk is not None and getattr(error, "errno", None) != errno.EROFS
-    return 1 if may_help or IN_THE_LOOP in getattr(error, "__notes__", ()) else 2
+    in_the_loop = IN_THE_LOOP in getattr(error, "__notes__", ())
+    return 1 if may_help or in_the_loop else 2
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """What is told of a disk that is full, or that cannot be written: none of our bugs, and none of the user's config.
-    None: it is something else."""
+    """The message for a disk that is full, or that cannot be written, which is neither a bug nor a mistake in the
+    config. None: the error is another one."""
     if not isinstance(error, OSError) or error.errno not in _DISK:
         return None
     where = f": {error.filename}" if error.filename else ""
@@ -61,7 +74,8 @@ def is_user_error(error: BaseException) -> bool:
     ValueError or ImportError that Plimsoll's own code raised (one from inside JAX or numpy is not for the user)."""
     if isinstance(error, (ConfigError, *_FILE_ERRORS)):
         return True
-    # JAX cuts its own frames out of a traceback, and notes that it did: who raised the error cannot be seen then.
+    # JAX cuts its own frames out of a traceback, and notes that it did: who raised the error cannot
+    # be seen then.
     cut = any("JAX" in note for note in getattr(error, "__notes__", ()))
     frames = traceback.extract_tb(error.__traceback__)
     if cut or not frames or not isinstance(error, (ValueError, ImportError)):
@@ -71,26 +85,33 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def user_report(error: BaseException) -> str | None:
-    """What is told of an exception that came out of a user's own file: `my.py:12: NameError: ...`, and the frames of
+    """The message for an exception that came out of a user's own file: `my.py:12: NameError: ...`, and the frames of
     such files. None: there is no such frame, so it is a bug of Plimsoll's or of a package."""
-    frames = [frame for one in _chain(error) for frame in traceback.extract_tb(one.__traceback__)]
-    own = [frame for frame in frames if _is_users(frame.filename)]
-    if not own:
+    user_frames = []
+    for exception in _chain(error):
+        for frame in traceback.extract_tb(exception.__traceback__):
+            if _is_users(frame.filename):
+                user_frames.append(frame)
+    if not user_frames:
         return None
-    last = own[-1]
-    first_line, *more = str(error).splitlines() or [""]
-    kind = type(error).__name__
-    head = f"{Path(last.filename).name}:{last.lineno}: {kind}{': ' * bool(first_line)}{first_line}"
-    shown = "".join(traceback.format_list(own)).rstrip("\n")
+    last = user_frames[-1]
+    first_line, *further_lines = str(error).splitlines() or [""]
+    head = f"{Path(last.filename).name}:{last.lineno}: {type(error).__name__}"
+    if first_line:
+        head += f": {first_line}"
+    formatted_frames = "".join(traceback.format_list(user_frames)).rstrip("\n")
     hint = "(PLIMSOLL_TRACEBACK=1 in the environment shows all frames)"
-    return "\n".join([head, shown, *more, hint])
+    return "\n".join([head, formatted_frames, *further_lines, hint])
 
 
 def _chain(error: BaseException) -> list[BaseException]:
     """The exception and its causes, the first cause first."""
     chain = [error]
-    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+    cause = error.__cause__
+    # A chain may be a circle, if somebody raised an error from one that it had caused.
+    while cause is not None and cause not in chain:
         chain.append(cause)
+        cause = cause.__cause__
     return chain[::-1]
 
 
@@ -99,7 +120,8 @@ def _is_ours(filename: str) -> bool:
 
 
 def _is_users(filename: str) -> bool:
-    if filename.startswith("<"):  # <frozen importlib>, <string>
+    # Code without a file: <frozen importlib>, <string>.
+    if filename.startswith("<"):
         return False
     path = str(Path(filename).resolve())
     return not path.startswith(_PLIMSOLL) and not path.startswith(_INSTALLED)

@@ -20,25 +20,41 @@ from launch import cli
 EXIT_TOO_BIG = 3
 
 
-@cli.main
-def main(argv: list[str]) -> int:
-    """Plans each setting, prints the tables and writes the files."""
-    parser = cli.Parser("plan", __doc__)
+def add_flags(parser: cli.Parser) -> None:
+    """The flags of this verb."""
     add = parser.add_argument
-    add("--target", required=True, help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, cpu:8, local ...")
+    add(
+        "--target",
+        required=True,
+        help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, cpu:8, local ...",
+    )
     add("--estimate", action="store_true", help="the closed form alone: seconds, and less exact")
-    add("--compare", action="append", default=[], metavar="PATH=A,B", help="plan each value; repeatable")
+    add(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="PATH=A,B",
+        help="plan each value; repeatable",
+    )
     add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
     add("--step_only", action="store_true", help="leave out initialization and evaluation")
     add("--json", type=Path, metavar="FILE", help="write the report (of --compare: a list of them)")
     add("--html", type=Path, metavar="FILE", help="write one page with pictures")
     add("--fresh", action="store_true", help="compile again although nothing has changed")
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Plans each setting, prints the tables and writes the files."""
+    parser = cli.Parser("plan", __doc__)
+    add_flags(parser)
     command = parser.parse(argv)
     args = command.args
     for path in filter(None, (args.json, args.html)):
         if not path.absolute().parent.is_dir():
             raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
 
+    # Imported late: a typo on the command line should not wait for these.
     import jax
 
     from framework.plan import html, report, targets
@@ -46,22 +62,30 @@ def main(argv: list[str]) -> int:
 
     targets.environment(args.target)
     cli.prepare_jax()
-    jax.config.update("jax_enable_compilation_cache", False)  # a program from there comes without its buffers
+    # A program from the cache comes without its buffers, which the report lists.
+    jax.config.update("jax_enable_compilation_cache", False)
     target = targets.resolve(args.target)
     limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
     commands = list(_variants(command, args.compare, target))
     if not commands:
         raise cli.UsageError("none of the combinations of --compare can be")
     reports = [_plan(variant, target, limit) for variant in commands]
-    print(render(report.sections(reports[0]) if len(reports) == 1 else [report.comparison(reports)]))
+    if len(reports) == 1:
+        sections = report.sections(reports[0])
+    else:
+        sections = [report.comparison(reports)]
+    print(render(sections))
     if args.json:
+        # With --compare the file holds a list, even if only one combination is left.
+        content = reports if args.compare else reports[0]
         with writing(args.json):
-            args.json.write_text(json.dumps(reports if args.compare else reports[0], indent=1) + "\n")
+            args.json.write_text(json.dumps(content, indent=1) + "\n")
     if args.html:
         with writing(args.html):
             args.html.write_text(html.page(reports))
         print(f"page: {args.html}")
-    return 0 if any(one["fits"] for one in reports) else EXIT_TOO_BIG
+    fits = any(plan_report["fits"] for plan_report in reports)
+    return 0 if fits else EXIT_TOO_BIG
 
 
 def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator[cli.Command]:
@@ -78,15 +102,20 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
         if not values:
             raise cli.UsageError(f"--compare {text}: expected PATH=A,B, such as memory.remat=none,full")
         path = path.removeprefix("config.").removeprefix("--config.")
-        choices.append([(path, value) for value in values.split(";" if ";" in values else ",")])
+        separator = ";" if ";" in values else ","
+        choices.append([(path, value) for value in values.split(separator)])
     for choice in itertools.product(*choices):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
         try:
-            check(variant.resolve(target.name)[0].instantiate(), target)
+            config, _ = variant.resolve(target.name)
+            check(config.instantiate(), target)
         except ValueError as error:
+            # The values of a single choice were all meant; of several choices, some combinations
+            # cannot be.
             if len(choices) < 2:
                 raise
-            print(f"left out: {' '.join(map('='.join, choice))}: {error}", file=sys.stderr)
+            settings = " ".join(map("=".join, choice))
+            print(f"left out: {settings}: {error}", file=sys.stderr)
         else:
             yield variant
 
@@ -95,23 +124,31 @@ def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any
     """One report: from the cache, the closed form or the compiler."""
     from framework.plan import cache, plan
 
-    args, (config, lines) = command.args, command.resolve(target.name)
-    about: dict[str, Any] = {"settings": [*map("=".join, command.overrides), *lines]}
+    args = command.args
+    config, rule_lines = command.resolve(target.name)
+    settings = ["=".join(override) for override in command.overrides]
+    # The settings of this command line are no part of what is cached: another may lead to the same
+    # config.
+    about: dict[str, Any] = {"settings": [*settings, *rule_lines]}
     if args.target != "local":
         about["target"] = args.target
     if args.estimate:
         return plan.quick(command.spec, config, target, limit) | about
-    path = cache.path_of(config, name=command.spec, target=args.target, limit=limit, phases=not args.step_only)
-    found = None if args.fresh or args.target == "local" else cache.load(path)
-    if found is None:
-        found = plan.plan(command.spec, config, target, limit, phases=not args.step_only, tell=_tell)
+    phases = not args.step_only
+    path = cache.path_of(config, name=command.spec, target=args.target, limit=limit, phases=phases)
+    plan_report = None
+    # The name "local" does not say which devices this machine has.
+    if not args.fresh and args.target != "local":
+        plan_report = cache.load(path)
+    if plan_report is None:
+        plan_report = plan.plan(command.spec, config, target, limit, phases=phases, tell=_tell)
         _tell("")
-        cache.store(path, found)
-    return found | about
+        cache.store(path, plan_report)
+    return plan_report | about
 
 
 def _tell(text: str) -> None:
-    """What goes on, on one line of the terminal that is gone afterwards; nothing in a pipe."""
+    """Shows progress on one line of the terminal, which the next text replaces; prints nothing into a pipe."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 

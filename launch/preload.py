@@ -12,4 +12,5 @@ from orbax.checkpoint import multihost, v1
 
 import launch.train  # noqa: F401
 
-_ = v1.save_checkpointables_async, v1.Context, v1.handlers, multihost.get_barrier_sync_fn  # imported when first used
+# Orbax imports these when they are first used, so they are used here.
+_ = v1.save_checkpointables_async, v1.Context, v1.handlers, multihost.get_barrier_sync_fn

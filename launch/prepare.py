@@ -25,6 +25,7 @@ from framework.terminal import interrupts
 from launch import cli
 
 MANIFEST = "prepare.json"
+# The time between two lines of progress where stderr is no terminal.
 _SECONDS_PER_LINE = 5.0
 
 
@@ -32,7 +33,12 @@ _SECONDS_PER_LINE = 5.0
 def main(argv: list[str]) -> int:
     """Runs the verb; 0 when all token files are in place."""
     parser = cli.Parser("prepare", __doc__)
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; must not exist, or be empty")
+    parser.add_argument(
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="the folder to write; must not exist, or be empty",
+    )
     parser.add_argument("--force", action="store_true", help="replace DIR when an earlier run of this verb wrote it")
     command = parser.parse(argv)
     prepare(command.config.data, Path(command.args.out).expanduser(), force=command.args.force)
@@ -46,29 +52,34 @@ def prepare(data: Config, out: Path, *, force: bool) -> None:
     pipeline = data.instantiate()
     if not isinstance(pipeline, DataPipeline):
         raise ValueError(f"data is of {type(pipeline).__name__}; only a DataPipeline has text to be tokenized")
-    temporary, aside = (out.with_name(f".{out.name}.{kind}") for kind in ("partial", "replaced"))
-    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    # Both are beside `out`, as a rename works only within a file system.
+    temporary = out.with_name(f".{out.name}.partial")
+    aside = out.with_name(f".{out.name}.replaced")
+    # A run that was killed may have left the folder.
+    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     take_back = interrupts.at_end(lambda number, line: shutil.rmtree(temporary, ignore_errors=True))
     try:
         pipeline.prepare_tokenizer(temporary, write=True)
         records = {}
         for leaf in pipeline.leaves:
+            source = leaf.source
             name = f"validation-{leaf.name}" if leaf.name in pipeline.validation_leaves else leaf.name
             with located(leaf.label):
-                if isinstance(leaf.source, TokenMemmap):
-                    raise ValueError(f"{leaf.source.path} holds tokens already; there is nothing to prepare")
-                if leaf.source.codec(pipeline.tokenizer) is not pipeline.tokenizer:
+                if isinstance(source, TokenMemmap):
+                    raise ValueError(f"{source.path} holds tokens already; there is nothing to prepare")
+                if source.codec(pipeline.tokenizer) is not pipeline.tokenizer:
                     raise ValueError(
                         "conversations are not prepared: runs that share a data.cache_dir tokenize them once"
                     )
-                show(name, write_tokens(leaf.source, pipeline.tokenizer, temporary / f"{name}.bin"))
-                records[name] = leaf.source.contents(FileHashes())
+                show(name, write_tokens(source, pipeline.tokenizer, temporary / f"{name}.bin"))
+                records[name] = source.contents(FileHashes())
         files = sorted([*(path.name for path in temporary.iterdir()), MANIFEST])
         manifest = {"data": data.to_dict(), "sources": records, "files": files}
         with writing(temporary / MANIFEST):
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        if out.exists():  # moved aside first and removed last, so that no kill costs the old files
+        # Old files are moved aside first and removed last, so that no kill costs them.
+        if out.exists():
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(out, aside)
         os.rename(temporary, out)
@@ -84,35 +95,41 @@ def prepare(data: Config, out: Path, *, force: bool) -> None:
 
 
 def _check_replaceable(out: Path, force: bool) -> None:
+    """Raises FileExistsError: the folder holds files, without --force, or files that this verb did not write."""
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out={out} is a file; name a folder")
-    there = sorted(path.name for path in out.iterdir()) if out.exists() else []
-    if there and not force:
-        raise FileExistsError(f"--out={out} holds {len(there)} files already; --force replaces what this verb wrote")
+    names = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    if names and not force:
+        raise FileExistsError(f"--out={out} holds {len(names)} files already; --force replaces what this verb wrote")
     manifest = out / MANIFEST
-    ours = json.loads(manifest.read_text())["files"] if manifest.exists() else []
-    if foreign := [name for name in there if name not in ours]:
-        raise FileExistsError(f"--out={out} holds {foreign[0]}, which this verb did not write: --force leaves it alone")
+    written_names = json.loads(manifest.read_text())["files"] if manifest.exists() else []
+    for name in names:
+        if name not in written_names:
+            raise FileExistsError(f"--out={out} holds {name}, which this verb did not write: --force leaves it alone")
 
 
 def show(name: str, steps: Iterable[Progress]) -> None:
     """Goes through `steps`, and shows how far they are: a bar on a terminal, otherwise a line now and then."""
-    from rich.console import Console  # imported here: a mistake on the command line is answered without it
+    # Imported here: a mistake on the command line is answered without it.
+    from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    console, line = Console(stderr=True), ""
-    started = last = time.monotonic()
+    console = Console(stderr=True)
+    line = ""
+    started = time.monotonic()
+    last_shown = started
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(name)
         for step in steps:
             now = time.monotonic()
+            speed = step.tokens / (now - started)
             counts = f"{step.documents:,} documents, {step.text_bytes / 1e6:,.1f} MB, {step.tokens:,} tokens"
-            line = f"{name}: {step.position / step.total:4.0%}, {counts}, {step.tokens / (now - started):,.0f} tokens/s"
+            line = f"{name}: {step.position / step.total:4.0%}, {counts}, {speed:,.0f} tokens/s"
             bar.update(task, completed=step.position, total=step.total, description=line)
-            if not console.is_terminal and now - last > _SECONDS_PER_LINE:
-                last = now
+            if not console.is_terminal and now - last_shown > _SECONDS_PER_LINE:
+                last_shown = now
                 print(line, file=sys.stderr, flush=True)
     print(line, file=sys.stderr, flush=True)
 

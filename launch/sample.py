@@ -23,35 +23,43 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--interpolate", type=int, metavar="K", help="rows of K images between held-out ones")
     parser.add_argument("--seed", type=int, default=0, help="of the draws, or of which images; default 0")
     args, overrides = weights.parse(parser, argv)
-    output, steps = Path(args.output).expanduser(), args.interpolate
+    output = Path(args.output).expanduser()
+    steps = args.interpolate
     if output.suffix != ".png" or not output.absolute().parent.is_dir():
         raise cli.UsageError(f"--output={args.output}: expected the name of a .png file in a folder that exists")
     if args.num < 1 or not (args.temperature >= 0 and math.isfinite(args.temperature)):
         raise cli.UsageError("expected --num of at least 1, --temperature of at least 0")
+    # The seed of a JAX key is 32 bits.
     if not 0 <= args.seed < 2**32:
         raise cli.UsageError(f"--seed={args.seed}: expected 0 to 2^32 - 1")
     if steps is not None and not 2 <= steps <= args.num:
         raise cli.UsageError(f"--interpolate={steps}: expected 2 to --num = {args.num} images for a row")
 
+    # Imported late: a mistake on the command line should not wait for these.
     import numpy as np
 
     from framework.inference.images import Images, save_grid
 
     loaded = weights.load(args, overrides, text=False)
-    data, images = loaded.experiment.data, Images(loaded.program, loaded.state, averaged=loaded.averaged)
+    data = loaded.experiment.data
+    images = Images(loaded.program, loaded.state, averaged=loaded.averaged)
     if steps is None:
-        found = images.sample(args.num, args.temperature, args.seed)
+        pictures = images.sample(args.num, args.temperature, args.seed)
     else:
         data.setup(loaded.folder)
-        held = next((data.images[name] for name in data.validation_names), np.zeros(0))
+        # The first validation set; an empty array where there is none.
+        held_out = next((data.images[name] for name in data.validation_names), np.zeros(0))
         rows = args.num // steps
-        if len(held) < 2 * rows:
+        # A row goes from one held-out image to another.
+        num_ends = 2 * rows
+        if len(held_out) < num_ends:
             raise ValueError(
-                f"--interpolate: {rows} rows need {2 * rows} held-out images, data.validation has {len(held)}"
+                f"--interpolate: {rows} rows need {num_ends} held-out images, data.validation has {len(held_out)}"
             )
-        chosen = held[np.random.default_rng(args.seed).permutation(len(held))[: 2 * rows]]
-        found = images.between(chosen[:rows], chosen[rows:], steps)
-    print(save_grid(found, output, levels=data.levels, columns=steps))
+        order = np.random.default_rng(args.seed).permutation(len(held_out))
+        ends = held_out[order[:num_ends]]
+        pictures = images.between(ends[:rows], ends[rows:], steps)
+    print(save_grid(pictures, output, levels=data.levels, columns=steps))
     return 0
 
 

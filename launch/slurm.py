@@ -15,8 +15,9 @@ from pathlib import Path
 
 from launch import cli, commands
 
-# srun's own exit code is the highest one, which hides why the first task ended from those that were then terminated:
-# every task writes down its own. One that has saved ends with 0 for srun, which would terminate the others otherwise.
+# srun's own exit code is the highest one, which hides why the first task ended from those that were
+# then terminated: every task writes down its own. One that has saved ends with 0 for srun, which
+# would terminate the others otherwise.
 TASK = """
 trap : TERM INT
 "$@"
@@ -54,8 +55,17 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--nodes", type=int, default=1, metavar="N")
     add("--gpus_per_node", type=int, default=0, metavar="K", help="one process each; 0: CPU nodes")
-    add("--tasks_per_node", type=int, metavar="K", help="processes on each node; default: one for each GPU, or one")
-    add("--time", metavar="D-HH:MM:SS", help="the limit of one allocation; the run goes on in the next one")
+    add(
+        "--tasks_per_node",
+        type=int,
+        metavar="K",
+        help="processes on each node; default: one for each GPU, or one",
+    )
+    add(
+        "--time",
+        metavar="D-HH:MM:SS",
+        help="the limit of one allocation; the run goes on in the next one",
+    )
     add("--partition", metavar="NAME")
     add("--account", metavar="NAME")
     add("--job_name", metavar="NAME", help="default: the workdir's name")
@@ -64,9 +74,21 @@ def main(argv: list[str]) -> int:
         metavar="IMAGE",
         help="run in this image (needs Pyxis); this directory and the workdir are mounted",
     )
-    add("--save_seconds", type=int, default=120, metavar="S", help="SIGTERM comes so long before the time is up")
+    add(
+        "--save_seconds",
+        type=int,
+        default=120,
+        metavar="S",
+        help="SIGTERM comes so long before the time is up",
+    )
     add("--max_restarts", type=int, default=20, metavar="K", help="after failures")
-    add("--sbatch", action="append", default=[], metavar="--OPTION=VALUE", help="any other option; repeatable")
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="--OPTION=VALUE",
+        help="any other option; repeatable",
+    )
     args, words = parser.parse_job(argv)
     text = script(args, words)
     if args.dry_run:
@@ -79,30 +101,54 @@ def script(args: argparse.Namespace, words: list[str]) -> str:
     """The batch script. Raises UsageError: a value that cannot stand in it."""
     if min(args.nodes, args.tasks_per_node or 1) < 1 or args.gpus_per_node < 0:
         raise cli.UsageError("--nodes and --tasks_per_node: expected 1 or more, --gpus_per_node 0 or more")
+    tasks_per_node = args.tasks_per_node or args.gpus_per_node or 1
     options = {
         "job-name": args.job_name or Path(args.workdir or args.run_name).name,
         "nodes": args.nodes,
-        "ntasks": args.nodes * (args.tasks_per_node or args.gpus_per_node or 1),
-        "ntasks-per-node": args.tasks_per_node or args.gpus_per_node or 1,
+        "ntasks": args.nodes * tasks_per_node,
+        "ntasks-per-node": tasks_per_node,
         "gpus-per-node": args.gpus_per_node or None,
         "time": args.time,
         "partition": args.partition,
         "account": args.account,
         "signal": f"TERM@{args.save_seconds}",
+        # The next allocation of the same job goes on in the same output file.
         "open-mode": "append",
     }
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None] + ["--requeue", *args.sbatch]
-    srun = ["srun", "--kill-on-bad-exit=1"]
-    if args.container:
-        mounts = {os.getcwd(), str(Path(args.workdir or "runs").absolute())}
-        srun += [f"--container-image={args.container}", f"--container-workdir={os.getcwd()}"]
-        srun += [f"--container-mounts={','.join(f'{path}:{path}' for path in sorted(mounts))}"]
-    line = ["python" if args.container else sys.executable, "-m", "launch.train", *words]
-    if wrong := [word for word in (*given, *srun, *line) if not word.isprintable()]:  # sbatch reads lines
-        raise cli.UsageError(f"{wrong[0]!r}: expected printable characters on one line")
-    names = {"directory": shlex.quote(os.getcwd()), "srun": shlex.join(srun), "task": shlex.quote(TASK)}
-    body = SCRIPT.lstrip().format(**names, line=shlex.join(line), max_restarts=args.max_restarts)
-    return "\n".join(["#!/usr/bin/env bash", *(f"#SBATCH {shlex.quote(option)}" for option in given), body])
+    sbatch_options = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    sbatch_options += ["--requeue", *args.sbatch]
+    srun = ["srun", "--kill-on-bad-exit=1", *_container_options(args)]
+    # The image has a Python of its own.
+    python = "python" if args.container else sys.executable
+    line = [python, "-m", "launch.train", *words]
+    # sbatch reads its options from lines of the script.
+    for word in (*sbatch_options, *srun, *line):
+        if not word.isprintable():
+            raise cli.UsageError(f"{word!r}: expected printable characters on one line")
+    body = SCRIPT.lstrip().format(
+        directory=shlex.quote(os.getcwd()),
+        srun=shlex.join(srun),
+        task=shlex.quote(TASK),
+        line=shlex.join(line),
+        max_restarts=args.max_restarts,
+    )
+    header = [f"#SBATCH {shlex.quote(option)}" for option in sbatch_options]
+    return "\n".join(["#!/usr/bin/env bash", *header, body])
+
+
+def _container_options(args: argparse.Namespace) -> list[str]:
+    """The options of srun (Pyxis) that run a task in --container; none without it."""
+    if not args.container:
+        return []
+    workdir = Path(args.workdir or "runs").absolute()
+    # A set, as the workdir may be this directory.
+    folders = {os.getcwd(), str(workdir)}
+    mounts = ",".join(f"{path}:{path}" for path in sorted(folders))
+    return [
+        f"--container-image={args.container}",
+        f"--container-workdir={os.getcwd()}",
+        f"--container-mounts={mounts}",
+    ]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,15 @@ from typing import Any
 
 from launch import cli
 
-_SILENT = 3.0  # times the interval at which a process writes, and at least this many seconds more
+# A process is silent when it has not written for this many of its intervals, and for this many
+# seconds more.
+_SILENT = 3.0
+# The states that are no problem.
+_GOOD = ("running", "done")
+# What the first process counts in a second depends on the data: one of these.
+_SPEEDS = ("tokens_per_second", "images_per_second")
+# The facts of a process that are passed on as it wrote them.
+_SHOWN = ("process", "host", "pid", "phase", "step", "exit", "reason")
 
 
 @cli.main
@@ -28,13 +36,14 @@ def main(argv: list[str]) -> int:
 
     from framework.checkpoint.directory import folder
 
-    found = status(folder(os.path.expanduser(args.workdir)), time.time())
-    print(json.dumps(found, indent=1) if args.json else _table(found))
-    return 0 if found["health"] in ("running", "done") else 1
+    workdir = folder(os.path.expanduser(args.workdir))
+    facts = status(workdir, time.time())
+    print(json.dumps(facts, indent=1) if args.json else _table(facts))
+    return 0 if facts["health"] in _GOOD else 1
 
 
 def status(workdir: Any, now: float) -> dict[str, Any]:
-    """What is known of a run at `now` (seconds since the epoch), as JSON.
+    """The state of a run at `now` (seconds since the epoch), as JSON.
 
     Raises:
         FileNotFoundError: no process has ever written there.
@@ -42,67 +51,115 @@ def status(workdir: Any, now: float) -> dict[str, Any]:
     from framework.checkpoint.directory import scan
     from framework.processes.health import read
 
-    processes = [facts for path in sorted((workdir / "health").glob("process-*.json")) if (facts := read(path))]
+    processes = []
+    for path in sorted((workdir / "health").glob("process-*.json")):
+        facts = read(path)
+        # A file that a process has just begun may hold nothing yet.
+        if facts:
+            processes.append(facts)
     if not processes:
         raise FileNotFoundError(f"--workdir: no run has written {workdir}/health")
     first = processes[0]
     steps, problems = scan(workdir / "checkpoints")
-    rows = [
-        {"health": _health(facts, now), **{name: facts.get(name) for name in _SHOWN}, "heard": now - facts["time"]}
-        for facts in processes
-        if facts["process"] < first["num_processes"]  # a start before had more of them
-    ]
-    states = [row["health"] for row in rows]
+    # An earlier start may have had more processes, whose files are still there.
+    rows = [_row(facts, now) for facts in processes if facts["process"] < first["num_processes"]]
     missing = first["num_processes"] - len(rows)
-    worst = next((state for state in states if state not in ("running", "done")), "missing" if missing else states[0])
-    known = {name: first.get(name) for name in ("step", "max_steps", "loss", "attempt", "goodput", *_SPEEDS)}
-    return {"workdir": str(workdir), "health": worst, **known, "checkpoints": steps, "problems": problems} | {
+    return {
+        "workdir": str(workdir),
+        "health": _worst([row["health"] for row in rows], missing),
+        # The first process knows these of the run.
+        **{name: first.get(name) for name in ("step", "max_steps", "loss", "attempt", "goodput", *_SPEEDS)},
+        "checkpoints": steps,
+        "problems": problems,
         "processes": rows,
         "missing": missing,
     }
 
 
-_SPEEDS = ("tokens_per_second", "images_per_second")
-_SHOWN = ("process", "host", "pid", "phase", "step", "exit", "reason")
+def _row(facts: dict[str, Any], now: float) -> dict[str, Any]:
+    """The state of one process, and the seconds since it wrote."""
+    shown_facts = {name: facts.get(name) for name in _SHOWN}
+    return {"health": _health(facts, now), **shown_facts, "heard": now - facts["time"]}
+
+
+def _worst(states: list[str], missing: int) -> str:
+    """The state of a run with processes in these states."""
+    for state in states:
+        if state not in _GOOD:
+            return state
+    return "missing" if missing else states[0]
 
 
 def _health(facts: dict[str, Any], now: float) -> str:
     """running, done, ended (with its exit code), silent, or standing still."""
-    if (code := facts.get("exit")) is not None:
+    code = facts.get("exit")
+    if code is not None:
         return "done" if code == 0 else f"ended with exit code {code}"
-    silent = now - facts["time"]
-    if silent > _SILENT * facts["interval"] + _SILENT:
-        return f"silent for {silent:.0f} s"
-    still, limit = facts["time"] - facts["moved"], facts.get("hang_seconds")
-    return f"standing still for {still:.0f} s" if limit and still > limit / 2 and facts["limited"] else "running"
+    silent_seconds = now - facts["time"]
+    if silent_seconds > _SILENT * facts["interval"] + _SILENT:
+        return f"silent for {silent_seconds:.0f} s"
+    still_seconds = facts["time"] - facts["moved"]
+    limit = facts.get("hang_seconds")
+    # At the limit itself the process would end, so half of it is told.
+    if limit and still_seconds > limit / 2 and facts["limited"]:
+        return f"standing still for {still_seconds:.0f} s"
+    return "running"
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(facts: dict[str, Any]) -> str:
+    """The state of a run, as `status` returns it, for people."""
     from framework.metrics.goodput import PHASES
-    from framework.terminal.tables import Section, human_count, render
+    from framework.terminal.tables import Section, render
 
-    seconds: dict[str, float] = found["goodput"] or {}
-    total, steps = sum(seconds.values()) or 1.0, found["checkpoints"]
-    counted = next((name for name in _SPEEDS if found[name]), _SPEEDS[0])
-    run = [
-        ("health", found["health"]),
-        ("step", f"{found['step'] if found['step'] is not None else '-'} of {found['max_steps'] or '-'}"),
-        ("loss", "-" if found["loss"] is None else f"{float(found['loss']):.4f}"),
-        (counted.replace("_", " "), human_count(found[counted]) if found[counted] else "-"),
-        ("last checkpoint", f"step {steps[-1]}" if steps else "none"),
-        ("start number", str(found["attempt"])),
-        *(("checkpoints", problem) for problem in found["problems"]),
-    ]
+    run = _run_rows(facts)
+    if facts["missing"]:
+        run.append(("missing", f"{facts['missing']} processes have written nothing"))
+    for row in facts["processes"]:
+        if row.get("reason"):
+            run.append(("why", row["reason"]))
+    seconds: dict[str, float] = facts["goodput"] or {}
+    total = sum(seconds.values()) or 1.0
     times = [(PHASES[name], f"{value:.0f} s", f"{value / total:.1%}") for name, value in seconds.items()]
-    own = [
-        (str(row["process"]), f"{row['host']}:{row['pid']}", row["phase"], str(row["step"] or "-"), row["health"])
-        for row in found["processes"]
-    ]
-    reasons = [("why", row["reason"]) for row in found["processes"] if row.get("reason")]
-    missing = [("missing", f"{found['missing']} processes have written nothing")] if found["missing"] else []
-    sections = [Section("run", [*run, *missing, *reasons]), Section("where the time went", times)]
     heads = ("process", "host:pid", "phase", "step", "health")
-    return render([*sections, Section("processes", [heads, *own])]).rstrip()
+    processes = [_process_cells(row) for row in facts["processes"]]
+    sections = [
+        Section("run", run),
+        Section("where the time went", times),
+        Section("processes", [heads, *processes]),
+    ]
+    return render(sections).rstrip()
+
+
+def _run_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) of what is known of the run as a whole."""
+    from framework.terminal.tables import human_count
+
+    step = facts["step"] if facts["step"] is not None else "-"
+    max_steps = facts["max_steps"] or "-"
+    loss = "-"
+    if facts["loss"] is not None:
+        loss = f"{float(facts['loss']):.4f}"
+    counted = next((name for name in _SPEEDS if facts[name]), _SPEEDS[0])
+    speed = human_count(facts[counted]) if facts[counted] else "-"
+    steps = facts["checkpoints"]
+    rows = [
+        ("health", facts["health"]),
+        ("step", f"{step} of {max_steps}"),
+        ("loss", loss),
+        (counted.replace("_", " "), speed),
+        ("last checkpoint", f"step {steps[-1]}" if steps else "none"),
+        ("start number", str(facts["attempt"])),
+    ]
+    for problem in facts["problems"]:
+        rows.append(("checkpoints", problem))
+    return rows
+
+
+def _process_cells(row: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    """A row of the table of processes."""
+    place = f"{row['host']}:{row['pid']}"
+    step = str(row["step"] or "-")
+    return str(row["process"]), place, row["phase"], step, row["health"]
 
 
 if __name__ == "__main__":

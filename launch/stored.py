@@ -19,7 +19,8 @@ def read(workdir: Path, overrides: cli.Overrides, tell: Callable[[str], None]) -
     """The config of a workdir with `overrides`, but without the settings that belong to a machine.
 
     Raises:
-        FileNotFoundError: there is none. ConfigError: it names what is no component, or describes no experiment.
+        FileNotFoundError: the workdir has no config.
+        ConfigError: the config names something that is no component, or describes no experiment.
     """
     from framework.program.experiment import Experiment
 
@@ -30,6 +31,7 @@ def read(workdir: Path, overrides: cli.Overrides, tell: Callable[[str], None]) -
         raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of launch.train") from None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
+    # Checked by its class before anything is built: the file may be a stranger's.
     target = target_of(config)
     if not (isinstance(target, type) and issubclass(target, Experiment)):
         raise ConfigError(f"{file}: expected the config of an Experiment, given that of {target.__name__}")
@@ -49,12 +51,14 @@ def check(config: Config) -> None:
 
 
 def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
-    """Sets back, in place, what names a place on the machine that the run was on."""
+    """Resets, in place, the settings that name a place on the machine that the run was on."""
+    trainer = config.trainer
+    compiler = config.compiler
     # Machine code is loaded from the cache, so a stranger does not choose where it is.
-    trainer, compiler = config.trainer, config.compiler
     if trainer.takes("compilation_cache") and trainer.compilation_cache is not None:
         del trainer["compilation_cache"]
     options = compiler.options if compiler.takes("options") else {}
+    # A copy of the items, as some are deleted on the way.
     for name, value in list(options.items()):
         if names_files(name, value):
             del options[name]

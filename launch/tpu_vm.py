@@ -39,11 +39,20 @@ RUN = "cd plimsoll && echo $$ >../{name}.pid && exec .venv/bin/python -m launch.
 @cli.main
 def main(argv: list[str]) -> int:
     """Checks everything, then prints or runs the commands, up to the first one that fails."""
-    asked = argv[:1] in (["-h"], ["--help"])
-    subverb = "run" if asked else cli.choose("subverb of launch.tpu_vm", argv[0] if argv else "", SUBVERBS)
-    flags = argv if asked else argv[1:]
-    runs, about = subverb == "run", (f"tpu_vm {'|'.join(SUBVERBS) if asked else subverb}", __doc__)
-    parser = commands.Parser(*about) if runs else cli.Parser(*about, takes_config=False)
+    # --help without a subverb shows the flags of `run`, which takes the most.
+    if argv[:1] in (["-h"], ["--help"]):
+        subverb = "run"
+        subverb_text = "|".join(SUBVERBS)
+        flags = argv
+    else:
+        subverb = cli.choose("subverb of launch.tpu_vm", argv[0] if argv else "", SUBVERBS)
+        subverb_text = subverb
+        flags = argv[1:]
+    verb = f"tpu_vm {subverb_text}"
+    if subverb == "run":
+        parser = commands.Parser(verb, __doc__)
+    else:
+        parser = cli.Parser(verb, __doc__, takes_config=False)
     add = parser.add_argument
     add("--name", required=True, help="of the VMs")
     add("--zone", required=True)
@@ -52,18 +61,25 @@ def main(argv: list[str]) -> int:
     add("--spot", action="store_true", help="cheaper, and taken away when others want them")
     add("--reserved", action="store_true", help="from a reservation")
     if subverb == "create":
-        add("--runtime_version", metavar="V", help="the VM's software; default: what fits the target")
+        add(
+            "--runtime_version",
+            metavar="V",
+            help="the VM's software; default: what fits the target",
+        )
     if subverb == "logs":
         add("--worker", default="0", metavar="I", help="which one, or all")
     if isinstance(parser, commands.Parser):
         args, words = parser.parse_job(flags)
     else:
         parser.add_argument("--dry_run", action="store_true", help="print the commands, and run none")
-        args, words = parser.parse_flags(flags), []
+        args = parser.parse_flags(flags)
+        words = []
     for line in lines(subverb, args, words):
         if args.dry_run:
             print(shlex.join(line))
-        elif code := commands.execute(line):
+            continue
+        code = commands.execute(line)
+        if code:
             return code
     return 0
 
@@ -71,46 +87,77 @@ def main(argv: list[str]) -> int:
 def lines(subverb: str, args: argparse.Namespace, words: list[str]) -> list[list[str]]:
     """The commands, in order. Raises ValueError: a value that cannot stand in them."""
     target = targets.resolve(args.target)
-    family = target.spec.name
     if target.platform != "tpu":
         raise cli.UsageError(f"--target={args.target}: expected a TPU, such as v5e-16")
     if not re.fullmatch("[a-z]([-a-z0-9]{0,60}[a-z0-9])?", args.name):
         raise cli.UsageError(f"--name={args.name}: expected a-z, 0-9 and '-', the first a letter")
-    slices, place = target.num_slices, [f"--zone={args.zone}"] + ([f"--project={args.project}"] if args.project else [])
+    slices = target.num_slices
+    place = _place(args)
+    # Only a queued resource makes such VMs, and what it made it has to delete.
     queued = args.spot or args.reserved or slices > 1
-    nodes = [f"{args.name}-{i}" for i in range(slices)] if slices > 1 else [args.name]
     if subverb == "create":
-        runtime = args.runtime_version or RUNTIMES.get(family)
-        if runtime is None:
-            raise cli.UsageError(f"--runtime_version is needed for {family}")
-        kind = f"--accelerator-type={target.name.rpartition('x')[2].replace('v5e', 'v5litepod')}"
-        if not queued:
-            return [[*TPUS, "tpu-vm", "create", args.name, *place, kind, f"--version={runtime}"]]
-        ids = [f"--node-count={slices}", f"--node-prefix={args.name}"] if slices > 1 else [f"--node-id={args.name}"]
-        how = ["--spot"] * args.spot + ["--reserved"] * args.reserved
-        return [
-            [*TPUS, "queued-resources", "create", args.name, *place, *ids, kind, f"--runtime-version={runtime}", *how]
-        ]
+        return [_create(args, target, queued=queued)]
     if subverb == "delete":
-        kind = ["queued-resources", "delete", args.name, "--force"] if queued else ["tpu-vm", "delete", args.name]
-        return [[*TPUS, *kind, *place]]
+        if queued:
+            return [[*TPUS, "queued-resources", "delete", args.name, "--force", *place]]
+        return [[*TPUS, "tpu-vm", "delete", args.name, *place]]
+    # The names that a queued resource gives to the nodes of several slices.
+    nodes = [f"{args.name}-{i}" for i in range(slices)] if slices > 1 else [args.name]
 
     def ssh(command: str, workers: str = "all") -> list[list[str]]:
         return [[*TPUS, "tpu-vm", "ssh", node, *place, f"--worker={workers}", f"--command={command}"] for node in nodes]
 
     if subverb == "copy":
+        archive = ["git", "archive", f"--output={ARCHIVE}", "HEAD"]
         copies = [[*TPUS, "tpu-vm", "scp", ARCHIVE, f"{node}:", *place, "--worker=all"] for node in nodes]
-        return [["git", "archive", f"--output={ARCHIVE}", "HEAD"], *copies, *ssh(INSTALL)]
+        return [archive, *copies, *ssh(INSTALL)]
     if subverb == "logs":
+        # `tail -F` does not end, so the log is that of one node.
         return ssh(f"tail -n 100 -F {args.name}.log", args.worker)[:1]
     if subverb == "stop":
         return ssh(f"kill -TERM $(cat {args.name}.pid)")
-    if target.num_processes > 1 and "://" not in (args.workdir or "") and not (args.workdir or "").startswith("/"):
+    workdir = args.workdir or ""
+    is_shared = "://" in workdir or workdir.startswith("/")
+    if target.num_processes > 1 and not is_shared:
         raise cli.UsageError(
             "--workdir: several workers need one place: gs://BUCKET/..., or a file system mounted on all"
         )
     inner = RUN.format(name=args.name, words=shlex.join(words))
+    # Detached from ssh, so that the run goes on when the connection ends.
     return ssh(f"setsid nohup bash -c {shlex.quote(inner)} >>{args.name}.log 2>&1 </dev/null &")
+
+
+def _place(args: argparse.Namespace) -> list[str]:
+    """The flags of gcloud that say where the VMs are."""
+    place = [f"--zone={args.zone}"]
+    if args.project:
+        place.append(f"--project={args.project}")
+    return place
+
+
+def _create(args: argparse.Namespace, target: targets.Target, *, queued: bool) -> list[str]:
+    """The command that makes the VMs. Raises UsageError: the software for this family is not known."""
+    family = target.spec.name
+    runtime = args.runtime_version or RUNTIMES.get(family)
+    if runtime is None:
+        raise cli.UsageError(f"--runtime_version is needed for {family}")
+    # The name of one slice; Cloud has another name for v5e.
+    slice_name = target.name.rpartition("x")[2]
+    accelerator = f"--accelerator-type={slice_name.replace('v5e', 'v5litepod')}"
+    place = _place(args)
+    if not queued:
+        return [*TPUS, "tpu-vm", "create", args.name, *place, accelerator, f"--version={runtime}"]
+    if target.num_slices > 1:
+        node_flags = [f"--node-count={target.num_slices}", f"--node-prefix={args.name}"]
+    else:
+        node_flags = [f"--node-id={args.name}"]
+    command = [*TPUS, "queued-resources", "create", args.name, *place]
+    command += [*node_flags, accelerator, f"--runtime-version={runtime}"]
+    if args.spot:
+        command.append("--spot")
+    if args.reserved:
+        command.append("--reserved")
+    return command
 
 
 if __name__ == "__main__":

@@ -36,23 +36,29 @@ class Loaded:
 
 def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
     """The verb's parser with the flags that `load` reads, --hf among them or not."""
-    made = cli.Parser(verb, doc, takes_config=False)
-    made.add_argument("--config", metavar="FILE.py:NAME", help="where a run's own classes are, if it has any")
-    place = made.add_mutually_exclusive_group(required=True)
+    verb_parser = cli.Parser(verb, doc, takes_config=False)
+    verb_parser.add_argument("--config", metavar="FILE.py:NAME", help="where a run's own classes are, if it has any")
+    place = verb_parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--workdir", metavar="DIR", help="a run of launch.train")
     if hf:
         place.add_argument("--hf", metavar="DIR", help="a Hugging Face directory")
-    made.set_defaults(hf=None)
-    made.add_argument("--step", type=int, metavar="N", help="this checkpoint of the workdir, not the newest")
-    made.add_argument("--ema", action="store_true", help="the averaged weights of the workdir")
-    made.add_argument("--host_weights", action="store_true", help="the stack stays in host memory, but for one layer")
-    return made
+    # `load` asks for it, also where a verb has no such flag.
+    verb_parser.set_defaults(hf=None)
+    add = verb_parser.add_argument
+    add("--step", type=int, metavar="N", help="this checkpoint of the workdir, not the newest")
+    add("--ema", action="store_true", help="the averaged weights of the workdir")
+    add(
+        "--host_weights",
+        action="store_true",
+        help="the stack stays in host memory, but for one layer",
+    )
+    return verb_parser
 
 
-def parse(made: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace, cli.Overrides]:
+def parse(verb_parser: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace, cli.Overrides]:
     """(flags, overrides in order). Imports the file that --config names, so that its classes are known."""
-    spec, overrides, rest = cli.split(argv)
-    args = made.parse_flags(rest)
+    spec, overrides, verb_flags = cli.split(argv)
+    args = verb_parser.parse_flags(verb_flags)
     if spec is not None:
         configs.load(spec)
     if args.hf is not None and (args.step is not None or args.ema):
@@ -61,7 +67,12 @@ def parse(made: cli.Parser, argv: list[str]) -> tuple[argparse.Namespace, cli.Ov
 
 
 def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = True) -> Loaded:
-    """What the flags name, of a language model if not `text` is False; no optimizer state is read.
+    """Loads the model that the flags name; no optimizer state is read.
+
+    Args:
+        args: the flags of `parser`.
+        overrides: of the config.
+        text: the model is a language model, whose tokenizer is made ready.
 
     Raises:
         FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
@@ -77,35 +88,49 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
     if text:
         _prepare_tokenizer(experiment, workdir)
 
+    # Imported late: a config or a tokenizer that is wrong is told before the devices are looked
+    # for.
     from framework.checkpoint.checkpointer import Checkpointer
     from framework.devices.executables import use_compilation_cache
     from framework.program.program import inference_program
 
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
     if not checkpointer.steps():
-        raise FileNotFoundError("; ".join([f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]))
+        problems = [f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]
+        raise FileNotFoundError("; ".join(problems))
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=args.host_weights, tell=tell)
+    # The optimizer's state, often the largest group, is not needed here.
     groups = ("ema" if args.ema else "parameter", "frozen", "buffer")
-    abstract = program.layout.abstract({group: program.layout.specs[group] for group in groups})
-    restore = checkpointer.restore_latest if args.step is None else partial(checkpointer.restore, args.step)
+    specs = {group: program.layout.specs[group] for group in groups}
+    abstract = program.layout.abstract(specs)
+    restore = checkpointer.restore_latest
+    if args.step is not None:
+        restore = partial(checkpointer.restore, args.step)
     restored = restore(abstract, groups=groups)
-    tell("\n".join([*restored.problems, f"{args.workdir}, step {restored.step}{', averaged' if args.ema else ''}"]))
-    return Loaded(config, experiment, program, {"parameter": {}, "ema": {}, **restored.state}, args.ema, workdir)
+    source = f"{args.workdir}, step {restored.step}{', averaged' if args.ema else ''}"
+    tell("\n".join([*restored.problems, source]))
+    # The group that was not read is empty.
+    state = {"parameter": {}, "ema": {}, **restored.state}
+    return Loaded(config, experiment, program, state, args.ema, workdir)
 
 
 def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
     """Makes the run's tokenizer ready. Raises ValueError: its model has no use for text."""
+    # Reading the property is the check.
     _ = experiment.language_model
-    tokenizer, kept = experiment.data.tokenizer, workdir / "tokenizer.json"
+    tokenizer = experiment.data.tokenizer
+    file = workdir / "tokenizer.json"
     if isinstance(tokenizer, BPETokenizer):
-        if not kept.exists():
-            raise FileNotFoundError(f"{kept} does not exist: the tokenizer of the run")
-        tokenizer.path = str(kept)  # wherever it came from
+        if not file.exists():
+            raise FileNotFoundError(f"{file} does not exist: the tokenizer of the run")
+        # The run's copy is read, wherever the tokenizer came from.
+        tokenizer.path = str(file)
     tokenizer.prepare(workdir, None, write=False)
 
 
 def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
+    """The published model that --hf names."""
     import optax
 
     from framework.data.pretrained_tokenizer import PretrainedTokenizer
@@ -114,16 +139,20 @@ def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     from framework.program.program import inference_program
 
     config = configs.load(f"hf:{args.hf}")
-    config.learner = config_for(Learner, optimizer=config_for(optax.sgd, learning_rate=0.0))  # which keeps no state
+    # An experiment needs a learner. Plain SGD keeps no state, so it takes no memory.
+    optimizer = config_for(optax.sgd, learning_rate=0.0)
+    config.learner = config_for(Learner, optimizer=optimizer)
     config.data.tokenizer = config_for(PretrainedTokenizer, path=args.hf, vocab_size=config.model.vocab_size)
     cli.apply_overrides(config, overrides)
     experiment: Any = config.instantiate()
     experiment.data.tokenizer.prepare(Path(args.hf), None, write=False)
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=args.host_weights, tell=tell)
-    return Loaded(config, experiment, program, experiment.pretrained.init(program), False, Path(args.hf).expanduser())
+    state = experiment.pretrained.init(program)
+    folder = Path(args.hf).expanduser()
+    return Loaded(config, experiment, program, state, False, folder)
 
 
 def tell(message: str) -> None:
-    """To stderr: stdout is for results."""
+    """Prints a message to stderr: stdout is for results."""
     print(message, file=sys.stderr, flush=True)

@@ -28,41 +28,50 @@ MODEL_TYPES = {
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], Config]:
-    """(config.json of a directory, its family's config).
+    """Reads the config.json of a directory.
+
+    Returns:
+        (its JSON, the config of its family).
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no JSON, wants code of its own to be run, or is of an unknown architecture.
+        FileNotFoundError: there is no such file.
+        ValueError: it is no JSON, asks for code of its own to be run, or is of an unknown architecture.
     """
     file = Path(path).expanduser() / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}: expected a directory as Hugging Face's save_pretrained writes it")
-    try:
-        facts = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from None
-    if not isinstance(facts, dict):
-        raise ValueError(f"{file}: expected a JSON object, given {type(facts).__name__}")
+    facts = _json_object(file)
     if "auto_map" in facts:
         raise ValueError(f"{file} asks for code of its own (auto_map); code of a directory is never executed")
-    if (adapter := file.with_name("adapter_config.json")).is_file():
+    adapter = file.with_name("adapter_config.json")
+    if adapter.is_file():
         raise ValueError(
-            f"{adapter}: an adapter beside a model, which transformers would load with it; merge it into the model, or "
-            "give the directory of the model alone"
+            f"{adapter}: an adapter beside a model, which transformers would load with it; "
+            "merge it into the model, or give the directory of the model alone"
         )
     try:
         family = family_of(facts)
         refuse_unread(Facts(facts))
         return facts, config_for(family)
     except ValueError as error:
-        raise ValueError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
+        # The errors of Facts name the file without its folder.
+        message = str(error).removeprefix("config.json: ")
+        raise ValueError(f"{file}: {message}") from None
 
 
 def generation_facts(path: str | Path) -> dict[str, Any]:
-    """generation_config.json of a directory, empty if there is none. Raises ValueError: it is no JSON object."""
+    """Reads the generation_config.json of a directory; empty if there is none.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
     file = Path(path).expanduser() / "generation_config.json"
     if not file.is_file():
         return {}
+    return _json_object(file)
+
+
+def _json_object(file: Path) -> dict[str, Any]:
     try:
         facts = json.loads(file.read_text())
     except ValueError as error:
@@ -73,26 +82,44 @@ def generation_facts(path: str | Path) -> dict[str, Any]:
 
 
 def family_of(facts: dict[str, Any]) -> type[Family]:
-    """By config.json's architectures. Raises ValueError for unknown ones, several, and where model_type, by which
-    transformers chooses, is of another."""
-    wanted = facts.get("architectures") or []
-    if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
-        raise ValueError(f"architectures = {wanted!r}; expected a list of names")
-    by_name = {name: family for family in FAMILIES for name in family.architectures}
-    known = [name for name in wanted if name in by_name]
-    if not known:
-        raise ValueError(f"unknown architecture {', '.join(wanted) or None}; known: {', '.join(by_name)}")
-    if len(wanted) > 1:
-        raise ValueError(f"architectures = {wanted!r}; expected one")
-    model_type = MODEL_TYPES[known[0]]
-    if (given := facts.get("model_type", model_type)) != model_type:
-        raise ValueError(f"model_type = {given!r}; expected {model_type!r}, that of {known[0]}")
-    return by_name[known[0]]
+    """Returns the family of a config.json, by its architectures.
+
+    Raises:
+        ValueError: the architecture is unknown, there are several, or model_type, by which transformers chooses, is of
+            another one.
+    """
+    architectures = facts.get("architectures") or []
+    is_list_of_names = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    if not is_list_of_names:
+        raise ValueError(f"architectures = {architectures!r}; expected a list of names")
+    family_by_name: dict[str, type[Family]] = {}
+    for family in FAMILIES:
+        for name in family.architectures:
+            family_by_name[name] = family
+    supported = [name for name in architectures if name in family_by_name]
+    if not supported:
+        unsupported_names = ", ".join(architectures) or None
+        raise ValueError(f"unknown architecture {unsupported_names}; known: {', '.join(family_by_name)}")
+    if len(architectures) > 1:
+        raise ValueError(f"architectures = {architectures!r}; expected one")
+    architecture = supported[0]
+    expected_type = MODEL_TYPES[architecture]
+    model_type = facts.get("model_type", expected_type)
+    if model_type != expected_type:
+        raise ValueError(f"model_type = {model_type!r}; expected {expected_type!r}, that of {architecture}")
+    return family_by_name[architecture]
 
 
 def model_of(path: str | Path) -> tuple[Config, Config]:
-    """(our model's config, its family's) of a directory's config.json. Raises as `read`, and ValueError for a field
-    that is missing or asks for what we cannot compute."""
+    """Makes our config of the model in a directory.
+
+    Returns:
+        (the model's config, its family's config).
+
+    Raises:
+        The errors of `read`.
+        ValueError: a field is missing, or asks for something that we cannot compute.
+    """
     facts, family = read(path)
     try:
         model = family.instantiate().model(facts)
@@ -100,47 +127,83 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
     except ValueError as error:
         raise ValueError(str(error).replace("config.json", f"{path}/config.json", 1)) from None
     if dtype is None and list(Path(path).expanduser().glob("*.safetensors")):
+        # Without a dtype in config.json, the first tensor decides.
         directory = Directory(path)
-        dtype = {"F32": "float32", "F64": "float32"}.get(directory.tensor(next(iter(directory.home))).get_dtype())
+        first_name = next(iter(directory.home))
+        stored_dtype = directory.tensor(first_name).get_dtype()
+        dtype = {"F32": "float32", "F64": "float32"}.get(stored_dtype)
+    # Files in float64 are trained in float32. Those in float16 are trained in bfloat16, whose range
+    # needs no scaling of the loss.
     is_wide = dtype in ("float32", "float64")
     model.param_dtype = model.compute_dtype = "float32" if is_wide else "bfloat16"
     return model, family
 
 
 def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[dict[str, Any], Family]:
-    """(config.json, family) of a model of ours.
+    """Finds the config.json and the family of a model of ours.
 
     Args:
-        model: resolved.
-        published: the config.json that it came from, if it did: the answer, as long as it still describes the model.
+        model: the model's resolved config.
+        published: the config.json that the model came from, if any. It is the answer as long as it still describes the
+            model.
+
+    Returns:
+        (config.json, family).
 
     Raises:
-        ValueError: no family has such models; says what is wrong with the nearest.
+        ValueError: no family has such models. The message says in what the nearest family differs.
     """
-    nearest: list[str] | None = None
-    for kind in FAMILIES:
-        family = kind()
-        for given in (published, None) if published else (None,):
+    fewest_differences: list[str] | None = None
+    # The published file comes first: it may hold fields that we do not write.
+    candidates = (published, None) if published else (None,)
+    for family_class in FAMILIES:
+        family = family_class()
+        for candidate in candidates:
             try:
-                facts = given or family.facts(model)
-                wrong = _differences(model, family.model(facts))
-            except (ConfigError, KeyError, ValueError) as error:  # not even the same layers
-                wrong = [str(error)] * 100
-            if not wrong:
+                facts = candidate or family.facts(model)
+                differences = _differences(model, family.model(facts))
+            # The model has not even the same layers, which counts as more than any difference.
+            except (ConfigError, KeyError, ValueError) as error:
+                differences = [str(error)] * 100
+            if not differences:
                 return facts, family
-            nearest = wrong if nearest is None or len(wrong) < len(nearest) else nearest
-    raise ValueError(f"no family of configs/families has models with {', '.join(dict.fromkeys(nearest or []))}")
+            if fewest_differences is None or len(differences) < len(fewest_differences):
+                fewest_differences = differences
+    # The dict leaves out repetitions and keeps the order.
+    distinct_differences = dict.fromkeys(fewest_differences or [])
+    raise ValueError(f"no family of configs/families has models with {', '.join(distinct_differences)}")
 
 
-_TRAINING = ("dropout", "unroll", "chunk_tokens", "z_loss", "implementation", "depth_scaled_init", "dtype")
+# Endings of fields that change training, or how a result is computed, and not the result.
+_TRAINING = (
+    "dropout",
+    "unroll",
+    "chunk_tokens",
+    "z_loss",
+    "implementation",
+    "depth_scaled_init",
+    "dtype",
+)
 
 
-def _differences(model: Config, other: Config) -> list[str]:
-    """The fields that decide what a model computes, and differ."""
+def _differences(model: Config, described: Config) -> list[str]:
+    """Returns the fields that decide what a model computes, and differ from those of a described model."""
+    model_fields = _computing_fields(model)
+    described_fields = _computing_fields(described)
+    differences = []
+    for path in model_fields | described_fields:
+        if model_fields.get(path) != described_fields.get(path):
+            differences.append(f"{path} = {model_fields.get(path)}")
+    return differences
 
-    def fields(config: Config) -> dict[str, Any]:
-        leaves = {path: value for path, value in config.leaves() if not path.startswith("lora")}
-        return {path: v for path, v in leaves.items() if not path.endswith(_TRAINING) and ".init" not in f".{path}"}
 
-    ours, theirs = fields(model), fields(other)
-    return [f"{path} = {ours.get(path)}" for path in ours | theirs if ours.get(path) != theirs.get(path)]
+def _computing_fields(config: Config) -> dict[str, Any]:
+    """Returns {path: value} of the fields that decide what a model computes."""
+    fields = {}
+    for path, value in config.leaves():
+        # Adapters are written to a file of their own, or merged into the weights.
+        is_adapter = path.startswith("lora")
+        is_training = path.endswith(_TRAINING) or ".init" in f".{path}"
+        if not is_adapter and not is_training:
+            fields[path] = value
+    return fields

@@ -1,7 +1,8 @@
-"""config.json of a published model, read by type: whatever is not what transformers would take is refused by name.
+"""Reading the config.json of a published model by type: a value that transformers would not take is refused by name.
 
-Reading one wrongly trains another model without a word, so nothing is coerced, and fields that change what transformers
-computes and that we do not read are refused. `python -m tools.check_altered` compares with transformers.
+A field that is read wrongly trains another model without a word. So no value is coerced, and fields that change the
+computation of transformers and that we do not read are refused. `python -m tools.check_altered` compares with
+transformers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+# The default of a field that must be there; None cannot say so, as null is a value.
 REQUIRED: Any = object()
 
 
@@ -28,70 +30,87 @@ class Facts:
         self._inside = inside
 
     def __contains__(self, name: str) -> bool:
-        """Whether it is there and not null."""
+        """Tells whether the field is there and not null."""
         return self.values.get(name) is not None
 
     def error(self, name: str, expected: str) -> ValueError:
-        """That the field is not what was expected."""
-        given = "absent" if name not in self.values else repr(self.values[name])
-        return ValueError(f"config.json: {self._inside}{name} = {given}; expected {expected}")
+        """Returns the error that the field is not as expected."""
+        value = "absent"
+        if name in self.values:
+            value = repr(self.values[name])
+        return ValueError(f"config.json: {self._inside}{name} = {value}; expected {expected}")
 
     def any(self, name: str, default: Any = REQUIRED) -> Any:
-        """Of any type."""
+        """Returns a value of any type."""
         value = self.values.get(name, default)
         if value is REQUIRED:
             raise ValueError(f"config.json: no field '{self._inside}{name}', which this architecture needs")
         return value
 
-    def size(self, name: str, default: Any = REQUIRED, *, null: bool = False, least: int = 1) -> Any:
-        """An integer, not below `least`."""
+    def size(
+        self,
+        name: str,
+        default: Any = REQUIRED,
+        *,
+        null: bool = False,
+        least: int = 1,
+    ) -> Any:
+        """Returns an integer that is not below `least`."""
         value = self.any(name, default)
         if value is None and null:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        # In Python, True is an integer.
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(name, f"an integer of at least {least}")
         return value
 
     def number(self, name: str, default: Any = REQUIRED, *, null: bool = False) -> Any:
-        """A finite number above zero."""
+        """Returns a finite number above zero."""
         value = self.any(name, default)
         if value is None and null:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise self.error(name, "a number above 0")
+        expected = "a number above 0"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, expected)
+        if not math.isfinite(value) or value <= 0:
+            raise self.error(name, expected)
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
+        """Returns a boolean."""
         value = self.any(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> str:
-        """A string."""
+        """Returns a string."""
         value = self.any(name, default)
         if not isinstance(value, str):
             raise self.error(name, "a string")
         return value
 
     def part(self, name: str) -> Facts | None:
-        """An object inside; None where it is absent, null or empty."""
+        """Returns the fields of an object in this one; None where it is absent, null or empty."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, "an object or null")
-        return Facts(value, f"{self._inside}{name}.") if value else None
+        if not value:
+            return None
+        return Facts(value, f"{self._inside}{name}.")
 
     def size_by_names(self, *names: str) -> int:
-        """A size that goes by several names, which may not contradict each other."""
-        given = [name for name in names if name in self.values]
-        sizes = {name: self.size(name) for name in given or names[:1]}
+        """Returns a size that goes by several names, which may not contradict each other."""
+        present_names = [name for name in names if name in self.values]
+        # Without any of them, the error is about the first name.
+        sizes = {name: self.size(name) for name in present_names or names[:1]}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"config.json: {_pairs(sizes)}; expected one value, as these are names of the same")
         return next(iter(sizes.values()))
 
 
-# Fields that transformers reads whatever the family is, with the values that leave its computation as it is.
+# Fields that transformers reads whatever the family is, with the values that leave its computation
+# as it is, and the text that says what is expected.
 _NOT_READ: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_causal": ((True,), "true: attention sees earlier tokens only"),
     "use_bidirectional_attention": ((None, False), "false: attention sees earlier tokens only"),
@@ -106,15 +125,24 @@ _NOT_READ: dict[str, tuple[tuple[Any, ...], str]] = {
 def refuse_unread(facts: Facts) -> None:
     """Raises ValueError for a field that would make transformers compute what we do not."""
     for name, (harmless, expected) in _NOT_READ.items():
-        # By `is` or equality of containers: 0 == False, but transformers takes 0 for "not causal" too.
         value = facts.values.get(name, harmless[0])
-        if not any(value is one or (isinstance(one, dict | list) and value == one) for one in harmless):
+        if not any(_is_same(value, harmless_value) for harmless_value in harmless):
             raise facts.error(name, expected)
 
 
+def _is_same(value: Any, harmless_value: Any) -> bool:
+    """Compares by identity, and containers by equality."""
+    # Equality alone would not do: 0 == False, but transformers takes 0 for "not causal" too.
+    if value is harmless_value:
+        return True
+    return isinstance(harmless_value, dict | list) and value == harmless_value
+
+
 def float_dtype(facts: Facts) -> str | None:
-    """The dtype that a config.json names, as transformers decides: `dtype`, and where that is absent `torch_dtype`.
-    None where neither stands."""
+    """Returns the dtype that a config.json names, None where it names none.
+
+    As in transformers, that is `dtype`, and where that is absent `torch_dtype`.
+    """
     name = "dtype" if "dtype" in facts else "torch_dtype"
     if name not in facts:
         return None
@@ -125,4 +153,5 @@ def float_dtype(facts: Facts) -> str | None:
 
 
 def _pairs(values: dict[str, Any]) -> str:
+    """Returns fields as messages show them."""
     return ", ".join(f"{name} = {value!r}" for name, value in values.items())

@@ -36,8 +36,10 @@ class Gemma2(Family):
         """As Family.model."""
         fields = Facts(facts)
         theta, scaling = rope(fields)
-        dim, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-        layers, eps = fields.size("num_hidden_layers"), fields.number("rms_norm_eps", 1e-6)
+        dim = fields.size("hidden_size")
+        heads = fields.size("num_attention_heads")
+        layers = fields.size("num_hidden_layers")
+        eps = fields.number("rms_norm_eps", 1e-6)
         head_dim = fields.size("head_dim", 256)
         model = llama_model(
             layers=layers,
@@ -53,23 +55,36 @@ class Gemma2(Family):
             rope_scaling=scaling,
         )
         model.embed.scale = dim**0.5
-        block, norm = model.stack.pattern[0], config_for(RMSNorm, eps=eps, zero_centered=True)
-        block.norm, block.post_norm, model.head.norm = norm, norm.copy(), norm.copy()
+        block = model.stack.pattern[0]
+        # Gemma stores the scales of its norms as differences from 1.
+        norm = config_for(RMSNorm, eps=eps, zero_centered=True)
+        post_norm = norm.copy()
+        head_norm = norm.copy()
+        block.norm = norm
+        block.post_norm = post_norm
+        model.head.norm = head_norm
         block.attention.output_bias = block.attention.linear.bias
         block.attention.head_dim = head_dim
         block.attention.softcap = fields.number("attn_logit_softcapping", 50.0, null=True)
+        # None stands for our default, which is this scale in all but one of the published sizes.
         scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
         block.attention.scale = None if scale == head_dim**-0.5 else scale
         block.mlp.activation = activation(fields, "hidden_activation", "gelu_pytorch_tanh")
         model.head.softcap = fields.number("final_logit_softcapping", 30.0, null=True)
-        kinds = layer_types(fields) or (["sliding_attention", "full_attention"] * layers)[:layers]
+        # Local and global attention alternate where config.json does not list the layers.
+        alternating_kinds = ["sliding_attention", "full_attention"] * layers
+        kinds = layer_types(fields) or alternating_kinds[:layers]
         window = fields.size("sliding_window", 4096, null=True)
         return with_windows(model, layer_windows(kinds, window, fields))
 
     def facts(self, model: Config) -> dict[str, Any]:
         """As Family.facts."""
-        facts, attention = common_facts(model), model.stack.pattern[0].attention
+        facts = common_facts(model)
+        attention = model.stack.pattern[0].attention
         scalar = facts["head_dim"] if attention.scale is None else attention.scale**-2
+        # Squaring the scale again gives a published integer only up to rounding.
+        if abs(scalar - round(scalar)) < 1e-6:
+            scalar = round(scalar)
         return facts | {
             "architectures": ["Gemma2ForCausalLM"],
             "model_type": "gemma2",
@@ -77,5 +92,5 @@ class Gemma2(Family):
             "attention_bias": attention.linear.bias,
             "attn_logit_softcapping": attention.softcap,
             "final_logit_softcapping": model.head.softcap,
-            "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
+            "query_pre_attn_scalar": scalar,
         }

@@ -14,14 +14,21 @@ _LAYER = "transformer.h.{layer}"
 
 
 def _names() -> dict[str, Source]:
-    names = {"embed/token": Source("transformer.wte.weight"), "embed/position": Source("transformer.wpe.weight")}
+    """Returns {our path: their tensor}."""
+    names = {
+        "embed/token": Source("transformer.wte.weight"),
+        "embed/position": Source("transformer.wpe.weight"),
+    }
+    # torch calls the scale of a norm its weight.
     for ours, theirs in (("scale", "weight"), ("bias", "bias")):
         names[f"head/norm/{ours}"] = Source(f"transformer.ln_f.{theirs}")
         names[f"attention_norm/{ours}"] = Source(f"{_LAYER}.ln_1.{theirs}")
         names[f"mlp_norm/{ours}"] = Source(f"{_LAYER}.ln_2.{theirs}")
     for kind in ("weight", "bias"):
         for index, name in enumerate(("query", "key", "value")):
-            names[f"attention/{name}/{kind}"] = Source(f"{_LAYER}.attn.c_attn.{kind}", piece=(index, 3))
+            # The fused matrix holds three equal parts side by side.
+            fused_name = f"{_LAYER}.attn.c_attn.{kind}"
+            names[f"attention/{name}/{kind}"] = Source(fused_name, piece=(index, 3))
         names[f"attention/output/{kind}"] = Source(f"{_LAYER}.attn.c_proj.{kind}")
         names[f"mlp/up/{kind}"] = Source(f"{_LAYER}.mlp.c_fc.{kind}")
         names[f"mlp/down/{kind}"] = Source(f"{_LAYER}.mlp.c_proj.{kind}")
@@ -34,7 +41,8 @@ class GPT2(Family):
 
     architectures = ("GPT2LMHeadModel",)
     names = _names()
-    ignored = r"\.attn\.(masked_)?bias$"  # the causal mask
+    # Older files store the causal mask as a tensor.
+    ignored = r"\.attn\.(masked_)?bias$"
 
     def model(self, facts: dict[str, Any]) -> Config:
         """As Family.model."""
@@ -44,10 +52,8 @@ class GPT2(Family):
                 "scale_attn_by_inverse_layer_idx", "false: logits of attention scaled alike in all layers"
             )
         # transformers takes each of these by a second name as well.
-        dim, heads = (
-            fields.size_by_names("n_embd", "hidden_size"),
-            fields.size_by_names("n_head", "num_attention_heads"),
-        )
+        dim = fields.size_by_names("n_embd", "hidden_size")
+        heads = fields.size_by_names("n_head", "num_attention_heads")
         model = gpt2_model(
             layers=fields.size_by_names("n_layer", "num_hidden_layers"),
             heads=heads,
@@ -55,7 +61,8 @@ class GPT2(Family):
             vocab_size=fields.size("vocab_size"),
             positions=fields.size_by_names("n_positions", "max_position_embeddings"),
         )
-        block, eps = model.stack.pattern[0], fields.number("layer_norm_epsilon", 1e-5)
+        block = model.stack.pattern[0]
+        eps = fields.number("layer_norm_epsilon", 1e-5)
         block.norm.eps = model.head.norm.eps = eps
         block.attention.scale = None if fields.flag("scale_attn_weights", True) else 1.0
         block.mlp.hidden = fields.size("n_inner", None, null=True) or 4 * dim
@@ -66,7 +73,7 @@ class GPT2(Family):
     def facts(self, model: Config) -> dict[str, Any]:
         """As Family.facts."""
         block = model.stack.pattern[0]
-        return {
+        facts = {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
             "vocab_size": model.vocab_size,
@@ -78,5 +85,8 @@ class GPT2(Family):
             "activation_function": activation_fact(block.mlp.activation),
             "layer_norm_epsilon": block.norm.eps,
             "tie_word_embeddings": model.head.tied,
-            **({} if block.attention.scale is None else {"scale_attn_weights": False}),
         }
+        # Scales other than the default and 1 have no field; `of_model` notices the difference.
+        if block.attention.scale is not None:
+            facts["scale_attn_weights"] = False
+        return facts

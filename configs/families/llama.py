@@ -24,9 +24,22 @@ ACTIVATIONS = {
 }
 _LAYER = "model.layers.{layer}"
 
+# The value that transformers takes for num_key_value_heads where it is absent. None, like null in
+# the file, stands for as many as there are heads.
+_KV_HEADS = {
+    "LlamaForCausalLM": None,
+    "MistralForCausalLM": 8,
+    "Qwen2ForCausalLM": 32,
+    "Qwen3ForCausalLM": 32,
+}
+
 
 def decoder_names(**norms: str) -> dict[str, Source]:
-    """Names as all that descend from Llama use them; `norms` are those of a block, by ours."""
+    """Returns {our path: their tensor}, as in all models that descend from Llama.
+
+    Args:
+        norms: their name of each norm of a block, by our name.
+    """
     names = {
         "embed/token": Source("model.embed_tokens.weight"),
         "head/norm/scale": Source("model.norm.weight"),
@@ -34,17 +47,26 @@ def decoder_names(**norms: str) -> dict[str, Source]:
         "attention/query_norm/scale": Source(f"{_LAYER}.self_attn.q_norm.weight"),
         "attention/key_norm/scale": Source(f"{_LAYER}.self_attn.k_norm.weight"),
     }
-    names |= {f"{ours}/scale": Source(f"{_LAYER}.{theirs}.weight") for ours, theirs in norms.items()}
-    linear = {f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value", "output")}
-    linear |= {f"mlp/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-    for ours, theirs in linear.items():
+    for ours, theirs in norms.items():
+        names[f"{ours}/scale"] = Source(f"{_LAYER}.{theirs}.weight")
+    linear_names = {}
+    for name in ("query", "key", "value", "output"):
+        linear_names[f"attention/{name}"] = f"self_attn.{name[0]}_proj"
+    for name in ("gate", "up", "down"):
+        linear_names[f"mlp/{name}"] = f"mlp.{name}_proj"
+    for ours, theirs in linear_names.items():
+        # torch stores a linear layer as [out, in].
         names[f"{ours}/weight"] = Source(f"{_LAYER}.{theirs}.weight", transpose=True)
         names[f"{ours}/bias"] = Source(f"{_LAYER}.{theirs}.bias")
     return names
 
 
 def activation(facts: Facts, field: str, default: str) -> str:
-    """Ours of transformers'. Raises ValueError for an unknown one."""
+    """Returns our name of the activation that a field names in transformers' words.
+
+    Raises:
+        ValueError: the activation is unknown.
+    """
     name = facts.text(field, default)
     if name not in ACTIVATIONS:
         raise facts.error(field, f"one of {', '.join(ACTIVATIONS)}")
@@ -52,22 +74,36 @@ def activation(facts: Facts, field: str, default: str) -> str:
 
 
 def activation_fact(ours: str) -> str:
-    """The inverse of `activation`. Raises ValueError for one that transformers has not."""
-    if ours not in ACTIVATIONS.values():
-        raise ValueError(f"mlp.activation = {ours}")
-    return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)
+    """Returns transformers' name of our activation, the inverse of `activation`.
+
+    Raises:
+        ValueError: transformers has no such activation.
+    """
+    # Several of their names may mean the same; the first one is written.
+    for theirs, name in ACTIVATIONS.items():
+        if name == ours:
+            return theirs
+    raise ValueError(f"mlp.activation = {ours}")
 
 
 def rope(facts: Facts) -> tuple[float, Config | None]:
-    """(theta, scaling) of a config.json, as transformers 4 (`rope_scaling`, `rope_theta`) or 5 (`rope_parameters`)
-    writes it. Raises ValueError for an unknown scaling, and where both stand and differ."""
-    old, new = facts.part("rope_scaling"), facts.part("rope_parameters")
+    """Returns (theta, scaling) of a config.json.
+
+    transformers 4 writes `rope_scaling` and `rope_theta`, transformers 5 `rope_parameters`.
+
+    Raises:
+        ValueError: the scaling is unknown, or both versions' fields stand there and differ.
+    """
+    old = facts.part("rope_scaling")
+    new = facts.part("rope_parameters")
     if old is not None and new is not None and old.values != new.values:
         raise facts.error("rope_scaling", f"the same as rope_parameters ({new.values}), or one of the two")
     scaling = old or new or Facts({}, "rope_parameters.")
+    # Some models have an object for each kind of layer there.
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise ValueError(f"config.json: rope_parameters = {scaling.values}; expected the same for all layers")
-    theta = (scaling if "rope_theta" in scaling.values else facts).number("rope_theta", 10_000.0)
+    theta_facts = scaling if "rope_theta" in scaling.values else facts
+    theta = theta_facts.number("rope_theta", 10_000.0)
     for part in (scaling, facts):
         if part.any("partial_rotary_factor", None) not in (None, 1):
             raise part.error("partial_rotary_factor", "1: all elements of a head are turned")
@@ -82,31 +118,64 @@ def rope(facts: Facts) -> tuple[float, Config | None]:
 
 
 def _llama3_scaling(facts: Facts, scaling: Facts) -> Config:
-    fields = {name: scaling.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    if fields["high_freq_factor"] <= fields["low_freq_factor"]:
-        raise scaling.error("high_freq_factor", f"more than low_freq_factor = {fields['low_freq_factor']}")
+    """Returns the scaling of Llama 3.1 and later.
+
+    Args:
+        facts: all of config.json.
+        scaling: its object about rotary positions.
+    """
+    fields = {}
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        fields[name] = scaling.number(name)
+    low = fields["low_freq_factor"]
+    if fields["high_freq_factor"] <= low:
+        raise scaling.error("high_freq_factor", f"more than low_freq_factor = {low}")
     name = "original_max_position_embeddings"
-    length = scaling.size(name) if name in scaling.values else facts.size("max_position_embeddings")
-    if facts.any(name, length) != length:  # transformers takes this one
+    if name in scaling.values:
+        length = scaling.size(name)
+    else:
+        length = facts.size("max_position_embeddings")
+    # The field may stand outside of the object too, and transformers takes that one.
+    if facts.any(name, length) != length:
         raise facts.error(name, f"that of rope_parameters, {length}")
     return config_for(Llama3Scaling, **fields, original_length=length)
 
 
 def rope_facts(rotary: Config) -> dict[str, Any]:
-    """The inverse of `rope`."""
+    """Returns the fields of config.json about rotary positions, the inverse of `rope`."""
     facts: dict[str, Any] = {"rope_theta": rotary.theta}
     if rotary.scaling is None:
         return facts
     scaling = dict(rotary.scaling.leaves())
-    if (length := scaling.pop("original_length", None)) is None:
-        return {**facts, "rope_scaling": {"rope_type": "linear", **scaling}}
-    return {**facts, "rope_scaling": {"rope_type": "llama3", **scaling, "original_max_position_embeddings": length}}
+    # Only Llama3Scaling has this field.
+    length = scaling.pop("original_length", None)
+    if length is None:
+        facts["rope_scaling"] = {"rope_type": "linear", **scaling}
+    else:
+        facts["rope_scaling"] = {
+            "rope_type": "llama3",
+            **scaling,
+            "original_max_position_embeddings": length,
+        }
+    return facts
+
+
+def _shortest_period(windows: list[int | None]) -> int:
+    """Returns the number of layers after which the windows repeat."""
+    count = len(windows)
+    for period in range(1, count + 1):
+        if count % period:
+            continue
+        repeats = count // period
+        if windows == windows[:period] * repeats:
+            return period
+    return count
 
 
 def with_windows(model: Config, windows: list[int | None]) -> Config:
-    """The model with layer i attending to windows[i] positions: the shortest pattern that repeats."""
-    count = len(windows)
-    period = next(p for p in range(1, count + 1) if count % p == 0 and windows == windows[:p] * (count // p))
+    """Lets layer i of a model attend to windows[i] positions, and returns the model."""
+    # The shorter the pattern, the fewer blocks a stack compiles.
+    period = _shortest_period(windows)
     blocks = [model.stack.pattern[0].copy() for _ in range(period)]
     for block, window in zip(blocks, windows, strict=False):
         block.attention.window = window
@@ -115,15 +184,22 @@ def with_windows(model: Config, windows: list[int | None]) -> Config:
 
 
 def windows_of(model: Config) -> list[int | None]:
-    """The inverse of `with_windows`."""
+    """Returns the window of each layer, the inverse of `with_windows`."""
     pattern = [block.attention.window for block in model.stack.pattern]
     return pattern * (model.stack.num_layers // len(pattern))
 
 
 def common_facts(model: Config) -> dict[str, Any]:
-    """config.json's fields that all of them have."""
-    block, windows = model.stack.pattern[0], windows_of(model)
-    attention, heads = block.attention, block.attention.num_heads
+    """Returns the fields of config.json that all models of these families have."""
+    block = model.stack.pattern[0]
+    attention = block.attention
+    heads = attention.num_heads
+    windows = windows_of(model)
+    # config.json has room for one width only, beside the kind of each layer.
+    sliding_window = next((window for window in windows if window is not None), None)
+    kinds = []
+    for window in windows:
+        kinds.append("full_attention" if window is None else "sliding_attention")
     facts = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
@@ -135,48 +211,67 @@ def common_facts(model: Config) -> dict[str, Any]:
         "rms_norm_eps": block.norm.eps,
         "tie_word_embeddings": model.head.tied,
         "hidden_act": activation_fact(block.mlp.activation),
-        "sliding_window": next((window for window in windows if window is not None), None),
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "sliding_window": sliding_window,
+        "layer_types": kinds,
     }
-    return facts | ({} if attention.rotary is None else rope_facts(attention.rotary))
-
-
-# What transformers takes for num_key_value_heads where it is absent; None, and null: as many as there are heads.
-_KV_HEADS = {"LlamaForCausalLM": None, "MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+    if attention.rotary is not None:
+        facts |= rope_facts(attention.rotary)
+    return facts
 
 
 def layer_windows(kinds: list[str], window: int | None, facts: Facts) -> list[int | None]:
-    """The window of each layer. Raises ValueError: `layer_types` disagrees with the number of layers or the window."""
-    if len(kinds) != facts.size("num_hidden_layers"):
-        raise facts.error("layer_types", f"one for each of {facts.size('num_hidden_layers')} layers")
+    """Returns the window of each layer.
+
+    Raises:
+        ValueError: `layer_types` disagrees with the number of layers, or with the window.
+    """
+    num_layers = facts.size("num_hidden_layers")
+    if len(kinds) != num_layers:
+        raise facts.error("layer_types", f"one for each of {num_layers} layers")
     if window is None and "sliding_attention" in kinds:
         raise facts.error("sliding_window", "a number of tokens, as there are layers of sliding_attention")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def layer_types(facts: Facts) -> list[str] | None:
-    """The field of that name, if it is there. Raises ValueError: it is no list of the two kinds that we have."""
+    """Returns the field of that name, None if it is not there.
+
+    Raises:
+        ValueError: it is no list of the two kinds of layers that we have.
+    """
     kinds = facts.any("layer_types", None)
-    known = ("full_attention", "sliding_attention")
-    if kinds is not None and not (isinstance(kinds, list) and all(kind in known for kind in kinds)):
-        raise facts.error("layer_types", f"a list of {' and '.join(known)}")
+    if kinds is None:
+        return None
+    supported_kinds = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or not all(kind in supported_kinds for kind in kinds):
+        raise facts.error("layer_types", f"a list of {' and '.join(supported_kinds)}")
     return kinds
 
 
-def _windows(kind: str, facts: Facts) -> list[int | None]:
-    """Which layers of the architecture see how much, as transformers decides it."""
-    layers, kinds = facts.size("num_hidden_layers"), layer_types(facts)
-    if kind in ("LlamaForCausalLM", "MistralForCausalLM"):
-        # All layers are alike. Mistral has no `use_sliding_window`, Llama no `sliding_window`: both are ignored.
-        window = facts.size("sliding_window", 4096, null=True) if kind == "MistralForCausalLM" else None
-        alike = ["full_attention" if window is None else "sliding_attention"] * layers
-        if kinds not in (None, alike):
-            raise facts.error("layer_types", f"{alike[0]} in all layers, which is all that {kind} has")
-        return [window] * layers
-    window = facts.size("sliding_window", 4096, null=True) if facts.flag("use_sliding_window", False) else None
-    if kinds is None:  # Qwen's first layers see everything
-        full = facts.size("max_window_layers", 28, least=0)
-        kinds = ["full_attention" if window is None or i < full else "sliding_attention" for i in range(layers)]
+def _windows(architecture: str, facts: Facts) -> list[int | None]:
+    """Returns the window of each layer, as transformers decides it for the architecture."""
+    num_layers = facts.size("num_hidden_layers")
+    kinds = layer_types(facts)
+    if architecture in ("LlamaForCausalLM", "MistralForCausalLM"):
+        # All layers are alike. Mistral has no `use_sliding_window`, Llama no `sliding_window`, so
+        # these fields are ignored there.
+        window = None
+        if architecture == "MistralForCausalLM":
+            window = facts.size("sliding_window", 4096, null=True)
+        kind = "full_attention" if window is None else "sliding_attention"
+        if kinds not in (None, [kind] * num_layers):
+            raise facts.error("layer_types", f"{kind} in all layers, which is all that {architecture} has")
+        return [window] * num_layers
+    window = None
+    if facts.flag("use_sliding_window", False):
+        window = facts.size("sliding_window", 4096, null=True)
+    if kinds is None:
+        # The first layers of Qwen see everything, those from max_window_layers on a window.
+        num_full = facts.size("max_window_layers", 28, least=0)
+        kinds = []
+        for layer in range(num_layers):
+            is_full = window is None or layer < num_full
+            kinds.append("full_attention" if is_full else "sliding_attention")
     return layer_windows(kinds, window, facts)
 
 
@@ -192,11 +287,14 @@ class Llama(Family):
         (kind,) = set(facts["architectures"]) & set(self.architectures)
         fields = Facts(facts)
         theta, scaling = rope(fields)
-        dim, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+        dim = fields.size("hidden_size")
+        heads = fields.size("num_attention_heads")
         kv_heads = fields.size("num_key_value_heads", _KV_HEADS[kind], null=True)
         eps = fields.number("rms_norm_eps", 1e-6)
         # Mistral and Qwen2 have no such field, and transformers ignores it there.
-        biases = fields.flag("attention_bias", False) if kind in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
+        biases = False
+        if kind in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+            biases = fields.flag("attention_bias", False)
         model = llama_model(
             layers=fields.size("num_hidden_layers"),
             heads=heads,
@@ -214,7 +312,9 @@ class Llama(Family):
         block.attention.output_bias = biases
         block.mlp.activation = activation(fields, "hidden_act", "silu")
         block.mlp.linear.bias = kind == "LlamaForCausalLM" and fields.flag("mlp_bias", False)
-        head_dim = fields.size("head_dim", 128 if kind == "Qwen3ForCausalLM" else None, null=True)
+        default_head_dim = 128 if kind == "Qwen3ForCausalLM" else None
+        head_dim = fields.size("head_dim", default_head_dim, null=True)
+        # Written down only where it is not the width divided by the heads, which is our default.
         if head_dim is not None and head_dim * heads != dim:
             block.attention.head_dim = head_dim
         if kind == "Qwen3ForCausalLM":
@@ -223,16 +323,30 @@ class Llama(Family):
 
     def facts(self, model: Config) -> dict[str, Any]:
         """As Family.facts; all that can be is written as LlamaForCausalLM."""
-        attention, facts = model.stack.pattern[0].attention, common_facts(model)
-        types = facts.pop("layer_types")
+        block = model.stack.pattern[0]
+        attention = block.attention
+        shared_facts = common_facts(model)
+        kinds = shared_facts.pop("layer_types")
+        # The fields of the one architecture that the model needs.
+        special_facts: dict[str, Any] = {}
         if attention.qk_norm is not None:
-            kind, own = "Qwen3ForCausalLM", {"layer_types": types, "use_sliding_window": "sliding_attention" in types}
+            architecture = "Qwen3ForCausalLM"
         elif attention.linear.bias and attention.output_bias is False:
-            kind, own = "Qwen2ForCausalLM", {"layer_types": types, "use_sliding_window": "sliding_attention" in types}
+            architecture = "Qwen2ForCausalLM"
+        elif shared_facts["sliding_window"]:
+            architecture = "MistralForCausalLM"
         else:
-            kind, own = ("MistralForCausalLM" if facts["sliding_window"] else "LlamaForCausalLM"), {}
-        if kind in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
-            own["attention_bias"] = attention.linear.bias
-        if kind == "LlamaForCausalLM":
-            own["mlp_bias"] = model.stack.pattern[0].mlp.linear.bias
-        return {"architectures": [kind], "model_type": kind.removesuffix("ForCausalLM").lower(), **facts, **own}
+            architecture = "LlamaForCausalLM"
+        if architecture.startswith("Qwen"):
+            special_facts["layer_types"] = kinds
+            special_facts["use_sliding_window"] = "sliding_attention" in kinds
+        if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+            special_facts["attention_bias"] = attention.linear.bias
+        if architecture == "LlamaForCausalLM":
+            special_facts["mlp_bias"] = block.mlp.linear.bias
+        return {
+            "architectures": [architecture],
+            "model_type": architecture.removesuffix("ForCausalLM").lower(),
+            **shared_facts,
+            **special_facts,
+        }

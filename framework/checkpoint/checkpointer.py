@@ -4,8 +4,8 @@ Saves are asynchronous and atomic; every leaf has a checksum that is verified wh
 flipped bits without a word; arrays are restored straight into the shardings and memory kinds that the layout asks for,
 on any mesh, with no second copy. What is stored, and where: docs/checkpoints.md.
 
-Here is the `Checkpointer`; beside it checkpoint_directory (names, manifests, errors), checkpoint_integrity (checksums),
-checkpoint_storage (orbax) and checkpoint_objects (object stores).
+This file has the `Checkpointer`. Beside it are directory.py (names, manifests, errors), integrity.py (checksums),
+storage.py (orbax) and objects.py (object stores).
 """
 
 from __future__ import annotations
@@ -41,18 +41,29 @@ from framework.processes import distributed
 
 _log = logging.getLogger(__name__)
 
-# Beside the arrays: the manifest and the index of the pieces.
+# Beside the arrays a checkpoint has the manifest and the index of the pieces, which take less.
 _OVERHEAD_BYTES = 1 << 20
+# Frozen arrays are never removed, as the manifests of older steps refer to them.
+_KEEP_ALL = 1 << 30
+# An error about many arrays names the first of them.
+_MAX_NAMES = 20
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A restored state."""
+    """A restored state.
+
+    Attributes:
+        step: the number of steps that the state has taken.
+        state: the pytree of arrays.
+        extra: the JSON that the caller had stored beside the arrays.
+        problems: newer checkpoints that were passed over, because they are incomplete or corrupt.
+    """
 
     step: int
-    state: Any  # the pytree of arrays
-    extra: dict[str, Any]  # what the caller had stored beside it
-    problems: list[str]  # what was passed over on the way: newer checkpoints that are incomplete or corrupt
+    state: Any
+    extra: dict[str, Any]
+    problems: list[str]
 
 
 class Checkpointer:
@@ -61,11 +72,14 @@ class Checkpointer:
     Args:
         directory: holds one directory per step; made if it is not there. Local, or of an object store (gs://, s3://).
         keep: the newest this many are kept.
-        keep_every: also keep the steps that it divides, for good.
-        read_only: for looking at a directory that another job may be writing; `save` is then an error. Otherwise
-            what killed saves left behind is removed at once.
+        keep_every: steps that this number divides are kept for good, too.
+        read_only: for looking at a directory that another job may be writing; `save` is then an error. Otherwise the
+            constructor removes at once what killed saves left behind.
         before_commit: in an object store, called by the primary in the background before a checkpoint counts.
         after_commit: called by the primary in the background with each step that was committed.
+
+    Raises:
+        ValueError: keep or keep_every is below 1, or the URL of the directory cannot be used.
     """
 
     def __init__(
@@ -80,20 +94,36 @@ class Checkpointer:
     ):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep and keep_every: expected at least 1, got {keep} and {keep_every}")
-        self.directory, self._in_store, self._before_commit = files.folder(directory), is_url(directory), before_commit
+        self.directory = files.folder(directory)
+        self.keep = keep
+        self.keep_every = keep_every
+        self.read_only = read_only
+        self._in_store = is_url(directory)
+        self._before_commit = before_commit
         self._after_commit = after_commit
-        self.keep, self.keep_every, self.read_only = keep, keep_every, read_only
+        # The thread that waits for the commit of the last save, and the error that it met.
         self._thread: threading.Thread | None = None
         self._failure: CheckpointSaveError | None = None
-        self._saved: set[int] = set()  # by this object, committed
-        self._frozen: int | None = None  # the number under which files.FROZEN has this run's frozen arrays
-        self._bad: set[int] = set()  # found corrupt by this object
-        self._known: set[int] | None = None  # the steps in a store that this object writes to: the loop must not ask it
+        # Steps that this object has committed, and steps that it has found corrupt.
+        self._saved: set[int] = set()
+        self._bad: set[int] = set()
+        # The number under which files.FROZEN has this run's frozen arrays.
+        self._frozen: int | None = None
+        # The steps in a store that this object writes to. Asking the store takes a request over
+        # the network, which the training loop must not wait for.
+        self._known: set[int] | None = None
         if not read_only:
-            if not self._in_store:
-                self.directory.mkdir(parents=True, exist_ok=True)
-            for message in files.remove_leftovers(self.directory) if distributed.is_primary() else ():
-                _log.warning("checkpoints: %s", message)
+            self._prepare_directory()
+
+    def _prepare_directory(self) -> None:
+        """Makes the directory, and removes what killed saves left in it."""
+        if not self._in_store:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        # The processes share the directory, so one of them tidies up.
+        if not distributed.is_primary():
+            return
+        for message in files.remove_leftovers(self.directory):
+            _log.warning("checkpoints: %s", message)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -101,21 +131,30 @@ class Checkpointer:
         """The committed steps, ascending, as this process sees them. Their arrays are not looked at."""
         if self._known is not None:
             return sorted(self._known)
-        found = files.scan(self.directory)[0]
+        committed_steps, _ = files.scan(self.directory)
+        # Another job may add steps to a store that this object only reads, so those are not cached.
         if self._in_store and not self.read_only:
-            self._known = set(found)
-        return found
+            self._known = set(committed_steps)
+        return committed_steps
 
     def problems(self) -> list[str]:
-        """What else looks like a checkpoint and is not: incomplete ones, stray directories."""
-        return files.scan(self.directory)[1]
+        """Describes entries that look like checkpoints and are none: incomplete ones and stray directories."""
+        _, problems = files.scan(self.directory)
+        return problems
 
     def manifest(self, step: int) -> files.Manifest:
-        """What is stored at `step`, without its arrays. Raises CheckpointMissingError, CheckpointCorruptError."""
+        """Reads what is stored at `step`, without its arrays.
+
+        Raises:
+            CheckpointMissingError: there is no complete checkpoint of this step.
+            CheckpointCorruptError: the manifest cannot be read, or belongs to another step.
+            CheckpointFormatError: the manifest has a format that is not known here.
+        """
         path = files.step_directory(self.directory, step)
-        if problem := files.incomplete(path):
-            found = f"committed steps: {self.steps() or 'none'}"
-            raise CheckpointMissingError(f"no checkpoint of step {step}: {path}: {problem}; {found}")
+        problem = files.incomplete(path)
+        if problem:
+            committed_steps = f"committed steps: {self.steps() or 'none'}"
+            raise CheckpointMissingError(f"no checkpoint of step {step}: {path}: {problem}; {committed_steps}")
         manifest = files.Manifest.read(path)
         if manifest.step != step:
             raise CheckpointCorruptError(f"{path} was renamed: it holds step {manifest.step}")
@@ -144,53 +183,77 @@ class Checkpointer:
         self.wait()
         if step in self._saved:
             return False
-        if frozen := state.get("frozen") if isinstance(state, dict) else None:
-            state = {name: group for name, group in state.items() if name != "frozen"}
+        frozen_arrays = state.get("frozen") if isinstance(state, dict) else None
+        if frozen_arrays:
+            state = _without_frozen(state)
             if self._frozen is None:
-                with Checkpointer(directory=self.directory / files.FROZEN, keep=1 << 30) as once:
-                    number = distributed.from_primary(1 + max(once.steps(), default=0))  # none is ever replaced
-                    once.save(number, frozen, {})
-                self._frozen = number
-        leaves = flatten(state)
-        assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
-        for name, leaf in leaves.items():
-            if not isinstance(leaf, jax.Array):
-                raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
+                self._frozen = self._save_frozen(frozen_arrays)
+        leaves = _array_leaves(state)
+        # The round trip raises for values that are not JSON before anything of this step is written.
         extra = json.loads(json.dumps(extra, allow_nan=False))
+        # The size of a bucket is not limited, so only a disk is asked for its free space.
         if not self._in_store:
-            self._check_space(step, sum(leaf.nbytes for leaf in leaves.values()))
-        sums, now = checksums(leaves), time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        records = {name: files.LeafRecord(x.shape, str(x.dtype), sums[name]) for name, x in leaves.items()}
-        versions = {name: _version(name) for name in ("jax", "plimsoll-train", "orbax-checkpoint")}
-        manifest = files.Manifest(step, records, extra, versions, now, self._frozen if frozen else None)
+            num_bytes = sum(leaf.nbytes for leaf in leaves.values())
+            self._check_space(step, num_bytes)
+        frozen_number = self._frozen if frozen_arrays else None
+        manifest = _manifest_of(step, leaves, extra, frozen_number)
         path = files.step_directory(self.directory, step)
         try:
-            if self._in_store:
-                written = objects.write(path, leaves, manifest, self._before_commit)
-            else:
-                if distributed.is_primary() and os.path.lexists(path):
-                    path.rename(path.with_name(f"{path.name}.replaced"))
-                    _log.warning("checkpoints: step %d exists from before and is being replaced", step)
-                written = storage.write(path, leaves, manifest.to_json())
+            finish_write = self._begin_write(path, leaves, manifest)
         except Exception as error:
             raise self._failed(step, error) from error
-        self._thread = threading.Thread(target=self._finish, args=(step, written), name=f"checkpoint-{step}")
+        self._thread = threading.Thread(
+            target=self._finish,
+            args=(step, finish_write),
+            name=f"checkpoint-{step}",
+        )
         self._thread.start()
         return True
 
-    def _check_space(self, step: int, num_bytes: int) -> None:
-        free, needed = shutil.disk_usage(self.directory).free, num_bytes + _OVERHEAD_BYTES
-        if not distributed.everywhere(free >= needed):
-            raise CheckpointSaveError(
-                f"no room for the checkpoint of step {step}: it needs {needed / 2**20:,.1f} MiB, and {self.directory} "
-                f"has {free / 2**20:,.1f} MiB free; nothing was written; still there: steps {self.steps() or 'none'}"
-            )
+    def _save_frozen(self, frozen_arrays: Any) -> int:
+        """Writes the frozen arrays, waits until they are committed, and returns their number."""
+        with Checkpointer(directory=self.directory / files.FROZEN, keep=_KEEP_ALL) as frozen_checkpointer:
+            # A number above all others, as older checkpoints refer to those: none is ever replaced.
+            # Processes may see different directory listings, so the primary's number counts.
+            newest = max(frozen_checkpointer.steps(), default=0)
+            number = distributed.from_primary(1 + newest)
+            frozen_checkpointer.save(number, frozen_arrays, {})
+        return number
 
-    def _finish(self, step: int, written: Callable[[], None]) -> None:
-        """In the background: waits for the commit, then retention. Nothing is deleted before the commit."""
+    def _begin_write(
+        self,
+        path: Any,
+        leaves: dict[str, jax.Array],
+        manifest: files.Manifest,
+    ) -> Callable[[], None]:
+        """Starts the write, after a checkpoint of the same step was put aside; returns what waits for its commit."""
+        if self._in_store:
+            return objects.write(path, leaves, manifest, self._before_commit)
+        if distributed.is_primary() and os.path.lexists(path):
+            # It is not deleted before its successor is committed: a save that fails puts it back.
+            path.rename(path.with_name(f"{path.name}.replaced"))
+            _log.warning("checkpoints: step %d exists from before and is being replaced", manifest.step)
+        return storage.write(path, leaves, manifest.to_json())
+
+    def _check_space(self, step: int, num_bytes: int) -> None:
+        """Raises CheckpointSaveError, in every process, if the disk of any process has no room for the arrays."""
+        free_bytes = shutil.disk_usage(self.directory).free
+        needed_bytes = num_bytes + _OVERHEAD_BYTES
+        if distributed.everywhere(free_bytes >= needed_bytes):
+            return
+        needed_mib = needed_bytes / 2**20
+        free_mib = free_bytes / 2**20
+        raise CheckpointSaveError(
+            f"no room for the checkpoint of step {step}: it needs {needed_mib:,.1f} MiB, and {self.directory} "
+            f"has {free_mib:,.1f} MiB free; nothing was written; still there: steps {self.steps() or 'none'}"
+        )
+
+    def _finish(self, step: int, finish_write: Callable[[], None]) -> None:
+        """Waits for the commit, in the background, and then removes old checkpoints: none before the commit."""
         try:
-            written()
+            finish_write()
         except BaseException as error:
+            # Nobody sees what a thread raises: `wait` raises it in the thread of the training loop.
             self._failure = self._failed(step, error)
             return
         self._saved.add(step)
@@ -203,34 +266,51 @@ class Checkpointer:
             self._after_commit(step)
         except OSError as error:
             _log.warning("checkpoints: step %d was saved, but not recorded in the workdir: %s", step, error)
-        # Steps beyond this one, which another course of the run left here, are neither counted nor removed.
-        past = [old for old in self.steps() if old <= step and old not in self._bad]
+        self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        """Removes what was put aside for `step`, and the checkpoints before it that are not to be kept."""
+        # Steps beyond this one, which another course of the run left here, are neither counted nor
+        # removed. Corrupt ones do not count either: as many good ones as asked for stay.
+        past_steps = [old for old in self.steps() if old <= step and old not in self._bad]
         try:
-            files.remove_leftovers(self.directory)  # what was put aside for this one
-            for old in past[: -self.keep]:
-                if not (self.keep_every and old % self.keep_every == 0):
-                    files.delete_step(self.directory, old)
-                    self._known = self._known and self._known - {old}
-        except Exception as error:  # of a store, any
+            files.remove_leftovers(self.directory)
+            for old in past_steps[: -self.keep]:
+                if self.keep_every and old % self.keep_every == 0:
+                    continue
+                files.delete_step(self.directory, old)
+                if self._known:
+                    self._known = self._known - {old}
+        # The client of an object store raises exceptions of any type.
+        except Exception as error:
             _log.warning("checkpoints: step %d was saved, but old ones could not be deleted: %s", step, error)
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
-        """The error of a save, whose remains are removed; what it was to replace is put back."""
-        kept: Any = "unknown"
-        with contextlib.suppress(Exception) if self._in_store else contextlib.nullcontext():  # it may be out of reach
-            kept = [old for old in self.steps() if old != step]
+        """Makes the error of a save, removes what the save has left, and puts back what it was to replace."""
+        remaining_steps: Any = "unknown"
+        # A store may be out of reach, which is then what made the save fail.
+        ignored_errors = contextlib.suppress(Exception) if self._in_store else contextlib.nullcontext()
+        with ignored_errors:
+            remaining_steps = [old for old in self.steps() if old != step]
             if distributed.is_primary():
                 files.remove_leftovers(self.directory)
+        reason = files.one_line(error)
         failure = CheckpointSaveError(
-            f"the checkpoint of step {step} was not saved: {files.one_line(error)}; still there: steps {kept or 'none'}"
+            f"the checkpoint of step {step} was not saved: {reason}; still there: steps {remaining_steps or 'none'}"
         )
+        # Set here, as `wait` raises this error in another thread, where `from` has nothing to refer to.
         failure.__cause__ = error
         return failure
 
     def wait(self) -> None:
-        """Waits until nothing is being written. Raises CheckpointSaveError, once: a save failed; names the step."""
+        """Waits until nothing is being written.
+
+        Raises:
+            CheckpointSaveError: the last save failed; names the step. Raised once.
+        """
         self._join()
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if failure:
             raise failure
 
@@ -249,7 +329,13 @@ class Checkpointer:
 
     # --- restoring ---------------------------------------------------------------------------------------------------
 
-    def restore(self, step: int, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
+    def restore(
+        self,
+        step: int,
+        abstract: Any,
+        *,
+        groups: Collection[str] | None = None,
+    ) -> Restored:
         """Restores one step into the shardings and memory kinds of `abstract`, a pytree of ShapeDtypeStructs, whatever
         the mesh and process count that saved it. `groups`: of its first level only these, such as ("parameter", "ema").
 
@@ -260,60 +346,105 @@ class Checkpointer:
         """
         self._join()
         manifest = self.manifest(step)
-        stored, frozen = manifest.leaves, {}
+        stored = manifest.leaves
         if groups is not None:
-            if missing := set(groups) - set(abstract):
-                raise ValueError(f"groups: expected some of {sorted(abstract)}, got {sorted(missing)}")
-            abstract = {group: abstract[group] for group in abstract if group in groups}
-            stored = {name: leaf for name, leaf in stored.items() if name.split("/", 1)[0] in groups}
+            abstract = _selected_groups(abstract, groups)
+            stored = _records_of_groups(stored, groups)
+        frozen: dict[str, Any] = {}
         if manifest.frozen is not None and (groups is None or "frozen" in groups):
-            once = Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
-            frozen = {"frozen": once.restore(manifest.frozen, abstract.get("frozen", {})).state}
-            abstract = {group: abstract[group] for group in abstract if group != "frozen"}
-        wanted = flatten(abstract)
-        narrow = _narrow_averages(wanted, stored)
-        wanted |= {name: x for name, (x, _) in narrow.items()}
-        self._refuse_mismatch(step, stored, wanted)
-        path = files.step_directory(self.directory, step)
-        if manifest.arrays != files.STATE:
-            arrays = objects.read(path / manifest.arrays, wanted)
-        else:
-            arrays = storage.read(path, wanted)
-        sums = checksums(arrays)
-        if bad := [name for name in wanted if sums[name] != stored[name].checksum]:
-            for array in (*arrays.values(), *jax.tree.leaves(frozen)):
-                array.delete()  # now, not when the last reference in a traceback dies: another try needs the room
-            raise CheckpointCorruptError(
-                f"step {step} of {self.directory} is corrupt: {len(bad)} of {len(wanted)} arrays are not what was "
-                f"saved: {', '.join(bad[:20])}{', ...' if len(bad) > 20 else ''}"
-            )
-        for name, (_, kept) in narrow.items():
-            arrays[name] = _widened(arrays[name], kept)
-        # Later steps that this object has saved are of another course of the run now: they may be saved again.
-        self._saved = {saved for saved in self._saved if saved <= step}
+            frozen_abstract = abstract.get("frozen", {})
+            restored = self._frozen_reader().restore(manifest.frozen, frozen_abstract)
+            frozen = {"frozen": restored.state}
+            abstract = _without_frozen(abstract)
+        target_specs = flatten(abstract)
+        narrow_specs = _narrow_averages(target_specs, stored)
+        stored_specs = target_specs | narrow_specs
+        self._refuse_mismatch(step, stored, stored_specs)
+        arrays = self._read_arrays(step, manifest, stored_specs)
+        self._refuse_corrupt(step, stored, arrays, frozen)
+        for name in narrow_specs:
+            arrays[name] = _widened(arrays[name], target_specs[name])
+        # Later steps that this object has saved belong to another course of the run from here on:
+        # the run comes to them again, and may then save them again.
+        self._saved = {saved_step for saved_step in self._saved if saved_step <= step}
         self._frozen = manifest.frozen if frozen else None
-        state = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
-        return Restored(step, {**state, **frozen} if frozen else state, manifest.extra, [])
+        leaves = [arrays[name] for name in target_specs]
+        state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        if frozen:
+            state = {**state, **frozen}
+        return Restored(step, state, manifest.extra, [])
+
+    def _frozen_reader(self) -> Checkpointer:
+        return Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
+
+    def _read_arrays(
+        self,
+        step: int,
+        manifest: files.Manifest,
+        stored_specs: dict[str, Any],
+    ) -> dict[str, jax.Array]:
+        path = files.step_directory(self.directory, step)
+        # The manifest tells who wrote the arrays: a checkpoint of a store may be copied to a disk.
+        if manifest.arrays == files.STATE:
+            return storage.read(path, stored_specs)
+        return objects.read(path / manifest.arrays, stored_specs)
+
+    def _refuse_corrupt(
+        self,
+        step: int,
+        stored: dict[str, files.LeafRecord],
+        arrays: dict[str, jax.Array],
+        frozen: dict[str, Any],
+    ) -> None:
+        """Raises CheckpointCorruptError, and frees all arrays, if the checksum of an array is not the stored one."""
+        sums = checksums(arrays)
+        bad_names = [name for name in arrays if sums[name] != stored[name].checksum]
+        if not bad_names:
+            return
+        # They are freed now, and not when the last reference in a traceback goes: the attempt to
+        # restore an older step needs the memory.
+        for array in (*arrays.values(), *jax.tree.leaves(frozen)):
+            array.delete()
+        listed_names = ", ".join(bad_names[:_MAX_NAMES])
+        ellipsis = ", ..." if len(bad_names) > _MAX_NAMES else ""
+        raise CheckpointCorruptError(
+            f"step {step} of {self.directory} is corrupt: {len(bad_names)} of {len(arrays)} arrays are not what was "
+            f"saved: {listed_names}{ellipsis}"
+        )
 
     def compare(self, step: int, abstract: Any) -> files.Manifest:
-        """What is stored at `step`, once it is known to be of the same leaves as `abstract`. No array is read.
+        """Returns the manifest of `step`, after a check that it is of the same leaves as `abstract`. No array is read.
         Raises as `restore`."""
         manifest = self.manifest(step)
         if manifest.frozen is not None:
-            once = Checkpointer(directory=self.directory / files.FROZEN, read_only=True)
-            once.compare(manifest.frozen, abstract.get("frozen", {}))
-            abstract = {group: abstract[group] for group in abstract if group != "frozen"}
-        wanted = flatten(abstract)
-        wanted |= {name: x for name, (x, _) in _narrow_averages(wanted, manifest.leaves).items()}
-        self._refuse_mismatch(step, manifest.leaves, wanted)
+            frozen_abstract = abstract.get("frozen", {})
+            self._frozen_reader().compare(manifest.frozen, frozen_abstract)
+            abstract = _without_frozen(abstract)
+        target_specs = flatten(abstract)
+        narrow_specs = _narrow_averages(target_specs, manifest.leaves)
+        self._refuse_mismatch(step, manifest.leaves, target_specs | narrow_specs)
         return manifest
 
-    def _refuse_mismatch(self, step: int, stored: dict[str, files.LeafRecord], wanted: dict[str, Any]) -> None:
-        records = {name: files.LeafRecord(tuple(x.shape), str(x.dtype)) for name, x in wanted.items()}
-        if table := files.mismatch_table(stored, records):
+    def _refuse_mismatch(
+        self,
+        step: int,
+        stored: dict[str, files.LeafRecord],
+        stored_specs: dict[str, Any],
+    ) -> None:
+        """Raises CheckpointMismatchError if names, shapes or dtypes differ: orbax would cast a dtype silently."""
+        records: dict[str, files.LeafRecord] = {}
+        for name, x in stored_specs.items():
+            records[name] = files.LeafRecord(tuple(x.shape), str(x.dtype))
+        table = files.mismatch_table(stored, records)
+        if table:
             raise CheckpointMismatchError(f"step {step} of {self.directory} is of another model: {table}")
 
-    def restore_latest(self, abstract: Any, *, groups: Collection[str] | None = None) -> Restored:
+    def restore_latest(
+        self,
+        abstract: Any,
+        *,
+        groups: Collection[str] | None = None,
+    ) -> Restored:
         """Restores, as `restore`, the newest step that is whole: corrupt ones are passed over, loudly.
 
         Raises:
@@ -322,38 +453,110 @@ class Checkpointer:
             CheckpointCorruptError: none of them is whole; lists what is wrong with each.
         """
         self._join()
-        # What the primary sees: a network file system may show others an older state.
+        # All processes go by what the primary sees: a network file system may show others an older
+        # state, and processes that restored different steps would train different models.
         steps, problems = distributed.from_primary(files.scan(self.directory))
         for problem in problems:
             _log.warning("checkpoints: %s", problem)
         for step in reversed(steps):
             try:
-                return replace(self.restore(step, abstract, groups=groups), problems=problems)
+                restored = self.restore(step, abstract, groups=groups)
+                return replace(restored, problems=problems)
             except (CheckpointCorruptError, CheckpointMissingError) as error:
                 problems.append(str(error))
+                # A later save replaces the step, and retention does not count it.
                 self._bad.add(step)
                 self._saved.discard(step)
                 _log.warning("checkpoints: %s; trying the one before", error)
-        kind = CheckpointCorruptError if steps else CheckpointMissingError
-        raise kind("\n  ".join([f"no checkpoint in {self.directory} can be restored:", *problems]))
+        error_class = CheckpointCorruptError if steps else CheckpointMissingError
+        headline = f"no checkpoint in {self.directory} can be restored:"
+        raise error_class("\n  ".join([headline, *problems]))
 
 
-def _narrow_averages(wanted: Mapping[str, Any], stored: Mapping[str, files.LeafRecord]) -> dict[str, tuple[Any, Any]]:
-    """{name: (as stored, as wanted)} of moving averages that an earlier version kept in bfloat16, as the weights."""
-    narrow = {}
-    for name, x in wanted.items():
-        kept_in_bfloat16 = name in stored and stored[name].dtype == "bfloat16"
-        if name.startswith("ema/") and kept_in_bfloat16 and x.dtype == jnp.float32:
-            narrow[name] = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), x
-    return narrow
+def _without_frozen(groups: dict[str, Any]) -> dict[str, Any]:
+    return {name: group for name, group in groups.items() if name != "frozen"}
 
 
-def _widened(x: jax.Array, like: Any) -> jax.Array:
-    """An array in the dtype of `like`, where that lives: arithmetic on host memory does not compile."""
-    on_device = jax.device_put(x, like.sharding.with_memory_kind("device"))
-    return jax.device_put(on_device.astype(like.dtype), like.sharding)
+def _selected_groups(abstract: dict[str, Any], groups: Collection[str]) -> dict[str, Any]:
+    """The chosen groups, in the order of `abstract`. Raises ValueError: a group is not there."""
+    missing_groups = set(groups) - set(abstract)
+    if missing_groups:
+        raise ValueError(f"groups: expected some of {sorted(abstract)}, got {sorted(missing_groups)}")
+    return {name: group for name, group in abstract.items() if name in groups}
+
+
+def _records_of_groups(
+    stored: dict[str, files.LeafRecord],
+    groups: Collection[str],
+) -> dict[str, files.LeafRecord]:
+    selected: dict[str, files.LeafRecord] = {}
+    for name, record in stored.items():
+        group, _, _ = name.partition("/")
+        if group in groups:
+            selected[name] = record
+    return selected
+
+
+def _array_leaves(state: Any) -> dict[str, jax.Array]:
+    """The leaves of a state by path. Raises TypeError: one of them is not a jax.Array."""
+    leaves = flatten(state)
+    assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
+    return leaves
+
+
+def _manifest_of(
+    step: int,
+    leaves: dict[str, jax.Array],
+    extra: dict[str, Any],
+    frozen_number: int | None,
+) -> files.Manifest:
+    sums = checksums(leaves)
+    saved_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    records: dict[str, files.LeafRecord] = {}
+    for name, x in leaves.items():
+        records[name] = files.LeafRecord(x.shape, str(x.dtype), sums[name])
+    packages = ("jax", "plimsoll-train", "orbax-checkpoint")
+    versions = {package: _version(package) for package in packages}
+    return files.Manifest(
+        step=step,
+        leaves=records,
+        extra=extra,
+        versions=versions,
+        saved_at=saved_at,
+        frozen=frozen_number,
+    )
+
+
+def _narrow_averages(
+    target_specs: Mapping[str, Any],
+    stored: Mapping[str, files.LeafRecord],
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The stored specs, by name, of moving averages that are wanted in float32 and were saved in bfloat16.
+
+    Earlier versions kept averages in the dtype of the weights.
+    """
+    narrow_specs: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, x in target_specs.items():
+        is_average = name.startswith("ema/")
+        in_bfloat16 = name in stored and stored[name].dtype == "bfloat16"
+        if is_average and in_bfloat16 and x.dtype == jnp.float32:
+            narrow_specs[name] = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding)
+    return narrow_specs
+
+
+def _widened(x: jax.Array, spec: Any) -> jax.Array:
+    """Casts an array to the dtype of `spec` and places it there."""
+    # It passes through device memory, as arithmetic on host memory does not compile.
+    device_sharding = spec.sharding.with_memory_kind("device")
+    on_device = jax.device_put(x, device_sharding)
+    return jax.device_put(on_device.astype(spec.dtype), spec.sharding)
 
 
 def _version(package: str) -> str:
-    found = importlib.metadata.distributions(name=package)
-    return next((one.version for one in found), "not installed as a package")
+    # Not importlib.metadata.version, which raises for a checkout that was never installed.
+    installed = importlib.metadata.distributions(name=package)
+    first = next(iter(installed), None)
+    return "not installed as a package" if first is None else first.version

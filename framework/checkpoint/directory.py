@@ -1,4 +1,4 @@
-"""The directory of checkpoints: what each says about itself, which are complete, what a killed job left.
+"""The directory of checkpoints: their manifests, which of them are complete, and what a killed job left.
 
 A checkpoint is a directory named by its step, in at least eight digits. Orbax writes it under a temporary name and
 renames it when it is complete:
@@ -9,7 +9,7 @@ renames it when it is complete:
     frozen/00000001/                in the same form, the arrays that do not learn: steps refer to them
 
 An object store knows no renames: there a step's arrays are in a folder `state-...` of their own, written by
-checkpoint_objects, and the manifest, which names that folder, is written last and as a whole: it is the commit.
+objects.py, and the manifest, which names that folder, is written last and as a whole: it is the commit.
 
 The manifest is JSON, so nothing stored is ever executed on reading it. No array is read here.
 """
@@ -31,7 +31,8 @@ from framework.files.remote import connect, is_url
 from framework.terminal.tables import Section, render
 
 FORMAT = 1
-MANIFEST, MANIFEST_FILE = "manifest", "data.json"
+MANIFEST = "manifest"
+MANIFEST_FILE = "data.json"
 STATE = "state"
 FROZEN = "frozen"
 COMMIT_MARKER = "commit_success.txt"
@@ -39,7 +40,9 @@ COMMIT_MARKER = "commit_success.txt"
 _STEP = re.compile(r"\d{1,18}")
 # What a killed process may leave behind, named by us, or by orbax for a step of ours. Nothing else is ever removed.
 _LEFTOVER = re.compile(r"\d{8,18}(\.orbax-checkpoint-tmp.*|\.deleting)")
+# In an object store each save of a step has an array folder of its own, with a random suffix.
 _OBJECTS = STATE + "-"
+# A checkpoint that was put aside while its successor is written.
 _REPLACED = re.compile(r"(\d{8,18})\.replaced")
 
 
@@ -84,26 +87,34 @@ class LeafRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but its arrays."""
+    """Everything about a checkpoint but its arrays.
 
-    step: int  # how many steps the state has taken
-    leaves: dict[str, LeafRecord]  # by logical path, such as "parameter/stack/attention/query/weight"
-    extra: dict[str, Any]  # the caller's JSON: data position, seed, resolved config, ...
-    versions: dict[str, str]  # of this framework, jax and orbax, when it was saved
-    saved_at: str  # wall clock, ISO 8601
-    frozen: int | None = (
-        None  # which of the directories of frozen arrays belongs to this; None: `leaves` has everything
-    )
-    arrays: str = STATE  # where the arrays are; anything but STATE was written by checkpoint_objects
+    Attributes:
+        step: how many steps the state has taken.
+        leaves: the record of each leaf by logical path, such as "parameter/stack/attention/query/weight".
+        extra: the caller's JSON: data position, seed, resolved config, ...
+        versions: of this framework, jax and orbax, when it was saved.
+        saved_at: wall clock, ISO 8601.
+        frozen: the number of the directory with the frozen arrays of this step; None: `leaves` has everything.
+        arrays: the folder of the arrays; anything but STATE was written by objects.py.
+    """
+
+    step: int
+    leaves: dict[str, LeafRecord]
+    extra: dict[str, Any]
+    versions: dict[str, str]
+    saved_at: str
+    frozen: int | None = None
+    arrays: str = STATE
 
     def to_json(self) -> dict[str, Any]:
-        """As stored. `digest` covers all the rest, so that a changed byte in it does not go unnoticed either."""
+        """The manifest as it is stored. `digest` covers every other entry, so that a changed byte is noticed."""
         body = {"format": FORMAT, **asdict(self)}
         return {**body, "digest": _digest(body)}
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Of the checkpoint in `directory`.
+        """Reads the manifest of the checkpoint in `directory`.
 
         Raises:
             CheckpointCorruptError: its bytes cannot be read, or were changed since it was written.
@@ -113,71 +124,110 @@ class Manifest:
         path = directory / MANIFEST / MANIFEST_FILE
         try:
             body = json.loads(path.read_bytes())
-            digest, found = body.pop("digest"), _digest(body)
-            known = body.pop("format")
-        except PermissionError as error:  # no fault of the checkpoint: the one before is not to be taken instead
+            stored_digest = body.pop("digest")
+            digest = _digest(body)
+            stored_format = body.pop("format")
+        except PermissionError as error:
+            # The checkpoint may be whole, so the one before it must not be taken in its place: this
+            # is no CheckpointCorruptError.
             raise PermissionError(f"no permission to read {path}") from error
+        # JSON that was garbled may be valid JSON of any other type, so lookups fail in many ways.
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {one_line(error)}") from error
-        if digest != found:
+        if stored_digest != digest:
             raise CheckpointCorruptError(f"{path} was changed after it was saved: its digest does not match")
-        if known != FORMAT:
+        if stored_format != FORMAT:
             writer = (body.get("versions") or {}).get("plimsoll-train", "an unknown version")
             raise CheckpointFormatError(
-                f"{path} has format {known}, written by plimsoll-train {writer}; this version reads format {FORMAT}: "
-                "install that version, or choose another --workdir"
+                f"{path} has format {stored_format}, written by plimsoll-train {writer}; "
+                f"this version reads format {FORMAT}: install that version, or choose another --workdir"
             )
         for name, leaf in body["leaves"].items():
-            body["leaves"][name] = LeafRecord(tuple(leaf["shape"]), leaf["dtype"], leaf["checksum"])
+            shape = tuple(leaf["shape"])
+            body["leaves"][name] = LeafRecord(shape, leaf["dtype"], leaf["checksum"])
         return cls(**body)
 
 
 def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
+    # Keys are sorted, as the digest must not depend on the order in which they were read.
+    text = json.dumps(body, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def one_line(error: BaseException) -> str:
     """The first line of what an error goes back to: orbax wraps the message that helps in several that do not."""
-    while (deeper := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
-        error = deeper
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+    while True:
+        cause = error.__cause__
+        if cause is None and not error.__suppress_context__:
+            cause = error.__context__
+        if cause is None:
+            break
+        error = cause
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:300]}"
 
 
-def mismatch_table(stored: Mapping[str, LeafRecord], wanted: Mapping[str, LeafRecord], limit: int = 40) -> str | None:
-    """A table of the leaves that differ between a checkpoint and a state; None if there are none."""
+def mismatch_table(
+    stored: Mapping[str, LeafRecord],
+    expected: Mapping[str, LeafRecord],
+    limit: int = 40,
+) -> str | None:
+    """A table of the leaves that differ between a checkpoint and a state; None if there are none.
+
+    Args:
+        stored: the leaves of the checkpoint, by path.
+        expected: the leaves of the state, by path.
+        limit: the table has at most this many rows.
+    """
     rows = []
-    for name in sorted({*stored, *wanted}):
-        old, new = stored.get(name), wanted.get(name)
+    for name in sorted({*stored, *expected}):
+        old = stored.get(name)
+        new = expected.get(name)
         if old is None or new is None:
-            rows.append((name, "missing" if old is None else "extra", str(old or "-"), str(new or "-")))
+            difference = "missing" if old is None else "extra"
+            rows.append((name, difference, str(old or "-"), str(new or "-")))
         elif str(old) != str(new):
-            rows.append((name, "reshaped" if old.shape != new.shape else "other dtype", str(old), str(new)))
+            difference = "reshaped" if old.shape != new.shape else "other dtype"
+            rows.append((name, difference, str(old), str(new)))
     if not rows:
         return None
-    counts = Counter(kind for _, kind, *_ in rows)
-    kinds = [f"{counts[kind]} {kind}" for kind in ("missing", "extra", "reshaped", "other dtype") if counts[kind]]
-    head = f"{', '.join(kinds)} of {len(wanted)} leaves"
-    table = render([Section(head, [("leaf", "difference", "checkpoint", "model"), *rows[:limit]])]).rstrip()
-    return table + (f"\n... and {len(rows) - limit} more" if len(rows) > limit else "")
+    counts = Counter(difference for _, difference, *_ in rows)
+    summaries = []
+    for difference in ("missing", "extra", "reshaped", "other dtype"):
+        if counts[difference]:
+            summaries.append(f"{counts[difference]} {difference}")
+    head = f"{', '.join(summaries)} of {len(expected)} leaves"
+    columns = ("leaf", "difference", "checkpoint", "model")
+    section = Section(head, [columns, *rows[:limit]])
+    table = render([section]).rstrip()
+    num_hidden = len(rows) - limit
+    if num_hidden > 0:
+        table += f"\n... and {num_hidden} more"
+    return table
 
 
 # --- the directory ---------------------------------------------------------------------------------------------------
 
 
 def folder(path: str | os.PathLike[str]) -> Any:
-    """A Path, or of a URL etils' equivalent. Raises ValueError: a URL that cannot be used."""
+    """The absolute Path of a local folder, or etils' equivalent of a Path for a URL.
+
+    Raises:
+        ValueError: the URL is of no store that is known here, or cannot be used.
+    """
     if not is_url(path):
         return Path(os.path.abspath(path))
     from etils import epath
 
-    if not os.fspath(path).startswith(("gs://", "s3://")):
+    url = os.fspath(path)
+    if not url.startswith(("gs://", "s3://")):
         raise ValueError(f"checkpoints: expected a local folder, gs://BUCKET/... or s3://BUCKET/..., got {str(path)!r}")
-    connect(os.fspath(path))
+    connect(url)
     return epath.Path(path)
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or would be."""
+    """The path at which the checkpoint of a step is, or would be."""
     return root / f"{step:08d}"
 
 
@@ -185,26 +235,37 @@ def scan(root: Path) -> tuple[list[int], list[str]]:
     """The committed steps, ascending, and what is wrong with the other directories that look like steps."""
     committed: list[int] = []
     problems: list[str] = []
-    for entry in sorted(found.name for found in root.iterdir()) if root.is_dir() else []:
-        if not _STEP.fullmatch(entry):
+    if not root.is_dir():
+        return committed, problems
+    names = sorted(entry.name for entry in root.iterdir())
+    for name in names:
+        if not _STEP.fullmatch(name):
             continue
-        path, right = root / entry, step_directory(root, int(entry))
-        if path != right:
-            if not right.exists():
-                problems.append(f"{path}: not a name that this program gives; it would be {right.name}")
-        elif (problem := incomplete(path)) is not None:
+        step = int(name)
+        path = root / name
+        expected_path = step_directory(root, step)
+        if path != expected_path:
+            # Where both names exist, the one that this program gives is the checkpoint.
+            if not expected_path.exists():
+                problems.append(f"{path}: not a name that this program gives; it would be {expected_path.name}")
+            continue
+        problem = incomplete(path)
+        if problem is not None:
             problems.append(f"{path}: incomplete: {problem}")
         else:
-            committed.append(int(entry))
+            committed.append(step)
+    # Names are sorted as text, which is the order of the steps only up to eight digits.
     return sorted(committed), problems
 
 
 def put_aside(root: Path) -> list[int]:
     """The steps of checkpoints that were put aside for a successor that never came, ascending: the next Checkpointer
     that may write puts them back."""
+    # An object store knows no renames, so nothing is put aside there.
     if is_url(root) or not root.is_dir():
         return []
-    names = [found for entry in root.iterdir() if (found := _REPLACED.fullmatch(entry.name))]
+    matches = [_REPLACED.fullmatch(entry.name) for entry in root.iterdir()]
+    names = [match for match in matches if match is not None]
     return sorted(int(name[1]) for name in names if incomplete(root / name[0]) is None)
 
 
@@ -217,10 +278,12 @@ def incomplete(path: Path) -> str | None:
     names = [entry.name for entry in path.iterdir()]
     if not names:
         return "it is empty"
-    needed = COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt"
+    needed = [COMMIT_MARKER, "_CHECKPOINT_METADATA", f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt"]
+    # The array folder of objects.py has none of orbax's files: there the manifest is the commit.
     if any(name.startswith(_OBJECTS) for name in names):
-        needed = ()
-    missing = [name for name in (*needed, f"{MANIFEST}/{MANIFEST_FILE}") if not (path / name).is_file()]
+        needed = []
+    needed.append(f"{MANIFEST}/{MANIFEST_FILE}")
+    missing = [name for name in needed if not (path / name).is_file()]
     return f"{missing[0]} is missing" if missing else None
 
 
@@ -228,55 +291,74 @@ def remove_leftovers(root: Path) -> list[str]:
     """Removes what failed or killed saves and deletions left in `root`; returns a message for each. Only directories
     whose names this program gives: half-written ones, half-deleted ones, and those that were put aside while their
     successor was written (put back if that never came)."""
-    messages = []
+    messages: list[str] = []
     if is_url(root):
-        return [note for entry in (root.iterdir() if root.exists() else ()) for note in _remove_objects(entry)]
-    for entry in sorted(os.listdir(root)):
-        path, aside = root / entry, _REPLACED.fullmatch(entry)
-        if aside and not os.path.lexists(root / aside[1]):
-            path.rename(root / aside[1])
-            messages.append(f"put {root / aside[1]} back, which was to be replaced")
-        elif aside and (path.is_symlink() or path.is_file()):
+        entries = root.iterdir() if root.exists() else ()
+        for entry in entries:
+            messages += _remove_objects(entry)
+        return messages
+    for name in sorted(os.listdir(root)):
+        path = root / name
+        replaced = _REPLACED.fullmatch(name)
+        if replaced and not os.path.lexists(root / replaced[1]):
+            path.rename(root / replaced[1])
+            messages.append(f"put {root / replaced[1]} back, which was to be replaced")
+        elif replaced and (path.is_symlink() or path.is_file()):
+            # A link of a step's name was replaced: the link goes, and what it leads to stays.
             path.unlink()
-        elif (aside or _LEFTOVER.fullmatch(entry)) and path.is_dir() and not path.is_symlink():
+        elif (replaced or _LEFTOVER.fullmatch(name)) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
             messages.append(f"removed {path}, left behind by a job that was stopped")
     return messages
 
 
 def _remove_objects(path: Any) -> list[str]:
-    """In an object store: what is in a step's folder, but not of a checkpoint that was committed."""
-    names = [entry.name for entry in path.iterdir()] if _STEP.fullmatch(path.name) and path.is_dir() else []
-    arrays = [name for name in names if name.startswith(_OBJECTS)]
-    if not arrays or (MANIFEST in names and len(arrays) == 1):
+    """Removes array folders of a step in an object store to which no manifest refers; returns a message for each."""
+    if not _STEP.fullmatch(path.name) or not path.is_dir():
         return []
-    kept = Manifest.read(path).arrays if MANIFEST in names else None
-    stale = [name for name in arrays if name != kept]
-    for name in stale:
+    names = [entry.name for entry in path.iterdir()]
+    array_folders = [name for name in names if name.startswith(_OBJECTS)]
+    is_committed = MANIFEST in names
+    # The usual case is told by names alone, without a request for the manifest.
+    if not array_folders or (is_committed and len(array_folders) == 1):
+        return []
+    committed_folder = Manifest.read(path).arrays if is_committed else None
+    stale_folders = [name for name in array_folders if name != committed_folder]
+    for name in stale_folders:
         (path / name).rmtree()
-    return [f"removed {path / name}, left behind by a save that did not end, or replaced" for name in stale]
+    return [f"removed {path / name}, left behind by a save that did not end, or replaced" for name in stale_folders]
 
 
 def delete_step(root: Path, step: int) -> None:
     """Deletes a checkpoint; killed halfway, what remains does not look like one."""
+    path: Any = step_directory(root, step)
     if is_url(root):
-        path: Any = step_directory(root, step)
+        # The manifest is the commit, so it goes first.
         (path / MANIFEST / MANIFEST_FILE).unlink()
-        return path.rmtree()
-    shutil.rmtree(step_directory(root, step).rename(root / f"{step:08d}.deleting"))
+        path.rmtree()
+        return
+    doomed = path.rename(root / f"{step:08d}.deleting")
+    shutil.rmtree(doomed)
 
 
 def describe(root: str | os.PathLike[str], step: int | None = None) -> str:
-    """A text for people: the checkpoints in `root`, and the leaves of one of them, the newest if `step` is None. Raises
-    CheckpointMissingError: there is none; CheckpointCorruptError: its manifest is not readable."""
+    """A text for people: the checkpoints in `root`, and the leaves of one of them, the newest if `step` is None.
+
+    Raises:
+        CheckpointMissingError: there is none.
+        CheckpointCorruptError: its manifest is not readable.
+    """
     committed, problems = scan(folder(root))
-    text = "\n".join([f"{root}: committed steps {committed or 'none'}", *problems])
-    step = max(committed, default=None) if step is None else step
+    overview = "\n".join([f"{root}: committed steps {committed or 'none'}", *problems])
+    if step is None:
+        step = max(committed, default=None)
     if step not in committed:
-        raise CheckpointMissingError(text if step is None else f"no checkpoint of step {step}; {text}")
+        message = overview if step is None else f"no checkpoint of step {step}; {overview}"
+        raise CheckpointMissingError(message)
     manifest = Manifest.read(step_directory(folder(root), step))
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    width = max(map(len, manifest.leaves), default=0)
-    leaves = [f"{name:{width}}  {leaf.checksum}  {leaf}" for name, leaf in manifest.leaves.items()]
     extra = ", ".join(manifest.extra) or "none"
-    return "\n".join([text, f"step {step}, saved {manifest.saved_at} by {versions}; extra: {extra}", *leaves])
+    headline = f"step {step}, saved {manifest.saved_at} by {versions}; extra: {extra}"
+    width = max(map(len, manifest.leaves), default=0)
+    leaf_lines = [f"{name:{width}}  {leaf.checksum}  {leaf}" for name, leaf in manifest.leaves.items()]
+    return "\n".join([overview, headline, *leaf_lines])

@@ -30,6 +30,14 @@ from framework.devices import executables
 
 # A leaf that lives on the host is moved to the device in pieces of this size, where its leading axis allows.
 _PIECE_BYTES = 64 << 20
+_HOST_KINDS = ("pinned_host", "unpinned_host")
+
+# The unsigned integer by its size in bytes.
+_UNSIGNED = {
+    1: jnp.uint8,
+    2: jnp.uint16,
+    4: jnp.uint32,
+}
 
 _WORD = 1 << 32
 _Lanes = tuple[jax.Array, jax.Array]
@@ -38,82 +46,126 @@ _Lanes = tuple[jax.Array, jax.Array]
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     """The checksum of each array, by name, as 16 hexadecimal digits; any shape (0-d and empty included), sharding and
     memory; booleans, integers, floats and complex numbers of any width. Collective: every process asks for the same.
-    Raises TypeError: a leaf has no bits to look at, such as a typed PRNG key."""
+
+    Raises:
+        TypeError: a leaf has no bits to look at, such as a typed PRNG key.
+    """
     # One program runs on one set of devices; a tree may hold, say, a counter that was never put on the mesh.
     groups: dict[frozenset[Any], dict[str, jax.Array]] = {}
     for name, x in arrays.items():
-        if not (x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)):
+        is_number = x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)
+        if not is_number:
             raise TypeError(f"{name}: expected numbers or booleans, got {x.dtype}; store jax.random.key_data of a key")
-        groups.setdefault(frozenset(x.sharding.device_set), {})[name] = x
-    sums: dict[str, list[int]] = {}
+        devices = frozenset(x.sharding.device_set)
+        groups.setdefault(devices, {})[name] = x
+    lanes_by_name: dict[str, list[int]] = {}
     for group in groups.values():
-        sums |= zip(group, np.asarray(executables.call(_program, *arguments(group))).tolist(), strict=True)
-    return {name: "{:08x}{:08x}".format(*sums[name]) for name in arrays}
+        sums = np.asarray(executables.call(_program, *arguments(group)))
+        lanes_by_name |= zip(group, sums.tolist(), strict=True)
+    return {name: "{:08x}{:08x}".format(*lanes_by_name[name]) for name in arrays}
 
 
 def arguments(arrays: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...], NamedSharding | None]:
     """What `_program` takes for arrays, or ShapeDtypeStructs with shardings, that all share their devices."""
-    mesh = next((x.sharding.mesh for x in arrays.values() if isinstance(x.sharding, NamedSharding)), None)
-    out = None if mesh is None else NamedSharding(mesh, PartitionSpec())  # so that every process can read it
-    # Decided from the shardings given, never from tracers, which have none.
-    return list(arrays.values()), tuple(pieces(x) for x in arrays.values()), out
+    leaves = list(arrays.values())
+    out = None
+    for x in leaves:
+        if isinstance(x.sharding, NamedSharding):
+            # Replicated, so that every process can read the sums.
+            out = NamedSharding(x.sharding.mesh, PartitionSpec())
+            break
+    # Decided here, outside jit, as the tracers inside have no shardings.
+    counts = tuple(pieces(x) for x in leaves)
+    return leaves, counts, out
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _program(leaves: list[jax.Array], counts: tuple[int, ...], out: NamedSharding | None) -> jax.Array:
+def _program(
+    leaves: list[jax.Array],
+    counts: tuple[int, ...],
+    out: NamedSharding | None,
+) -> jax.Array:
     """uint32[N, 2]: both lanes of N leaves, replicated."""
-    sums = jnp.stack([jnp.stack(leaf_sum(x, n)) for x, n in zip(leaves, counts, strict=True)])
+    rows: list[jax.Array] = []
+    for x, count in zip(leaves, counts, strict=True):
+        lanes = leaf_sum(x, count)
+        rows.append(jnp.stack(lanes))
+    sums = jnp.stack(rows)
     return sums if out is None else lax.with_sharding_constraint(sums, out)
 
 
 def pieces(x: Any) -> int:
     """Into how many pieces along axis 0 a host leaf is cut; 0: it lives on the device. Not along a sharded axis, as
     slicing that would gather it."""
-    if x.sharding.memory_kind not in ("pinned_host", "unpinned_host"):
+    if x.sharding.memory_kind not in _HOST_KINDS:
         return 0
     shard = x.sharding.shard_shape(x.shape)
-    if x.ndim < 2 or shard[0] != x.shape[0] or 0 in x.shape:
+    if x.ndim < 2 or 0 in x.shape:
         return 1
-    wanted = math.ceil(math.prod(shard) * x.dtype.itemsize / _PIECE_BYTES)
-    return next(n for n in range(1, shard[0] + 1) if shard[0] % n == 0 and (n >= wanted or n == shard[0]))
+    num_rows = shard[0]
+    if num_rows != x.shape[0]:
+        return 1
+    shard_bytes = math.prod(shard) * x.dtype.itemsize
+    min_pieces = math.ceil(shard_bytes / _PIECE_BYTES)
+    # All pieces have one shape, so their number divides the rows; where no divisor is large enough,
+    # each row is a piece.
+    divisors = (n for n in range(1, num_rows + 1) if num_rows % n == 0)
+    return next(n for n in divisors if n >= min_pieces or n == num_rows)
 
 
 def leaf_sum(x: jax.Array, pieces: int) -> _Lanes:
     """Both lanes of one leaf. Arithmetic on a host array is an error inside jit: move it, whole or in pieces."""
-    zero, long = jnp.uint32(0), x.size > _WORD
+    zero = jnp.uint32(0)
+    long = x.size > _WORD
     if x.size == 0:
         return zero, zero
     if pieces < 2:
-        return _sum(jax.device_put(x, jax.memory.Space.Device) if pieces else x, np.uint32(0), np.uint32(0), long)
+        on_device = jax.device_put(x, jax.memory.Space.Device) if pieces else x
+        return _sum(on_device, np.uint32(0), np.uint32(0), long)
     rows = x.shape[0] // pieces
 
     def add(i: jax.Array, lanes: _Lanes) -> _Lanes:
         piece = lax.dynamic_slice_in_dim(x, i * rows, rows, axis=0)
         low, high = _multiply(i.astype(jnp.uint32), piece.size)
-        return _add(lanes, _sum(jax.device_put(piece, jax.memory.Space.Device), low, high, long))
+        on_device = jax.device_put(piece, jax.memory.Space.Device)
+        return _add(lanes, _sum(on_device, low, high, long))
 
+    # A loop, and not one expression per piece, so that one piece at a time is on the device.
     return lax.fori_loop(0, pieces, add, (zero, zero))
 
 
-@functools.partial(jax.jit, static_argnums=3)  # so that leaves of one shape are traced and lowered once
+# Jitted by itself, so that leaves of one shape are traced and lowered once.
+@functools.partial(jax.jit, static_argnums=3)
 def _sum(x: jax.Array, low: Any, high: Any, long: bool) -> _Lanes:
     """Both lanes of an array whose first element has the 64-bit index (high, low) in its leaf.
 
     `long`: the leaf has more than 2^32 elements, so the high half of an index is not always 0.
     """
     low = jnp.broadcast_to(jnp.uint32(low), x.shape)
-    high = jnp.broadcast_to(jnp.uint32(high), x.shape) if long else np.uint32(0)
+    if long:
+        high = jnp.broadcast_to(jnp.uint32(high), x.shape)
+    else:
+        high = np.uint32(0)
     stride = 1
     for axis in reversed(range(x.ndim)):
-        step_low, step_high = _multiply(lax.broadcasted_iota(jnp.uint32, x.shape, axis), stride)
+        position = lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        step_low, step_high = _multiply(position, stride)
         low = low + step_low
         if long:
-            high = high + step_high + (low < step_low).astype(jnp.uint32)  # with the carry
+            # An unsigned sum that is smaller than a summand has overflowed: that is the carry.
+            high = high + step_high
+            carry = (low < step_low).astype(jnp.uint32)
+            high = high + carry
         stride *= x.shape[axis]
-    zeros, axes = (np.uint32(0), np.uint32(0)), tuple(range(x.ndim))
-    return functools.reduce(
-        _add, (lax.reduce(_mix(word, low, high, k), zeros, _add, axes) for k, word in enumerate(_words(x)))
-    )
+    zeros = (np.uint32(0), np.uint32(0))
+    axes = tuple(range(x.ndim))
+    # One variadic reduction of both lanes, and not two sums: see the top of the file.
+    total: Any = None
+    for k, word in enumerate(_words(x)):
+        lanes = _mix(word, low, high, k)
+        word_sum = lax.reduce(lanes, zeros, _add, axes)
+        total = word_sum if total is None else _add(total, word_sum)
+    return total
 
 
 def _add(p: Any, q: Any) -> _Lanes:
@@ -123,42 +175,72 @@ def _add(p: Any, q: Any) -> _Lanes:
 def _words(x: jax.Array) -> list[jax.Array]:
     """The bits of each element as one or more uint32 arrays of the same shape; bijective in the element's bits."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return [*_words(lax.real(x)), *_words(lax.imag(x))]
+        real_words = _words(lax.real(x))
+        imag_words = _words(lax.imag(x))
+        return [*real_words, *imag_words]
     if x.dtype == jnp.bool_:
         return [x.astype(jnp.uint32)]
     if x.dtype.itemsize == 8:
-        both = lax.bitcast_convert_type(x, jnp.uint32)
-        return [both[..., 0], both[..., 1]]
+        halves = lax.bitcast_convert_type(x, jnp.uint32)
+        return [halves[..., 0], halves[..., 1]]
     if x.dtype.itemsize == 1:
-        bits = (jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo)(x.dtype).bits
-        if bits < 8:  # int4, float4 and the like: padded in memory, so they are told apart by value
-            return [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)]
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return [lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)]
+        type_info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+        # int4, float4 and the like are padded in memory, so they are told apart by value: float32
+        # holds each of their values exactly.
+        if type_info(x.dtype).bits < 8:
+            values = x.astype(jnp.float32)
+            return [lax.bitcast_convert_type(values, jnp.uint32)]
+    unsigned = _UNSIGNED[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, unsigned)
+    return [bits.astype(jnp.uint32)]
 
 
 def _multiply(i: jax.Array, factor: int) -> _Lanes:
     """The low and high 32 bits of uint32 i times a 64-bit constant: x64 is off, so the halves are multiplied."""
-    low, high = np.uint32(factor % _WORD), np.uint32(factor // _WORD)
+    low = np.uint32(factor % _WORD)
+    high = np.uint32(factor // _WORD)
     half = np.uint32(0xFFFF)
-    i0, i1, f0, f1 = i & half, i >> 16, low & half, low >> 16
+    # Products of 16-bit halves fit into 32 bits, so nothing is lost before it is shifted.
+    i0 = i & half
+    i1 = i >> 16
+    f0 = low & half
+    f1 = low >> 16
     middle = i1 * f0 + (i0 * f0 >> 16)
-    upper = i1 * f1 + (middle >> 16) + ((middle & half) + i0 * f1 >> 16)
-    return i * low, upper + i * high
+    upper = i1 * f1 + (middle >> 16)
+    upper = upper + ((middle & half) + i0 * f1 >> 16)
+    low_product = i * low
+    high_product = upper + i * high
+    return low_product, high_product
 
 
 def _mix(word: jax.Array, low: Any, high: Any, k: int) -> _Lanes:
     """Two bijections of `word`, chosen by its index and by k, its place in the element."""
-    index = low * np.uint32(0x9E3779B1) ^ high * np.uint32(0x85EBCA77) ^ np.uint32(k * 0x27D4EB2F % _WORD)
-    other = (low ^ np.uint32(0x6A09E667)) * np.uint32(0xC2B2AE3D) + high * np.uint32(0x165667B1) + np.uint32(k)
-    return (
-        _finalize(word ^ index, (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35)),
-        _finalize(word + other, (16, 15, 16), (0x7FEB352D, 0x846CA68B)),
+    # The products with odd constants spread neighbouring indices over all bits.
+    xor_key = low * np.uint32(0x9E3779B1) ^ high * np.uint32(0x85EBCA77)
+    xor_key = xor_key ^ np.uint32(k * 0x27D4EB2F % _WORD)
+    sum_key = (low ^ np.uint32(0x6A09E667)) * np.uint32(0xC2B2AE3D)
+    sum_key = sum_key + high * np.uint32(0x165667B1) + np.uint32(k)
+    first_lane = _finalize(
+        word ^ xor_key,
+        shifts=(16, 13, 16),
+        factors=(0x85EBCA6B, 0xC2B2AE35),
     )
+    second_lane = _finalize(
+        word + sum_key,
+        shifts=(16, 15, 16),
+        factors=(0x7FEB352D, 0x846CA68B),
+    )
+    return first_lane, second_lane
 
 
-def _finalize(h: jax.Array, shifts: tuple[int, int, int], factors: tuple[int, int]) -> jax.Array:
+def _finalize(
+    h: jax.Array,
+    shifts: tuple[int, int, int],
+    factors: tuple[int, int],
+) -> jax.Array:
     """xor-shifts and products with odd numbers, each of which can be undone."""
-    h = (h ^ h >> np.uint32(shifts[0])) * np.uint32(factors[0])
-    h = (h ^ h >> np.uint32(shifts[1])) * np.uint32(factors[1])
+    h = h ^ h >> np.uint32(shifts[0])
+    h = h * np.uint32(factors[0])
+    h = h ^ h >> np.uint32(shifts[1])
+    h = h * np.uint32(factors[1])
     return h ^ h >> np.uint32(shifts[2])

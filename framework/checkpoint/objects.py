@@ -15,8 +15,8 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,94 +25,192 @@ from framework.checkpoint.directory import MANIFEST, MANIFEST_FILE, STATE, Check
 from framework.checkpoint.storage import empty, read_bytes
 from framework.processes import distributed
 
-_PIECE_BYTES = 64 << 20  # of an array in one object, at most
+# An array is cut into objects of at most this size.
+_PIECE_BYTES = 64 << 20
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
+class _HostLeaf(NamedTuple):
+    """What this process writes of one array: its spec, and (index, data in host memory) of each piece."""
+
+    spec: jax.ShapeDtypeStruct
+    pieces: list[tuple[Any, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """One save of one process.
+
+    Attributes:
+        path: the folder of the step.
+        folder: the name, in `path`, of the folder of the arrays.
+        leaves: this process's part of the arrays that have elements.
+        manifest: the manifest, which does not name the folder yet.
+        before_commit: called by the primary before the manifest is written.
+        process: the index of this process.
+        count: the number of processes.
+    """
+
+    path: Any
+    folder: str
+    leaves: Mapping[str, _HostLeaf]
+    manifest: Manifest
+    before_commit: Callable[[], None]
+    process: int
+    count: int
+
+    def finish(self) -> None:
+        """Uploads and commits. Raises what went wrong: in every process, if the commit did not come about."""
+        # Every process comes to both barriers, so that none waits for one that failed.
+        with contextlib.ExitStack() as barriers:
+            barriers.callback(distributed.barrier, f"{self.folder}-committed")
+            with contextlib.ExitStack() as barrier:
+                barrier.callback(distributed.barrier, f"{self.folder}-written")
+                self._write_arrays()
+            if self.process == 0:
+                self._commit()
+        # The others learn from the manifest whether the primary got as far as the commit.
+        if self.process and Manifest.read(self.path).arrays != self.folder:
+            raise OSError("the primary process did not commit it")
+
+    def _write_arrays(self) -> None:
+        # All arrays are opened before the first is waited for, and all writes are started likewise:
+        # each takes a request over the network.
+        stores: dict[str, Any] = {}
+        for name, leaf in self.leaves.items():
+            array_path = self.path / self.folder / name
+            stores[name] = _open(array_path, leaf.spec, create=self.process == 0)
+        writes: list[Any] = []
+        for name, leaf in self.leaves.items():
+            for index, data in leaf.pieces:
+                store = stores[name].result()
+                # Nobody changes these arrays any more, so tensorstore need not copy them.
+                write = store[index].write(data, can_reference_source_data_indefinitely=True)
+                writes.append(write)
+        for future in writes:
+            future.result()
+        if self.count > 1:
+            self._note(self.process).write_text("")
+
+    def _commit(self) -> None:
+        """Writes the manifest, with which the checkpoint counts. Raises OSError: a process has not written its part."""
+        processes = range(self.count) if self.count > 1 else ()
+        lost_processes = [i for i in processes if not self._note(i).exists()]
+        if lost_processes:
+            raise OSError(f"processes {lost_processes} did not write their part")
+        self.before_commit()
+        manifest = replace(self.manifest, arrays=self.folder)
+        text = json.dumps(manifest.to_json())
+        (self.path / MANIFEST / MANIFEST_FILE).write_bytes(text.encode())
+
+    def _note(self, process: int) -> Any:
+        """The path of the empty object by which a process says that its part is written."""
+        return self.path / self.folder / f"written.{process}"
+
+
 def write(
-    path: Any, arrays: Mapping[str, jax.Array], manifest: Manifest, before_commit: Callable[[], None]
+    path: Any,
+    arrays: Mapping[str, jax.Array],
+    manifest: Manifest,
+    before_commit: Callable[[], None],
 ) -> Callable[[], None]:
     """Copies the arrays to host memory; they may be donated when this returns. Collective. Returns a function that
     uploads them, commits, and raises what went wrong, in any thread, but in every process."""
+    # A folder of its own for each save: an upload never touches the objects of a committed checkpoint.
     folder = distributed.from_primary(f"{STATE}-{os.urandom(6).hex()}")
-    held = {name: (_like(x), _pieces(x)) for name, x in arrays.items() if x.size}
-    process, count = jax.process_index(), jax.process_count()
-
-    def upload() -> None:
-        stores = {name: _open(path / folder / name, like, create=process == 0) for name, (like, _) in held.items()}
-        writes = [
-            stores[name].result()[index].write(data, can_reference_source_data_indefinitely=True)
-            for name, (_, pieces) in held.items()
-            for index, data in pieces
-        ]
-        for future in writes:
-            future.result()
-        if count > 1:
-            (path / folder / f"written.{process}").write_text("")
-
-    def commit() -> None:
-        if lost := [i for i in range(count) if count > 1 and not (path / folder / f"written.{i}").exists()]:
-            raise OSError(f"processes {lost} did not write their part")
-        before_commit()
-        (path / MANIFEST / MANIFEST_FILE).write_bytes(json.dumps(replace(manifest, arrays=folder).to_json()).encode())
-
-    def written() -> None:
-        # Every process comes to both barriers, so that none waits for one that failed.
-        with contextlib.ExitStack() as barriers:
-            barriers.callback(distributed.barrier, f"{folder}-committed")
-            with contextlib.ExitStack() as barrier:
-                barrier.callback(distributed.barrier, f"{folder}-written")
-                upload()
-            if process == 0:
-                commit()
-        if process and Manifest.read(path).arrays != folder:
-            raise OSError("the primary process did not commit it")
-
-    return written
+    leaves: dict[str, _HostLeaf] = {}
+    for name, x in arrays.items():
+        if x.size:
+            leaves[name] = _HostLeaf(_spec_of(x), _pieces(x))
+    upload = _Upload(
+        path=path,
+        folder=folder,
+        leaves=leaves,
+        manifest=manifest,
+        before_commit=before_commit,
+        process=jax.process_index(),
+        count=jax.process_count(),
+    )
+    return upload.finish
 
 
-def read(path: Any, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The arrays in the folder `path`, each in the sharding and memory of its ShapeDtypeStruct. Raises
-    CheckpointCorruptError: objects are missing or make no sense; names the array. That the bytes are right is for
-    checksums to tell: a piece that is missing reads as zeros."""
-    sizes = {name: x.size * x.dtype.itemsize for name, x in wanted.items()}
-    limit, found, name = read_bytes(max(sizes.values(), default=0)), dict[str, jax.Array](), ""
+def read(path: Any, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Reads the arrays in the folder `path`, each into the sharding and memory of its ShapeDtypeStruct in `specs`.
+
+    That the bytes are right is for checksums to tell: a piece that is missing reads as zeros.
+
+    Raises:
+        CheckpointCorruptError: objects are missing or make no sense; names the array.
+    """
+    sizes: dict[str, int] = {}
+    for name, x in specs.items():
+        sizes[name] = x.size * x.dtype.itemsize
+    limit_bytes = read_bytes(max(sizes.values(), default=0))
+    arrays: dict[str, jax.Array] = {}
+    # Reads in progress, by array and then by index, in the order in which they were started.
     started: dict[str, dict[str, Any]] = {}
-    waiting = [name for name, x in wanted.items() if x.size]
+    waiting = [name for name, x in specs.items() if x.size]
+    name = ""
     try:
         while started or waiting:
-            while waiting and (not started or sum(sizes[name] for name in started) < limit):
+            # Several arrays are read at a time, but no more than host memory is to hold.
+            while waiting:
+                started_bytes = sum(sizes[key] for key in started)
+                if started and started_bytes >= limit_bytes:
+                    break
                 name = waiting.pop(0)
-                started[name] = _start(path / name, wanted[name])
-            name, x = next((name, wanted[name]) for name in started)
-            pieces = started.pop(name)
-            found[name] = jax.make_array_from_callback(x.shape, x.sharding, lambda i, p=pieces: p[str(i)].result())
+                started[name] = _start(path / name, specs[name])
+            name = next(iter(started))
+            x = specs[name]
+            reads = started.pop(name)
+            arrays[name] = jax.make_array_from_callback(
+                x.shape,
+                x.sharding,
+                lambda index, reads=reads: reads[str(index)].result(),
+            )
     except (jax.errors.JaxRuntimeError, MemoryError):
-        raise  # out of memory, say: no fault of the checkpoint
+        # Out of memory, for one: that is no fault of the checkpoint.
+        raise
     except Exception as error:
         raise CheckpointCorruptError(f"{path} cannot be read: {name} ({one_line(error)})") from error
-    return {name: found[name] if x.size else empty(x) for name, x in wanted.items()}
+    for name, x in specs.items():
+        if not x.size:
+            arrays[name] = empty(x)
+    # In the order of the specs, and not in that of the reads.
+    return {name: arrays[name] for name in specs}
 
 
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+def _spec_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _pieces(x: jax.Array) -> list[tuple[Any, np.ndarray]]:
     """This process's part of an array: (index, data on the host), each piece of it in one process only."""
     shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-    if next(iter(x.sharding.device_set)).platform != "cpu" and x.sharding.memory_kind == "device":
+    device = next(iter(x.sharding.device_set))
+    if device.platform != "cpu" and x.sharding.memory_kind == "device":
         return [(shard.index, np.asarray(shard.data)) for shard in shards]
-    # Of host memory that would be a view of the buffer, which then is not donated: see checkpoint_storage.
-    copies = ((shard.index, jax.device_put(shard.data, shard.data.sharding, may_alias=False)) for shard in shards)
-    return [(index, np.array(data, copy=True)) for index, data in copies]
+    # In host memory np.asarray gives a view of the buffer, which then is not donated: see storage.py.
+    return [(shard.index, _host_copy(shard.data)) for shard in shards]
+
+
+def _host_copy(data: jax.Array) -> np.ndarray:
+    copy = jax.device_put(data, data.sharding, may_alias=False)
+    return np.array(copy, copy=True)
 
 
 def _start(path: Any, x: Any) -> dict[str, Any]:
-    """Reads of this process's part of an array, by index."""
-    indices = {str(index): index for index in x.sharding.addressable_devices_indices_map(x.shape).values()}
+    """Starts to read this process's part of an array; returns the futures by index.
+
+    Raises:
+        ValueError: the array at `path` has another shape or dtype.
+    """
+    # Indices are tuples of slices, which cannot be keys of a dict before Python 3.12: their text is.
+    index_by_device = x.sharding.addressable_devices_indices_map(x.shape)
+    indices = {str(index): index for index in index_by_device.values()}
     store = _open(path, x).result()
-    if tuple(store.shape) != tuple(x.shape) or store.dtype.numpy_dtype != x.dtype:
+    has_shape = tuple(store.shape) == tuple(x.shape)
+    if not has_shape or store.dtype.numpy_dtype != x.dtype:
         raise ValueError(f"is {store.dtype.name}{list(store.shape)}")
     return {key: store[index].read() for key, index in indices.items()}
 
@@ -121,31 +219,53 @@ def _open(path: Any, x: Any, create: bool | None = None) -> Any:
     """A future of the array at `path`. To write: one process creates it, the others need not look. None: to read."""
     import tensorstore as ts
 
-    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": _kvstore(str(path))}
+    spec: dict[str, Any] = {
+        "driver": "zarr3",
+        "kvstore": _kvstore(str(path)),
+    }
     if create is not None:
-        grid = {"name": "regular", "configuration": {"chunk_shape": _chunk(x.sharding.shard_shape(x.shape), x.dtype)}}
-        spec["metadata"] = {"shape": x.shape, "data_type": x.dtype.name, "chunk_grid": grid, "codecs": [_BYTES]}
-    return ts.open(ts.Spec(spec), open=True, create=bool(create), assume_metadata=create is False)
+        shard_shape = x.sharding.shard_shape(x.shape)
+        chunk_shape = _chunk(shard_shape, x.dtype)
+        spec["metadata"] = {
+            "shape": x.shape,
+            "data_type": x.dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+            "codecs": [_BYTES],
+        }
+    return ts.open(
+        ts.Spec(spec),
+        open=True,
+        create=bool(create),
+        assume_metadata=create is False,
+    )
 
 
 def _chunk(shape: tuple[int, ...], dtype: Any) -> list[int]:
     """How a device's part is cut: into equal pieces of at most _PIECE_BYTES, the first axes first."""
     chunk = list(shape)
     for axis, size in enumerate(shape):
-        wanted = math.ceil(math.prod(chunk) * dtype.itemsize / _PIECE_BYTES)
-        chunk[axis] = size // next(n for n in range(1, size + 1) if size % n == 0 and (n >= wanted or n == size))
+        chunk_bytes = math.prod(chunk) * dtype.itemsize
+        min_pieces = math.ceil(chunk_bytes / _PIECE_BYTES)
+        # A divisor of the axis, so that no chunk crosses the border between two devices' parts.
+        divisors = (n for n in range(1, size + 1) if size % n == 0)
+        num_pieces = next(n for n in divisors if n >= min_pieces or n == size)
+        chunk[axis] = size // num_pieces
     return chunk
 
 
 def _kvstore(url: str) -> dict[str, Any]:
     """tensorstore's name of a folder. Its S3 driver wants to be told of another endpoint than Amazon's."""
-    scheme, _, rest = url.partition("://")
-    if not rest:
-        return {"driver": "file", "path": f"{url}/"}  # a checkpoint that was copied to a disk
-    bucket, _, path = rest.partition("/")
-    spec = {"driver": {"gs": "gcs"}.get(scheme, scheme), "bucket": bucket, "path": f"{path}/"}
+    scheme, _, location = url.partition("://")
+    if not location:
+        # A checkpoint that was copied from a store to a disk.
+        return {"driver": "file", "path": f"{url}/"}
+    bucket, _, path = location.partition("/")
+    driver = "gcs" if scheme == "gs" else scheme
+    spec = {"driver": driver, "bucket": bucket, "path": f"{path}/"}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if scheme == "s3" and endpoint:
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-        spec |= {"endpoint": endpoint, "aws_region": region}
+        # The driver finds the region by asking Amazon, which does not know other endpoints.
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        spec["endpoint"] = endpoint
+        spec["aws_region"] = region or "us-east-1"
     return spec

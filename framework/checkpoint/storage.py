@@ -23,51 +23,76 @@ from framework.checkpoint.directory import MANIFEST, STATE, CheckpointCorruptErr
 
 # Arrays are cut into stored pieces of at most this size, so that a reader of a small shard does not read a whole leaf.
 _CHUNK_BYTES = 64 << 20
-# Being read at a time, if no leaf is larger than half of this.
+# Bytes that are read at a time, if no leaf is larger than half of this.
 _READ_BYTES = 256 << 20
-_DRAIN_SECONDS = 5.0  # how long reads that were left to themselves are waited for
+# After a failure, reads that orbax has left to themselves are waited for this long.
+_DRAIN_SECONDS = 5.0
+_DRAIN_INTERVAL_SECONDS = 0.1
+# Errors name at most so many arrays: of those that failed, with what each said; of those that are missing.
+_MAX_FAILED = 5
+_MAX_LOST = 20
 
 
-def write(path: Path, arrays: Mapping[str, jax.Array], manifest: dict[str, Any]) -> Callable[[], None]:
+def write(
+    path: Path,
+    arrays: Mapping[str, jax.Array],
+    manifest: dict[str, Any],
+) -> Callable[[], None]:
     """Starts to write a checkpoint to `path`, atomically; the arrays may be donated when this returns. Collective.
     Returns a function that waits for the commit, in any thread, and raises what went wrong."""
     from orbax.checkpoint import v1 as ocp
 
-    stored: dict[str, Any] = {name: x for name, x in arrays.items() if x.size}  # orbax refuses arrays without elements
+    # Orbax refuses arrays without elements.
+    stored: dict[str, Any] = {name: x for name, x in arrays.items() if x.size}
     context = _context()
-    if all(device.platform == "cpu" for x in stored.values() for device in x.sharding.device_set):
+    device_sets = [x.sharding.device_set for x in stored.values()]
+    devices = set[Any]().union(*device_sets)
+    if all(device.platform == "cpu" for device in devices):
         # On CPU orbax would look at the arrays' own memory, and what is looked at is not donated: the next step would
         # silently allocate a second state. So it is given copies; of arrays of several processes it makes them itself.
         if jax.process_count() == 1:
             stored = {name: _copy(x) for name, x in stored.items()}
         context.array.saving.enable_pinned_host_transfer = True
+    checkpointables = {STATE: stored, MANIFEST: manifest}
     with context:
-        return ocp.save_checkpointables_async(str(path), {STATE: stored, MANIFEST: manifest}).result
+        response = ocp.save_checkpointables_async(str(path), checkpointables)
+    return response.result
 
 
 def _copy(x: jax.Array) -> np.ndarray:
     """The whole array in numpy's own memory. A jax.Array keeps what np.asarray made of it, and that is a view of its
     buffer: so that is asked of a copy, which goes again before the next leaf's is made."""
-    return np.array(jax.device_put(x, x.sharding, may_alias=False), copy=True)
+    copy = jax.device_put(x, x.sharding, may_alias=False)
+    return np.array(copy, copy=True)
 
 
-def read(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The arrays at `path`, each in the sharding and memory of its ShapeDtypeStruct. Collective. Raises
-    CheckpointCorruptError: bytes or files are missing or make no sense; the arrays are named where that could be told.
-    That the bytes are right is for checksums to tell."""
-    problem, arrays = None, {}
+def read(path: Path, specs: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Reads the arrays at `path`, each into the sharding and memory of its ShapeDtypeStruct in `specs`. Collective.
+
+    That the bytes are right is for checksums to tell.
+
+    Raises:
+        CheckpointCorruptError: bytes or files are missing or make no sense; the arrays are named where that could be
+            told.
+    """
+    problem = None
+    arrays = {}
     with _quiet() as drain:
         try:
-            arrays = _load(path, wanted)
+            arrays = _load(path, specs)
         except (jax.errors.JaxRuntimeError, MemoryError):
-            raise  # out of memory, say: no fault of the checkpoint
+            # Out of memory, for one: that is no fault of the checkpoint.
+            raise
         except Exception as error:
-            problem = _unreadable(path, wanted) or one_line(error)
+            problem = _unreadable(path, specs) or one_line(error)
         if problem is not None:
+            # After `except` has ended, which drops the traceback and the coroutines that it holds.
             drain()
-    # A changed byte in orbax's own index may hide a leaf; it then hands back what it was asked with.
-    if problem is None and (lost := [name for name in wanted if not isinstance(arrays[name], jax.Array)]):
-        problem = f"not in orbax's index: {', '.join(lost[:20])}"
+    if problem is None:
+        # A changed byte in orbax's own index may hide a leaf; orbax then hands back the spec.
+        lost_names = [name for name in specs if not isinstance(arrays[name], jax.Array)]
+        if lost_names:
+            problem = f"not in orbax's index: {', '.join(lost_names[:_MAX_LOST])}"
     if problem is not None:
         raise CheckpointCorruptError(f"{path} cannot be read: {problem}")
     return arrays
@@ -81,50 +106,69 @@ def _quiet() -> Iterator[Callable[[], None]]:
     again when it is collected. Yields a function that waits, after a failure, until none of them is left (they hold
     arrays, too).
     """
-
-    def is_read(thing: object) -> bool:
-        # By type(): isinstance asks an object for its __class__, and among all objects some answer with a warning.
-        return type(thing) is types.CoroutineType and "orbax" in thing.cr_code.co_filename
+    logger = logging.getLogger("asyncio")
+    logger_was_disabled = logger.disabled
+    original_hook = sys.unraisablehook
 
     def unraisable(info: Any) -> None:
-        if not is_read(info.object) and "Event loop is closed" not in str(info.exc_value):
-            hook(info)
+        is_noise = _is_read(info.object) or "Event loop is closed" in str(info.exc_value)
+        if not is_noise:
+            original_hook(info)
 
-    def is_pending(thing: object) -> bool:
-        # One that has ended has no frame. It may be held for long, by a log record's traceback say, and says nothing.
-        return is_read(thing) and thing.cr_frame is not None  # pyright: ignore[reportAttributeAccessIssue]
-
-    def drain() -> None:
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        while time.monotonic() < deadline:
-            gc.collect()
-            if not any(is_pending(thing) for thing in gc.get_objects()):
-                return
-            time.sleep(0.1)
-
-    logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
-    before, logger.disabled, sys.unraisablehook = logger.disabled, True, unraisable
+    logger.disabled = True
+    sys.unraisablehook = unraisable
     try:
-        yield drain
+        yield _drain
     finally:
-        logger.disabled, sys.unraisablehook = before, hook
+        logger.disabled = logger_was_disabled
+        sys.unraisablehook = original_hook
 
 
-def _load(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _is_read(candidate: object) -> bool:
+    """Whether an object is a coroutine of orbax."""
+    # By type(): isinstance asks an object for its __class__, and among all objects some answer with a warning.
+    return type(candidate) is types.CoroutineType and "orbax" in candidate.cr_code.co_filename
+
+
+def _is_pending(candidate: object) -> bool:
+    # A coroutine that has ended has no frame. It may be held for long, by a log record's traceback
+    # for one, and says nothing when it goes.
+    return _is_read(candidate) and candidate.cr_frame is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _drain() -> None:
+    """Waits, for a limited time, until no coroutine of orbax is pending."""
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    while time.monotonic() < deadline:
+        gc.collect()
+        if not any(_is_pending(candidate) for candidate in gc.get_objects()):
+            return
+        time.sleep(_DRAIN_INTERVAL_SECONDS)
+
+
+def _load(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Loads arrays by orbax: all at once, with a limit on the bytes in host memory."""
     from orbax.checkpoint import v1 as ocp
 
-    found: dict[str, Any] = {}
-    if stored := {name: x for name, x in wanted.items() if x.size}:
+    loaded: dict[str, Any] = {}
+    stored_specs = {name: x for name, x in specs.items() if x.size}
+    if stored_specs:
+        largest_bytes = max(x.size * x.dtype.itemsize for x in stored_specs.values())
         context = _context()
-        context.memory.read_concurrent_bytes = read_bytes(max(x.size * x.dtype.itemsize for x in stored.values()))
+        context.memory.read_concurrent_bytes = read_bytes(largest_bytes)
         with context:
-            found = ocp.load_checkpointables(str(path), {STATE: stored})[STATE]
-    return {name: found.get(name) if x.size else empty(x) for name, x in wanted.items()}
+            checkpointables = ocp.load_checkpointables(str(path), {STATE: stored_specs})
+            loaded = checkpointables[STATE]
+    arrays: dict[str, Any] = {}
+    for name, x in specs.items():
+        arrays[name] = loaded.get(name) if x.size else empty(x)
+    return arrays
 
 
 def empty(x: Any) -> jax.Array:
     """An array without elements, which no store keeps."""
-    shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
+    shard_shape = x.sharding.shard_shape(x.shape)
+    shard = np.zeros(shard_shape, x.dtype)
     return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
 
 
@@ -134,17 +178,24 @@ def read_bytes(largest: int) -> int:
     return max(_READ_BYTES, 2 * largest)
 
 
-def _unreadable(path: Path, wanted: Mapping[str, Any]) -> str:
-    """Which arrays cannot be read, each tried by itself. Several processes might disagree, and wait for one another."""
-    found = []
-    for name, x in wanted.items() if jax.process_count() == 1 else ():
+def _unreadable(path: Path, specs: Mapping[str, Any]) -> str:
+    """Which arrays cannot be read, each tried by itself; "" if all can be, or if several processes read."""
+    # Several processes might disagree about which read fails, and then wait for one another.
+    if jax.process_count() > 1:
+        return ""
+    failures = []
+    for name, x in specs.items():
         try:
             _load(path, {name: x})
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise
         except Exception as error:
-            found.append(f"{name} ({one_line(error)})")
-    return "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+            failures.append(f"{name} ({one_line(error)})")
+    text = "; ".join(failures[:_MAX_FAILED])
+    num_hidden = len(failures) - _MAX_FAILED
+    if num_hidden > 0:
+        text += f"; and {num_hidden} more"
+    return text
 
 
 def _context() -> Any:
@@ -152,13 +203,17 @@ def _context() -> Any:
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
+    saving = context.array.saving
     # The checksums find a changed byte in raw data and name its array; decompressing one may fail in any way.
-    context.array.saving.use_compression = False
-    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-    context.array.saving.enable_write_sharding_file = False  # shardings are always given
-    context.asynchronous.create_directories_asynchronously = False  # what stops the start is then raised by the start
+    saving.use_compression = False
+    saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    # Shardings are always given when arrays are read, so the stored ones would go unused.
+    saving.enable_write_sharding_file = False
+    # A directory that cannot be made is then an error of the start of a save, and not of its end.
+    context.asynchronous.create_directories_asynchronously = False
     context.pytree.loading.partial_load = True
-    context.memory.deepcopy_host_arrays = False  # `_copy` made them
+    # `_copy` has made copies already.
+    context.memory.deepcopy_host_arrays = False
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=MANIFEST)
     context.checkpointables.registry = registry

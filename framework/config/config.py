@@ -4,20 +4,22 @@
     cfg.out = "8"                     # FieldTypeError: Linear.out: expected an integer > 0, given '8' (str)
     layer = cfg.instantiate(dim=4)    # late arguments; all that is missing is listed in one error
 
-A component is any class or function that takes named arguments with type hints: no base class, no second declaration
-of the fields. A parameter whose hint mentions `Config` receives the config itself, and the component builds that child
-once it knows what to tell it (`attention.instantiate(dim=dim)`), so that a width is written once. A config given to any
-other parameter (a schedule as optax's `learning_rate`) is built first, and the object is passed.
+A component is any class or function that takes named arguments with type hints: no base class, no
+second declaration of the fields. A parameter whose hint mentions `Config` receives the config
+itself, and the component builds that child once it knows what to tell it
+(`attention.instantiate(dim=dim)`), so that a width is written once. A config given to any other
+parameter (a schedule as optax's `learning_rate`) is built first, and the object is passed.
 
-A config owns its values: what is set into it is copied, so no two places share one child by accident. Follows axlearn's
-configs (nested, strict, did-you-mean) over ml_collections' ConfigDict (attribute access, iteration).
+A config owns its values: what is set into it is copied, so no two places share one child by
+accident. Follows axlearn's configs (nested, strict, did-you-mean) over ml_collections' ConfigDict
+(attribute access, iteration).
 """
 
 import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import annotated_types as at
 
@@ -58,15 +60,18 @@ NonNegativeFloat = Annotated[float, at.Ge(0)]
 Fraction = Annotated[float, at.Interval(ge=0, lt=1)]
 Probability = Annotated[float, at.Interval(ge=0, le=1)]
 FiniteNonNegative = Annotated[float, at.Interval(ge=0, lt=math.inf)]
-# What jax.random.key takes whole: it drops higher bits without a word.
+# jax.random.key uses 32 bits of a seed and drops higher bits without a warning.
 Seed = Annotated[int, at.Interval(ge=0, lt=2**32)]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
-_MAX_DEPTH = 100  # of JSON data
+# This many levels of JSON data are decoded; the limit comes before Python's own recursion limit.
+_MAX_DEPTH = 100
 
 
 def config_for(target: Callable[..., Any], /, **fields: Any) -> "Config":
-    """A config of a class or function: its defaults, and `fields` set one by one. Raises ConfigError, also for a target
-    without a name to store or a signature to read."""
+    """Returns a config of a class or function: its defaults, and `fields` set one by one.
+
+    Raises ConfigError, also for a target without a name to store or a signature to read.
+    """
     remember(target)
     config = Config(target)
     for name, value in fields.items():
@@ -81,35 +86,60 @@ def reference(name: str) -> Any:
 
 
 def target_of(config: "Config") -> Callable[..., Any]:
-    """The class or function that a config builds from."""
+    """Returns the class or function that a config builds from."""
     return config._target
 
 
 def schema_of(config: "Config") -> Mapping[str, Field]:
-    """The fields that a config has, set or not: their type hints and defaults."""
+    """Returns the fields that a config has, set or not, with their type hints and defaults."""
     return config._schema
 
 
 @functools.cache
 def _schema_of(target: Callable[..., Any]) -> dict[str, Field]:
-    # `update` may be a field although ConfigDict has a method of that name: `memory.update` is a stable name of ours.
-    return schema(target, reserved=[name for name in dir(Config) if name != "update"])
+    # `update` may be a field although ConfigDict has a method of that name: `memory.update` is a
+    # stable name of Plimsoll's options.
+    reserved = [name for name in dir(Config) if name != "update"]
+    return schema(target, reserved=reserved)
+
+
+class _Place(NamedTuple):
+    """The end of a dotted path, as `Config._walk_to` finds it."""
+
+    config: "Config"  # the innermost config on the path
+    field: str  # the field of that config
+    keys: list[Any]  # keys and indices that lead into that field's lists and dicts
+    value: Any
 
 
 class Config(ConfigBase):
-    """The dotted name of a class or function and its named arguments, checked against its signature as they are set."""
+    """The dotted name of a class or function and its named arguments.
+
+    Every argument is checked against the signature of the class or function as it is set.
+    """
 
     _schema: dict[str, Field]
     _path: str | None  # known once an enclosing config hands this one to its constructor
 
-    def __init__(self, target: Callable[..., Any], fields: Mapping[str, Any] | None = None, path: str | None = None):
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        fields: Mapping[str, Any] | None = None,
+        path: str | None = None,
+    ):
         super().__init__(type_safe=False, convert_dict=False, sort_keys=False)
-        known = _schema_of(target)
+        target_schema = _schema_of(target)
         if fields is None:
-            fields = {name: field.default for name, field in known.items() if field.is_data}
-        own = {name: convert(known[name].hint, value, name) for name, value in fields.items()}
-        for name, value in (("_target", target), ("_schema", known), ("_path", path), ("_fields", own)):
-            object.__setattr__(self, name, value)
+            fields = {name: field.default for name, field in target_schema.items() if field.is_data}
+        # Converting also copies, so that no container or child config is shared with the caller.
+        values = {}
+        for name, value in fields.items():
+            values[name] = convert(target_schema[name].hint, value, name)
+        # The class's `__setattr__` would take these attributes for fields.
+        object.__setattr__(self, "_target", target)
+        object.__setattr__(self, "_schema", target_schema)
+        object.__setattr__(self, "_path", path)
+        object.__setattr__(self, "_fields", values)
 
     @property
     def update(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -117,33 +147,40 @@ class Config(ConfigBase):
         return self["update"]
 
     def _at(self, name: str) -> str:
-        """The path of a field, as an error names it: from the root when it is known, else from the class."""
-        return join(self._target.__name__ if self._path is None else self._path, name)
+        """Returns a field's path as errors show it: from the root if known, else from the class."""
+        parent = self._target.__name__ if self._path is None else self._path
+        return join(parent, name)
 
     def _field(self, name: str, path: str | None = None) -> Field:
         if name not in self._schema:
-            message = f"no such field in {name_of(self._target)}{did_you_mean(str(name), self._schema)}"
+            suggestion = did_you_mean(str(name), self._schema)
+            message = f"no such field in {name_of(self._target)}{suggestion}"
             raise FieldError(message, path=path or self._at(name))
         return self._schema[name]
 
     def __getattr__(self, name: str) -> Any:
+        # copy, pickle and inspect probe for names with an underscore, which are never fields.
         if name.startswith("_"):
-            raise AttributeError(name)  # copy, pickle and inspect probe for such names; they are never fields
+            raise AttributeError(name)
         return self[name]
 
     def __getitem__(self, key: str) -> Any:
-        value = self._fields.get(key, self._field(key).default)
+        default = self._field(key).default
+        value = self._fields.get(key, default)
         if value is REQUIRED:
             raise FieldError("required, and not set", path=self._at(key))
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The field, or `default` while it is unset. Unlike a dict's, it refuses names that are no field."""
+        """Returns the field, or `default` while it is unset.
+
+        Unlike a dict's `get`, it raises FieldError for a name that is no field.
+        """
         self._field(key)
         return self._fields.get(key, default)
 
     def takes(self, name: str) -> bool:
-        """Whether there is a field of that name."""
+        """Tells whether there is a field of that name."""
         return name in self._schema
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -153,10 +190,11 @@ class Config(ConfigBase):
         self._fields[key] = self._checked(key, value)
 
     def _checked(self, name: str, value: Any, path: str | None = None) -> Any:
-        return convert(self._field(name, path).hint, value, path or self._at(name))
+        hint = self._field(name, path).hint
+        return convert(hint, value, path or self._at(name))
 
     def __delitem__(self, key: str) -> None:
-        """Back to the default; a field without one is unset again."""
+        """Sets the field back to its default; a field without a default is unset again."""
         field = self._field(key)
         self._fields.pop(key, None)
         if field.is_data:
@@ -164,10 +202,12 @@ class Config(ConfigBase):
 
     @property
     def _ordered_fields(self) -> dict[str, Any]:
+        # ConfigDict iterates over this. The signature's order, not that of the assignments, makes
+        # equal configs print the same JSON.
         return {name: self._fields[name] for name in self._schema if name in self._fields}
 
     def copy(self) -> "Config":
-        """A deep copy."""
+        """Returns a deep copy."""
         return Config(self._target, self._fields, self._path)
 
     __copy__ = copy
@@ -176,117 +216,154 @@ class Config(ConfigBase):
         return self.copy()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Config) and self._target is other._target and self._fields == other._fields
+        if not isinstance(other, Config):
+            return False
+        return self._target is other._target and self._fields == other._fields
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
-        return f"config_for({', '.join([name_of(self._target), *(f'{k}={v!r}' for k, v in self.items())])})"
+        arguments = [name_of(self._target)]
+        for name, value in self.items():
+            arguments.append(f"{name}={value!r}")
+        return f"config_for({', '.join(arguments)})"
 
     __str__ = __repr__
 
-    def missing(self, *given: str) -> list[str]:
-        """Required fields that are neither set nor in `given`. This level only: a parent fills in its children."""
+    def missing(self, *late_names: str) -> list[str]:
+        """Returns the required fields that are neither set nor among `late_names`.
+
+        Only fields of this level are listed, since a parent fills in its children.
+        """
         required = [name for name, field in self._schema.items() if field.default is REQUIRED]
-        return [name for name in required if name not in self._fields and name not in given]
+        return [name for name in required if name not in self._fields and name not in late_names]
 
     def instantiate(self, **late: Any) -> Any:
-        """Builds the object. `late` completes or overrides the fields, with any Python objects. Raises ConfigError:
-        required fields of this level are still unset (it lists all), or a constructor raised ValueError: the dotted
-        path precedes its text, and it is the cause."""
-        name, path, known = name_of(self._target), self._path or "", self._schema
-        for key in late:
-            self._field(key)
-        if missing := self.missing(*late):
-            raise FieldError(f"{name}: required, and not set: {', '.join(missing)}", path=path)
-        values = {
-            # Checked again, since a list or dict can be changed in place.
-            key: _build(self._checked(key, value), join(path, key), mentions_config(known[key].hint))
-            for key, value in self._ordered_fields.items()
-            if key not in late
-        }
-        for key, value in values.items():
-            if isinstance(value, dict) and has_integer_keys(known[key].hint):
-                values[key] = {int(step): item for step, item in value.items()}
+        """Builds the object. `late` completes or overrides the fields, with any Python objects.
+
+        Raises ConfigError if required fields of this level are still unset (the error lists all of
+        them), or if a constructor raised ValueError: the dotted path precedes its text, and it is
+        the cause.
+        """
+        target_name = name_of(self._target)
+        path = self._path or ""
+        for name in late:
+            self._field(name)
+        missing = self.missing(*late)
+        if missing:
+            message = f"{target_name}: required, and not set: {', '.join(missing)}"
+            raise FieldError(message, path=path)
+        arguments = _arguments(self, late, path)
         try:
-            return self._target(**values, **late)
+            return self._target(**arguments, **late)
         except ValueError as error:
+            # An error of a child has the child's path already, which is more precise than this one.
             if isinstance(error, ConfigError) and error.path:
                 raise
-            raise ConfigError(f"{name}: {error}", path=path) from error
+            raise ConfigError(f"{target_name}: {error}", path=path) from error
 
-    def _walk_to(self, path: str) -> tuple["Config", str, list[Any], Any]:
-        """(the innermost config on the path, its field, the keys into that field's lists and dicts, the value)."""
-        node, name, keys, done = self, "", [], ""
+    def _walk_to(self, path: str) -> _Place:
+        """Follows a dotted path. Raises FieldError, at the part that leads nowhere."""
+        config = self
+        field = ""
+        keys: list[Any] = []
         value: Any = self
+        walked = ""
         for part in path.split("."):
-            outer, done = done, join(done, part)
+            outer = walked
+            walked = join(outer, part)
             if isinstance(value, Config):
-                node, name, keys = value, part, []
-                value = node._fields.get(name, node._field(name, done).default)
+                config = value
+                field = part
+                keys = []
+                default = config._field(field, walked).default
+                value = config._fields.get(field, default)
             elif isinstance(value, dict):
+                # A missing key is no error here: `set_path` may add it.
                 keys.append(part)
                 value = value.get(part, REQUIRED)
             elif isinstance(value, list | tuple):
                 if not part.isdecimal() or int(part) >= len(value):
-                    raise FieldError(f"no such index; {outer} has {len(value)} elements", path=done)
+                    message = f"no such index; {outer} has {len(value)} elements"
+                    raise FieldError(message, path=walked)
                 keys.append(int(part))
                 value = value[int(part)]
             else:
                 state = "is not set" if value is REQUIRED else f"is {show(value)}"
-                raise FieldError(f"{outer} {state}, and has no fields", path=done)
-        return node, name, keys, value
+                raise FieldError(f"{outer} {state}, and has no fields", path=walked)
+        return _Place(config, field, keys, value)
 
     def get_path(self, path: str) -> Any:
-        """The value at `"model.stack.pattern.0.num_heads"`: names lead into configs and dicts, numbers into lists."""
-        value = self._walk_to(path)[-1]
+        """Returns the value at a dotted path such as `"model.stack.pattern.0.num_heads"`.
+
+        Names lead into configs and dicts, numbers into lists. Raises FieldError.
+        """
+        value = self._walk_to(path).value
         if value is REQUIRED:
             raise FieldError("not set", path=path)
         return value
 
     def set_path(self, path: str, value: Any) -> None:
-        """Sets the value at a dotted path, checked as an attribute is. Dicts take new keys; lists keep their length."""
-        node, name, keys, _ = self._walk_to(path)
-        field_path = path.removesuffix("".join(f".{key}" for key in keys))
-        node._fields[name] = node._checked(name, _replaced(node._fields.get(name), keys, value), field_path)
+        """Sets the value at a dotted path, checked as an attribute is.
+
+        Dicts take new keys; lists keep their length. Raises ConfigError.
+        """
+        place = self._walk_to(path)
+        # The whole field is checked, so an error names the element's path below the field's.
+        below_field = "".join(f".{key}" for key in place.keys)
+        field_path = path.removesuffix(below_field)
+        config = place.config
+        old_value = config._fields.get(place.field)
+        new_value = _replaced(old_value, place.keys, value)
+        config._fields[place.field] = config._checked(place.field, new_value, field_path)
 
     def override(self, path: str, text: str) -> None:
-        """Sets the value at a dotted path from command-line text, read by the field's type (see `parse_text`). Where a
-        config may stand, the dotted name of a class or function (`optax.lion`) puts that component there, with fresh
-        defaults; so do its short name, where the field has such (`lion`), and JSON with a "$class"."""
-        node, name, keys, _ = self._walk_to(path)
-        hint = functools.reduce(element_hint, keys, node._field(name).hint)
-        short = short_names(hint)
-        if '"$class"' in text:
-            value = _decode(literal(text), path)  # components alone, as in a file
-        elif text in short:
-            value = config_for(short[text])
-        elif accepts_config(hint) and is_trusted(text):
-            value = config_for(resolve(text, path))
-        else:
-            try:
-                value = parse_text(hint, text, path)
-            except FieldTypeError as error:
-                if accepts_config(hint):
-                    inside = ", ".join(TRUSTED)
-                    known = f", or is one of {', '.join(short)}" if short else ""
-                    error.args = (f"{error.args[0]}; a component goes by its dotted name, inside {inside}{known}",)
-                raise
-        self.set_path(path, value)
+        """Sets the value at a dotted path from command-line text.
 
-    def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]:
-        """Plain JSON data: {"$class": "framework.layers.linear.Linear", "out": 8, ...}, in signature order."""
-        fields = {name: self._checked(name, value) for name, value in self._ordered_fields.items()}
-        return {"$class": name_of(self._target), **json.loads(json.dumps(fields, default=Config.to_dict))}
+        The field's type decides how the text is read (see `parse_text`). Where a config may stand,
+        the dotted name of a class or function (`optax.lion`) puts that component there, with fresh
+        defaults; so do its short name, where the field has such (`lion`), and JSON with a "$class".
+        Raises ConfigError.
+        """
+        place = self._walk_to(path)
+        hint = place.config._field(place.field).hint
+        for key in place.keys:
+            hint = element_hint(hint, key)
+        self.set_path(path, _value_of_text(hint, text, path))
+
+    def to_dict(
+        self,
+        visit_map: Any = None,
+        preserve_field_references: bool = False,
+    ) -> dict[str, Any]:
+        """Returns plain JSON data in signature order.
+
+        It has the form {"$class": "framework.layers.linear.Linear", "out": 8, ...}. The parameters
+        are those of ConfigDict's method, and are ignored.
+        """
+        # Checked again, since a list or dict can be changed in place.
+        fields = {}
+        for name, value in self._ordered_fields.items():
+            fields[name] = self._checked(name, value)
+        # The way through text turns child configs, and tuples, into what a JSON file would hold.
+        text = json.dumps(fields, default=Config.to_dict)
+        return {"$class": name_of(self._target), **json.loads(text)}
 
     def to_json(self, json_encoder_cls: Any = None, **options: Any) -> str:
-        """`to_dict` as text, indented by 2, the same for equal configs. `options` go to json.dumps."""
-        return json.dumps(self.to_dict(), **{"indent": 2, **options})
+        """Returns `to_dict` as text, indented by 2; the text is the same for equal configs.
+
+        `options` go to json.dumps.
+        """
+        dump_options = {"indent": 2, **options}
+        return json.dumps(self.to_dict(), **dump_options)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Config":
-        """The config of what `to_dict` returned, every field checked. Nothing is called, and nothing untrusted is
-        imported: a "$class" that is no component (see `framework.config.components`) raises ConfigError."""
+        """Returns the config of what `to_dict` returned, with every field checked.
+
+        Nothing is called, and nothing untrusted is imported: a "$class" that is no component (see
+        `framework.config.components`) raises ConfigError.
+        """
         config = _decode(data, "")
         if not isinstance(config, Config):
             raise FieldTypeError(f"expected a dict with a '$class', given {show(data)}")
@@ -294,7 +371,7 @@ class Config(ConfigBase):
 
     @staticmethod
     def from_json(text: str | bytes) -> "Config":
-        """`from_dict` of JSON text."""
+        """Returns `from_dict` of JSON text. Raises ConfigError, also where the text is no JSON."""
         try:
             data = json.loads(text, object_pairs_hook=_without_duplicates)
         except (ValueError, RecursionError) as error:
@@ -302,31 +379,48 @@ class Config(ConfigBase):
         return Config.from_dict(data)
 
     def walk(self) -> Iterator[tuple[str, Any]]:
-        """(dotted path, value), depth first in signature order, and each config, this one included, before what is in
-        it. Unset is REQUIRED; a list of plain values is one value."""
+        """Yields (dotted path, value), depth first in signature order.
+
+        Each config, this one included, comes before its own values. An unset field has the value
+        REQUIRED; a list of plain values is one value.
+        """
         return _walk("", self)
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """As `walk`, without the configs."""
+        """Yields what `walk` does, without the configs."""
         return ((path, value) for path, value in self.walk() if not isinstance(value, Config))
 
 
 def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
-    """(path, left, right) wherever two configs differ; ABSENT for what one side does not have. A component of another
-    class is listed by both names, at its own path."""
-    one, two = (
-        {path: name_of(v._target) if isinstance(v, Config) else v for path, v in config.walk()}
-        for config in (left, right)
-    )
-    rows = [(path, one.get(path, ABSENT), two.get(path, ABSENT)) for path in one | two]
-    return [(path, a, b) for path, a, b in rows if a != b or type(a) is not type(b)]
+    """Returns (path, left value, right value) wherever two configs differ.
+
+    ABSENT stands for a value that one side does not have. A component of another class is listed
+    by both names, at its own path.
+    """
+    left_values = _values_by_path(left)
+    right_values = _values_by_path(right)
+    differences = []
+    for path in left_values | right_values:
+        left_value = left_values.get(path, ABSENT)
+        right_value = right_values.get(path, ABSENT)
+        # The types too, as 1 == 1.0 == True, and they do not build the same.
+        if left_value != right_value or type(left_value) is not type(right_value):
+            differences.append((path, left_value, right_value))
+    return differences
+
+
+def _values_by_path(config: Config) -> dict[str, Any]:
+    """Returns {dotted path: value}; the value of a config is the name of its target."""
+    values = {}
+    for path, value in config.walk():
+        values[path] = name_of(value._target) if isinstance(value, Config) else value
+    return values
 
 
 def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Config):
         yield path, value
-        there = {name: value._fields.get(name, field.default) for name, field in value._schema.items()}
-        items = [(name, item) for name, item in there.items() if name in value._fields or item is REQUIRED]
+        items = _set_or_required(value)
     elif isinstance(value, dict) and value:
         items = value.items()
     elif isinstance(value, list | tuple) and any(isinstance(item, Config | dict) for item in value):
@@ -338,48 +432,114 @@ def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _walk(join(path, key), item)
 
 
+def _set_or_required(config: Config) -> list[tuple[str, Any]]:
+    """Lists (name, value) of the fields that are set, and (name, REQUIRED) of those that must be.
+
+    Left out are fields whose default is no data: the constructor uses its own.
+    """
+    items = []
+    for name, field in config._schema.items():
+        value = config._fields.get(name, field.default)
+        if name in config._fields or value is REQUIRED:
+            items.append((name, value))
+    return items
+
+
+def _arguments(config: Config, late: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Returns the fields as the constructor takes them, without those that `late` overrides."""
+    arguments = {}
+    for name, value in config._ordered_fields.items():
+        if name in late:
+            continue
+        # Checked again, since a list or dict can be changed in place.
+        value = config._checked(name, value)
+        keeps_config = mentions_config(config._schema[name].hint)
+        arguments[name] = _build(value, join(path, name), keeps_config)
+    for name, value in arguments.items():
+        # JSON has no integer keys, so a config stores them as text.
+        if isinstance(value, dict) and has_integer_keys(config._schema[name].hint):
+            arguments[name] = {int(key): item for key, item in value.items()}
+    return arguments
+
+
 def _build(value: Any, path: str, keeps_config: bool) -> Any:
-    """A value of a config as its constructor receives it. `value` is ours to hand out: it is a copy."""
+    """Returns a config's value as its constructor receives it.
+
+    `value` must be a copy that belongs to the caller: its configs are given their path in place.
+    """
     if isinstance(value, Config):
         object.__setattr__(value, "_path", path)
         return value if keeps_config else value.instantiate()
     if isinstance(value, list | tuple):
-        return type(value)(_build(item, join(path, index), keeps_config) for index, item in enumerate(value))
+        elements = (_build(item, join(path, i), keeps_config) for i, item in enumerate(value))
+        return type(value)(elements)
     if isinstance(value, dict):
         return {key: _build(item, join(path, key), keeps_config) for key, item in value.items()}
     return value
 
 
-def _replaced(value: Any, keys: list[Any], new: Any) -> Any:
-    """A copy of nested lists and dicts with one element replaced."""
+def _replaced(value: Any, keys: list[Any], element: Any) -> Any:
+    """Returns a copy of nested lists and dicts in which `element` stands where `keys` lead."""
     if not keys:
-        return new
+        return element
+    key, *inner_keys = keys
     if isinstance(value, dict):
-        return {**value, keys[0]: _replaced(value.get(keys[0]), keys[1:], new)}
-    return [_replaced(item, keys[1:], new) if index == keys[0] else item for index, item in enumerate(value)]
+        return {**value, key: _replaced(value.get(key), inner_keys, element)}
+    elements = list(value)
+    elements[key] = _replaced(elements[key], inner_keys, element)
+    return elements
+
+
+def _value_of_text(hint: Any, text: str, path: str) -> Any:
+    """Returns what `Config.override` sets: a component, or a value of the field's type."""
+    components = short_names(hint)
+    if '"$class"' in text:
+        # As in a file: the names in it lead to components alone.
+        return _decode(literal(text), path)
+    if text in components:
+        return config_for(components[text])
+    if accepts_config(hint) and is_trusted(text):
+        return config_for(resolve(text, path))
+    try:
+        return parse_text(hint, text, path)
+    except FieldTypeError as error:
+        if accepts_config(hint):
+            packages = ", ".join(TRUSTED)
+            choices = f", or is one of {', '.join(components)}" if components else ""
+            advice = f"a component goes by its dotted name, inside {packages}{choices}"
+            error.args = (f"{error.args[0]}; {advice}",)
+        raise
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Of a key that stands there twice, the one that a person read might not be the one that counts."""
+    """Returns a JSON object as a dict. Raises ValueError if a key stands in it twice.
+
+    Of two values of one key, the one that a person read might not be the one that counts.
+    """
     data = dict(pairs)
     if len(data) != len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {duplicate[:80]!r} stands twice in one object")
     return data
 
 
 def _decode(data: Any, path: str, depth: int = 0) -> Any:
-    """The value of JSON data; a dict with a "$class" is a config, every field checked."""
+    """Returns the value of JSON data; a dict with a "$class" is a config of checked fields."""
     if depth > _MAX_DEPTH:
-        raise ConfigError(f"expected at most {_MAX_DEPTH} levels, and there are more", path=path[:80])
+        message = f"expected at most {_MAX_DEPTH} levels, and there are more"
+        raise ConfigError(message, path=path[:80])
     if isinstance(data, list):
-        return [_decode(item, join(path, index), depth + 1) for index, item in enumerate(data)]
+        return [_decode(item, join(path, i), depth + 1) for i, item in enumerate(data)]
     if not isinstance(data, dict):
         return data
-    # The class first: importing its module is what makes the names loadable that it configures itself.
+    # The class first: importing its module is what makes the names loadable that it configures
+    # itself.
     config = Config(resolve(data["$class"], path)) if "$class" in data else None
-    values = {key: _decode(item, join(path, key), depth + 1) for key, item in data.items() if key != "$class"}
+    values = {}
+    for key, item in data.items():
+        if key != "$class":
+            values[key] = _decode(item, join(path, key), depth + 1)
     if config is None:
         return values
     for name, value in values.items():

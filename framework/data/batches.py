@@ -1,4 +1,4 @@
-"""What the trainer asks of a data pipeline, whatever that reads: global batches, each a pure function of (seed, step).
+"""The interface between trainer and data pipelines: global batches, each a pure function of (seed, step).
 
 The global batch is the same whatever the number of processes or devices: a process asks for the rows its devices hold.
 """
@@ -16,53 +16,98 @@ from framework.data.order import BatchOrder, GlobalOrder, Prefetcher
 from framework.data.packing import Batch
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, dtype)}
+
+# The end of an iterator without end. The length of a sequence must fit in 63 bits in Python.
 _ENDLESS = 1 << 62
 
 
 class Pipeline(abc.ABC):
-    """Batches of rows. A subclass says what a row is, and sets what is declared here."""
+    """Batches of rows. A subclass says what a row is, and sets the attributes that are declared here.
 
-    item: ClassVar[str]  # what throughput counts: "token"
-    loss_unit: ClassVar[str]  # what its losses are in: "nats per token"
-    seq_len: int  # items per row
+    Attributes:
+        item: the thing that throughput counts, such as "token".
+        loss_unit: unit of its losses, such as "nats per token".
+        seq_len: items per row.
+        global_batch_size: B, rows of a batch over all processes.
+        prefetch: batches that wait in the background.
+        validation_names: in the order in which they are configured.
+        source_report: returns the rows for the start table, each with a name and a text.
+        setup: (workdir, *, is_primary, barrier) reads the data, and raises every data error.
+        fingerprint: returns a hash of all that decides the training batches.
+    """
+
+    item: ClassVar[str]
+    loss_unit: ClassVar[str]
+    seq_len: int
     global_batch_size: int
     prefetch: int
-    validation_names: Any  # in the order in which they are configured
-    source_report: Callable[[], list[Any]]  # rows for the start table, each with a name and a text
-    setup: Callable[..., None]  # (workdir, *, is_primary, barrier): reads, and raises every data error
-    fingerprint: Callable[[], str]  # of all that decides the training batches
-    _order: GlobalOrder | None = None  # set by setup
-    _num_rows: int  # of an epoch; set by setup
+    validation_names: Any
+    source_report: Callable[[], list[Any]]
+    setup: Callable[..., None]
+    fingerprint: Callable[[], str]
+    # `setup` sets the order of the training sequences, and the rows of an epoch.
+    _order: GlobalOrder | None = None
+    _num_rows: int
 
     @abc.abstractmethod
     def arrays(self, *, evaluation: bool = False) -> Shapes:
-        """The arrays of a global batch of training, or of evaluation; the leading axis is the batch's."""
+        """Returns the arrays of a global batch of training, or of evaluation; the leading axis is the batch's."""
 
     @abc.abstractmethod
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
-        """Sequence `sequence` of the run, which is row `index` of that source: arrays without the batch's axis."""
+        """Returns sequence `sequence` of the run, which is row `index` of that source.
+
+        The arrays have no batch axis.
+        """
 
     @abc.abstractmethod
     def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
-        """(how many, row by index) of a validation set; rows beyond its end have weight 0."""
+        """Returns (number of rows, function of an index that reads a row) of a validation set.
+
+        Rows beyond its end have weight 0.
+        """
 
     def epoch_steps(self, epochs: float) -> int:
-        """Steps in which all rows of the training sources are read that many times; the last batch is a whole one."""
+        """Returns the steps in which all rows of the training sources are read that many times.
+
+        The last batch is a whole one.
+        """
         return math.ceil(epochs * self._num_rows / self.global_batch_size)
 
     def train_batch(self, index: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """The given rows (b of them, each in [0, B)) of the global batch of that index >= 0: arrays [b, ...].
-        ValueError: a token file changed since `setup` (naming shard and offset)."""
+        """Returns rows of the global batch of that index: arrays [b, ...].
+
+        Args:
+            index: number of the batch in the run, from 0.
+            rows: b rows, each in [0, B); usually those that the devices of this process hold.
+
+        Raises:
+            ValueError: a token file changed since `setup`. The message names shard and offset.
+        """
         order = self._order
         assert order is not None, "setup() first"
         numbers = [index * self.global_batch_size + int(row) for row in rows]
-        return _stacked([self.training_row(number, *order.locate(number)) for number in numbers])
+        batch_rows = []
+        for number in numbers:
+            source, source_row = order.locate(number)
+            batch_rows.append(self.training_row(number, source, source_row))
+        return _stacked(batch_rows)
 
     def train_iterator(
-        self, start_step: int, rows: Sequence[int] | np.ndarray, order: BatchOrder = BatchOrder()
+        self,
+        start_step: int,
+        rows: Sequence[int] | np.ndarray,
+        order: BatchOrder = BatchOrder(),
     ) -> Prefetcher[tuple[int, Batch]]:
-        """(index, train_batch(index, rows)) of the batches that come after `start_step` steps, without end; close it
-        when done. At most `prefetch` batches wait in the background, beside the one handed out last."""
+        """Returns an iterator over (index, train_batch(index, rows)), without end. Close it when done.
+
+        At most `prefetch` batches wait in the background, beside the one handed out last.
+
+        Args:
+            start_step: steps that are done; the iterator begins with the batch after them.
+            rows: as in `train_batch`.
+            order: the batches that are left out.
+        """
 
         def batch_after(num_steps: int) -> tuple[int, Batch]:
             index = order.batch_after(num_steps)
@@ -70,23 +115,42 @@ class Pipeline(abc.ABC):
 
         return Prefetcher(batch_after, start_step, _ENDLESS, ahead=self.prefetch)
 
-    def eval_batches(self, name: str, rows: Sequence[int] | np.ndarray, limit: int | None = None) -> Prefetcher[Batch]:
-        """The given rows of each batch of validation set `name`, in order; of more than `limit` batches, that many
-        from the first to the last, evenly spaced.
+    def eval_batches(
+        self,
+        name: str,
+        rows: Sequence[int] | np.ndarray,
+        limit: int | None = None,
+    ) -> Prefetcher[Batch]:
+        """Returns an iterator over the given rows of each batch of validation set `name`, in order.
 
-        Shapes are those of training. What is left over in the last batch has weight 0 (a row may be padding from end to
-        end). Prefetched as `train_iterator`.
+        Shapes are those of training. Rows beyond the end of the set, in the last batch, have weight 0 (a row may be
+        padding from end to end). Prefetched as `train_iterator`.
+
+        Args:
+            name: the validation set.
+            rows: as in `train_batch`.
+            limit: of more than `limit` batches, that many are taken from the first to the last, evenly spaced.
         """
-        (count, read), size = self.evaluation_rows(name), self.global_batch_size
-        total = -(-count // size)
-        stop = total if limit is None else min(limit, total)
+        num_rows, read_row = self.evaluation_rows(name)
+        batch_size = self.global_batch_size
+        # The division rounds up: the last batch is padded, not left out.
+        num_batches = -(-num_rows // batch_size)
+        num_taken = num_batches if limit is None else min(limit, num_batches)
 
         def batch(turn: int) -> Batch:
-            number = turn if stop == total else turn * (total - 1) // max(1, stop - 1)
-            return _stacked([read(number * size + int(row)) for row in rows])
+            number = turn
+            if num_taken < num_batches:
+                # The first and the last batch are both among those that are taken.
+                number = turn * (num_batches - 1) // max(1, num_taken - 1)
+            first_row = number * batch_size
+            return _stacked([read_row(first_row + int(row)) for row in rows])
 
-        return Prefetcher(batch, 0, stop, ahead=self.prefetch)
+        return Prefetcher(batch, 0, num_taken, ahead=self.prefetch)
 
 
 def _stacked(rows: list[Batch]) -> Batch:
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    """Stacks rows into arrays with a leading batch axis."""
+    batch = {}
+    for name in rows[0]:
+        batch[name] = np.stack([row[name] for row in rows])
+    return batch

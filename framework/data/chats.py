@@ -1,8 +1,8 @@
 """Conversations for supervised fine-tuning: rendered with the model's own chat template, loss on the answers only.
 
-A token file of them holds 2 * id + 1 for a target and 2 * id for other tokens. Where a template has no {% generation %}
-tags, answers are found by rendering up to each one, with its generation prompt, and after it; where a template writes
-earlier turns in another way, by what changes with them.
+A token file of conversations holds 2 * id + 1 for a target and 2 * id for other tokens. Where a template has no
+{% generation %} tags, an answer is located by rendering the conversation up to it, with its generation prompt, and
+after it. Where a template writes earlier turns in another way, the answer is the part of the text that changes with it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,20 @@ from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Sp
 from framework.data.sources import TextSource, json_rows, parquet_rows, split_of
 from framework.data.tokenizers import Tokenizer
 
-_MARK = "\U0010fffd"  # private use: breaks a special token that a message spells, and stands in for an answer
+# A letter of private use. It breaks a special token that a message spells, and stands in for an
+# answer whose place in the text is looked for.
+_MARK = "\U0010fffd"
+
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+# Names of roles in ShareGPT's format, as templates call them.
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
 
 
 @component
@@ -48,147 +59,268 @@ class ChatSource(TextSource):
         validation_fraction: Fraction = 0.05,
         template_variables: dict[str, Any] = {},  # noqa: B006
     ):
-        self.paths, self.split, self.validation_fraction = paths, split, validation_fraction
+        # These attributes are the source's settings, and so decide its digest.
+        self.paths = paths
+        self.split = split
+        self.validation_fraction = validation_fraction
         self.template_variables = template_variables
 
     def read(self, file: DataFile) -> Iterator[str]:
-        """JSON: [place, messages, tools] of each row."""
-        for place, row in parquet_rows(file) if file.path.endswith(".parquet") else json_rows(file):
+        """Yields each row as JSON: [place, messages, tools]."""
+        is_parquet = file.path.endswith(".parquet")
+        rows = parquet_rows(file) if is_parquet else json_rows(file)
+        for place, row in rows:
             try:
-                content = json.dumps([conversation(row), row.get("tools")], ensure_ascii=False)
+                record = [conversation(row), row.get("tools")]
+                content = json.dumps(record, ensure_ascii=False)
                 part = split_of(content, self.validation_fraction)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {place}: {error}") from error
             if self.split in ("all", part):
-                yield f"[{json.dumps(f'{file}, {place}')}, {content[1:]}"
+                # The place does not decide the split, so a row that moves stays in its part.
+                place_json = json.dumps(f"{file}, {place}")
+                yield f"[{place_json}, {content[1:]}"
 
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
-        assert isinstance(tokenizer, PretrainedTokenizer)  # the pipeline sees to it
+        # The pipeline has refused any other tokenizer by now.
+        assert isinstance(tokenizer, PretrainedTokenizer)
         return _Codec(tokenizer, self.template_variables)
 
 
 def conversation(row: Any) -> list[Message]:
-    """The messages of a row, in any of the formats. A ValueError says what is wrong with it."""
+    """Returns the messages of a row, in any of the formats.
+
+    Raises:
+        ValueError: the row is in none of the formats. The message says what is wrong with it.
+    """
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, given {type(row).__name__}")
     messages = row.get("messages") or row.get("conversations")
     if messages is None and {"prompt", "completion"} <= row.keys():
-        turns = zip(("user", "assistant"), (row["prompt"], row["completion"]), strict=True)
-        messages = [m for role, x in turns for m in (x if isinstance(x, list) else [{"role": role, "content": x}])]
+        messages = [
+            *_prompt_or_completion("user", row["prompt"]),
+            *_prompt_or_completion("assistant", row["completion"]),
+        ]
     if messages is None and {"instruction", "output"} <= row.keys():
-        asked = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+        request = row["instruction"]
+        if row.get("input"):
+            request = f"{row['instruction']}\n\n{row['input']}"
+        messages = [
+            {"role": "user", "content": request},
+            {"role": "assistant", "content": row["output"]},
+        ]
     if not isinstance(messages, list) or not messages:
-        known = "messages, conversations, prompt and completion, or instruction and output"
-        raise ValueError(f"expected a row with {known}, given one with {', '.join(row) or 'nothing'}")
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    return [*system, *(_message(number, message) for number, message in enumerate(messages))]
+        formats = "messages, conversations, prompt and completion, or instruction and output"
+        raise ValueError(f"expected a row with {formats}, given one with {', '.join(row) or 'nothing'}")
+    checked_messages: list[Message] = []
+    if row.get("system"):
+        checked_messages.append({"role": "system", "content": row["system"]})
+    for number, message in enumerate(messages):
+        checked_messages.append(_message(number, message))
+    return checked_messages
+
+
+def _prompt_or_completion(role: str, content: Any) -> list[Any]:
+    """Returns the messages of a prompt or a completion, which is a text or a list of messages."""
+    if isinstance(content, list):
+        return content
+    return [{"role": role, "content": content}]
 
 
 def _message(number: int, message: Any) -> Message:
+    """Returns a message as templates read it.
+
+    Raises:
+        ValueError: it is no message, or has no text. The message names its number in the conversation.
+    """
     if isinstance(message, dict) and "from" in message:
-        message = {"role": _ROLES.get(message["from"], message["from"]), "content": message.get("value")}
+        role = message["from"]
+        message = {"role": _ROLES.get(role, role), "content": message.get("value")}
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f'message {number}: expected {{"role": ..., "content": ...}}, given {str(message)[:80]}')
-    if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-        raise ValueError(f"message {number}: content is {type(message.get('content')).__name__}, expected text")
+    content = message.get("content")
+    # A message that calls tools need not have a text.
+    if not isinstance(content, str) and not message.get("tool_calls"):
+        raise ValueError(f"message {number}: content is {type(content).__name__}, expected text")
     return message
 
 
-def _common(a: str, b: str) -> int:
-    """How many letters two texts begin with together."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _common_prefix(a: str, b: str) -> int:
+    """Returns the number of letters with which both texts begin."""
+    for position, (letter_a, letter_b) in enumerate(zip(a, b, strict=False)):
+        if letter_a != letter_b:
+            return position
+    return min(len(a), len(b))
 
 
 class _Codec(Tokenizer):
-    """Conversations as the ids of a token file."""
+    """A tokenizer of rendered conversations, whose ids say which tokens are targets.
+
+    Id 2 * i + 1 is token i as a target, 2 * i the same token elsewhere. The separator comes after all of these.
+    """
 
     def __init__(self, tokenizer: PretrainedTokenizer, variables: dict[str, Any]):
-        self.tokenizer, self.variables = tokenizer, variables
-        self.vocab_size, self.eos_id = 2 * tokenizer.vocab_size + 1, 2 * tokenizer.vocab_size
-        self.digest = digest_of([2, tokenizer.digest, tokenizer.chat_template, variables])
-        one_of = (
-            "|".join(re.escape(token) for token in sorted(tokenizer.special_tokens, key=len, reverse=True)) or "(?!)"
-        )
-        self._special, self._turn_end = re.compile(one_of), re.compile(rf"\s*(?:{one_of})")
-        self._behind = re.compile(rf"(?:{one_of})(\s+)\Z")
+        self.tokenizer = tokenizer
+        self.variables = variables
+        self.vocab_size = 2 * tokenizer.vocab_size + 1
+        self.eos_id = 2 * tokenizer.vocab_size
+        # The number is the version of this encoding: another one makes other files in the cache.
+        facts = [2, tokenizer.digest, tokenizer.chat_template, variables]
+        self.digest = digest_of(facts)
+        # The longest first, as a regular expression takes the first alternative that matches.
+        special_tokens = sorted(tokenizer.special_tokens, key=len, reverse=True)
+        # Without special tokens, an expression that matches nowhere.
+        any_special = "|".join(re.escape(token) for token in special_tokens) or "(?!)"
+        self._special = re.compile(any_special)
+        self._turn_end = re.compile(rf"\s*(?:{any_special})")
+        self._trailing_space = re.compile(rf"(?:{any_special})(\s+)\Z")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Each id twice, plus one where it is a target. A ValueError names file and row."""
+        """Returns the ids of each conversation: each of the tokenizer's ids twice, plus one where it is a target.
+
+        Raises:
+            ValueError: the template cannot render a conversation. The message names file and row.
+        """
         rendered = [self._rendered(*json.loads(text)) for text in texts]
         encodings = self.tokenizer.encode_rendered([text for text, _ in rendered])
-        out = []
+        encoded_texts = []
         for (text, spans), encoding in zip(rendered, encodings, strict=True):
-            ids, offsets = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            ids = np.array(encoding.ids, np.int64)
+            # The reshape is for a text without tokens, whose offsets would have only one axis.
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             targets = np.zeros(len(ids), np.int64)
             for start, end in spans:
+                # A token that reaches over an edge of the answer is a target too.
                 targets |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-            own = [text[start:end] != _MARK for start, end in offsets] if _MARK in text else slice(None)
-            out.append((2 * ids + targets)[own])
-        return out
+            encoded = 2 * ids + targets
+            # The marks that broke special tokens are not part of the conversation.
+            if _MARK in text:
+                is_text = [text[start:end] != _MARK for start, end in offsets]
+                encoded = encoded[is_text]
+            encoded_texts.append(encoded)
+        return encoded_texts
 
-    def _rendered(self, place: str, messages: list[Message], tools: Any) -> tuple[str, list[Span]]:
-        messages, variables = self._broken(messages), {**self.variables, "tools": tools}
+    def _rendered(
+        self,
+        place: str,
+        messages: list[Message],
+        tools: Any,
+    ) -> tuple[str, list[Span]]:
+        """Returns (text of a conversation, the spans of its answers)."""
+        messages = self._broken(messages)
+        variables = {**self.variables, "tools": tools}
         try:
             text, spans = self.tokenizer.render(messages, **variables)
+            # A template with generation tags says itself where the answers are.
             if not _GENERATION.search(self.tokenizer.chat_template or ""):
-                spans = [
-                    self._answer(text, messages, turn, variables)
-                    for turn, message in enumerate(messages)
-                    if message["role"] == "assistant"
-                ]
+                spans = []
+                for turn, message in enumerate(messages):
+                    if message["role"] == "assistant":
+                        spans.append(self._answer(text, messages, turn, variables))
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         return text, spans
 
-    def _answer(self, text: str, messages: list[Message], turn: int, variables: dict[str, Any]) -> Span:
-        """Where the answer at `turn` stands in the conversation's text, the token that ends it included."""
-        before, through = messages[:turn], messages[: turn + 1]
-        prompt, _ = self.tokenizer.render(before, add_generation_prompt=True, **variables)
-        after, _ = self.tokenizer.render(through, **variables)
-        if text.startswith(prompt) and text.startswith(after):
-            behind = self._behind.search(after)
-            return len(prompt), behind.start(1) if behind else len(after)
-        # A template that writes an answer in another way once it is not the last one, or not behind the last question
-        # (Qwen 3's writes no thoughts then): neither text is the beginning of the whole. What depends on the message
-        # is the answer, from the generation prompt before it to the token behind it.
+    def _answer(
+        self,
+        text: str,
+        messages: list[Message],
+        turn: int,
+        variables: dict[str, Any],
+    ) -> Span:
+        """Returns the span of the answer at `turn` in the conversation's text, the token that ends it included."""
+        earlier_messages = messages[:turn]
+        messages_with_answer = messages[: turn + 1]
+        render = self.tokenizer.render
+        prompt, _ = render(earlier_messages, add_generation_prompt=True, **variables)
+        answered, _ = render(messages_with_answer, **variables)
+        if text.startswith(prompt) and text.startswith(answered):
+            return len(prompt), self._answer_end(answered)
+        # This template writes an answer in another way once it is not the last one, or not behind
+        # the last question (Qwen 3's writes no thoughts then), so that neither rendered text is the
+        # beginning of the whole. The answer is the part that depends on the message, from the
+        # generation prompt before it to the token behind it.
         content_start, content_end = self._changing(text, messages, turn, variables)
         start = len(prompt)
         if not text.startswith(prompt):
-            plain, _ = self.tokenizer.render(before, **variables)
-            opening = prompt[_common(plain, prompt) :]
-            earliest = self._changing(text, messages, turn - 1, variables)[1] if turn else 0
-            start = self._behind_opening(text, opening, earliest, content_start)
-        if text.startswith(after):
-            behind = self._behind.search(after)
-            return start, behind.start(1) if behind else len(after)
-        # A token ends the answer if it does so where the answer is the last one, too: it may open the next turn.
-        last_end = self._changing(after, through, turn, variables)[1]
-        following = text[content_end : content_end + _common(text[content_end:], after[last_end:])]
-        ending = self._turn_end.match(following)
+            without_prompt, _ = render(earlier_messages, **variables)
+            opening = prompt[_common_prefix(without_prompt, prompt) :]
+            previous_end = 0
+            if turn:
+                _, previous_end = self._changing(text, messages, turn - 1, variables)
+            start = self._behind_opening(text, opening, previous_end, content_start)
+        if text.startswith(answered):
+            return start, self._answer_end(answered)
+        # A token behind the answer may open the next turn. It ends the answer only if it does so
+        # where the answer is the last message, too.
+        _, answered_end = self._changing(answered, messages_with_answer, turn, variables)
+        remaining_text = text[content_end:]
+        common_length = _common_prefix(remaining_text, answered[answered_end:])
+        ending = self._turn_end.match(remaining_text[:common_length])
         return start, content_end + (ending.end() if ending else 0)
 
-    def _changing(self, text: str, messages: list[Message], turn: int, variables: dict[str, Any]) -> Span:
-        """What changes in the text with what the message at `turn` says."""
-        message = {"role": messages[turn]["role"], "content": _MARK}
-        changed, _ = self.tokenizer.render([*messages[:turn], message, *messages[turn + 1 :]], **variables)
-        start = _common(changed, text)
-        return start, len(text) - _common(changed[start:][::-1], text[start:][::-1])
+    def _answer_end(self, answered: str) -> int:
+        """Returns the end of the answer with which a rendered text ends.
 
-    def _behind_opening(self, text: str, opening: str, earliest: int, content_start: int) -> int:
-        """The end of the generation prompt `opening` between the message before, which ends at `earliest`, and what an
-        answer says; it may be followed by more, or be written without its end (an empty thought)."""
+        White space behind its last special token belongs to the next turn: a model stops at that token.
+        """
+        trailing_space = self._trailing_space.search(answered)
+        return trailing_space.start(1) if trailing_space else len(answered)
+
+    def _changing(
+        self,
+        text: str,
+        messages: list[Message],
+        turn: int,
+        variables: dict[str, Any],
+    ) -> Span:
+        """Returns the span of the text that changes with the content of the message at `turn`."""
+        marked_message = {"role": messages[turn]["role"], "content": _MARK}
+        marked_messages = [*messages[:turn], marked_message, *messages[turn + 1 :]]
+        marked_text, _ = self.tokenizer.render(marked_messages, **variables)
+        start = _common_prefix(marked_text, text)
+        # The common end is counted behind the common beginning, so that the two cannot overlap.
+        marked_reversed = marked_text[start:][::-1]
+        text_reversed = text[start:][::-1]
+        return start, len(text) - _common_prefix(marked_reversed, text_reversed)
+
+    def _behind_opening(
+        self,
+        text: str,
+        opening: str,
+        earliest: int,
+        content_start: int,
+    ) -> int:
+        """Returns the end of an answer's generation prompt in the text.
+
+        The prompt may be followed by more text, or be written without its end (an empty thought).
+
+        Args:
+            text: the conversation.
+            opening: the generation prompt as it is before the answer is there.
+            earliest: end of the message before the answer.
+            content_start: start of what the answer says.
+        """
+        # The longest beginning of the prompt counts. One that is not the whole prompt must hold a
+        # special token: a few letters may stand anywhere.
         for length in range(len(opening), 0, -1):
-            is_known = length == len(opening) or self._special.search(opening[:length])
-            place = text.rfind(opening[:length], earliest, content_start) if is_known else -1
-            if place >= 0:
-                return place + length
+            is_whole = length == len(opening)
+            if not is_whole and not self._special.search(opening[:length]):
+                continue
+            position = text.rfind(opening[:length], earliest, content_start)
+            if position >= 0:
+                return position + length
         return content_start
 
     def _broken(self, value: Any) -> Any:
-        """The same with a mark inside each special token that it spells: only the template's are tokens."""
+        """Returns a message with a mark inside each special token that it spells.
+
+        So only the special tokens of the template become tokens.
+        """
         if isinstance(value, str):
-            return self._special.sub(lambda found: found[0][0] + _MARK + found[0][1:], value)
+            return self._special.sub(lambda match: match[0][0] + _MARK + match[0][1:], value)
         if isinstance(value, dict):
             return {key: self._broken(item) for key, item in value.items()}
-        return [self._broken(item) for item in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [self._broken(item) for item in value]
+        return value

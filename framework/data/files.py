@@ -1,7 +1,7 @@
 """Files of data, local or behind any fsspec URL: finding them, reading them, and hashes that are computed only once.
 
-A path is a local path, a glob, or a URL that fsspec understands (memory://, s3://, gs:// ...). What cannot be read is
-an error that names it, before any model is built.
+A path is a local path, a glob, or a URL that fsspec understands (memory://, s3://, gs:// ...). A file that cannot be
+read is an error that names it, before any model is built.
 """
 
 from __future__ import annotations
@@ -24,71 +24,99 @@ from framework.config import did_you_mean
 from framework.files.remote import connect, explained, is_url
 from framework.files.workdir import write_json
 
-BLOCK_BYTES = 4 << 20  # content is hashed in blocks, so that damage can be located to one of them
+# Content is hashed in blocks of this size, so that damage can be located to one of them.
+BLOCK_BYTES = 4 << 20
+
+# A file that was changed within this many seconds may change again without a new time stamp, as
+# some filesystems count in steps of up to two seconds.
+_CLOCK_GRAIN_SECONDS = 2
 
 
 class DataFile:
-    """The file at `path` of an fsspec filesystem."""
+    """The file at `path` of an fsspec filesystem.
+
+    Attributes:
+        name: what messages call the file: its local path, or its URL.
+        position: stored bytes that were read so far, which a progress bar shows.
+    """
 
     def __init__(self, fs: Any, path: str):
         from fsspec.implementations.local import LocalFileSystem
 
-        self.fs, self.path = fs, path
+        self.fs = fs
+        self.path = path
         self.is_local = isinstance(fs, LocalFileSystem)
         self.name: str = path if self.is_local else fs.unstrip_protocol(path)
-        self.position = 0  # stored bytes that were gone through: what a progress bar shows
+        self.position = 0
 
     def __str__(self) -> str:
         return self.name
 
     def size(self) -> int:
-        """Bytes as stored (compressed, where it is)."""
+        """Returns the number of bytes as stored; of a compressed file, the compressed bytes."""
         with readable(self.name):
             return int(self.fs.info(self.path)["size"])
 
     def state(self) -> str | None:
-        """What changes with the content: size and time, or all that a remote filesystem tells. None for a file that was
-        changed so recently that it could change again within the clock's grain."""
+        """Returns a text that changes with the content: size and time, or all that a remote filesystem tells.
+
+        None stands for a file that was changed so recently that it could change again within the clock's grain.
+        """
         with readable(self.name):
             if not self.is_local:
                 return str(sorted(self.fs.info(self.path).items()))
-            facts = os.stat(self.path)  # of what a link points to
-        return None if time.time() - facts.st_mtime < 2 else f"{facts.st_size} {facts.st_mtime_ns}"
+            # Of a link, the state is that of the file to which it points.
+            status = os.stat(self.path)
+        if time.time() - status.st_mtime < _CLOCK_GRAIN_SECONDS:
+            return None
+        return f"{status.st_size} {status.st_mtime_ns}"
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop), or all from `start` on; fewer when the file ends before `stop` (where a memory map of a
-        file that was truncated meanwhile would kill the process with SIGBUS)."""
+        """Returns bytes [start, stop), or all bytes from `start` on; fewer when the file ends before `stop`."""
         with readable(self.name):
             if not self.is_local:
                 return bytes(self.fs.cat_file(self.path, start=start, end=stop))
-            with open(self.path, "rb") as stream:  # microseconds
+            # Opening takes microseconds. A memory map would save them, but kill the process with
+            # SIGBUS if the file is truncated meanwhile.
+            with open(self.path, "rb") as stream:
                 stream.seek(start)
-                return stream.read(-1 if stop is None else stop - start)
+                size = -1 if stop is None else stop - start
+                return stream.read(size)
 
     def chunks(self, size: int, *, decompress: bool = False) -> Iterator[bytes]:
-        """The content in pieces of `size` bytes, the last one shorter; decompressed, if asked for, by the name's ending
-        (.gz, .bz2, .xz, .zip; .zst and .lz4 where their packages are installed).
+        """Yields the content in pieces of `size` bytes, the last one shorter.
+
+        With `decompress`, the name's ending decides the format (.gz, .bz2, .xz, .zip; .zst and .lz4 where their
+        packages are installed), and `size` counts bytes of text.
 
         Raises:
-            ValueError: what is compressed is damaged or truncated; says after which byte of its text.
+            ValueError: a compressed file is damaged or truncated. The message says after which byte of its text.
         """
         import fsspec.utils
         from fsspec.core import OpenFile
 
         compression = fsspec.utils.infer_compression(self.path) if decompress else None
+        # fsspec knows these two endings only where the package is installed; without it, the
+        # compressed bytes would be taken for text.
         if decompress and compression is None and self.path.endswith((".zst", ".lz4")):
-            raise ValueError(f"{self.name}: to read it, `pip install {'zstandard' if self.path[-1] == 't' else 'lz4'}`")
-        opened, count = OpenFile(self.fs, self.path, compression=compression), 0
+            package = "zstandard" if self.path.endswith(".zst") else "lz4"
+            raise ValueError(f"{self.name}: to read it, `pip install {package}`")
+        opened = OpenFile(self.fs, self.path, compression=compression)
+        text_bytes = 0
         try:
             with readable(self.name), opened as stream:
                 while chunk := stream.read(size):
-                    count += len(chunk)
+                    text_bytes += len(chunk)
+                    # The first file object is the stored file, below the decompression.
                     self.position = opened.fobjects[0].tell()
                     yield chunk
         except (FileNotFoundError, PermissionError):
+            # These are OSErrors as well, but no sign of damage.
             raise
         except (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{self.name}: damaged or truncated after byte {count} of its text: {error}") from error
+            raise ValueError(
+                f"{self.name}: damaged or truncated after byte {text_bytes} of its text: {error}"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -103,11 +131,14 @@ def readable(name: str) -> Iterator[None]:
 
 
 def find(paths: str | Iterable[str]) -> list[DataFile]:
-    """The files that `paths` name, in that order; a glob (`*`, `?`, `[..]`) stands for its matches, sorted by name.
+    """Returns the files that `paths` name, in that order.
+
+    A glob (`*`, `?`, `[..]`) stands for its matches, sorted by name.
 
     Raises:
-        FileNotFoundError, PermissionError, IsADirectoryError: naming the path (and the nearest name in its folder).
-        ValueError: no path at all, or a URL whose protocol fsspec cannot open here.
+        FileNotFoundError, PermissionError, IsADirectoryError: a path is not usable. The message names the path (and the
+            nearest name in its folder).
+        ValueError: there is no path at all, or a URL whose protocol fsspec cannot open here.
     """
     patterns = [paths] if isinstance(paths, str) else list(paths)
     if not patterns:
@@ -116,70 +147,113 @@ def find(paths: str | Iterable[str]) -> list[DataFile]:
 
 
 def _match(pattern: str) -> list[DataFile]:
+    """Returns the files of one path, URL or glob."""
     fs, path = connect(os.path.expanduser(pattern))
     with explained(pattern) if is_url(pattern) else readable(pattern):
-        is_folder, exists = fs.isdir(path), fs.exists(path)
+        is_folder = fs.isdir(path)
+        exists = fs.exists(path)
     if is_folder:
-        raise IsADirectoryError(f"{pattern} is a folder; name its files, for instance {pattern.rstrip('/')}/*")
-    if exists:  # before globs: a name may hold their letters
+        files_pattern = f"{pattern.rstrip('/')}/*"
+        raise IsADirectoryError(f"{pattern} is a folder; name its files, for instance {files_pattern}")
+    # A file's own name may hold the letters of a glob, so this comes before globs.
+    if exists:
         return [DataFile(fs, path)]
-    fixed = re.split(r"[*?[]", path)[0]
-    folder, _, name = fixed.rpartition("/")
-    with readable(f"the folder {folder or '/'} of {pattern}"):  # a glob does not tell a forbidden one from an empty one
-        names = [entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(folder or "/", detail=False)]
-    if fixed == path:
+    literal_prefix = re.split(r"[*?[]", path)[0]
+    parent, _, name = literal_prefix.rpartition("/")
+    folder = parent or "/"
+    # The folder is listed, as a glob does not tell a forbidden folder from an empty one.
+    with readable(f"the folder {folder} of {pattern}"):
+        entries = fs.ls(folder, detail=False)
+        names = [_last_part(entry.rstrip("/")) for entry in entries]
+    has_wildcard = literal_prefix != path
+    if not has_wildcard:
         raise FileNotFoundError(f"{pattern} does not exist{did_you_mean(name, names)}")
-    matches = sorted(match for match, info in fs.glob(path, detail=True).items() if info["type"] != "directory")
+    matches = []
+    for match, info in fs.glob(path, detail=True).items():
+        if info["type"] != "directory":
+            matches.append(match)
     if not matches:
-        raise FileNotFoundError(f"no file matches {pattern} ({len(names)} entries in {folder or '/'})")
-    return [DataFile(fs, match) for match in matches]
+        raise FileNotFoundError(f"no file matches {pattern} ({len(names)} entries in {folder})")
+    return [DataFile(fs, match) for match in sorted(matches)]
+
+
+def _last_part(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def fetched(file: DataFile, folder: str | None, beside: str) -> DataFile:
-    """The file, or of a remote one a copy in `folder` (None: ~/.cache/plimsoll), with what is `beside` it, if that is
-    there: made once, and again when size, time or tag there have changed. Raises as `explained`."""
+    """Returns a local file as it is, and of a remote file a local copy.
+
+    The copy is made once, and again when size, time or tag of the remote file have changed. Raises as `explained`.
+
+    Args:
+        file: the file that is to be read in random order.
+        folder: where copies are kept; None stands for ~/.cache/plimsoll.
+        beside: path of a second file, which is copied too if it exists.
+    """
     if file.is_local:
         return file
-    cache = folder or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/plimsoll"
+    if folder:
+        cache = folder
+    else:
+        user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        cache = f"{user_cache}/plimsoll"
+    remote_paths = [file.path]
     states = [file.name, file.state()]
     with explained(file.name):
         if beside != file.path and file.fs.exists(beside):
+            remote_paths.insert(0, beside)
             states.append(DataFile(file.fs, beside).state())
-    place = Path(cache).expanduser() / "fetched" / digest_of(states)[:16]
-    place.mkdir(parents=True, exist_ok=True)
-    with open(place / ".lock", "w") as lock, explained(file.name):
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a host fetch it once
-        for path in [beside, file.path][3 - len(states) :]:
-            target = place / path.rpartition("/")[2]
+    # The states are part of the folder's name, so a changed file gets a new copy, and runs that
+    # still read the former copy keep it.
+    copies = Path(cache).expanduser() / "fetched" / digest_of(states)[:16]
+    copies.mkdir(parents=True, exist_ok=True)
+    with open(copies / ".lock", "w") as lock, explained(file.name):
+        # The processes of a host share the folder; the first one fetches, the others wait here.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for remote_path in remote_paths:
+            target = copies / _last_part(remote_path)
             if not target.exists():
-                file.fs.get_file(path, f"{target}.tmp")
+                # The rename makes a whole copy appear at once, whenever the process is killed.
+                file.fs.get_file(remote_path, f"{target}.tmp")
                 os.replace(f"{target}.tmp", target)
-    (copy,) = find(str(place / file.path.rpartition("/")[2]))
-    copy.name = file.name  # what messages call it
+    (copy,) = find(str(copies / _last_part(file.path)))
+    # Messages speak of the file that the user has named.
+    copy.name = file.name
     return copy
 
 
 class FileHashes:
-    """What was computed from files' contents, kept at `path` until they change: a terabyte is read only once."""
+    """A cache of results that were computed from files' contents, so that a terabyte is read only once.
+
+    Args:
+        path: JSON file that keeps the results between runs; None keeps them in memory only.
+    """
 
     def __init__(self, path: Path | None = None):
-        self._path, self._known = path, dict[str, Any]()
+        self._path = path
+        # {key: [state, result]}: a result is valid as long as the file still has that state.
+        self._entries: dict[str, Any] = {}
         if path is not None:
-            with contextlib.suppress(FileNotFoundError, ValueError):  # without it, everything is hashed anew
-                self._known = json.loads(path.read_text())
+            # Without the file, or with one that is damaged, everything is hashed anew.
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                self._entries = json.loads(path.read_text())
 
     def of(self, file: DataFile, kind: str, compute: Callable[[], Any]) -> Any:
-        """`compute()` (JSON data of that kind), unless it is known for the file as it is now."""
-        state, key = file.state(), f"{kind} {file}"
-        known = self._known.get(key)
-        if known is None or known[0] != state:
-            known = [state, compute()]
+        """Returns `compute()` (JSON data of that kind), or the earlier result if the file has not changed since."""
+        # The state is taken before the content is read: a change in between is noticed next time.
+        state = file.state()
+        key = f"{kind} {file}"
+        entry = self._entries.get(key)
+        if entry is None or entry[0] != state:
+            entry = [state, compute()]
+            # A file without a state was changed just now, and may change again unnoticed.
             if state is not None:
-                self._known[key] = known
-        return known[1]
+                self._entries[key] = entry
+        return entry[1]
 
     def sha256(self, file: DataFile) -> str:
-        """Of the stored bytes."""
+        """Returns the sha256 of the stored bytes."""
 
         def compute() -> str:
             digest = hashlib.sha256()
@@ -190,11 +264,12 @@ class FileHashes:
         return self.of(file, "sha256", compute)
 
     def save(self) -> None:
-        """Writes what is known, whole or not at all."""
-        if self._path is not None and self._known:
-            write_json(self._path, self._known)
+        """Writes the results to the file at `path`, whole or not at all."""
+        if self._path is not None and self._entries:
+            write_json(self._path, self._entries)
 
 
 def digest_of(data: Any) -> str:
-    """sha256 of JSON data, independent of the order of keys."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    """Returns the sha256 of JSON data, independent of the order of keys."""
+    text = json.dumps(data, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

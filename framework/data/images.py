@@ -1,4 +1,4 @@
-"""Images -> global batches of uint8 [B,H,W,C], in the same order and by the same promises as text.
+"""Images as global batches of uint8 [B,H,W,C], in the same order and with the same promises as text.
 
 A source is read whole into memory by `setup`, which raises every data error; a training step only picks rows.
 """
@@ -26,19 +26,33 @@ from framework.data.packing import Batch
 from framework.data.sources import located, split_of
 
 Levels = Annotated[int, annotated_types.Interval(ge=2, le=256)]
-_FINGERPRINT = 1  # raise when a change of this file changes the batches that a config gives
-_CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}  # of a PNG's mode
+
+# Raise this when a change of this file changes the batches that a config gives: a run then refuses
+# to resume, instead of going on with other data.
+_FINGERPRINT = 1
+
+# Channels of an image by its mode in PIL. All of these have 8 bits a channel.
+_CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
 
 
 class ImageSource(abc.ABC):
-    """Images of one shape with values 0 to `levels` - 1. The constructor only keeps its arguments."""
+    """Images of one shape with values 0 to `levels` - 1. The constructor only keeps its arguments.
+
+    Attributes:
+        levels: number of values that a pixel may have.
+        image_shape: (H, W, C); may be a property.
+    """
 
     levels: int
-    image_shape: Any  # (H, W, C); may be a property
+    image_shape: Any
 
     @abc.abstractmethod
     def load(self) -> np.ndarray:
-        """uint8 [N,H,W,C]. ValueError, FileNotFoundError: naming the file that is not usable."""
+        """Returns all images as uint8 [N,H,W,C].
+
+        Raises:
+            ValueError, FileNotFoundError: a file is not usable. The message names it.
+        """
 
 
 @component
@@ -50,7 +64,8 @@ class DigitsSource(ImageSource):
         split: which part to read; "all" for both.
     """
 
-    levels, image_shape = 17, (8, 8, 1)
+    levels = 17
+    image_shape = (8, 8, 1)
 
     def __init__(self, *, split: Literal["train", "validation", "all"] = "train"):
         self.split = split
@@ -58,10 +73,15 @@ class DigitsSource(ImageSource):
     def load(self) -> np.ndarray:
         from sklearn.datasets import load_digits
 
-        found: Any = load_digits()
-        images = found.images.astype(np.uint8)[..., None]
-        parts = np.array([split_of(image.tobytes().hex(), 0.2) for image in images])
-        return images if self.split == "all" else images[parts == self.split]
+        digits: Any = load_digits()
+        # scikit-learn gives floats [N,H,W]; their values are the integers 0 to 16.
+        images = digits.images.astype(np.uint8)[..., None]
+        if self.split == "all":
+            return images
+        parts = []
+        for image in images:
+            parts.append(split_of(image.tobytes().hex(), 0.2))
+        return images[np.array(parts) == self.split]
 
 
 @component
@@ -77,50 +97,74 @@ class ImageFolder(ImageSource):
     def __init__(self, *, path: str, size: list[int] = [], levels: Levels = 256):  # noqa: B006
         if size and (len(size) != 3 or min(size) < 1):
             raise ValueError(f"size: expected [] or [height, width, channels], given {size}")
-        self.path, self.size, self.levels = path, tuple(size), levels
+        self.path = path
+        self.size = tuple(size)
+        self.levels = levels
 
+    # Cached, because without a `size` the first file is read for it.
     @functools.cached_property
     def image_shape(self) -> tuple[int, int, int]:
-        """(H, W, C): `size`, or that of the first image."""
-        height, width, channels = self.size or next(self._read())[1].shape[1:]
+        """(H, W, C): `size`, or the shape of the first image."""
+        shape = self.size
+        if not shape:
+            _, first_images = next(self._read())
+            shape = first_images.shape[1:]
+        height, width, channels = shape
         return height, width, channels
 
     def load(self) -> np.ndarray:
-        found = []
+        parts = []
         for file, images in self._read():
-            if images.shape[1:] != self.image_shape:
-                here, wanted = (" x ".join(map(str, shape)) for shape in (images.shape[1:], self.image_shape))
-                raise ValueError(f"{file}: images of {here}, expected {wanted} (height x width x channels)")
+            shape = images.shape[1:]
+            if shape != self.image_shape:
+                raise ValueError(
+                    f"{file}: images of {_by(shape)}, expected {_by(self.image_shape)} (height x width x channels)"
+                )
             if images.max(initial=0) >= self.levels:
                 raise ValueError(f"{file}: a value of {images.max()}, expected less than levels = {self.levels}")
-            found.append(images)
-        return np.concatenate(found)
+            parts.append(images)
+        return np.concatenate(parts)
 
     def _read(self) -> Iterator[tuple[DataFile, np.ndarray]]:
-        """(file, uint8 [n,H,W,C]) in order."""
+        """Yields (file, uint8 [n,H,W,C]) in order."""
         folder = self.path.rstrip("/")
-        files = [file for file in find(f"{folder}/*") if file.name.lower().endswith((".png", ".npz"))]
+        files = []
+        for file in find(f"{folder}/*"):
+            if file.name.lower().endswith((".png", ".npz")):
+                files.append(file)
         if not files:
             raise FileNotFoundError(f"{folder} holds no .png and no .npz file")
         for file in files:
-            for images in (_arrays if file.name.lower().endswith(".npz") else _png)(file):
+            read_images = _arrays if file.name.lower().endswith(".npz") else _png
+            for images in read_images(file):
                 yield file, images
 
 
+def _by(shape: tuple[int, ...]) -> str:
+    """Returns a shape as messages show it: 8 x 8 x 1."""
+    return " x ".join(map(str, shape))
+
+
 def _png(file: DataFile) -> Iterator[np.ndarray]:
+    """Yields the one image of a PNG file as uint8 [1,H,W,C]."""
     from PIL import Image
 
     try:
+        # Only PNG is allowed: PIL would read a file of another format whatever its name says.
         with Image.open(io.BytesIO(file.read()), formats=["PNG"]) as image:
             image.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{file}: no PNG that can be read: {error}") from error
     if image.mode not in _CHANNELS:
-        raise ValueError(f"{file}: pixels of mode {image.mode}, expected 8 bits each: {', '.join(_CHANNELS)}")
-    yield np.asarray(image).reshape(1, image.height, image.width, _CHANNELS[image.mode])
+        modes = ", ".join(_CHANNELS)
+        raise ValueError(f"{file}: pixels of mode {image.mode}, expected 8 bits each: {modes}")
+    # A gray image has no axis of channels in PIL.
+    pixels = np.asarray(image)
+    yield pixels.reshape(1, image.height, image.width, _CHANNELS[image.mode])
 
 
 def _arrays(file: DataFile) -> Iterator[np.ndarray]:
+    """Yields the arrays of an NPZ file, each uint8 [n,H,W,C]."""
     try:
         with np.load(io.BytesIO(file.read())) as archive:
             arrays = dict(archive)
@@ -140,9 +184,10 @@ class ImageReport(NamedTuple):
     images: np.ndarray
 
     def __str__(self) -> str:
-        size, kind = " x ".join(map(str, self.images.shape[1:])), type(self.source).__name__
-        what = f"{kind}: {len(self.images):,} images of {size}, {self.source.levels} levels"
-        return f"{what}, sha256 {_digest(self.images)[:12]}"
+        kind = type(self.source).__name__
+        size = _by(self.images.shape[1:])
+        digest = _digest(self.images)
+        return f"{kind}: {len(self.images):,} images of {size}, {self.source.levels} levels, sha256 {digest[:12]}"
 
 
 @component
@@ -160,7 +205,10 @@ class ImagePipeline(Pipeline):
         prefetch: batches that wait ready in the background.
     """
 
-    item, loss_unit, seq_len = "image", "nats per dimension", 1
+    item = "image"
+    loss_unit = "nats per dimension"
+    # Throughput counts items, and a row is one image.
+    seq_len = 1
 
     def __init__(
         self,
@@ -172,18 +220,25 @@ class ImagePipeline(Pipeline):
         flip: bool = False,
         prefetch: PositiveInt = 2,
     ):
-        self.global_batch_size, self.seed, self.flip, self.prefetch = global_batch_size, seed, flip, prefetch
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.flip = flip
+        self.prefetch = prefetch
+        # Training first, then validation sets by name. No validation set may be called "train".
         self.sources: dict[str, ImageSource] = {"train": source.instantiate()}
         for name, config in validation.items():
             if not re.fullmatch(r"[\w-]+", name) or name == "train":
                 label = f"data.validation.{name}"
                 raise ValueError(f"{label}: expected a name of letters, digits, _ and -, and not 'train'")
             self.sources[name] = config.instantiate()
-        for name, given in self.sources.items():
-            if not isinstance(given, ImageSource):
-                raise ValueError(f"{_label(name)}: expected an ImageSource, given {type(given).__name__}")
-        self.levels = self.sources["train"].levels  # values are 0 to levels - 1
-        self.images: dict[str, np.ndarray] = {}  # by source, uint8 [N,H,W,C]; set by setup
+        for name, configured in self.sources.items():
+            if not isinstance(configured, ImageSource):
+                kind = type(configured).__name__
+                raise ValueError(f"{_label(name)}: expected an ImageSource, given {kind}")
+        # Pixels have values 0 to levels - 1.
+        self.levels = self.sources["train"].levels
+        # Images uint8 [N,H,W,C] by source, as `setup` reads them.
+        self.images: dict[str, np.ndarray] = {}
 
     @property
     def validation_names(self) -> list[str]:
@@ -197,23 +252,38 @@ class ImagePipeline(Pipeline):
             return self.sources["train"].image_shape
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
-        size = self.global_batch_size
-        return {"images": ((size, *self.image_shape), "uint8"), "weights": ((size,), "float32")}
+        batch_size = self.global_batch_size
+        return {
+            "images": ((batch_size, *self.image_shape), "uint8"),
+            "weights": ((batch_size,), "float32"),
+        }
 
     def setup(
-        self, workdir: str | Path, *, is_primary: bool = True, barrier: Callable[[], object] = lambda: None
+        self,
+        workdir: str | Path,
+        *,
+        is_primary: bool = True,
+        barrier: Callable[[], object] = lambda: None,
     ) -> None:
         """Reads all images. Nothing is written, so every process does the same.
 
+        Args:
+            workdir: not used.
+            is_primary: not used.
+            barrier: waits for all processes; called once.
+
         Raises:
-            FileNotFoundError, PermissionError, ValueError: data are not usable, from which config path on.
+            FileNotFoundError, PermissionError, ValueError: data are not usable. The message begins with the config
+                path.
         """
         for name, source in self.sources.items():
             with located(_label(name)):
                 images = source.load()
-                if source.levels != self.levels or images.shape[1:] != self.image_shape:
-                    given, wanted = [*images.shape[1:], source.levels], [*self.image_shape, self.levels]
-                    raise ValueError(f"[H, W, C, levels] are {given}, but {wanted} in data.source")
+                shape = images.shape[1:]
+                if source.levels != self.levels or shape != self.image_shape:
+                    source_sizes = [*shape, source.levels]
+                    train_sizes = [*self.image_shape, self.levels]
+                    raise ValueError(f"[H, W, C, levels] are {source_sizes}, but {train_sizes} in data.source")
                 if not len(images):
                     raise ValueError("no images")
             self.images[name] = images
@@ -224,38 +294,59 @@ class ImagePipeline(Pipeline):
                 f"data.global_batch_size={self.global_batch_size}"
             )
         self._order = GlobalOrder([self._num_rows], [1.0], self.seed)
+        # No process reads what another one wrote, but all pipelines call the barrier once.
         barrier()
 
     def fingerprint(self) -> str:
         """sha256 of all that decides the training batches: a run that resumes under another one would see other data.
         The number of processes is no part of it."""
-        return digest_of([_FINGERPRINT, _digest(self.images["train"]), self.global_batch_size, self.seed, self.flip])
+        facts = [
+            _FINGERPRINT,
+            _digest(self.images["train"]),
+            self.global_batch_size,
+            self.seed,
+            self.flip,
+        ]
+        return digest_of(facts)
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
         image = self.images["train"][index]
-        if self.flip and hashlib.blake2b(f"{self.seed}/flip/{sequence}".encode()).digest()[0] & 1:
-            image = image[:, ::-1]
+        # A hash of (seed, sequence) needs no random state, so a resumed run flips the same images.
+        # The sequence, and not the index, lets an image be flipped in one epoch and not in another.
+        if self.flip:
+            digest = hashlib.blake2b(f"{self.seed}/flip/{sequence}".encode()).digest()
+            if digest[0] & 1:
+                image = image[:, ::-1]
         return {"images": image, "weights": np.ones((), np.float32)}
 
     def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
         if name not in self.validation_names:
-            raise ValueError(f"no validation set {name!r}; data.validation has {', '.join(self.validation_names)}")
+            valid_names = ", ".join(self.validation_names)
+            raise ValueError(f"no validation set {name!r}; data.validation has {valid_names}")
         images = self.images[name]
 
         def row(index: int) -> Batch:
             is_image = index < len(images)
-            return {"images": images[index if is_image else 0], "weights": np.array(is_image, np.float32)}
+            # Padding repeats the first image; its weight of 0 keeps it out of every sum.
+            image = images[index if is_image else 0]
+            return {"images": image, "weights": np.array(is_image, np.float32)}
 
         return len(images), row
 
     def source_report(self) -> list[ImageReport]:
-        """What training and each validation set hold: rows for the start table."""
-        return [ImageReport(name, self.sources[name], images) for name, images in self.images.items()]
+        """Returns the rows of the start table: what training and each validation set hold."""
+        report = []
+        for name, images in self.images.items():
+            report.append(ImageReport(name, self.sources[name], images))
+        return report
 
 
 def _label(name: str) -> str:
+    """Returns the config path of a source."""
     return "data.source" if name == "train" else f"data.validation.{name}"
 
 
 def _digest(images: np.ndarray) -> str:
-    return hashlib.sha256(repr(images.shape).encode() + images.tobytes()).hexdigest()
+    # With the shape: the same bytes may be images of another size.
+    content = repr(images.shape).encode() + images.tobytes()
+    return hashlib.sha256(content).hexdigest()

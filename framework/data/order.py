@@ -1,5 +1,7 @@
-"""Which row of which source is sequence g of the run, a pure function of (g, seed); which batch comes after so many
-steps; and batches made ahead of time.
+"""The order of training data: sequences, batches, and batches that are made ahead of time.
+
+`GlobalOrder` gives the source and row of sequence g, a pure function of (g, seed). `BatchOrder` gives the batch that
+comes after a number of steps. `Prefetcher` makes batches in background threads.
 
 Sequence g of the run is row g % B of step g // B. Nothing else is counted, so the number of processes and devices may
 change, and resuming needs no saved iterator.
@@ -15,14 +17,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_THREADS = 4  # a batch is assembled by one thread; more only hide the latency of remote reads
+# A batch is assembled by one thread; more threads only hide the latency of remote reads.
+_THREADS = 4
 
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """Which batch each step trains on: every batch in turn, except those that are left out.
+    """The order of batches: every batch in turn, except those that are left out.
 
-    A pure function of the number of steps and of these few numbers, so a checkpoint that holds them is enough to go on.
+    It is a pure function of the number of steps and of these few numbers, so a checkpoint that holds them is enough to
+    go on.
 
     Attributes:
         left_out: indices of batches that no step trains on, ascending.
@@ -35,16 +39,18 @@ class BatchOrder:
 
     @classmethod
     def stored(cls, position: Mapping[str, Any]) -> BatchOrder:
-        """From what a checkpoint holds: `to_json`, or the lone "offset" of an earlier version."""
-        return cls(tuple(position.get("left_out", ())), int(position["offset"]))
+        """Restores an order from a checkpoint: from `to_json`, or from the lone "offset" of an earlier version."""
+        left_out = tuple(position.get("left_out", ()))
+        return cls(left_out, int(position["offset"]))
 
     def to_json(self) -> dict[str, Any]:
-        """As a checkpoint holds it."""
+        """Returns what a checkpoint holds of the order."""
         return {"left_out": list(self.left_out), "offset": self.shift}
 
     def batch_after(self, num_steps: int) -> int:
-        """The index of the batch that comes after so many steps."""
+        """Returns the index of the batch that comes after `num_steps` steps."""
         index = num_steps + self.shift
+        # Gaps ascend, so each one at or below the index moves it by one, past the next gap too.
         for gap in self.left_out:
             if gap > index:
                 break
@@ -52,69 +58,103 @@ class BatchOrder:
         return index
 
     def without(self, *batches: int) -> BatchOrder:
-        """The same order with these batches left out too."""
-        return BatchOrder(tuple(sorted({*self.left_out, *batches})), self.shift)
+        """Returns the same order with these batches left out too."""
+        left_out = {*self.left_out, *batches}
+        return BatchOrder(tuple(sorted(left_out)), self.shift)
 
 
 class GlobalOrder:
-    """The order of training sequences: of sources with so many windows, with shares `weights` that sum to 1."""
+    """The order of training sequences over one or several sources.
+
+    Args:
+        num_windows: windows (rows) of each source.
+        weights: share of the sequences that each source gives; they sum to 1.
+        seed: decides the permutation of each epoch.
+    """
 
     def __init__(self, num_windows: Sequence[int], weights: Sequence[float], seed: int):
-        self._num_windows, self._seed = list(num_windows), seed
+        self._num_windows = list(num_windows)
+        self._seed = seed
         self._mix: Any = None
         if len(num_windows) > 1:
             from grain import MapDataset
 
-            # Of a sequence, the mix only needs which source and the how-manieth of it; epochs are counted below.
-            counters = [MapDataset.range(sys.maxsize).map(lambda k, i=i: (i, k)) for i in range(len(num_windows))]
+            # The mix is over counters without end, and gives (source, count within the source).
+            # Epochs are counted in `locate`, so that each can have a permutation of its own.
+            counters = []
+            for source in range(len(num_windows)):
+                endless = MapDataset.range(sys.maxsize)
+                # The default argument binds the source of this turn of the loop.
+                counters.append(endless.map(lambda count, source=source: (source, count)))
             self._mix = MapDataset.mix(counters, list(weights))
 
     def locate(self, sequence: int) -> tuple[int, int]:
-        """(source, window) of sequence g. Within an epoch of a source each of its windows comes once."""
-        source, index = (0, sequence) if self._mix is None else self._mix[sequence]
-        epoch, place = divmod(index, self._num_windows[source])
-        return source, shuffled(place, self._num_windows[source], f"{self._seed}/{source}/{epoch}")
+        """Returns (source, window) of sequence g. Within an epoch of a source each of its windows comes once."""
+        if self._mix is None:
+            source = 0
+            index = sequence
+        else:
+            source, index = self._mix[sequence]
+        count = self._num_windows[source]
+        epoch, position = divmod(index, count)
+        window = shuffled(position, count, f"{self._seed}/{source}/{epoch}")
+        return source, window
 
 
 def shuffled(index: int, count: int, seed: str) -> int:
-    """Where `index` goes in a permutation of range(count), of which nothing is stored.
+    """Returns the place of `index` in a permutation of range(count), of which nothing is stored.
 
-    A Feistel cipher of six rounds on the next power of four, walked until it is in range (Black and Rogaway 2002). In
-    place of grain's `index_shuffle`, whose ciphers have at least 2^16 values: 25 ms a call for 2 windows.
+    The permutation is a Feistel cipher of six rounds on the next power of four, applied again until the result is in
+    range (cycle walking, Black and Rogaway 2002). It stands in place of grain's `index_shuffle`, whose ciphers have at
+    least 2^16 values: that takes 25 ms a call for 2 windows.
     """
-    half = ((count - 1).bit_length() + 1) // 2 or 1
+    # The cipher needs two halves of equally many bits, and at least one bit each.
+    half_bits = ((count - 1).bit_length() + 1) // 2 or 1
+    mask = (1 << half_bits) - 1
     while True:
-        for turn in range(6):  # with four, epochs of a few windows are not evenly shuffled
-            right = index & ((1 << half) - 1)
-            digest = hashlib.blake2b(f"{seed}/{turn}/{right}".encode(), digest_size=8).digest()
-            index = right << half | (index >> half) ^ (int.from_bytes(digest, "big") & ((1 << half) - 1))
+        # With four rounds, epochs of a few windows are not evenly shuffled.
+        for round_number in range(6):
+            left = index >> half_bits
+            right = index & mask
+            round_key = f"{seed}/{round_number}/{right}".encode()
+            digest = hashlib.blake2b(round_key, digest_size=8).digest()
+            left ^= int.from_bytes(digest, "big") & mask
+            index = right << half_bits | left
         if index < count:
             return index
 
 
 class Prefetcher(Iterator[T], AbstractContextManager):
-    """Yields make(start), make(start + 1), ... up to make(stop - 1); `make` is a pure function, and runs in threads.
+    """An iterator over make(start), make(start + 1), ..., make(stop - 1), which are computed ahead of time.
 
-    At most `ahead` results wait in the background, beside the one that was handed out last. An error in `make` is
-    raised by `next` at its own turn and closes the iterator: grain by itself would go on with the batch after it.
+    An error in `make` is raised by `next` at its own turn, and closes the iterator.
+
+    Args:
+        make: a pure function; it runs in threads.
+        start: first argument of `make`.
+        stop: one past the last argument.
+        ahead: at most this many results wait in the background, beside the one that was handed out last.
     """
 
     def __init__(self, make: Callable[[int], T], start: int, stop: int, *, ahead: int):
         from grain import MapDataset, ReadOptions
 
-        options = ReadOptions(num_threads=min(ahead, _THREADS), prefetch_buffer_size=ahead)
-        self._iterator = iter(MapDataset.range(start, stop).map(make).to_iter_dataset(options))
+        num_threads = min(ahead, _THREADS)
+        options = ReadOptions(num_threads=num_threads, prefetch_buffer_size=ahead)
+        dataset = MapDataset.range(start, stop).map(make)
+        self._iterator = iter(dataset.to_iter_dataset(options))
 
     def __next__(self) -> T:
         try:
             return next(self._iterator)
         except BaseException as error:
+            # After an error, grain by itself would go on with the next batch, and lose this one.
             if not isinstance(error, StopIteration):
                 self.close()
             raise
 
     def close(self) -> None:
-        """Drops what waits and stops the threads; may be called again."""
+        """Drops the results that wait, and stops the threads. It may be called again."""
         self._iterator.close()
 
     def __exit__(self, *exception: object) -> None:

@@ -15,21 +15,36 @@ import numpy as np
 from framework.data.token_files import TokenStream
 
 Batch = dict[str, np.ndarray]
-_TOGETHER = 8192  # conversations that are packed with each other
+
+# Conversations that are packed with each other. Rows depend on this number, and with them the order
+# of the data: another one needs another _FINGERPRINT in pipeline.py.
+_PACKING_GROUP = 8192
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
-    """Windows with at least one target."""
-    return max(0, -(-(num_tokens - 1) // seq_len))
+    """Returns the number of windows with at least one target."""
+    # The first token of a stream is no target; the division rounds up.
+    num_targets = num_tokens - 1
+    return max(0, -(-num_targets // seq_len))
 
 
-def pack(windows: Sequence[np.ndarray], seq_len: int, *, separators: Sequence[int] | None) -> Batch:
+def pack(
+    windows: Sequence[np.ndarray],
+    seq_len: int,
+    *,
+    separators: Sequence[int] | None,
+) -> Batch:
     """Stacks B windows int32[n], n <= S + 1, into the rows of a batch; a short one is padded with id 0 and weight 0.
 
+    Args:
+        windows: the tokens of each row.
+        seq_len: S.
+        separators: the separator's id in each row's stream; None leaves documents unmasked.
+
     Returns:
-        tokens int32[B,S], targets int32[B,S], weights float32[B,S]; with separators (the id of each row's stream) also
-        positions int32[B,S] and segments int32[B,S]. The separator is position 0 of its document, whose first token is
-        predicted from it alone: no target is lost to the masks, and bits per byte with and without them compare.
+        tokens int32[B,S], targets int32[B,S], weights float32[B,S]; with separators also positions int32[B,S] and
+        segments int32[B,S]. The separator is position 0 of its document, whose first token is predicted from it alone:
+        no target is lost to the masks, and bits per byte with and without them compare.
     """
     tokens, targets = np.zeros((2, len(windows), seq_len), np.int32)
     weights = np.zeros(tokens.shape, np.float32)
@@ -40,85 +55,153 @@ def pack(windows: Sequence[np.ndarray], seq_len: int, *, separators: Sequence[in
         weights[row, :count] = 1.0
     batch = {"tokens": tokens, "targets": targets, "weights": weights}
     if separators is not None:
-        index, used = np.arange(seq_len, dtype=np.int32), weights > 0
-        opens = tokens == np.asarray(separators, np.int32)[:, None]
-        opens[:, :1] = True  # a row may begin inside a document: what is left of it counts from 0
-        batch["positions"] = used * (index - np.maximum.accumulate(opens * index, axis=1))
-        batch["segments"] = used * np.cumsum(opens, axis=1, dtype=np.int32)
+        column_S = np.arange(seq_len, dtype=np.int32)
+        is_used = weights > 0
+        opens_document = tokens == np.asarray(separators, np.int32)[:, None]
+        # A row may begin inside a document, whose remaining tokens then count from 0.
+        opens_document[:, :1] = True
+        # The running maximum is the column at which each token's document begins.
+        document_start = np.maximum.accumulate(opens_document * column_S, axis=1)
+        batch["positions"] = is_used * (column_S - document_start)
+        batch["segments"] = is_used * np.cumsum(opens_document, axis=1, dtype=np.int32)
     return batch
 
 
 class Windows:
-    """The rows of a text's stream: `num_rows` with a target, of which `num_whole` have all S; training leaves out what
-    is left after those."""
+    """The rows of a text's stream.
 
-    note = ""  # for the start table
+    Attributes:
+        num_rows: rows with at least one target.
+        num_whole: rows with all S targets. Training leaves out the shorter row behind them.
+        note: a remark for the start table.
+    """
+
+    note = ""
 
     def __init__(self, stream: TokenStream, seq_len: int, *, masked: bool = False):
-        self._stream, self._seq_len, self._masked = stream, seq_len, masked
+        self._stream = stream
+        self._seq_len = seq_len
+        self._masked = masked
         self.num_whole = max(0, (stream.num_tokens - 1) // seq_len)
         self.num_rows = num_windows(stream.num_tokens, seq_len)
 
     def row(self, index: int) -> Batch:
-        """Arrays [S], as `pack` makes them; nothing but padding from num_rows on."""
+        """Returns arrays [S], as `pack` makes them; from num_rows on they are nothing but padding."""
         start = min(index * self._seq_len, self._stream.num_tokens)
-        window = self._stream.read(start, min(start + self._seq_len + 1, self._stream.num_tokens))
-        separators: list[int] | None = [self._stream.eos_id or 0] if self._masked else None
-        return {name: array[0] for name, array in pack([window], self._seq_len, separators=separators).items()}
+        # One token more than S: the last one is a target only, and opens the next window as well.
+        stop = min(start + self._seq_len + 1, self._stream.num_tokens)
+        window = self._stream.read(start, stop)
+        separators: list[int] | None = None
+        if self._masked:
+            separators = [self._stream.eos_id or 0]
+        return _only_row(pack([window], self._seq_len, separators=separators))
+
+
+def _only_row(batch: Batch) -> Batch:
+    """Returns the arrays of a batch of one row without the batch's axis."""
+    return {name: array[0] for name, array in batch.items()}
 
 
 class Conversations:
-    """Rows of whole conversations, masked from each other; each is cut after S + 1 tokens, and needs a target.
+    """Rows of whole conversations, masked from each other.
 
-    They are packed once, best fit decreasing among 8192 at a time, in an order drawn from `seed` (None: as they come).
+    Each conversation is cut after S + 1 tokens, and needs a target within them. The conversations are packed once, best
+    fit decreasing among 8192 at a time.
 
     Args:
         stream: conversations behind separators, 2 * id + 1 where a token is a target and 2 * id elsewhere.
+        seq_len: S.
+        seed: decides the order in which conversations are taken for packing; None takes them in the stream's order.
+
+    Attributes:
+        num_rows, num_whole: rows; the two are equal, as every row is used in training.
+        note: a remark for the start table: padding, and what was cut or left out.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int | None):
-        self._stream, self._seq_len = stream, seq_len
+        self._stream = stream
+        self._seq_len = seq_len
         values = stream.read(0, stream.num_tokens)
+        # Conversation i is values[starts[i] : ends[i]]; the separators are in none of them.
         starts = np.flatnonzero(values == stream.eos_id) + 1
         ends = np.append(starts[1:] - 1, len(values))
         stops = np.minimum(ends, starts + seq_len + 1)
-        targets = np.append(0, np.cumsum(values & 1))
-        kept = targets[stops] > targets[np.minimum(starts + 1, stops)]  # nothing predicts the first token
-        self._spans = np.stack([starts, stops], 1)[kept]
+        # Element i counts the targets before token i, so a difference counts those of a range.
+        target_counts = np.append(0, np.cumsum(values & 1))
+        # The first token of a conversation is no target, as nothing in its row predicts it.
+        first_targets = np.minimum(starts + 1, stops)
+        has_target = target_counts[stops] > target_counts[first_targets]
+        self._spans = np.stack([starts, stops], 1)[has_target]
+        # Columns that a conversation takes in a row: n tokens are n - 1 pairs of input and target.
         lengths = self._spans[:, 1] - self._spans[:, 0] - 1
-        order = (
-            np.argsort(np.random.Philox(key=seed).random_raw(len(lengths))) if seed is not None else range(len(lengths))
-        )
-        parts = (np.array(order[at : at + _TOGETHER]) for at in range(0, len(lengths), _TOGETHER))
-        self._rows = [part[row] for part in parts for row in _best_fit(lengths[part], seq_len)]
+        self._rows = _packed_rows(lengths, seq_len, seed)
         self.num_whole = self.num_rows = len(self._rows)
-        padding, cut = 1 - lengths.sum() / max(1, self.num_rows * seq_len), np.sum((ends > stops) & kept)
-        self.note = f"{padding:.1%} padding, {cut:,} conversations cut at {seq_len + 1:,} tokens, "
-        self.note += f"{np.sum(~kept):,} without an answer left out"
+        padding = 1 - lengths.sum() / max(1, self.num_rows * seq_len)
+        num_cut = np.sum((ends > stops) & has_target)
+        self.note = (
+            f"{padding:.1%} padding, {num_cut:,} conversations cut at {seq_len + 1:,} tokens, "
+            f"{np.sum(~has_target):,} without an answer left out"
+        )
 
     def row(self, index: int) -> Batch:
-        """Arrays [S] as `pack` makes them, with weight 1 on answers; nothing but padding from num_rows on."""
-        row = pack([np.zeros(0, np.int32)], self._seq_len, separators=[0])
-        row, at = {name: array[0] for name, array in row.items()}, 0
-        for number, which in enumerate(self._rows[index] if index < self.num_rows else [], start=1):
-            values = self._stream.read(*self._spans[which].tolist())
-            here = slice(at, at := at + len(values) - 1)
-            row["tokens"][here], row["targets"][here] = values[:-1] >> 1, values[1:] >> 1
-            row["weights"][here], row["segments"][here] = values[1:] & 1, number
-            row["positions"][here] = np.arange(len(values) - 1)
+        """Returns arrays [S] as `pack` makes them, with weight 1 on answers.
+
+        From num_rows on they are nothing but padding.
+        """
+        padding_window = np.zeros(0, np.int32)
+        row = _only_row(pack([padding_window], self._seq_len, separators=[0]))
+        conversations = self._rows[index] if index < self.num_rows else []
+        start = 0
+        for segment, conversation in enumerate(conversations, start=1):
+            span_start, span_stop = self._spans[conversation].tolist()
+            values = self._stream.read(span_start, span_stop)
+            length = len(values) - 1
+            columns = slice(start, start + length)
+            # The lowest bit says whether a token is a target; the id stands above it.
+            row["tokens"][columns] = values[:-1] >> 1
+            row["targets"][columns] = values[1:] >> 1
+            row["weights"][columns] = values[1:] & 1
+            row["segments"][columns] = segment
+            row["positions"][columns] = np.arange(length)
+            start += length
         return row
 
 
-def _best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Indices of `lengths` in groups of sums up to `size`: the longest first, each into the fullest that has room."""
-    rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (what is free in a row, the row), sorted
-    for index in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[index])
-        at = bisect.bisect_left(rooms, (length, 0))
-        if at == len(rooms):
-            rows.append([])
-        free, row = (size, len(rows) - 1) if at == len(rooms) else rooms.pop(at)
-        rows[row].append(index)
-        bisect.insort(rooms, (free - length, row))
+def _packed_rows(lengths: np.ndarray, seq_len: int, seed: int | None) -> list[np.ndarray]:
+    """Returns the conversations (indices of `lengths`) of each row."""
+    order: Sequence[int] | np.ndarray = range(len(lengths))
+    if seed is not None:
+        # Raw words of a counter-based generator, sorted: numpy promises to keep the stream of a bit
+        # generator, but not what Generator.permutation makes of it.
+        random_words = np.random.Philox(key=seed).random_raw(len(lengths))
+        order = np.argsort(random_words)
+    rows = []
+    for start in range(0, len(lengths), _PACKING_GROUP):
+        group = np.array(order[start : start + _PACKING_GROUP])
+        for members in _best_fit(lengths[group], seq_len):
+            rows.append(group[members])
     return rows
+
+
+def _best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
+    """Groups the indices of `lengths` so that the lengths of a group sum up to `size` at most.
+
+    Best fit decreasing: the longest first, each into the fullest group that has room for it.
+    """
+    groups: list[list[int]] = []
+    # (free columns, group) of each group, sorted.
+    free_spaces: list[tuple[int, int]] = []
+    # The sort is stable, so equal lengths keep their order and rows are the same on any machine.
+    longest_first = np.argsort(-lengths, kind="stable")
+    for index in longest_first.tolist():
+        length = int(lengths[index])
+        position = bisect.bisect_left(free_spaces, (length, 0))
+        if position == len(free_spaces):
+            groups.append([])
+            free = size
+            group = len(groups) - 1
+        else:
+            free, group = free_spaces.pop(position)
+        groups[group].append(index)
+        bisect.insort(free_spaces, (free - length, group))
+    return groups

@@ -31,27 +31,45 @@ from framework.data.tokenizers import Tokenizer
 from framework.files.workdir import write_json
 from framework.terminal.tables import human_bytes
 
-_FINGERPRINT = 1  # raise when a change of this package changes the batches that a config gives
+# Raise this when a change of this package changes the batches that a config gives: a run then
+# refuses to resume, instead of going on with other data.
+_FINGERPRINT = 1
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """One row of the start table."""
+    """One row of the start table.
 
-    name: str  # "train", "train.1", or a validation set's name
-    kind: str  # class of the source
+    Attributes:
+        name: "train", "train.1", or a validation set's name.
+        kind: class of the source.
+        tokens: how many tokens the source holds.
+        documents: how many documents it holds; None where token files come without a sidecar.
+        bytes: size of the UTF-8 text, where it is known.
+        sequences: rows of seq_len.
+        sha256: hash of the tokens.
+        note: how conversations were packed.
+    """
+
+    name: str
+    kind: str
     tokens: int
-    documents: int | None  # None where token files come without a sidecar
-    bytes: int | None  # of UTF-8 text
-    sequences: int  # rows of seq_len
-    sha256: str  # of the tokens
-    note: str = ""  # how conversations were packed
+    documents: int | None
+    bytes: int | None
+    sequences: int
+    sha256: str
+    note: str = ""
 
     def __str__(self) -> str:
         parts = [f"{self.kind}: {self.tokens:,} tokens", f"{self.sequences:,} sequences"]
-        parts += [] if self.documents is None else [f"{self.documents:,} documents"]
-        parts += [] if self.bytes is None else [f"{human_bytes(self.bytes)} of text"]
-        return ", ".join([*parts, *filter(None, [self.note]), f"sha256 {self.sha256[:12]}"])
+        if self.documents is not None:
+            parts.append(f"{self.documents:,} documents")
+        if self.bytes is not None:
+            parts.append(f"{human_bytes(self.bytes)} of text")
+        if self.note:
+            parts.append(self.note)
+        parts.append(f"sha256 {self.sha256[:12]}")
+        return ", ".join(parts)
 
 
 @component
@@ -74,7 +92,8 @@ class DataPipeline(Pipeline):
         cache_dir: folder for tokenized sources; None puts them into the workdir. A shared one saves work across runs.
     """
 
-    item, loss_unit = "token", "nats per token"
+    item = "token"
+    loss_unit = "nats per token"
 
     def __init__(
         self,
@@ -89,25 +108,27 @@ class DataPipeline(Pipeline):
         prefetch: PositiveInt = 2,
         cache_dir: str | None = None,
     ):
-        self.seq_len, self.global_batch_size, self.seed = seq_len, global_batch_size, seed
-        self.document_mask, self.prefetch, self.cache_dir = document_mask, prefetch, cache_dir
+        self.seq_len = seq_len
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.document_mask = document_mask
+        self.prefetch = prefetch
+        self.cache_dir = cache_dir
         self.tokenizer: Tokenizer = tokenizer.instantiate()
         self.train_leaves = list(leaves_of(source.instantiate(), "data.source", "train"))
         self.validation_leaves: dict[str, Leaf] = {}
         for name, config in validation.items():
-            label = f"data.validation.{name}"
-            if not re.fullmatch(r"[\w-]+", name) or name == "train":
-                raise ValueError(f"{label}: expected a name of letters, digits, _ and -, and not 'train'")
-            if isinstance(evaluated := config.instantiate(), Mixture):
-                raise ValueError(f"{label}: a Mixture has no end; name its sources as validation sets of their own")
-            self.validation_leaves[name] = next(leaves_of(evaluated, label, name))
-        for leaf in (leaf for leaf in self.leaves if isinstance(leaf.source, ChatSource)):
+            self.validation_leaves[name] = _validation_leaf(name, config)
+        for leaf in self.leaves:
+            if not isinstance(leaf.source, ChatSource):
+                continue
             if not isinstance(self.tokenizer, PretrainedTokenizer):
-                given = type(self.tokenizer).__name__
                 raise ValueError(
-                    f"{leaf.label}: ChatSource needs the chat template of a PretrainedTokenizer, given {given}"
+                    f"{leaf.label}: ChatSource needs the chat template of a PretrainedTokenizer, "
+                    f"given {type(self.tokenizer).__name__}"
                 )
-            self.document_mask = True  # conversations are packed together
+            # Several conversations share a row, so each must be masked from its neighbours.
+            self.document_mask = True
 
     @property
     def validation_names(self) -> list[str]:
@@ -120,34 +141,49 @@ class DataPipeline(Pipeline):
         return [*self.train_leaves, *self.validation_leaves.values()]
 
     def setup(
-        self, workdir: str | Path, *, is_primary: bool = True, barrier: Callable[[], object] = lambda: None
+        self,
+        workdir: str | Path,
+        *,
+        is_primary: bool = True,
+        barrier: Callable[[], object] = lambda: None,
     ) -> None:
         """Finds, tokenizes and verifies everything, so that training reads token files only.
 
         Args:
             workdir: a local folder; `tokenizer.json` is kept in it, and without `cache_dir` the tokens too.
-            is_primary: the one process that writes; the others open what it wrote, so all must see the same folders.
+            is_primary: True in the one process that writes. The others open what it wrote, so all processes must see
+                the same folders.
             barrier: waits for all processes; called once.
 
         Raises:
-            FileNotFoundError, PermissionError, ValueError: data or tokenizer are not usable, from which config path on.
+            FileNotFoundError, PermissionError, ValueError: data or tokenizer are not usable. The message begins with
+                the config path.
         """
         if "://" in str(workdir):
             raise ValueError(f"the data pipeline keeps files in the workdir and needs a local folder, given {workdir}")
         folder = Path(workdir)
-        cache = folder / "data" if self.cache_dir is None else Path(self.cache_dir).expanduser()
+        if self.cache_dir is None:
+            cache = folder / "data"
+        else:
+            cache = Path(self.cache_dir).expanduser()
         if is_primary:
             folder.mkdir(parents=True, exist_ok=True)
             cache.mkdir(parents=True, exist_ok=True)
-            for left in cache.glob(".tokens-*") if self.cache_dir is None else ():  # a workdir belongs to one job
-                shutil.rmtree(left)
+            # A workdir belongs to one job, so what a killed start left there may go. In a shared
+            # cache_dir such a folder may be one that another run is just writing.
+            if self.cache_dir is None:
+                for leftover in cache.glob(".tokens-*"):
+                    shutil.rmtree(leftover)
             self._open(folder, cache, write=True)
+        # The other processes can only open what the primary one has finished writing.
         barrier()
         if not is_primary:
             self._open(folder, cache, write=False)
 
     def _open(self, folder: Path, cache: Path, *, write: bool) -> None:
-        for leaf in self.leaves:  # what is missing is found out before hours of tokenizing
+        """Opens tokenizer and sources, and fixes the order of the training sequences."""
+        # Missing files are found here, before hours of tokenizing the sources that do exist.
+        for leaf in self.leaves:
             with located(leaf.label):
                 leaf.source.files()
         hashes = FileHashes(cache / "hashes.json")
@@ -157,64 +193,97 @@ class DataPipeline(Pipeline):
                 self._open_leaf(leaf, cache, hashes, write)
         if write:
             hashes.save()
-        counts = [leaf.rows.num_whole for leaf in self.train_leaves]
-        if sum(counts) < self.global_batch_size:
+        row_counts = [leaf.rows.num_whole for leaf in self.train_leaves]
+        num_rows = sum(row_counts)
+        if num_rows < self.global_batch_size:
             raise ValueError(
-                f"data.source: holds {sum(counts)} sequences of data.seq_len={self.seq_len}, too few for one batch of "
-                f"data.global_batch_size={self.global_batch_size}"
+                f"data.source: holds {num_rows} sequences of data.seq_len={self.seq_len}, "
+                f"too few for one batch of data.global_batch_size={self.global_batch_size}"
             )
-        self._num_rows = sum(counts)
-        self._order = GlobalOrder(counts, [leaf.weight for leaf in self.train_leaves], self.seed)
+        self._num_rows = num_rows
+        weights = [leaf.weight for leaf in self.train_leaves]
+        self._order = GlobalOrder(row_counts, weights, self.seed)
 
     def _open_leaf(self, leaf: Leaf, cache: Path, hashes: FileHashes, write: bool) -> None:
-        source, is_training = leaf.source, leaf in self.train_leaves
+        """Sets the leaf's token stream and its rows."""
+        source = leaf.source
+        is_training = leaf in self.train_leaves
         if isinstance(source, TextSource):
             leaf.stream = cached_tokens(source, self.tokenizer, cache, hashes, write=write)
         else:
             leaf.stream = source.open(self.tokenizer, hashes, self.cache_dir)
-        num_tokens, least = leaf.stream.num_tokens, self.seq_len + 1 if is_training else 2
         if isinstance(source, ChatSource):
-            leaf.rows = Conversations(leaf.stream, self.seq_len, self.seed if is_training else None)
+            # A validation set is packed in the order of its files, whatever the seed.
+            packing_seed = self.seed if is_training else None
+            leaf.rows = Conversations(leaf.stream, self.seq_len, packing_seed)
             if not leaf.rows.num_rows:
                 raise ValueError(f"no conversation has an answer within data.seq_len={self.seq_len}")
             return
-        if num_tokens < least:
-            raise ValueError(f"{num_tokens} tokens are too few: data.seq_len={self.seq_len} needs {least}")
+        num_tokens = leaf.stream.num_tokens
+        # Training reads only rows with all S targets. An evaluation pads, so one target will do:
+        # it takes two tokens, as the first token of a stream is never predicted.
+        min_tokens = self.seq_len + 1 if is_training else 2
+        if num_tokens < min_tokens:
+            raise ValueError(f"{num_tokens} tokens are too few: data.seq_len={self.seq_len} needs {min_tokens}")
         if self.document_mask and leaf.stream.eos_id is None:
             raise ValueError("data.document_mask needs to know the separator: set its eos_id")
         leaf.rows = Windows(leaf.stream, self.seq_len, masked=self.document_mask)
 
     def prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
         """Loads the tokenizer, or trains it on the training sources and keeps it in `folder` (only if `write`)."""
+        # Only training sources count: a tokenizer must not see the text that it is evaluated on.
         has_text = any(isinstance(leaf.source, TextSource) for leaf in self.train_leaves)
-        texts = functools.partial(training_text, self.train_leaves) if has_text else None
+        texts = None
+        if has_text:
+            texts = functools.partial(training_text, self.train_leaves)
         with located("data.tokenizer"):
             self.tokenizer.prepare(folder, texts, write=write)
 
     def fingerprint(self) -> str:
         """sha256 of all that decides the training batches: a run that resumes under another one would see other data.
         The number of processes is no part of it."""
-        separators = [leaf.stream.eos_id for leaf in self.train_leaves] if self.document_mask else None
+        # Separators decide the batches only where documents are masked from each other.
+        separators = None
+        if self.document_mask:
+            separators = [leaf.stream.eos_id for leaf in self.train_leaves]
         sources = [[leaf.stream.digest, leaf.weight] for leaf in self.train_leaves]
-        return digest_of([_FINGERPRINT, sources, self.seq_len, self.global_batch_size, self.seed, separators])
+        facts = [
+            _FINGERPRINT,
+            sources,
+            self.seq_len,
+            self.global_batch_size,
+            self.seed,
+            separators,
+        ]
+        return digest_of(facts)
 
     def arrays(self, *, evaluation: bool = False) -> Shapes:
-        names = ["tokens", "targets", *(["positions", "segments"] if self.document_mask else []), "weights"]
-        names += ["bytes"] if evaluation and self.tokenizer.has_text else []
+        names = ["tokens", "targets"]
+        if self.document_mask:
+            names += ["positions", "segments"]
+        names.append("weights")
+        if evaluation and self.tokenizer.has_text:
+            names.append("bytes")
         shape = (self.global_batch_size, self.seq_len)
-        return {name: (shape, "float32" if name in ("weights", "bytes") else "int32") for name in names}
+        shapes: Shapes = {}
+        for name in names:
+            dtype = "float32" if name in ("weights", "bytes") else "int32"
+            shapes[name] = (shape, dtype)
+        return shapes
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
         return self.train_leaves[source].rows.row(index)
 
     def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
-        """Where tokens stand for text, batches have an array more: bytes f32[B,S], of each target that is counted."""
-        rows, tokenizer = self._validation(name).rows, self.tokenizer
+        """Where tokens stand for text, batches have one more array: bytes f32[B,S] of each target that is counted."""
+        rows = self._validation(name).rows
+        tokenizer = self.tokenizer
 
         def read(index: int) -> Batch:
             row = rows.row(index)
             if tokenizer.has_text:
-                row["bytes"] = (tokenizer.byte_lengths[row["targets"]] * row["weights"]).astype(np.float32)
+                target_bytes = tokenizer.byte_lengths[row["targets"]]
+                row["bytes"] = (target_bytes * row["weights"]).astype(np.float32)
             return row
 
         return rows.num_rows, read
@@ -222,64 +291,107 @@ class DataPipeline(Pipeline):
     def document_text(self, name: str) -> bytes:
         """The text of validation set `name`: exactly the bytes that its targets stand for, separators left out."""
         rows = self._validation(name).rows
-        read = (rows.row(index) for index in range(rows.num_rows))
-        return b"".join(self.tokenizer.decode_bytes(row["targets"][row["weights"] > 0]) for row in read)
+        row_texts = []
+        for index in range(rows.num_rows):
+            row = rows.row(index)
+            counted_targets = row["targets"][row["weights"] > 0]
+            row_texts.append(self.tokenizer.decode_bytes(counted_targets))
+        return b"".join(row_texts)
 
     def source_report(self) -> list[SourceReport]:
-        """What training and each validation set hold: rows for the start table."""
+        """The rows of the start table: what training and each validation set hold."""
         report = []
         for leaf in self.leaves:
-            stream, rows = leaf.stream, leaf.rows
-            size = None if isinstance(leaf.source, ChatSource) else stream.num_bytes
-            count = rows.num_rows if leaf.name in self.validation_leaves else rows.num_whole
-            facts = (stream.num_tokens, stream.num_documents, size, count, stream.digest, rows.note)
-            report.append(SourceReport(leaf.name, type(leaf.source).__name__, *facts))
+            stream = leaf.stream
+            rows = leaf.rows
+            is_validation = leaf.name in self.validation_leaves
+            # A chat's stream counts the bytes of its JSON records, not those of the rendered text.
+            num_bytes = None if isinstance(leaf.source, ChatSource) else stream.num_bytes
+            entry = SourceReport(
+                name=leaf.name,
+                kind=type(leaf.source).__name__,
+                tokens=stream.num_tokens,
+                documents=stream.num_documents,
+                bytes=num_bytes,
+                sequences=rows.num_rows if is_validation else rows.num_whole,
+                sha256=stream.digest,
+                note=rows.note,
+            )
+            report.append(entry)
         return report
 
     def _validation(self, name: str) -> Leaf:
         if name not in self.validation_leaves:
-            raise ValueError(f"no validation set {name!r}; data.validation has {', '.join(self.validation_leaves)}")
+            valid_names = ", ".join(self.validation_leaves)
+            raise ValueError(f"no validation set {name!r}; data.validation has {valid_names}")
         return self.validation_leaves[name]
+
+
+def _validation_leaf(name: str, config: Config) -> Leaf:
+    """The source of validation set `name`."""
+    label = f"data.validation.{name}"
+    if not re.fullmatch(r"[\w-]+", name) or name == "train":
+        raise ValueError(f"{label}: expected a name of letters, digits, _ and -, and not 'train'")
+    source = config.instantiate()
+    if isinstance(source, Mixture):
+        raise ValueError(f"{label}: a Mixture has no end; name its sources as validation sets of their own")
+    return next(leaves_of(source, label, name))
 
 
 def cached_tokens(
     source: TextSource, tokenizer: Tokenizer, cache: Path, hashes: FileHashes, *, write: bool
 ) -> TokenStream:
-    """The tokens of `source`, from `cache` when the same content was tokenized before with the same tokenizer.
+    """Tokenizes `source`, or opens the tokens that `cache` holds for the same content and the same tokenizer.
 
-    Only a process that may `write` tokenizes; another finds what was written (else FileNotFoundError).
+    Only a process that may `write` tokenizes; another process opens the tokens that were written.
+
+    Raises:
+        FileNotFoundError: the tokens are not there, and this process may not write them.
     """
-    contents, tokenizer = source.contents(hashes), source.codec(tokenizer)
-    folder = cache / f"tokens-{digest_of([contents['sha256'], tokenizer.digest])[:16]}"
+    contents = source.contents(hashes)
+    codec = source.codec(tokenizer)
+    key = digest_of([contents["sha256"], codec.digest])
+    folder = cache / f"tokens-{key[:16]}"
     if not folder.exists() and not write:
         raise FileNotFoundError(
             f"{folder} does not exist: the first process was to write it; do all see that folder and equal sources?"
         )
     if not folder.exists():
-        temporary = cache / f".{folder.name}-{uuid.uuid4().hex[:8]}"
-        temporary.mkdir()
+        _write_folder(folder, source, codec, contents)
+    return TokenMemmap(path=str(folder / "tokens.bin")).open(codec, hashes)
+
+
+def _write_folder(folder: Path, source: TextSource, codec: Tokenizer, contents: dict[str, object]) -> None:
+    """Tokenizes `source` into a new `folder`, which appears by one rename or not at all."""
+    # The random suffix keeps two jobs apart that tokenize the same content into a shared cache.
+    temporary = folder.parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir()
+    try:
+        # write_tokens is a generator of progress reports, and works only as far as it is consumed.
+        list(write_tokens(source, codec, temporary / "tokens.bin"))
+        write_json(temporary / "source.json", contents)
         try:
-            list(write_tokens(source, tokenizer, temporary / "tokens.bin"))
-            write_json(temporary / "source.json", contents)
-            try:
-                os.rename(temporary, folder)
-            except OSError:
-                if not folder.exists():  # else another job tokenized the same content first
-                    raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return TokenMemmap(path=str(folder / "tokens.bin")).open(tokenizer, hashes)
+            os.rename(temporary, folder)
+        except OSError:
+            # Where the folder exists by now, another job tokenized the same content first.
+            if not folder.exists():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
-    """The first documents of each source of text, `budget` bytes in all, shared by weight."""
-    texts = [(leaf, leaf.source) for leaf in leaves if isinstance(leaf.source, TextSource)]
-    total = sum(leaf.weight for leaf, _ in texts)
-    for leaf, source in texts:
-        left = budget * leaf.weight / total
+    """Yields the first documents of each source of text, `budget` bytes in all, shared by weight."""
+    text_sources: list[tuple[Leaf, TextSource]] = []
+    for leaf in leaves:
+        if isinstance(leaf.source, TextSource):
+            text_sources.append((leaf, leaf.source))
+    total_weight = sum(leaf.weight for leaf, _ in text_sources)
+    for leaf, source in text_sources:
+        remaining_bytes = budget * leaf.weight / total_weight
         with located(leaf.label):
             for document in source.documents():
                 yield document
-                left -= len(document.encode("utf-8"))
-                if left <= 0:
+                remaining_bytes -= len(document.encode("utf-8"))
+                if remaining_bytes <= 0:
                     break

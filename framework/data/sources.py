@@ -26,41 +26,71 @@ from framework.data.token_files import TokenDType, TokenShard, TokenStream, side
 from framework.data.tokenizers import Tokenizer
 
 _CHUNK_BYTES = 1 << 20
-_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
+
+# Folders of an installation that StdlibSource leaves out: tests, and packages that were added.
+_LEFT_OUT = frozenset(
+    {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "_bundled",
+    }
+)
 
 
 class TextSource(abc.ABC):
-    """Documents of text, read file by file. The constructor only keeps its arguments: disks and networks are touched by
-    the methods, which run before anything is compiled, and never in a training step."""
+    """A source of text, read file by file.
+
+    The constructor only keeps its arguments. Disks and networks are touched by the methods, which run before anything
+    is compiled, and never in a training step.
+    """
 
     paths: list[str]
 
     def files(self) -> list[DataFile]:
-        """The files that it reads, in order."""
+        """Returns the files that the source reads, in order."""
         return find(self.paths)
 
     @abc.abstractmethod
     def read(self, file: DataFile) -> Iterator[str]:
-        """The documents of one file, in order. One that cannot be read is a ValueError that says where it stands."""
+        """Yields the documents of one file, in order.
+
+        Raises:
+            ValueError: a document cannot be read. The message says where it stands.
+        """
 
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
-        """What makes tokens of its documents, given the config's tokenizer."""
+        """Returns what turns the documents into tokens, given the config's tokenizer."""
         return tokenizer
 
     def settings(self) -> dict[str, Any]:
-        """JSON data that decides the documents beside the files' contents: the constructor's arguments, but `paths`."""
+        """Returns the JSON data that decides the documents beside the files' contents.
+
+        These are the constructor's arguments, without `paths`.
+        """
         return {name: value for name, value in vars(self).items() if name != "paths"}
 
     def documents(self) -> Iterator[str]:
-        """All documents, in order."""
+        """Returns an iterator over all documents, in order."""
+        # An expression and no generator method: a missing file is then an error of this call, and
+        # not of the first `next`.
         return (document for file in self.files() for document in self.read(file))
 
     def contents(self, hashes: FileHashes) -> dict[str, Any]:
-        """What is recorded beside the tokens: kind, settings, the sha256 of each file, and one over all of these but
-        the files' names: a corpus that moved is the same corpus."""
-        files = [{"name": file.name, "sha256": hashes.sha256(file)} for file in self.files()]
+        """Returns what is recorded beside the tokens.
+
+        That is the kind of source, its settings, the sha256 of each file, and one sha256 over all of these.
+        """
+        files = []
+        for file in self.files():
+            files.append({"name": file.name, "sha256": hashes.sha256(file)})
         facts = {"kind": type(self).__name__, "settings": self.settings()}
-        digest = digest_of({**facts, "files": [file["sha256"] for file in files]})
+        # Names of files are left out of the digest: a corpus that moved is the same corpus.
+        file_digests = [file["sha256"] for file in files]
+        digest = digest_of({**facts, "files": file_digests})
         return {"sha256": digest, **facts, "files": files}
 
 
@@ -83,30 +113,52 @@ class StdlibSource(TextSource):
         return {"split": self.split, "python": platform.python_version()}
 
     def files(self) -> list[DataFile]:
-        root = Path(sysconfig.get_path("stdlib"))  # in a virtual environment too, this is the base interpreter's
+        # In a virtual environment too, this is the folder of the base interpreter.
+        root = Path(sysconfig.get_path("stdlib"))
         names = [name for name in library_files(root) if split_of(name) == self.split]
         if not names:
             raise FileNotFoundError(f"the standard library at {root} has no sources (is it zipped or stripped?)")
         return find(str(root / name) for name in names)
 
     def read(self, file: DataFile) -> Iterator[str]:
+        # A module may declare another encoding than UTF-8; that must not end a run.
         yield file.read().decode("utf-8", errors="replace")
 
 
 def library_files(root: Path) -> list[str]:
-    """Relative paths (with /) of the library's own modules below `root`, sorted."""
+    """Returns the relative paths (with /) of the library's own modules below `root`, sorted."""
     names: list[str] = []
-    for folder, children, files in os.walk(root):
-        # In place, to keep os.walk out of these folders. config-* and _sysconfigdata* describe one build.
-        children[:] = [c for c in children if c not in _LEFT_OUT and not c.endswith("_tests") and c[:7] != "config-"]
-        inside = Path(folder).relative_to(root)
-        names += [(inside / n).as_posix() for n in files if n.endswith(".py") and not n.startswith("_sysconfigdata")]
+    for folder, subfolders, files in os.walk(root):
+        # The list is changed in place, which keeps os.walk out of the folders that were removed.
+        subfolders[:] = [subfolder for subfolder in subfolders if _is_library_folder(subfolder)]
+        relative_folder = Path(folder).relative_to(root)
+        for file in files:
+            # _sysconfigdata* describes one build of Python, and differs between machines.
+            if file.endswith(".py") and not file.startswith("_sysconfigdata"):
+                names.append((relative_folder / file).as_posix())
     return sorted(names)
 
 
+def _is_library_folder(name: str) -> bool:
+    """Tells whether a folder below the standard library's root holds modules of the library itself."""
+    if name in _LEFT_OUT or name.endswith("_tests"):
+        return False
+    # config-* holds the Makefile and settings of one build.
+    return not name.startswith("config-")
+
+
 def split_of(content: str, validation_fraction: float = 0.05) -> Literal["train", "validation"]:
-    """The part to which what is identified by that text (a file's relative path) belongs, by its sha256."""
-    number = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")
+    """Assigns an item to one of two disjoint parts, by the sha256 of a text.
+
+    Args:
+        content: the text that identifies the item, for instance a file's relative path.
+        validation_fraction: about this fraction of all items is "validation".
+    """
+    hashed = hashlib.sha256(content.encode()).digest()
+    number = int.from_bytes(hashed[:8], "big")
+    # The integer part is one of 100 buckets. The three decimals come from digits of the number
+    # that the bucket does not depend on. They split a bucket where the fraction is no whole
+    # percent.
     percent = number % 100 + number // 100 % 1000 / 1000
     return "validation" if percent < 100 * validation_fraction else "train"
 
@@ -123,10 +175,12 @@ class TextFiles(TextSource):
     def __init__(self, *, paths: list[str], separator: str | None = None):
         if separator == "":
             raise ValueError("separator: expected text or None, given ''")
-        self.paths, self.separator = paths, separator
+        self.paths = paths
+        self.separator = separator
 
     def read(self, file: DataFile) -> Iterator[str]:
-        for offset, data in _pieces(file, self.separator.encode() if self.separator else None):
+        separator = self.separator.encode() if self.separator else None
+        for offset, data in _pieces(file, separator):
             try:
                 text = data.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -144,51 +198,69 @@ class JsonLines(TextSource):
     """
 
     def __init__(self, *, paths: list[str], field: str = "text"):
-        self.paths, self.field = paths, field
+        self.paths = paths
+        self.field = field
 
     def read(self, file: DataFile) -> Iterator[str]:
         for place, record in json_rows(file):
             try:
                 yield text_field(record, self.field)
-            except ValueError as error:  # Unicode errors are some
+            # A UnicodeEncodeError is a ValueError as well.
+            except ValueError as error:
                 raise ValueError(f"{file}, {place}: no JSON object with text: {error}") from error
 
 
 def text_field(record: Any, field: str) -> str:
-    """The text in that field of a JSON object; a ValueError says why there is none."""
+    """Returns the text in that field of a JSON object.
+
+    Raises:
+        ValueError: there is no such text. The message says why.
+    """
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, given {type(record).__name__}")
     if field not in record:
         raise ValueError(f"no field {field!r}{did_you_mean(field, record)}")
-    if not isinstance(text := record[field], str):
+    text = record[field]
+    if not isinstance(text, str):
         raise ValueError(f"field {field!r} is {type(text).__name__}, expected text")
-    text.encode("utf-8")  # JSON can spell half of a surrogate pair, which no tokenizer takes
+    # Encoding is a check: JSON can spell half of a surrogate pair, which no tokenizer takes.
+    text.encode("utf-8")
     return text
 
 
 def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
-    """(place, value) of each line of JSON that is not blank."""
-    for number, (offset, line) in enumerate(_pieces(file, b"\n"), start=1):
+    """Yields (place, value) of each line of JSON that is not blank.
+
+    Raises:
+        ValueError: a line is not JSON. The message names the file, the line and its first byte.
+    """
+    numbered_lines = enumerate(_pieces(file, b"\n"), start=1)
+    for number, (offset, line) in numbered_lines:
         place = f"line {number} (byte {offset})"
-        if line.strip():
-            try:
-                value = json.loads(line)
-            except ValueError as error:  # Unicode errors too
-                raise ValueError(f"{file}, {place}: not JSON: {error}") from error
-            yield place, value
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        # Besides a JSONDecodeError this is the UnicodeDecodeError of a line that is not UTF-8.
+        except ValueError as error:
+            raise ValueError(f"{file}, {place}: not JSON: {error}") from error
+        yield place, value
 
 
 def _pieces(file: DataFile, separator: bytes | None) -> Iterator[tuple[int, bytearray]]:
-    """What stands between separators in the file's text (all of it without one), and the byte at which that begins."""
-    rest, offset = bytearray(), 0
+    """Yields (first byte, piece) of each piece of the file's text between separators; without one, the whole text."""
+    # A chunk may end within a piece, or within a separator. What cannot be cut yet is kept here.
+    unfinished = bytearray()
+    offset = 0
     for chunk in file.chunks(_CHUNK_BYTES, decompress=True):
-        rest += chunk
-        if separator is not None and separator in rest:
-            *whole, rest = rest.split(separator)
-            for piece in whole:
-                yield offset, piece
-                offset += len(piece) + len(separator)
-    yield offset, rest
+        unfinished += chunk
+        if separator is None or separator not in unfinished:
+            continue
+        *finished_pieces, unfinished = unfinished.split(separator)
+        for piece in finished_pieces:
+            yield offset, piece
+            offset += len(piece) + len(separator)
+    yield offset, unfinished
 
 
 @component
@@ -201,33 +273,47 @@ class Parquet(TextSource):
     """
 
     def __init__(self, *, paths: list[str], column: str = "text"):
-        self.paths, self.column = paths, column
+        self.paths = paths
+        self.column = column
 
     def read(self, file: DataFile) -> Iterator[str]:
         for place, row in parquet_rows(file, self.column):
-            if not isinstance(text := row[self.column], str):
+            text = row[self.column]
+            if not isinstance(text, str):
                 raise ValueError(f"{file}, {place}: expected text, given {type(text).__name__}")
             yield text
 
 
 def parquet_rows(file: DataFile, column: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of a Parquet file: of one column, or of all."""
+    """Yields (place, row) of each row of a Parquet file, with one column or with all columns.
+
+    Raises:
+        ValueError: there is no such column, or the file is damaged. The message names the file and the row.
+    """
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    row, size = 0, file.size()
+    row = 0
+    size = file.size()
     try:
         # Checksums of pages are verified where the writer stored them.
         options = {"filesystem": file.fs, "page_checksum_verification": True}
         with readable(file.name), ParquetFile(file.path, **options) as reader:
-            if column is not None and column not in reader.schema_arrow.names:
-                raise ValueError(f"{file}: no column {column!r}{did_you_mean(column, reader.schema_arrow.names)}")
-            for batch in reader.iter_batches(256, columns=None if column is None else [column]):
+            columns = None
+            if column is not None:
+                names = reader.schema_arrow.names
+                if column not in names:
+                    raise ValueError(f"{file}: no column {column!r}{did_you_mean(column, names)}")
+                columns = [column]
+            # Only a few hundred rows at a time become Python objects.
+            for batch in reader.iter_batches(256, columns=columns):
                 for values in batch.to_pylist():
                     yield f"row {row}", values
                     row += 1
+                # pyarrow reads the bytes, and not `file`, so progress is estimated from rows.
                 file.position = size * row // reader.metadata.num_rows
     except (FileNotFoundError, PermissionError):
+        # `readable` has already named the file; these are OSErrors, but no sign of damage.
         raise
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: damaged, truncated or not Parquet, after row {row}: {error}") from error
@@ -246,20 +332,43 @@ class TokenMemmap:
     """
 
     def __init__(
-        self, *, path: str, dtype: TokenDType | None = None, eos_id: NonNegativeInt | None = None, verify: bool = True
+        self,
+        *,
+        path: str,
+        dtype: TokenDType | None = None,
+        eos_id: NonNegativeInt | None = None,
+        verify: bool = True,
     ):
-        self.path, self.dtype, self.eos_id, self.verify = path, dtype, eos_id, verify
+        self.path = path
+        self.dtype: TokenDType | None = dtype
+        self.eos_id = eos_id
+        self.verify = verify
 
     def files(self) -> list[DataFile]:
-        """The shards, in order."""
+        """Returns the shards, in order."""
         return find(self.path)
 
     def open(self, tokenizer: Tokenizer, hashes: FileHashes, cache_dir: str | None = None) -> TokenStream:
-        """All shards as one stream, remote ones by their copies in `cache_dir`. Errors are those of `find`, `fetched`
-        and TokenShard."""
-        shards = [fetched(file, cache_dir, sidecar_name(file.path)) for file in self.files()]
-        asked = {"dtype": self.dtype, "eos_id": self.eos_id, "verify": self.verify}
-        return TokenStream([TokenShard(file, tokenizer, hashes, **asked) for file in shards])
+        """Opens all shards as one stream, remote shards by their copies in `cache_dir`.
+
+        Raises the errors of `find`, `fetched` and TokenShard.
+        """
+        # Everything is fetched before the first shard is verified.
+        local_files = []
+        for file in self.files():
+            local_files.append(fetched(file, cache_dir, sidecar_name(file.path)))
+        shards = []
+        for file in local_files:
+            shard = TokenShard(
+                file,
+                tokenizer,
+                hashes,
+                dtype=self.dtype,
+                eos_id=self.eos_id,
+                verify=self.verify,
+            )
+            shards.append(shard)
+        return TokenStream(shards)
 
 
 @component
@@ -277,34 +386,53 @@ class Mixture:
     def __init__(self, *, sources: list[Config], weights: list[float]):
         if not sources or len(sources) != len(weights):
             raise ValueError(f"Mixture: expected a weight per source, given {len(weights)} for {len(sources)} sources")
-        if bad := [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]:
-            raise ValueError(f"Mixture.weights: expected positive numbers, given {bad[0]}")
+        for weight in weights:
+            is_positive = math.isfinite(weight) and weight > 0
+            if not is_positive:
+                raise ValueError(f"Mixture.weights: expected positive numbers, given {weight}")
         self.sources = [source.instantiate() for source in sources]
-        self.weights = [weight / sum(weights) for weight in weights]
+        total_weight = sum(weights)
+        self.weights = [weight / total_weight for weight in weights]
 
 
 @dataclass(eq=False)
 class Leaf:
-    """One source that is not a mixture."""
+    """One source that is not a mixture.
 
-    label: str  # its dotted config path: data.source.sources.1
-    name: str  # "train", "train.1", or a validation set's name
-    weight: float  # its share of the training sequences; 1.0 for a validation set
+    Attributes:
+        label: its dotted config path, such as data.source.sources.1.
+        name: "train", "train.1", or a validation set's name.
+        weight: its share of the training sequences; 1.0 for a validation set.
+        source: the source.
+        stream: its tokens; set by DataPipeline.setup.
+        rows: the rows that batches are made of; set by DataPipeline.setup.
+    """
+
+    label: str
+    name: str
+    weight: float
     source: TextSource | TokenMemmap
-    stream: TokenStream = field(init=False)  # set by DataPipeline.setup, as is
-    rows: Windows | Conversations = field(init=False)  # what batches are made of
+    stream: TokenStream = field(init=False)
+    rows: Windows | Conversations = field(init=False)
 
 
 def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Iterator[Leaf]:
-    """The sources in `source`, mixtures (of mixtures) opened up; anything else is a ValueError."""
+    """Yields the sources in `source`, with mixtures (of mixtures) opened up.
+
+    Raises:
+        ValueError: `source`, or something in it, is no source. The message names its config path.
+    """
     if isinstance(source, Mixture):
-        for i, (child, share) in enumerate(zip(source.sources, source.weights, strict=True)):
-            yield from leaves_of(child, f"{label}.sources.{i}", f"{name}.{i}", weight * share)
+        weighted_sources = zip(source.sources, source.weights, strict=True)
+        for i, (child, share) in enumerate(weighted_sources):
+            child_label = f"{label}.sources.{i}"
+            yield from leaves_of(child, child_label, f"{name}.{i}", weight * share)
     elif isinstance(source, TextSource | TokenMemmap):
         yield Leaf(label, name, weight, source)
     else:
-        given = type(source).__name__
-        raise ValueError(f"{label}: expected a source (TextSource, TokenMemmap or Mixture), given {given}")
+        raise ValueError(
+            f"{label}: expected a source (TextSource, TokenMemmap or Mixture), given {type(source).__name__}"
+        )
 
 
 @contextlib.contextmanager
@@ -313,11 +441,14 @@ def located(label: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, PermissionError, IsADirectoryError, ValueError) as error:
-        if str(error).startswith("data."):  # from further inside, where the place is known better
+        # Such an error comes from further inside, where the place is known better.
+        if str(error).startswith("data."):
             raise
-        kind = type(error) if isinstance(error, OSError) else ValueError  # a UnicodeError takes other arguments
+        # Subclasses of ValueError become plain ones: a UnicodeError cannot be made from a text.
+        kind = type(error) if isinstance(error, OSError) else ValueError
         raise kind(f"{label}: {error}") from error
-    except OSError as error:  # a full disk, say
+    except OSError as error:
+        # For instance a full disk. Number and file name must survive, as callers look at them.
         if error.errno is None or str(error.strerror).startswith("data."):
             raise
         raise OSError(error.errno, f"{label}: {error.strerror}", error.filename) from error

@@ -19,24 +19,52 @@ from framework.data.files import BLOCK_BYTES, DataFile, FileHashes
 from framework.data.tokenizers import Tokenizer
 
 TokenDType = Literal["uint16", "uint32"]
-FACTS = ("dtype", "num_tokens", "num_documents", "num_bytes", "eos_id", "tokenizer", "sha256")  # of a sidecar
+
+# The keys of a sidecar, in the order in which they are written.
+FACTS = (
+    "dtype",
+    "num_tokens",
+    "num_documents",
+    "num_bytes",
+    "eos_id",
+    "tokenizer",
+    "sha256",
+)
 
 
 def sidecar_name(name: str) -> str:
-    """x.bin -> x.json"""
+    """Returns the name of a token file's sidecar: x.bin -> x.json."""
     return f"{name.removesuffix('.bin')}.json"
 
 
 def scan(file: DataFile, dtype: str) -> list[list[Any]]:
-    """[sha256, largest id] of each block of the file."""
-    size = np.dtype(dtype).itemsize
-    ids = ((block, np.frombuffer(block[: len(block) // size * size], dtype)) for block in file.chunks(BLOCK_BYTES))
-    return [[hashlib.sha256(block).hexdigest(), int(tokens.max(initial=0))] for block, tokens in ids]
+    """Returns [sha256, largest id] of each block of the file."""
+    token_bytes = np.dtype(dtype).itemsize
+    blocks = []
+    for block in file.chunks(BLOCK_BYTES):
+        # A file may end within a token, which numpy would refuse.
+        num_tokens = len(block) // token_bytes
+        tokens = np.frombuffer(block[: num_tokens * token_bytes], dtype)
+        digest = hashlib.sha256(block).hexdigest()
+        blocks.append([digest, int(tokens.max(initial=0))])
+    return blocks
 
 
 class TokenShard:
-    """One token file, open for reading. ValueError, naming file and offset: it disagrees with its sidecar, with what
-    the source asks for (dtype, eos_id, verify) or with the tokenizer (its digest, separator, vocab_size)."""
+    """One token file, open for reading.
+
+    Args:
+        file: the `.bin`.
+        tokenizer: the config's tokenizer; its digest, separator and vocab_size must be those of the file.
+        hashes: what verification found in earlier runs.
+        dtype: dtype that the source asks for; None takes the sidecar's, or uint16.
+        eos_id: separator that the source asks for; None takes the tokenizer's, or the sidecar's.
+        verify: whether hashes and ids are checked now.
+
+    Raises:
+        ValueError: the file disagrees with its sidecar, with the source or with the tokenizer. The message names file
+            and offset.
+    """
 
     def __init__(
         self,
@@ -48,38 +76,59 @@ class TokenShard:
         eos_id: int | None,
         verify: bool,
     ):
-        self.file, self.vocab_size = file, tokenizer.vocab_size
+        self.file = file
+        self.vocab_size = tokenizer.vocab_size
         self._sidecar = self._read_sidecar()
-        self._dtype = np.dtype(self._agreed("dtype", dtype) or "uint16").newbyteorder("<")
-        self.eos_id: int | None = self._agreed("eos_id", tokenizer.separator_id if eos_id is None else eos_id)
+        dtype_name = self._agreed("dtype", dtype) or "uint16"
+        self._dtype = np.dtype(dtype_name).newbyteorder("<")
+        if eos_id is None:
+            eos_id = tokenizer.separator_id
+        self.eos_id: int | None = self._agreed("eos_id", eos_id)
         self._agreed("tokenizer", tokenizer.digest)
         self.num_tokens = self._count_tokens()
         self.num_documents: int | None = self._sidecar.get("num_documents")
-        self.num_bytes: int | None = self._sidecar.get("num_bytes")  # of UTF-8 text
-        known: list[str] = self._sidecar.get("sha256", [file.name.rpartition("/")[2], str(self.num_tokens)])
-        self.digest = hashlib.sha256("".join(self._verify(hashes) if verify else known).encode()).hexdigest()
-        self.read(0, 1)  # a file that may not be read must be found out before anything is compiled
+        # Bytes of UTF-8 text that the tokens stand for.
+        self.num_bytes: int | None = self._sidecar.get("num_bytes")
+        if verify:
+            digests = self._verify(hashes)
+        else:
+            # Without a sidecar and without reading the file, name and length stand for the content.
+            identity = [file.name.rpartition("/")[2], str(self.num_tokens)]
+            digests = self._sidecar.get("sha256", identity)
+        self.digest = hashlib.sha256("".join(digests).encode()).hexdigest()
+        # A file that may not be read must be an error before anything is compiled.
+        self.read(0, 1)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as int32[stop - start]; ValueError: the file ends early, an id is out of range."""
-        size = self._dtype.itemsize
-        data = self.file.read(start * size, stop * size)
-        if len(data) != (stop - start) * size:
+        """Returns tokens [start, stop) as int32[stop - start].
+
+        Raises:
+            ValueError: the file ends early, or an id is out of range.
+        """
+        token_bytes = self._dtype.itemsize
+        data = self.file.read(start * token_bytes, stop * token_bytes)
+        if len(data) != (stop - start) * token_bytes:
+            end_byte = start * token_bytes + len(data)
+            opened_bytes = self.num_tokens * token_bytes
             raise ValueError(
-                f"{self.file}: ends at byte {start * size + len(data)}, but it held {self.num_tokens * size} bytes "
+                f"{self.file}: ends at byte {end_byte}, but it held {opened_bytes} bytes "
                 "when it was opened: it was truncated meanwhile"
             )
         tokens = np.frombuffer(data, self._dtype)
         if len(tokens) and int(tokens.max()) >= self.vocab_size:
-            at = int(np.argmax(tokens >= self.vocab_size))
+            offset = int(np.argmax(tokens >= self.vocab_size))
+            index = start + offset
             raise ValueError(
-                f"{self.file}: token {tokens[at]} at index {start + at} (byte {(start + at) * size}) is out of range: "
+                f"{self.file}: token {tokens[offset]} at index {index} "
+                f"(byte {index * token_bytes}) is out of range: "
                 f"the vocabulary has {self.vocab_size} ids; wrong dtype, tokenizer or vocab_size?"
             )
         return tokens.astype(np.int32)
 
     def _read_sidecar(self) -> dict[str, Any]:
+        """Returns the sidecar's facts; none where there is no sidecar, as with nanoGPT's files."""
         file = DataFile(self.file.fs, sidecar_name(self.file.path))
+        # A token file may be named x.json itself; it is not its own sidecar.
         if file.path == self.file.path or not file.fs.exists(file.path):
             return {}
         try:
@@ -88,64 +137,123 @@ class TokenShard:
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file}: not the sidecar of a token file: {error!r}") from error
 
-    def _agreed(self, key: str, asked: Any) -> Any:
+    def _agreed(self, key: str, configured: Any) -> Any:
+        """Returns the configured value, or where that is None the sidecar's.
+
+        Raises:
+            ValueError: both are there, and differ.
+        """
         recorded = self._sidecar.get(key)
-        if asked is not None and recorded is not None and asked != recorded:
-            hint = "; configure the tokenizer.json that it was prepared with" if key == "tokenizer" else ""
-            raise ValueError(f"{self.file}: {key} is {recorded!r} by its sidecar, but {asked!r} is configured{hint}")
-        return recorded if asked is None else asked
+        if configured is None:
+            return recorded
+        if recorded is not None and configured != recorded:
+            hint = ""
+            if key == "tokenizer":
+                hint = "; configure the tokenizer.json that it was prepared with"
+            raise ValueError(
+                f"{self.file}: {key} is {recorded!r} by its sidecar, but {configured!r} is configured{hint}"
+            )
+        return configured
 
     def _count_tokens(self) -> int:
-        size, item, name = self.file.size(), self._dtype.itemsize, self._dtype.name
-        expected = self._sidecar.get("num_tokens", size // item) * item
-        if size != expected:
-            verb = "ends early" if size < expected else "goes on" if self._sidecar else "ends within a token"
-            where = f"at byte {min(size, expected)} (token {min(size, expected) // item})"
+        """Returns the number of tokens by the file's size, which must be the sidecar's, or whole tokens."""
+        size = self.file.size()
+        token_bytes = self._dtype.itemsize
+        dtype_name = self._dtype.name
+        expected_size = self._sidecar.get("num_tokens", size // token_bytes) * token_bytes
+        if size != expected_size:
+            if size < expected_size:
+                verb = "ends early"
+            elif self._sidecar:
+                verb = "goes on"
+            else:
+                verb = "ends within a token"
+            end_byte = min(size, expected_size)
             raise ValueError(
-                f"{self.file}: {verb} {where}: it holds {size} bytes, expected {expected} of {name} tokens"
+                f"{self.file}: {verb} at byte {end_byte} (token {end_byte // token_bytes}): "
+                f"it holds {size} bytes, expected {expected_size} of {dtype_name} tokens"
             )
         if size == 0:
-            raise ValueError(f"{self.file}: empty, expected {name} tokens")
-        return size // item
+            raise ValueError(f"{self.file}: empty, expected {dtype_name} tokens")
+        return size // token_bytes
 
     def _verify(self, hashes: FileHashes) -> list[str]:
-        """The sha256 of each block."""
-        blocks = hashes.of(self.file, f"tokens {self._dtype.name}", lambda: scan(self.file, self._dtype.str))
-        found, item = [digest for digest, _ in blocks], self._dtype.itemsize
-        for number, (digest, largest) in enumerate(blocks):
-            first, last = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.num_tokens * item)
-            # Damage is reported as damage, not as the odd id that it happened to make.
-            if [digest] != self._sidecar.get("sha256", found)[number : number + 1]:
-                raise ValueError(f"{self.file}: garbled between byte {first} and byte {last}: not the sidecar's sha256")
-            if largest >= self.vocab_size:
-                self.read(first // item, last // item)  # raises: names the id and its place
-        return found
+        """Checks every block against the sidecar and the vocabulary, and returns the sha256 of each block."""
+        # The dtype is part of the key: read as another one, the same bytes have another largest id.
+        kind = f"tokens {self._dtype.name}"
+        blocks = hashes.of(self.file, kind, lambda: scan(self.file, self._dtype.str))
+        digests = [digest for digest, _ in blocks]
+        recorded_digests = self._sidecar.get("sha256", digests)
+        token_bytes = self._dtype.itemsize
+        for number, (digest, largest_id) in enumerate(blocks):
+            first_byte = number * BLOCK_BYTES
+            last_byte = min(first_byte + BLOCK_BYTES, self.num_tokens * token_bytes)
+            # Damage is reported as damage, not as the odd id that it happened to make. The slice
+            # is empty, and so unequal, where the sidecar lists too few blocks.
+            if [digest] != recorded_digests[number : number + 1]:
+                raise ValueError(
+                    f"{self.file}: garbled between byte {first_byte} and byte {last_byte}: not the sidecar's sha256"
+                )
+            if largest_id >= self.vocab_size:
+                # Reading raises the error, which names the id and its place.
+                self.read(first_byte // token_bytes, last_byte // token_bytes)
+        return digests
 
 
 class TokenStream:
-    """Shards, in reading order and all of one separator, read as one sequence of tokens."""
+    """Several shards that are read as one sequence of tokens.
+
+    Args:
+        shards: in reading order, all with the same separator.
+
+    Raises:
+        ValueError: two shards have different separators. The message names both.
+    """
 
     def __init__(self, shards: Sequence[TokenShard]):
+        first_shard = shards[0]
         for shard in shards:
-            if shard.eos_id != shards[0].eos_id:
-                a, b = f"{shards[0].file} has eos_id={shards[0].eos_id}", f"{shard.file} eos_id={shard.eos_id}"
-                raise ValueError(f"shards with different separators: {a}, {b}")
-        self.shards, self.eos_id = list(shards), shards[0].eos_id
+            if shard.eos_id != first_shard.eos_id:
+                raise ValueError(
+                    "shards with different separators: "
+                    f"{first_shard.file} has eos_id={first_shard.eos_id}, "
+                    f"{shard.file} eos_id={shard.eos_id}"
+                )
+        self.shards = list(shards)
+        self.eos_id = first_shard.eos_id
+        # The stream's tokens [_ends[i - 1], _ends[i]) are those of shard i.
         self._ends = np.cumsum([shard.num_tokens for shard in shards])
         self.num_tokens = int(self._ends[-1])
-        documents, sizes = [s.num_documents for s in shards], [s.num_bytes for s in shards]
-        self.num_documents = None if None in documents else sum(filter(None, documents))  # None: no sidecar
-        self.num_bytes = None if None in sizes else sum(filter(None, sizes))
-        self.digest = hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest()
+        self.num_documents = _total([shard.num_documents for shard in shards])
+        self.num_bytes = _total([shard.num_bytes for shard in shards])
+        digests = "".join(shard.digest for shard in shards)
+        self.digest = hashlib.sha256(digests.encode()).hexdigest()
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as int32[stop - start]; a window may span shards. Errors as `TokenShard.read`."""
+        """Returns tokens [start, stop) as int32[stop - start]; a window may span shards.
+
+        Raises the errors of `TokenShard.read`.
+        """
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
-        pieces = [np.zeros(0, np.int32)]
+        # The empty array makes an empty range an int32 array as well.
+        parts = [np.zeros(0, np.int32)]
         number = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
-            base = int(self._ends[number]) - self.shards[number].num_tokens
-            end = min(stop, int(self._ends[number]))
-            pieces.append(self.shards[number].read(start - base, end - base))
-            start, number = end, number + 1
-        return np.concatenate(pieces)
+            shard = self.shards[number]
+            shard_end = int(self._ends[number])
+            shard_start = shard_end - shard.num_tokens
+            end = min(stop, shard_end)
+            parts.append(shard.read(start - shard_start, end - shard_start))
+            start = end
+            number += 1
+        return np.concatenate(parts)
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """Returns the sum, or None where a shard has no sidecar that gives its count."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total

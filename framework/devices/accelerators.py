@@ -18,7 +18,12 @@ GIB = 2**30
 GPU_MEMORY_FRACTION = 0.92
 # XLA pins no more host memory than that on a GPU machine, GiB for all GPUs of a process; 64 where it is not set. It
 # grows by need, so launch.train sets nearly all that the machine has: the rest is for Python, data and checkpoints.
-HOST_LIMIT, HOST_MEMORY_FRACTION = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 0.9
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+HOST_MEMORY_FRACTION = 0.9
+# The second is the old name, which still counts.
+_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# Limits of a container, of cgroup version 2 and 1.
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -72,27 +77,44 @@ class AcceleratorSpec:
         for which launch.train takes GPU_MEMORY_FRACTION (JAX itself 0.75) where the environment says nothing.
         """
         if self.platform == "gpu" and self.memory_bytes is not None:
-            names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the old name still counts
-            fraction = next(filter(None, map(os.environ.get, names)), GPU_MEMORY_FRACTION)
+            values = [os.environ.get(name) for name in _FRACTION_VARIABLES]
+            # Variables that are set to nothing count as not set.
+            fractions = [value for value in values if value]
+            fraction = fractions[0] if fractions else GPU_MEMORY_FRACTION
             return int(self.memory_bytes * float(fraction))
-        return self.usable_bytes if self.usable_bytes is not None else self.memory_bytes
+        if self.usable_bytes is not None:
+            return self.usable_bytes
+        return self.memory_bytes
 
     def peak_flops(self, dtype: str = "bfloat16") -> float | None:
-        """Peak FLOP/s of a product whose operands are `dtype`, at XLA's default precision; None where not known.
+        """Peak FLOP/s of a matrix product whose operands are `dtype`, at XLA's default precision; None if not known.
 
         By default XLA runs a float32 product in bfloat16 passes on TPU and in TF32 on A100 and later, so that is the
         rate an MFU has to be measured against (docs.jax.dev/en/latest/201/precision.html).
         """
-        float32 = self.peak_bf16_flops if self.platform == "tpu" else self.peak_tf32_flops
-        return {"bfloat16": self.peak_bf16_flops, "float16": self.peak_bf16_flops, "float32": float32}.get(dtype)
+        if dtype in ("bfloat16", "float16"):
+            return self.peak_bf16_flops
+        if dtype == "float32":
+            return self.peak_bf16_flops if self.platform == "tpu" else self.peak_tf32_flops
+        return None
 
 
 def _table() -> Iterator[AcceleratorSpec]:
-    for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items():
-        bytes_ = {key.replace("_gib", "_bytes"): int(row.pop(key) * GIB) for key in list(row) if key.endswith("_gib")}
-        lists = {key: tuple(row.pop(key)) for key in list(row) if isinstance(row[key], list)}
-        options = tuple(row.pop("compiler_options", {}).items())
-        yield AcceleratorSpec(**{"name": name} | row | bytes_ | lists, compiler_options=options)
+    """The rows of accelerators.toml. There sizes are in GiB; lists become tuples, so that a spec can be hashed."""
+    path = Path(__file__).with_suffix(".toml")
+    for name, row in tomllib.loads(path.read_text()).items():
+        # A row may give a name of its own: several kinds of devices are one accelerator.
+        fields: dict[str, Any] = {"name": name}
+        for key, value in row.items():
+            if key.endswith("_gib"):
+                fields[key.replace("_gib", "_bytes")] = int(value * GIB)
+            elif key == "compiler_options":
+                fields[key] = tuple(value.items())
+            elif isinstance(value, list):
+                fields[key] = tuple(value)
+            else:
+                fields[key] = value
+        yield AcceleratorSpec(**fields)
 
 
 ACCELERATORS = tuple(_table())
@@ -113,15 +135,18 @@ def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
         if len(kinds) != 1:
             raise ValueError(f"expected devices of one kind, got {kinds or 'no devices'}")
         kind = kinds[0]
+        # A topology that is compiled for without a device shows each core of a v4 as a device, and
+        # libtpu calls that a TPU v4 too.
         if kind == "TPU v4" and getattr(name_or_devices[0], "num_cores", 2) == 1:
             kind = "TPU v4 core"
     for spec in ACCELERATORS:
         if kind == spec.name or kind in spec.device_kinds:
             return spec
     if isinstance(name_or_devices, str):
+        # Several rows may have the same name.
         names = list(dict.fromkeys(spec.name for spec in ACCELERATORS))
-        near = difflib.get_close_matches(kind, names, n=3, cutoff=0.4) or names
-        raise ValueError(f"unknown accelerator {kind!r}; nearest: {', '.join(near)}")
+        nearest_names = difflib.get_close_matches(kind, names, n=3, cutoff=0.4) or names
+        raise ValueError(f"unknown accelerator {kind!r}; nearest: {', '.join(nearest_names)}")
     slug = kind.lower().removeprefix("nvidia ").replace(" ", "-")
     return AcceleratorSpec(slug, name_or_devices[0].platform, (kind,))
 
@@ -133,17 +158,25 @@ def accelerator_name(devices: Sequence[Any]) -> str:
     (a mesh over slices is another mesh) and `*v5e-*` does. Raises ValueError as `spec_for`.
     """
     spec = spec_for(devices)
-    on_tpu = spec.platform == "tpu"  # GPUs have this index too, of their host
-    slices = len({(on_tpu and getattr(device, "slice_index", None)) or 0 for device in devices})
-    count = len(devices) // slices * spec.cores_per_chip // spec.devices_per_chip
-    name = f"{spec.name}{'x' if spec.platform == 'gpu' else '-'}{count}"
-    return f"{slices}x{name}" if slices > 1 else name
+    slices: set[int] = set()
+    for device in devices:
+        # GPUs have this attribute too, where it counts hosts.
+        slice_index = getattr(device, "slice_index", None) if spec.platform == "tpu" else None
+        slices.add(slice_index or 0)
+    num_slices = len(slices)
+    devices_per_slice = len(devices) // num_slices
+    count = devices_per_slice * spec.cores_per_chip // spec.devices_per_chip
+    separator = "x" if spec.platform == "gpu" else "-"
+    name = f"{spec.name}{separator}{count}"
+    return f"{num_slices}x{name}" if num_slices > 1 else name
 
 
 def machine_memory_bytes() -> int:
     """Memory of this machine, or as much of it as this process's container (cgroup) may use."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # "max", or another cgroup version
-            found.append(int(Path(path).read_text()))
-    return min(found)
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    limits = [page_bytes * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CGROUP_LIMITS:
+        # A file says "max" where there is no limit; it is not there with the other cgroup version.
+        with suppress(OSError, ValueError):
+            limits.append(int(Path(path).read_text()))
+    return min(limits)

@@ -1,4 +1,4 @@
-"""What the C library does with memory that a program on CPU gives back.
+"""Tells the C library to keep the memory that a program on CPU gives back.
 
 XLA for CPU asks for a step's temporary buffers at its begin and frees them at its end. The C library hands large blocks
 back to the kernel, which gives them out again as pages that it zeroes one by one, when each is first touched: 26 of the
@@ -11,22 +11,28 @@ import ctypes
 import os
 import sys
 
-# Of glibc's malloc.h.
+# Parameters of mallopt, as glibc's malloc.h numbers them.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
+# Environment variables by which a user sets what malloc does.
 _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep what is freed for the next request, until the process ends; whether it does.
+    """Tells glibc to keep freed memory for the next request, until the process ends. Returns whether glibc does so.
 
-    The process then stays as large as it was at its peak. Left alone are other C libraries, and an environment that
-    says itself what malloc is to do.
+    The process then stays as large as it was at its peak. Nothing is changed with other C libraries, or where the
+    environment says what malloc is to do.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _OF_THE_USER):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    c_library = ctypes.CDLL(None)
+    mallopt = getattr(c_library, "mallopt", None)
+    # C libraries other than glibc need not have it.
     if mallopt is None:
         return False
-    # All blocks from the heap, none by a mapping of its own; and the heap's end is never given back.
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    # All blocks come from the heap, none by a mapping of its own, which would go back when it is freed.
+    if not mallopt(_M_MMAP_MAX, 0):
+        return False
+    # The end of the heap is never given back.
+    return bool(mallopt(_M_TRIM_THRESHOLD, -1))

@@ -1,4 +1,4 @@
-"""What the XLA compiler is told beyond its own defaults, by config, and checked with that very compiler."""
+"""Options of the XLA compiler beyond its own defaults: set by config, and checked with that very compiler."""
 
 from __future__ import annotations
 
@@ -31,17 +31,30 @@ class Compiler:
         of_accelerator: whether the latter are used at all.
     """
 
-    def __init__(self, *, options: dict[str, bool | int | float | str] = {}, of_accelerator: bool = True):  # noqa: B006
-        self.options, self.of_accelerator = _options_of(options), of_accelerator
+    def __init__(
+        self,
+        *,
+        options: dict[str, bool | int | float | str] = {},  # noqa: B006
+        of_accelerator: bool = True,
+    ):
+        self.options = _options_of(options)
+        self.of_accelerator = of_accelerator
 
     def options_for(self, mesh: Any) -> dict[str, bool | str]:
         """All options for the programs of a mesh's devices."""
         from framework.devices.accelerators import spec_for
 
-        usual = dict(spec_for(list(mesh.devices.flat)).compiler_options) if self.of_accelerator else {}
-        environment = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-        in_environment = set(re.findall(r"--(\w+)", environment))
-        return _options_of({name: usual[name] for name in usual.keys() - in_environment}) | self.options
+        usual: dict[str, bool | int | str] = {}
+        if self.of_accelerator:
+            spec = spec_for(list(mesh.devices.flat))
+            usual = dict(spec.compiler_options)
+        variables = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+        environment = " ".join(os.environ.get(name, "") for name in variables)
+        names_in_environment = set(re.findall(r"--(\w+)", environment))
+        # An option that is handed to one compilation would win over the user's own flag.
+        usual_names = usual.keys() - names_in_environment
+        usual_options = _options_of({name: usual[name] for name in usual_names})
+        return usual_options | self.options
 
     def check(self, mesh: Any) -> None:
         """Compiles next to nothing for the devices of a mesh: 0.1 s for 8, 0.2 s for 1024; nothing without options.
@@ -52,52 +65,82 @@ class Compiler:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
-        platform, everywhere = mesh.devices.flat[0].platform, NamedSharding(mesh, PartitionSpec())
+        platform = mesh.devices.flat[0].platform
+        replicated = NamedSharding(mesh, PartitionSpec())
         for name in self.options:
             # XLA takes the options of CPUs and GPUs everywhere, and leaves those of others aside without a word.
-            if (other := re.match("xla_(cpu|gpu|tpu)_", name)) and other[1] != platform:
-                kinds = f"for {other[1].upper()}s, and these devices are {platform.upper()}s"
+            match = re.match("xla_(cpu|gpu|tpu)_", name)
+            if match and match[1] != platform:
+                kinds = f"for {match[1].upper()}s, and these devices are {platform.upper()}s"
                 raise ValueError(f"{_PATH}{name}: an option {kinds}; accelerator_rules give each kind its own")
-        scalar = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
+        if not self.options:
+            return
+        scalar = jax.ShapeDtypeStruct((), "float32", sharding=replicated)
         try:
-            _ = self.options and jax.jit(lambda x: x + 1).lower(scalar).compile(compiler_options=self.options)
+            lowered = jax.jit(lambda x: x + 1).lower(scalar)
+            lowered.compile(compiler_options=self.options)
         except jax.errors.JaxRuntimeError as error:
-            words = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ").rstrip(": ")
-            name = max((name for name in self.options if name in words), key=len, default="")
+            message = _compiler_message(error)
+            # The message does not say in one form which option it is about, so the longest name
+            # that it contains is taken.
+            mentioned_names = [name for name in self.options if name in message]
+            name = max(mentioned_names, key=len, default="")
             package = "libtpu" if platform == "tpu" else "jaxlib"
-            near = did_you_mean(name, _options(package)) if "No such" in words else ""
-            raise ValueError(f"{_PATH}{name}: the compiler says: {words}{near}") from None
+            hint = did_you_mean(name, _options(package)) if "No such" in message else ""
+            raise ValueError(f"{_PATH}{name}: the compiler says: {message}{hint}") from None
+
+
+def _compiler_message(error: Exception) -> str:
+    """The first line of the compiler's error, without the code before it and the colons after it."""
+    first_line = str(error).splitlines()[0]
+    return first_line.removeprefix("INVALID_ARGUMENT: ").rstrip(": ")
 
 
 def _options_of(options: Mapping[str, bool | int | float | str]) -> dict[str, bool | str]:
-    words: dict[str, bool] = {"true": True, "false": False}  # XLA itself takes a bool, and no such text
-    return {name: words.get(str(value).lower(), str(value)) for name, value in options.items()}
+    """Options in the types that XLA takes: text, but for booleans, which must be bool."""
+    booleans: dict[str, bool] = {"true": True, "false": False}
+    converted: dict[str, bool | str] = {}
+    for name, value in options.items():
+        text = str(value)
+        converted[name] = booleans.get(text.lower(), text)
+    return converted
 
 
 def names_files(option: str, value: Any) -> bool:
     """Whether an option makes the compiler read or write files, going by the name, or by a value that is a path."""
-    return bool(_FILES.search(option)) or (isinstance(value, str) and ("/" in value or "\\" in value))
+    if _FILES.search(option):
+        return True
+    return isinstance(value, str) and ("/" in value or "\\" in value)
 
 
 def check_environment() -> None:
     """Raises ValueError for a flag in XLA_FLAGS that XLA does not know: it would end the process."""
-    for name in re.findall(r"(?:^|\s)--(\w+)", os.environ.get("XLA_FLAGS", "")):
+    flags = os.environ.get("XLA_FLAGS", "")
+    for name in re.findall(r"(?:^|\s)--(\w+)", flags):
+        # XLA reads its flags as it starts, and then aborts; but their names are in its binary.
         with _library("jaxlib") as library:
-            known = library.find(name.encode()) >= 0
-        if not known:
-            raise ValueError(f"XLA_FLAGS: XLA knows no flag --{name}{did_you_mean(name, _options('jaxlib'))}")
+            is_known = library.find(name.encode()) >= 0
+        if not is_known:
+            hint = did_you_mean(name, _options("jaxlib"))
+            raise ValueError(f"XLA_FLAGS: XLA knows no flag --{name}{hint}")
 
 
 def _options(package: str) -> list[str]:
-    """The names of options as they stand in the compiler's binary: nothing else lists those of a TPU. A second."""
+    """The names of options in the compiler's binary: nothing else lists those of a TPU. Takes a second."""
     with _library(package) as library:
-        return sorted({name.decode() for name in re.findall(rb"xla_[a-z0-9_]{4,80}", library)})
+        names = re.findall(rb"xla_[a-z0-9_]{4,80}", library)
+        return sorted({name.decode() for name in names})
 
 
 @contextmanager
 def _library(package: str) -> Iterator[mmap.mmap]:
+    """The bytes of a package's largest shared library, which is the compiler; mapped, as it has hundreds of MB."""
     spec = find_spec(package)
     folders = [] if spec is None else spec.submodule_search_locations or []
-    path = max(Path(folders[0]).glob("*.so"), key=lambda path: path.stat().st_size)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+    libraries = Path(folders[0]).glob("*.so")
+    path = max(libraries, key=lambda path: path.stat().st_size)
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library,
+    ):
         yield library

@@ -21,6 +21,10 @@ from jax.experimental import serialize_executable
 from framework.terminal import interrupts
 
 _log = logging.getLogger(__name__)
+
+# JAX's own limit of a second would leave out most programs of a small model.
+_MIN_COMPILE_SECONDS = 0.05
+# Of this process, by what `call` was given: the function, its static arguments, shapes and shardings.
 _programs: dict[Any, Any] = {}
 
 
@@ -29,19 +33,24 @@ def use_compilation_cache(directory: str | None) -> None:
     if directory is None:
         return
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
+    # -1 stands for no limit: small programs count as much as large ones.
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def folder() -> Path | None:
-    """Where this process keeps programs; None: JAX does, or nobody."""
+    """The folder in which this process keeps programs; None if JAX keeps them, or nobody does."""
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not cache or not jax.process_index() or jax.default_backend() != "cpu":
         return None
     return Path(cache) / "processes"
 
 
-def compiled(lowered: Any, options: Any = None, devices: list[Any] | None = None) -> Any:
+def compiled(
+    lowered: Any,
+    options: Any = None,
+    devices: list[Any] | None = None,
+) -> Any:
     """`lowered.compile()`, a jax.stages.Compiled, from the disk if it was there before.
 
     What is read was written by this user on this host, with the trust that JAX's own cache of machine code has.
@@ -50,28 +59,44 @@ def compiled(lowered: Any, options: Any = None, devices: list[Any] | None = None
         options: of the compiler, with which it was jitted.
         devices: where it runs, if not on all.
     """
-    if (kept := folder()) is None:
+    cache = folder()
+    if cache is None:
         return lowered.compile()
-    facts = [jax.__version__, socket.gethostname(), os.environ.get("XLA_FLAGS"), options]
-    # The text alone does not tell a random key from its words, nor which names the arguments have.
-    facts += [jax.process_count(), jax.process_index(), str(lowered.in_avals), str(lowered.in_tree), lowered.as_text()]
-    path = kept / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.bin"
+    path = cache / f"{_key(lowered, options)}.bin"
     try:
-        read = path.read_bytes(), lowered.in_tree, lowered.out_tree
-        return serialize_executable.deserialize_and_load(*read, execution_devices=devices)
+        return serialize_executable.deserialize_and_load(
+            path.read_bytes(),
+            lowered.in_tree,
+            lowered.out_tree,
+            execution_devices=devices,
+        )
     except FileNotFoundError:
         pass
-    except Exception as error:  # cut short, or of another build: it is made again
+    # The file was cut short, or is of another build: the program is compiled again.
+    except Exception as error:
         _log.warning("%s cannot be used: %s", path, error)
     result = lowered.compile()
     try:
-        _keep(path, serialize_executable.serialize(result)[0])
-    except OSError as error:  # a disk that is full or read-only costs the cache, not the run
+        serialized = serialize_executable.serialize(result)
+        _keep(path, serialized[0])
+    # A disk that is full or read-only costs the cache, not the run.
+    except OSError as error:
         _log.warning("%s is not kept: %s", path, error.strerror or error)
     return result
 
 
+def _key(lowered: Any, options: Any) -> str:
+    """The hash of all that a compiled program depends on, as hexadecimal digits."""
+    # Machine code of another host may use instructions that this one has not, so the host counts.
+    facts = [jax.__version__, socket.gethostname(), os.environ.get("XLA_FLAGS"), options]
+    facts += [jax.process_count(), jax.process_index()]
+    # The text alone does not tell a random key from its words, nor which names the arguments have.
+    facts += [str(lowered.in_avals), str(lowered.in_tree), lowered.as_text()]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
 def _keep(path: Path, program: bytes) -> None:
+    """Writes a program under a temporary name and renames it, so that no process reads half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
@@ -88,16 +113,24 @@ def call(jitted: Any, arrays: Any, *static: Any) -> Any:
     if folder() is None:
         return jitted(arrays, *static)
     leaves, tree = jax.tree.flatten(arrays)
-    key = jitted, static, tree, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+    avals = tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+    key = (jitted, static, tree, avals)
     if key not in _programs:
-        sets = [x.sharding.device_set for x in leaves if isinstance(x, jax.Array)]
-        devices = sorted(set.union(*sets), key=lambda device: device.id) if sets else jax.local_devices()[:1]
-        _programs[key] = compiled(jitted.lower(arrays, *static), devices=devices)
+        lowered = jitted.lower(arrays, *static)
+        _programs[key] = compiled(lowered, devices=_devices_of(leaves))
     return _programs[key](arrays)
 
 
+def _devices_of(leaves: list[Any]) -> list[Any]:
+    """The devices on which arrays lie, by id; where there are only numpy arrays, the first of this process."""
+    device_sets = [x.sharding.device_set for x in leaves if isinstance(x, jax.Array)]
+    if not device_sets:
+        return jax.local_devices()[:1]
+    return sorted(set.union(*device_sets), key=lambda device: device.id)
+
+
 class HostBytes(NamedTuple):
-    """Of a program's arguments, its results, and the arguments that are donated: what is in host memory, per device."""
+    """The bytes in host memory, per device, of a program's arguments, its results, and its donated arguments."""
 
     arguments: int = 0
     results: int = 0
@@ -105,8 +138,8 @@ class HostBytes(NamedTuple):
 
     @staticmethod
     def in_place(size: int) -> HostBytes:
-        """Of a program that takes so much, donated, and gives it back."""
-        return HostBytes(size, size, size)
+        """The bytes of a program that takes `size` bytes in host memory, donated, and returns them."""
+        return HostBytes(arguments=size, results=size, donated=size)
 
 
 def peak_bytes(stats: Any, platform: str, hosted: HostBytes) -> int:
@@ -117,17 +150,33 @@ def peak_bytes(stats: Any, platform: str, hosted: HostBytes) -> int:
     known, their sum is better.) GPU and CPU: the sum, no overestimate there, as all temporaries are one allocation.
     """
     if platform == "tpu" and stats.peak_memory_in_bytes:
-        results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
-        return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes - results
-    argument, output, alias = on_device(stats, platform, hosted)
-    return argument + output - alias + stats.temp_size_in_bytes
+        # Results that are donated arguments are counted once, among the arguments.
+        host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+        return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes - host_results
+    argument_bytes, result_bytes, aliased_bytes = on_device(stats, platform, hosted)
+    return argument_bytes + result_bytes - aliased_bytes + stats.temp_size_in_bytes
 
 
-def on_device(stats: Any, platform: str, hosted: HostBytes) -> tuple[int, int, int]:
-    """(arguments, results, aliased) without what is in host memory: on CPU the compiler counts all of that among the
-    device's, on GPU arguments that it lost sight of."""
-    argument, output, alias = stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes
+def on_device(
+    stats: Any,
+    platform: str,
+    hosted: HostBytes,
+) -> tuple[int, int, int]:
+    """Bytes of (arguments, results, donated arguments) in device memory, from a program's `memory_analysis()`.
+
+    The compiler's own figures are too large: on CPU it counts all of what is in host memory among the device's, on GPU
+    arguments that it lost sight of.
+    """
+    argument_bytes = stats.argument_size_in_bytes
+    result_bytes = stats.output_size_in_bytes
+    aliased_bytes = stats.alias_size_in_bytes
     if platform == "cpu":
-        return argument - hosted.arguments, output - hosted.results, alias - hosted.donated
-    lost = hosted.arguments - stats.host_argument_size_in_bytes if platform == "gpu" else 0
-    return argument - lost, output, alias
+        return (
+            argument_bytes - hosted.arguments,
+            result_bytes - hosted.results,
+            aliased_bytes - hosted.donated,
+        )
+    lost_bytes = 0
+    if platform == "gpu":
+        lost_bytes = hosted.arguments - stats.host_argument_size_in_bytes
+    return argument_bytes - lost_bytes, result_bytes, aliased_bytes

@@ -1,8 +1,9 @@
 """Object stores: what a URL names, and the `Mirror` by which a run works there.
 
-An object store (gs://, s3://) has no appends, no renames and no file locks. So a run whose workdir is a URL writes its
-small files into a local folder of its own, and a Mirror carries what changed to the URL; checkpoints go there directly
-(framework/checkpoint/objects.py). The lock is an object that is created only if there is none, and refreshed: a lease.
+An object store (gs://, s3://) has no appends, no renames and no file locks. So a run whose workdir
+is a URL writes its small files into a local folder of its own, and a Mirror carries what changed
+to the URL; checkpoints go there directly (framework/checkpoint/objects.py). The lock is an object
+that is created only if there is none, and refreshed: a lease.
 """
 
 from __future__ import annotations
@@ -24,57 +25,82 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 
-INTERVAL = 20.0  # seconds between two uploads, and between two refreshments of the lock
-LEASE = 60.0  # a lock that was not refreshed for so long belongs to nobody
+# Seconds between two uploads, and between two refreshments of the lock.
+INTERVAL = 20.0
+# Seconds. A lock that was not refreshed for so long belongs to nobody.
+LEASE = 60.0
 OWNER = "process {pid} on host {host}, since {since} ({command})"
-_NOT_FETCHED = ("checkpoints", "tensorboard", "profile", "lock.json")  # what begins so, of a workdir
+# Names in a workdir that begin so are not downloaded: a run does not read them from its folder.
+_NOT_FETCHED = ("checkpoints", "tensorboard", "profile", "lock.json")
 # Process numbers count only within their namespace: containers may share a host's name.
 _NAMESPACE = os.path.basename(os.path.realpath("/proc/self/ns/pid"))
-# Filesystems of fsspec around another one: they keep copies where the URL says, or interpret templates in a file.
+# Filesystems of fsspec around another one. They keep copies where the URL says, or interpret
+# templates in a file.
 _WRAPPERS = ("simplecache", "filecache", "blockcache", "cached", "reference")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-_SECRET = re.compile(r"(?<=://)[^/\s]*@|(?<=[?&])[\w-]*(?:signature|token|credential|secret|sig|key)=[^\s&]*", re.I)
+# A user's name and password before "@", and values of a query that sign or authorize it.
+_SECRET = re.compile(
+    r"(?<=://)[^/\s]*@"
+    r"|(?<=[?&])[\w-]*(?:signature|token|credential|secret|sig|key)=[^\s&]*",
+    re.I,
+)
 
 
 def is_url(path: Any) -> bool:
-    """Whether that names something by a URL, not by a local path."""
+    """Tells whether a path is a URL and not a local path."""
     return "://" in os.fspath(path)
 
 
 def without_secrets(text: str) -> str:
-    """The text, with what looks like credentials in its URLs cut out."""
+    """Returns the text, with what looks like credentials in its URLs cut out."""
     return _SECRET.sub("...@", text)
 
 
 def connect(url: str) -> tuple[Any, str]:
-    """The fsspec filesystem of a URL, and the path there; no request is made. Listings are not cached, as other
-    processes write too. Raises ValueError: credentials in the URL, an unknown protocol or one that wraps another, or
-    a package is missing."""
+    """Returns the fsspec filesystem of a URL, and the path there; no request is made.
+
+    Listings are not cached, as other processes write too.
+
+    Raises:
+        ValueError: there are credentials in the URL, its protocol is unknown or wraps another, or a
+            package is missing.
+    """
     from fsspec.config import conf
     from fsspec.core import url_to_fs
 
     if is_url(url) and _SECRET.search(url):
+        shown = without_secrets(url)
         raise ValueError(
-            f"{without_secrets(url)}: credentials in a URL are refused, as logs and configs would keep them; use the "
-            "store's own environment variables or files"
+            f"{shown}: credentials in a URL are refused, as logs and configs would keep them; "
+            "use the store's own environment variables or files"
         )
-    for part in url.split("::") if is_url(url) or "::" in url else []:
-        if part.partition("://")[0] in _WRAPPERS:
-            raise ValueError(f"{url}: {part.partition('://')[0]} is refused; give the URL of the file itself")
-    for name in _EXTRAS:  # so that etils and pyarrow, which ask fsspec themselves, have none either
-        conf.setdefault(name, {}).setdefault("use_listings_cache", False)
+    # fsspec chains filesystems by "::", and a wrapper may come without a URL behind it.
+    links = url.split("::") if is_url(url) or "::" in url else []
+    for link in links:
+        protocol = link.partition("://")[0]
+        if protocol in _WRAPPERS:
+            raise ValueError(f"{url}: {protocol} is refused; give the URL of the file itself")
+    # In fsspec's own configuration, so that etils and pyarrow, which ask fsspec themselves, have no
+    # cached listings either.
+    for protocol in _EXTRAS:
+        options = conf.setdefault(protocol, {})
+        options.setdefault("use_listings_cache", False)
     try:
         return url_to_fs(url)
     except (ValueError, ImportError) as error:
-        extra = _EXTRAS.get(url.partition("://")[0]) if isinstance(error, ImportError) else None
-        hint = f": pip install 'plimsoll-train[{extra}]'" if extra else ""
+        hint = ""
+        protocol = url.partition("://")[0]
+        if isinstance(error, ImportError) and protocol in _EXTRAS:
+            hint = f": pip install 'plimsoll-train[{_EXTRAS[protocol]}]'"
         raise ValueError(f"cannot open {url!r}: {error}{hint}") from error
 
 
 @contextlib.contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turns whatever a store's package raises into one line that names the URL: FileNotFoundError, PermissionError, or
-    ValueError (no credentials, no connection, ...)."""
+    """Turns whatever a store's package raises into an error of one line that names the URL.
+
+    It is FileNotFoundError, PermissionError, or ValueError (no credentials, no connection, ...).
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -83,15 +109,21 @@ def explained(url: str) -> Iterator[None]:
         raise PermissionError(f"no permission for {url}") from error
     except ValueError:
         raise
-    except Exception as error:  # every package has its own
-        line = without_secrets(str(error).strip().partition("\n")[0][:300])
-        raise ValueError(f"{url}: {type(error).__name__}: {line}") from error
+    except Exception as error:
+        # Every store's package has its own exceptions, without a common base class.
+        first_line = str(error).strip().partition("\n")[0]
+        message = without_secrets(first_line[:300])
+        raise ValueError(f"{url}: {type(error).__name__}: {message}") from error
 
 
 class Mirror:
-    """Carries the files of `folder`, a local one that is made here, to `url`, and what a run reads again from there.
+    """Carries the files of a local folder to a URL, and downloads those that a run reads again.
 
-    Every process of a run has one, for what it writes itself. Raises what `connect` does.
+    The folder, `self.folder`, is made here. Every process of a run has a Mirror, for the files that
+    it writes itself. Raises what `connect` does.
+
+    Args:
+        url: the workdir's URL, gs:// or s3://.
     """
 
     def __init__(self, url: str):
@@ -99,68 +131,121 @@ class Mirror:
         self.fs, root = connect(url)
         self.root = root.rstrip("/")
         self.folder = Path(tempfile.mkdtemp(prefix="plimsoll-"))
-        self._carried: dict[str, tuple[int, int]] = {}  # by name: size and time of what is the same on both sides
-        self._fetched: set[str] = set()  # names of what was at the URL before anything was carried there
-        self._lock, self._held, self._lost = f"{self.root}/lock.json", b"", False
-        self._turn, self._stop, self._threads = threading.Lock(), threading.Event(), list[threading.Thread]()
+        # Size and modification time, by name, of the files that are the same on both sides.
+        self._carried: dict[str, tuple[int, int]] = {}
+        # Names of the files that were at the URL before anything was carried there.
+        self._fetched: set[str] = set()
+        self._lock = f"{self.root}/lock.json"
+        # The content of the lock while this process has it; empty in the other processes of a run.
+        self._held = b""
+        # Whether another job has replaced the lock.
+        self._lost = False
+        # Uploads come from a thread and from the training loop, one at a time.
+        self._turn = threading.Lock()
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     def fetch(self) -> None:
-        """Downloads what is there, except checkpoints, event files and traces. Raises as `explained`."""
+        """Downloads the workdir's files, except checkpoints, event files and traces.
+
+        Raises as `explained`.
+        """
         with explained(self.url), self._turn:
             entries = self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else []
-            wanted = [path for path in entries if not path[len(self.root) + 1 :].startswith(_NOT_FETCHED)]
-            for found in (found for path in wanted for found in self.fs.find(path)):
-                name = found[len(self.root) + 1 :]
-                if name not in self._carried:  # else it may have changed here
-                    (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    self.fs.get_file(found, str(self.folder / name))
-                    self._carried[name] = _state(self.folder / name)
-                    self._fetched.add(name)
+            for entry in entries:
+                if self._name(entry).startswith(_NOT_FETCHED):
+                    continue
+                for remote_path in self.fs.find(entry):
+                    self._download(remote_path)
+
+    def _name(self, remote_path: str) -> str:
+        """Returns the name, relative to the workdir, of an object there."""
+        return remote_path[len(self.root) + 1 :]
+
+    def _download(self, remote_path: str) -> None:
+        name = self._name(remote_path)
+        # A file that was carried before may have changed here since.
+        if name in self._carried:
+            return
+        local_path = self.folder / name
+        local_path.parent.mkdir(parents=True, exist_ok=True)
+        self.fs.get_file(remote_path, str(local_path))
+        self._carried[name] = _state(local_path)
+        self._fetched.add(name)
 
     def withdraw(self) -> None:
-        """Removes from the URL what was uploaded and is not in the folder any more, unless it was there before. Raises
-        as `explained`."""
+        """Removes from the URL the uploaded files that are not in the folder any more.
+
+        Files that were there before stay. Raises as `explained`.
+        """
         with explained(self.url), self._turn:
+            # A copy, as names are deleted on the way.
             for name in [*self._carried]:
-                if name not in self._fetched and not (self.folder / name).exists():
-                    with contextlib.suppress(FileNotFoundError):
-                        self.fs.rm_file(f"{self.root}/{name}")
-                    del self._carried[name]
+                if name in self._fetched or (self.folder / name).exists():
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    self.fs.rm_file(f"{self.root}/{name}")
+                del self._carried[name]
 
     def upload(self) -> None:
-        """Uploads what has changed. Raises as `explained`; ValueError: the lock is not ours any more."""
+        """Uploads what has changed.
+
+        Raises as `explained`; ValueError: another job has the lock now.
+        """
         with explained(self.url), self._turn:
             if self._lost:
-                raise ValueError(f"{self.url}: another job has taken it over; nothing more is written there")
+                problem = "another job has taken it over; nothing more is written there"
+                raise ValueError(f"{self.url}: {problem}")
             for path in sorted(self.folder.rglob("*")):
                 name = path.relative_to(self.folder).as_posix()
-                if path.name.endswith(".tmp") or any(part.startswith(".") for part in name.split("/")):
-                    continue  # being written, to be renamed
-                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-                    if path.is_file() and (state := _state(path)) != self._carried.get(name):
-                        self.fs.put_file(str(path), f"{self.root}/{name}")
-                        self._carried[name] = state
+                is_hidden = any(part.startswith(".") for part in name.split("/"))
+                # Such files are being written, and will be renamed.
+                if path.name.endswith(".tmp") or is_hidden:
+                    continue
+                # A file may be renamed or removed between the listing and here.
+                with contextlib.suppress(FileNotFoundError):
+                    self._upload_file(path, name)
+
+    def _upload_file(self, path: Path, name: str) -> None:
+        if not path.is_file():
+            return
+        # The state before the upload: what is written meanwhile makes the next upload take it
+        # again.
+        state = _state(path)
+        if state != self._carried.get(name):
+            self.fs.put_file(str(path), f"{self.root}/{name}")
+            self._carried[name] = state
 
     def start(self) -> None:
-        """From now on, uploads and refreshes the lock in the background. A failure is told once, and tried again."""
-        if not self._threads:
-            for action in (self.upload, self._refresh) if self._held else (self.upload,):
-                self._threads.append(threading.Thread(target=self._repeat, args=(action,), daemon=True))
-                self._threads[-1].start()
+        """Starts to upload, and to refresh the lock, in the background.
+
+        A failure is logged once, and tried again.
+        """
+        if self._threads:
+            return
+        # In threads of their own: an upload of many files must not make the lock look abandoned.
+        actions = [self.upload, self._refresh] if self._held else [self.upload]
+        for action in actions:
+            thread = threading.Thread(target=self._repeat, args=(action,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _repeat(self, action: Callable[[], None]) -> None:
-        told = False
+        is_reported = False
         while not self._stop.wait(INTERVAL):
             try:
                 action()
-                told = False
+                is_reported = False
             except Exception as error:
-                if not told:
+                if not is_reported:
                     _log.warning("--workdir: %s; training goes on, and this is tried again", error)
-                told = True
+                is_reported = True
 
     def close(self) -> None:
-        """The last upload; then the lock and the local folder go. Raises OSError: it failed; names the folder."""
+        """Uploads for the last time, then removes the lock and the local folder.
+
+        Raises OSError: the upload failed; the error names the folder, which stays.
+        """
         if not self.folder.exists():
             return
         self._stop.set()
@@ -171,72 +256,103 @@ class Mirror:
                 raise OSError(f"{self.url}: an upload does not end")
             self.upload()
         except (OSError, ValueError) as error:
-            raise OSError(f"--workdir: {error}. The last files of this run are in {self.folder}") from error
+            place = f"The last files of this run are in {self.folder}"
+            raise OSError(f"--workdir: {error}. {place}") from error
         finally:
-            with contextlib.suppress(Exception):  # it ends by itself
+            # A lock that cannot be removed ends by itself, as a lease.
+            with contextlib.suppress(Exception):
                 if self._held and self.fs.cat_file(self._lock) == self._held:
                     self.fs.rm_file(self._lock)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # --- the lock ----------------------------------------------------------------------------------------------------
+    # --- the lock ---
 
     def claim(self, owner: dict[str, Any]) -> str | None:
-        """Creates the lock; waits up to LEASE seconds where there is one, to see whether its owner still refreshes it.
-        Returns whose lock was taken over. Raises ValueError: another job works there; and as `explained`."""
+        """Creates the lock, and returns a message on whose lock was taken over, if any.
+
+        Where there is a lock, it is watched for up to LEASE seconds: its owner may still refresh
+        it.
+
+        Raises:
+            ValueError: another job works there; and as `explained`.
+        """
+        # The token makes the content differ from that of any other claim, for the check below.
         owner = {**owner, "pid_namespace": _NAMESPACE, "token": uuid.uuid4().hex}
-        text, message = (json.dumps(owner, indent=2) + "\n").encode(), None
+        claimed_text = (json.dumps(owner, indent=2) + "\n").encode()
+        message = None
         with explained(self.url):
             while True:
                 try:
-                    self.fs.pipe_file(self._lock, text, mode="create")
+                    self.fs.pipe_file(self._lock, claimed_text, mode="create")
                     break
                 except FileExistsError:
-                    with contextlib.suppress(FileNotFoundError):  # released meanwhile
+                    # Its owner may release it meanwhile.
+                    with contextlib.suppress(FileNotFoundError):
                         message = self._wait_for_end()
                         self.fs.rm_file(self._lock)
+            # Another job may have seen the same lock end, and replace this one.
             if message:
-                time.sleep(min(2.0, INTERVAL / 4))  # another job may have seen the same lock end
-            held = self.fs.cat_file(self._lock)
-        if held != text:
+                time.sleep(min(2.0, INTERVAL / 4))
+            lock_text = self.fs.cat_file(self._lock)
+        if lock_text != claimed_text:
             raise ValueError(f"--workdir: another job has just claimed {self.url}")
-        self._held = text
+        self._held = claimed_text
         return message
 
     def _wait_for_end(self) -> str:
-        """A message on whose lock it was, once it has ended."""
+        """Waits until the lock has ended, and returns a message on whose lock it was.
+
+        Raises ValueError: its owner has refreshed it.
+        """
         body = self.fs.cat_file(self._lock)
-        owner, who = {}, "a job that cannot be told from it"
+        owner: dict[str, Any] = {}
+        owner_words = "a job that cannot be told from it"
+        # Whatever stands in the object, it is a lock.
         with contextlib.suppress(ValueError, TypeError, KeyError):
             owner = json.loads(body)
-            who = OWNER.format_map(owner)
-        message = f"took over {self.url}: its lock was left behind by {who}"
-        if (owner.get("host"), owner.get("pid_namespace")) == (socket.gethostname(), _NAMESPACE):
-            try:
-                os.kill(owner["pid"], 0)
-            except ProcessLookupError:
-                return f"{message}, which has ended"
-        # How old it is, by the store's clock alone: that of an object which is made now.
+            owner_words = OWNER.format_map(owner)
+        message = f"took over {self.url}: its lock was left behind by {owner_words}"
+        if _has_ended(owner):
+            return f"{message}, which has ended"
+        # The lock's age goes by the store's clock alone, which may differ from this machine's: the
+        # time now is that of an object which is made for this.
         probe = f"{self._lock}.{uuid.uuid4().hex[:8]}"
         self.fs.pipe_file(probe, b"")
-        start, seen = time.monotonic(), self.fs.modified(self._lock)
-        age = (self.fs.modified(probe) - seen).total_seconds()
+        start = time.monotonic()
+        modified = self.fs.modified(self._lock)
+        age = (self.fs.modified(probe) - modified).total_seconds()
         self.fs.rm_file(probe)
         if age < LEASE:
-            _log.warning("--workdir: %s has the lock of %s; waiting for a sign of life", self.url, who)
+            warning = "--workdir: %s has the lock of %s; waiting for a sign of life"
+            _log.warning(warning, self.url, owner_words)
         while age + time.monotonic() - start < LEASE:
             time.sleep(INTERVAL / 10)
-            if self.fs.modified(self._lock) != seen:
+            if self.fs.modified(self._lock) != modified:
                 advice = "stop that job first, or choose another --workdir"
-                raise ValueError(f"--workdir: {self.url} is in use by {who}; {advice}")
+                raise ValueError(f"--workdir: {self.url} is in use by {owner_words}; {advice}")
         return f"{message}, which did not refresh it for {LEASE:.0f} seconds"
 
     def _refresh(self) -> None:
         with explained(self.url):
             self._lost = self.fs.cat_file(self._lock) != self._held
             if not self._lost:
+                # The content stays; other jobs look at the time of modification.
                 self.fs.pipe_file(self._lock, self._held)
 
 
+def _has_ended(owner: dict[str, Any]) -> bool:
+    """Tells whether the owner of a lock was a process of this machine that has ended."""
+    if owner.get("host") != socket.gethostname() or owner.get("pid_namespace") != _NAMESPACE:
+        return False
+    # Signal 0 only asks whether there is such a process.
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
 def _state(path: Path) -> tuple[int, int]:
-    facts = path.stat()
-    return facts.st_size, facts.st_mtime_ns
+    """Returns the size in bytes and the modification time in nanoseconds."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns

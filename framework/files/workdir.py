@@ -19,42 +19,70 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from framework.files.footprint import Footprint
 from framework.files.remote import OWNER, Mirror, is_url, without_secrets
 from framework.terminal import interrupts
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{,127}")
+# gs:// or s3://, a bucket, and at least one folder; none of them is "." or "..", which a store
+# would take for a name.
+_RUN_URL = re.compile(r"(gs|s3)://[^/]+(/(?!\.\.?(/|$))[^/]+)+/?")
+
+
+class _Claim(NamedTuple):
+    """The directory's lock while this process has it."""
+
+    descriptor: int  # of the open directory, whose flock it holds; -1 where the workdir is a URL
+    process: int  # the process that claimed, as a fork inherits the object and not the lock
+    text: str  # the content of lock.json; empty where the workdir is a URL
 
 
 class Workdir:
-    """A run's directory. It belongs to one job at a time: `claim`, or `with`, which make it if it is not there.
+    """A run's directory. It belongs to one job at a time.
 
-    Where `path` is a URL (gs://, s3://), `self.path` is a local folder of this process, carried there by a Mirror.
+    `claim`, or `with`, claims the directory, and makes it if it is not there. Where `path` is a URL
+    (gs://, s3://), `self.path` is a local folder of this process, carried there by a Mirror.
 
-    Raises NotADirectoryError: something else is at `path`; PermissionError: it cannot be made or written; ValueError: a
-    URL that cannot be used.
+    Args:
+        path: a local path, or gs://BUCKET/RUN, or s3://BUCKET/RUN.
+
+    Raises:
+        NotADirectoryError: something else is at `path`.
+        PermissionError: the directory cannot be made or written.
+        ValueError: the URL cannot be used.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        if is_url(path) and not re.fullmatch(r"(gs|s3)://[^/]+(/(?!\.\.?(/|$))[^/]+)+/?", os.fspath(path)):
-            raise ValueError(
-                f"--workdir: expected gs://BUCKET/RUN or s3://BUCKET/RUN, got {without_secrets(str(path))!r}"
-            )
-        self.mirror = Mirror(os.fspath(path).rstrip("/")) if is_url(path) else None
-        self.path = self.mirror.folder if self.mirror else Path(os.path.abspath(os.path.expanduser(path)))
+        if is_url(path) and not _RUN_URL.fullmatch(os.fspath(path)):
+            shown = without_secrets(str(path))
+            forms = "gs://BUCKET/RUN or s3://BUCKET/RUN"
+            raise ValueError(f"--workdir: expected {forms}, got {shown!r}")
+        self.mirror: Mirror | None = None
+        if is_url(path):
+            self.mirror = Mirror(os.fspath(path).rstrip("/"))
+            self.path = self.mirror.folder
+            # Checkpoints are large, and go to the store without a copy on this disk.
+            self.checkpoints: str | Path = f"{self.mirror.url}/checkpoints"
+        else:
+            self.path = Path(os.path.abspath(os.path.expanduser(path)))
+            self.checkpoints = self.path / "checkpoints"
         self.config = self.path / "config.json"  # the resolved config of the last start
         self.metrics = self.path / "metrics.jsonl"  # one object per line
-        self.checkpoints = f"{self.mirror.url}/checkpoints" if self.mirror else self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"  # event files
-        self.log = self.path / "log.txt"  # what was printed
-        self._lock = self.path / "lock.json"  # who holds the directory
-        self._held: tuple[int, int, str] | None = None  # an open descriptor of it, the process, what is in the lock
-        self._footprint: Footprint | None = None  # what a start that is refused takes away again
-        self._stay: Callable[[], None] = lambda: None  # takes back that a signal releases it
-        if self.mirror:
-            return
+        self.log = self.path / "log.txt"  # the lines that were printed
+        self._lock = self.path / "lock.json"  # the owner of the directory
+        self._claim: _Claim | None = None
+        # What a start that is refused takes away again.
+        self._footprint: Footprint | None = None
+        # Cancels that a signal releases the directory.
+        self._cancel_release: Callable[[], None] = lambda: None
+        if self.mirror is None:
+            self._check_access()
+
+    def _check_access(self) -> None:
+        """Raises an error now for a directory that could not be made or written later."""
         parent = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not parent.is_dir():
             raise NotADirectoryError(f"--workdir: expected a directory, got the file {parent}")
@@ -64,25 +92,41 @@ class Workdir:
     def claim(self) -> str | None:
         """Makes this process the directory's owner until it ends or calls `release`.
 
-        The kernel's lock (flock) of the directory goes with its process, however that ends. The file lock.json names
-        the owner to people, and to other hosts of a network file system, whose flock may not reach here: what another
-        host has left is never taken over. In a job of several processes, one claims; claiming again does nothing.
+        The kernel's lock (flock) of the directory goes with its process, however that ends. The
+        file lock.json names the owner to people, and to other hosts of a network file system,
+        whose flock may not reach here: a lock that another host has left is never taken over. In a
+        job of several processes, one claims; claiming again does nothing.
 
-        Returns None, or a message for the person: whose lock was left behind and taken over. Raises ValueError: another
-        job holds it; names host, process and what to do.
+        Returns None, or a message for the person: whose lock was left behind and taken over.
+
+        Raises:
+            ValueError: another job holds the directory; the error names host, process and what to
+                do.
         """
-        if self._held is not None:
+        if self._claim is not None:
             return None
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        owner["command"] = without_secrets(" ".join(sys.argv))[:500]
+        owner = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": without_secrets(" ".join(sys.argv))[:500],
+        }
         if self.mirror:
-            message = self.mirror.claim(owner)
-            self._held = -1, os.getpid(), ""
-            self._stay = interrupts.at_end(lambda number, line: self.release())
-            self.mirror.fetch()
-            self._footprint = Footprint(self.path)
-            self.mirror.start()
-            return message
+            return self._claim_remote(self.mirror, owner)
+        return self._claim_local(owner)
+
+    def _claim_remote(self, mirror: Mirror, owner: dict[str, Any]) -> str | None:
+        message = mirror.claim(owner)
+        self._claim = _Claim(-1, os.getpid(), "")
+        self._cancel_release = interrupts.at_end(lambda number, line: self.release())
+        mirror.fetch()
+        # What was just downloaded is part of the state to which a refused start goes back.
+        self._footprint = Footprint(self.path)
+        mirror.start()
+        return message
+
+    def _claim_local(self, owner: dict[str, Any]) -> str | None:
+        # First of all, since the directory itself may have to be taken away again.
         footprint = Footprint(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         text = json.dumps(owner, indent=2) + "\n"
@@ -91,78 +135,109 @@ class Workdir:
             on_error.callback(os.close, directory)
             message = self._take(directory)
             try:
-                with open(self._lock, "x", encoding="utf-8") as file:  # decides between two hosts
+                # Mode "x" decides between two hosts, which may both have got their flock.
+                with open(self._lock, "x", encoding="utf-8") as file:
                     file.write(text)
             except FileExistsError:
                 raise ValueError(f"--workdir: another job has just claimed {self.path}") from None
+            # Success: the descriptor stays open, as the flock goes when it is closed.
             on_error.pop_all()
-        self._held, self._footprint = (directory, os.getpid(), text), footprint
+        self._claim = _Claim(directory, os.getpid(), text)
+        self._footprint = footprint
         atexit.register(self.release)
-        self._stay = interrupts.at_end(lambda number, line: self.release())
+        self._cancel_release = interrupts.at_end(lambda number, line: self.release())
         return message
 
     def _take(self, directory: int) -> str | None:
-        """Locks the directory, and removes the lock of a process that has ended: the message says whose."""
-        locked, text, who, owner = True, None, None, {}
+        """Locks the directory, and removes the lock file of a process that has ended.
+
+        Returns a message that says whose lock it was; None if there was none.
+
+        Raises:
+            ValueError: another process has it, or may have it.
+        """
+        is_locked = True
         try:
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            locked = False
+            is_locked = False
+        text = None
         with contextlib.suppress(FileNotFoundError):
             text = self._lock.read_text(errors="replace")
+        owner: dict[str, Any] = {}
+        owner_words = None
         with contextlib.suppress(ValueError, TypeError, KeyError):
             owner = json.loads(text or "")
-            who = OWNER.format_map(owner)
-        if not locked:
-            stop = f"stop that job first (kill {owner['pid']})" if who else "stop that job first"
-            busy = f"--workdir: {self.path} is in use by {who or 'another process'}"
+            owner_words = OWNER.format_map(owner)
+        if not is_locked:
+            stop = "stop that job first"
+            if owner_words:
+                stop += f" (kill {owner['pid']})"
+            busy = f"--workdir: {self.path} is in use by {owner_words or 'another process'}"
             raise ValueError(f"{busy}; {stop}, or choose another --workdir")
         if text is None:
             return None
-        remove = f"if no job works there any more, remove the lock: rm {shlex.quote(str(self._lock))}"
-        if who is None:
-            raise ValueError(
-                f"--workdir: {self._lock} makes no sense, so who works in {self.path} is unknown; {remove}"
-            )
+        command = f"rm {shlex.quote(str(self._lock))}"
+        advice = f"if no job works there any more, remove the lock: {command}"
+        if owner_words is None:
+            problem = f"{self._lock} makes no sense, so who works in {self.path} is unknown"
+            raise ValueError(f"--workdir: {problem}; {advice}")
         if owner["host"] != socket.gethostname():
+            busy = f"{self.path} is in use by {owner_words}"
             unknown = f"Whether that job still runs cannot be told from host {socket.gethostname()}"
-            raise ValueError(f"--workdir: {self.path} is in use by {who}. {unknown}; {remove}")
+            raise ValueError(f"--workdir: {busy}. {unknown}; {advice}")
+        # The flock was free on the owner's own host, so the owner has ended.
         self._lock.unlink()
-        return f"took over {self.path}: its lock was left behind by {who}, which has ended"
+        return f"took over {self.path}: its lock was left behind by {owner_words}, which has ended"
 
     def release(self, *, undo: bool = False) -> None:
-        """Gives the directory back. Only the process that claimed it does, and only if the lock is still its own.
-        `undo`: leaves it as it was before the claim, unless `keep` was called: for a start that was refused."""
-        held, self._held = self._held, None
-        footprint, self._footprint = self._footprint if undo else None, None
-        if footprint is not None and held is not None and held[1] == os.getpid():
+        """Gives the directory back.
+
+        Only the process that claimed the directory does so, and only if the lock is still its own.
+
+        Args:
+            undo: leaves the directory as it was before the claim, unless `keep` was called: for a
+                start that was refused.
+        """
+        claim = self._claim
+        self._claim = None
+        footprint = self._footprint if undo else None
+        self._footprint = None
+        # A forked child has inherited this object, and must not remove its parent's files.
+        is_owner = claim is not None and claim.process == os.getpid()
+        if footprint is not None and is_owner:
             footprint.undo()
-        self._stay()
+        self._cancel_release()
         if self.mirror:
             if footprint is not None:
                 self.mirror.withdraw()
             return self.mirror.close()
-        if held is None or held[1] != os.getpid():
-            return  # never claimed, or a forked child that inherited this object
+        if claim is None or not is_owner:
+            return
         atexit.unregister(self.release)
-        with contextlib.suppress(FileNotFoundError):  # removed while the job ran
-            if self._lock.read_text(errors="replace") == held[2]:
+        # The lock may have been removed, and another job may have claimed, while this one ran.
+        with contextlib.suppress(FileNotFoundError):
+            if self._lock.read_text(errors="replace") == claim.text:
                 self._lock.unlink()
-        os.close(held[0])
+        os.close(claim.descriptor)
+        # Last, as the lock is in the folder.
         if footprint is not None:
             footprint.remove_folders()
 
     def keep(self) -> None:
-        """The start has not been refused: what was written since the claim stays, and so does what comes."""
+        """Makes the files stay that were written since the claim: the start is not refused."""
         self._footprint = None
 
     def sync(self) -> None:
-        """Uploads what has changed, where the workdir is a URL. Raises OSError, ValueError: that failed."""
+        """Uploads what has changed, where the workdir is a URL. Raises OSError, ValueError."""
         if self.mirror:
             self.mirror.upload()
 
     def meet(self, barrier: Callable[[], object], *, is_primary: bool) -> None:
-        """Waits for all processes at `barrier`. Afterwards each sees the files that the primary wrote before."""
+        """Waits for all processes at `barrier`.
+
+        Afterwards each process sees the files that the primary wrote before.
+        """
         if is_primary:
             self.sync()
         barrier()
@@ -171,21 +246,27 @@ class Workdir:
             self.mirror.start()
 
     def owner(self) -> str:
-        """What the lock of a local directory says, as this process sees it."""
+        """Returns the content of a local directory's lock, as this process sees it."""
         with contextlib.suppress(FileNotFoundError):
             return self._lock.read_text()
         return ""
 
     def sees(self, owner: str, seconds: float = 10.0) -> bool:
-        """Whether the lock says that here too, at the latest after so long (NFS keeps what it saw). Of an object store
-        that needs no proof; a process that has not claimed it downloads what is there."""
+        """Tells whether the lock has the content `owner` here too: the directory is the same one.
+
+        An object store needs no such proof; a process that has not claimed it downloads the files.
+
+        Args:
+            owner: what `owner` returned in the process that claimed the directory.
+            seconds: how long to wait for it, since NFS caches files.
+        """
         if self.mirror:
-            if self._held is None:
+            if self._claim is None:
                 self.mirror.fetch()
             return True
-        end = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while self.owner() != owner:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.2)
         return True
@@ -199,10 +280,14 @@ class Workdir:
 
 
 def read_only(path: str) -> tuple[Path, str]:
-    """A workdir's folder and its checkpoints, for looking at. Of a URL, the folder is a local copy of the small files
-    that goes with this process. Raises as Workdir."""
+    """Returns a workdir's folder and the path of its checkpoints, for reading.
+
+    Where the workdir is a URL, the folder is a local copy of the small files, which is removed when
+    this process ends. Raises as Workdir.
+    """
     if not is_url(path):
-        return Path(path).expanduser(), f"{Path(path).expanduser()}/checkpoints"
+        folder = Path(path).expanduser()
+        return folder, f"{folder}/checkpoints"
     workdir = Workdir(path)
     atexit.register(shutil.rmtree, workdir.path, ignore_errors=True)
     interrupts.at_end(lambda number, line: shutil.rmtree(workdir.path, ignore_errors=True))
@@ -211,28 +296,42 @@ def read_only(path: str) -> tuple[Path, str]:
 
 
 def safe_child(root: str | os.PathLike[str], name: str, what: str = "name") -> Path:
-    """The path `root/name`, if `name`, a run or step name that a person typed, is safe as one component of a path.
+    """Returns the path `root/name`, if a name that a person typed is a safe component of a path.
 
-    Letters, digits and `. _ = + -`, at most 128 characters, the first a letter, a digit or `_`: so neither `..`, nor a
-    separator, nor an absolute path, nor a hidden file, nor something that a shell takes for a flag; and no symbolic
-    link that leads out of `root`. Raises ValueError otherwise, which calls it `what`, such as "--run_name".
+    A safe name has letters, digits and `. _ = + -`, at most 128 characters, the first a letter, a
+    digit or `_`: so it is neither `..`, nor a separator, nor an absolute path, nor a hidden file,
+    nor something that a shell takes for a flag; and the path is no symbolic link that leads out of
+    `root`.
+
+    Args:
+        root: the folder that contains the path.
+        name: the name of a run or step.
+        what: what the error calls the name, such as "--run_name".
+
+    Raises:
+        ValueError: the name is not safe.
     """
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        suggestion = re.sub(r"[^A-Za-z0-9._=+-]+", "-", str(name)).strip(".-=+")[:128]
+        dashed = re.sub(r"[^A-Za-z0-9._=+-]+", "-", str(name))
+        suggestion = dashed.strip(".-=+")[:128]
         hint = f"; try {suggestion!r}" if _NAME.fullmatch(suggestion) else ""
         allowed = "1 to 128 letters, digits and '._=+-', starting with a letter, digit or '_'"
         raise ValueError(f"{what}: expected {allowed}; got {name!r}{hint}")
     path = Path(root) / name
-    real_root, real = os.path.realpath(root), os.path.realpath(path)
-    if os.path.commonpath([real_root, real]) != real_root:
-        raise ValueError(f"{what}: {path} is a symbolic link that leads out of {root}, to {real}")
+    real_root = os.path.realpath(root)
+    real_path = os.path.realpath(path)
+    if os.path.commonpath([real_root, real_path]) != real_root:
+        problem = f"is a symbolic link that leads out of {root}, to {real_path}"
+        raise ValueError(f"{what}: {path} {problem}")
     return path
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Puts the file's name into an OSError that lacks it: the system names none where a write fails, as the disk is
-    full, say."""
+    """Puts the file's name into an OSError that lacks it.
+
+    The system names no file where a write fails, as on a full disk.
+    """
     try:
         yield
     except OSError as error:
@@ -242,34 +341,39 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Writes JSON so that a reader, or a crash at any moment, sees the old file or the new one, never a part. A
-    file that says the same already is not touched.
+    """Writes JSON so that a reader, or a crash at any moment, sees the old file or the new one.
 
-    Raises TypeError or ValueError: the value is not JSON (NaN and infinity included); OSError, with the file's name: it
-    cannot be written. The old file is untouched.
+    Neither ever sees a part of a file. A file that has the same content already is not touched.
+
+    Raises:
+        TypeError, ValueError: the value is not JSON (NaN and infinity included).
+        OSError: the file, which the error names, cannot be written. The old file is untouched.
     """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     target = Path(path)
     with contextlib.suppress(OSError, ValueError):
         if target.read_text(encoding="utf-8") == text:
             return
+    # In the same folder, since a rename is atomic only within one file system.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    cancel_removal = interrupts.at_end(lambda number, line: temporary.unlink(missing_ok=True))
     # Not mkstemp, which makes 0600: the umask decides whether colleagues may read it.
-    take_back = interrupts.at_end(lambda number, line: temporary.unlink(missing_ok=True))
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with writing(target), os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # The content must be on the disk before the name leads to it.
             os.fsync(descriptor)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
         raise
     finally:
-        take_back()
+        cancel_removal()
     directory = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(directory)  # the rename itself must reach the disk too
+        # The rename itself must reach the disk too.
+        os.fsync(directory)
     finally:
         os.close(directory)

@@ -1,7 +1,7 @@
-"""Generation: continues prompts with a key/value cache, and gives their text a token at a time.
+"""Generation: continues prompts with a key/value cache, and returns their text a token at a time.
 
-Two functions are compiled, once per shape: one reads the prompts, one makes a token of each row. Prompts are padded on
-the left to a common length (of which there are few), so that all rows write the same slot of the cache, see
+Two functions are compiled, once per shape: one reads the prompts, the other makes one token for each row. Prompts are
+padded on the left to a common length (of which there are few), so that all rows write the same slot of the cache, see
 layers/attention_cache.py. The cache is [U, B, C, K, H] per layer of the pattern, over data and fsdp and over model.
 """
 
@@ -35,15 +35,23 @@ class Forward:
     """
 
     def __init__(self, program: Program, params: Nested):
-        self.program, self.model = program, program.experiment.language_model
-        self._places = self.model.stage_specs(jax.tree.map(lambda x: x.sharding, params))
+        self.program = program
+        self.model = program.experiment.language_model
+        # Read off the arrays here, as the tracers inside jit have no shardings.
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        self._places = self.model.stage_specs(shardings)
 
-    def __call__(self, arrays: tuple[Nested, Nested], ctx: Context) -> tuple[jax.Array, Nested, dict[str, Out]]:
+    def __call__(
+        self,
+        arrays: tuple[Nested, Nested],
+        ctx: Context,
+    ) -> tuple[jax.Array, Nested, dict[str, Out]]:
         """Inside jit: x_BSD before the head, the head's prepared weights, and the Out of each stage. Of a hosted stack
         one unit's weights are on the device at a time."""
         params, buffers = arrays
         x_BSD, outs = self.model.hidden(params, ctx, buffers, self._places)
-        return x_BSD, self.model.head_weights(params, ctx, self._places), outs
+        head_weights = self.model.head_weights(params, ctx, self._places)
+        return x_BSD, head_weights, outs
 
 
 class Generator:
@@ -56,28 +64,45 @@ class Generator:
     """
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
-        self._program, self._arrays = program, (program.weights(state, averaged=averaged), state["buffer"])
-        forward = Forward(program, self._arrays[0])
-        cache = NamedSharding(program.mesh, PartitionSpec(None, BATCH_AXES, None, "model", None))
-        jit = functools.partial(program.jit, static_argnums=0, out_shardings=(program.replicated, cache))
+        self._program = program
+        weights = program.weights(state, averaged=averaged)
+        self._arrays = (weights, state["buffer"])
+        forward = Forward(program, weights)
+        # The cache is [U, B, C, K, H]: units, rows, positions, key heads, their width.
+        cache_spec = PartitionSpec(None, BATCH_AXES, None, "model", None)
+        cache = NamedSharding(program.mesh, cache_spec)
+        out_shardings = (program.replicated, cache)
+        jit = functools.partial(program.jit, static_argnums=0, out_shardings=out_shardings)
         self._prefill = jit(functools.partial(_prefill, forward))
+        # The cache is donated, so that it is updated in place: there is never a second one.
         self._decode = jit(functools.partial(_decode, forward), donate_argnums=2)
 
-    def __call__(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-        """The tokens that follow each prompt; see `stream`."""
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+    ) -> list[list[int]]:
+        """Returns the tokens that follow each prompt; see `stream`."""
         rows: list[list[int]] = [[] for _ in prompts]
         for tokens in self.stream(prompts, sampling):
             for row, token in zip(rows, tokens, strict=True):
-                row.extend([] if token is None else [token])
+                if token is not None:
+                    row.append(token)
         return rows
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Raises ValueError: a prompt is empty, has ids that the model has not, or more positions than it has are
-        needed."""
-        model, longest = self._program.experiment.language_model, max(map(len, prompts), default=0)
+        """Checks that the model can continue these prompts.
+
+        Raises:
+            ValueError: a prompt is empty, has ids that the model has not, or needs more positions than the model has.
+        """
+        model = self._program.experiment.language_model
+        longest = max(map(len, prompts), default=0)
         if not all(prompts):
             raise ValueError("generation needs prompts of at least one token each")
-        if (largest := max((max(row) for row in prompts), default=0)) >= model.vocab_size:
+        # A lookup outside of the embedding's table would be no error in JAX.
+        largest = max((max(row) for row in prompts), default=0)
+        if largest >= model.vocab_size:
             raise ValueError(f"a prompt has the token {largest}; model.vocab_size = {model.vocab_size}")
         limit = model.embed.max_positions
         if limit is not None and longest + sampling.max_new_tokens > limit:
@@ -86,117 +111,242 @@ class Generator:
                 f"{limit} positions (model.embed.max_positions)"
             )
 
-    def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int | None]]:
-        """Per step, the next token of each row, None for rows that have ended. Ends when all have. Raises ValueError as
-        `check`.
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+    ) -> Iterator[list[int | None]]:
+        """Yields, per step, the next token of each row, None for rows that have ended. Ends when all have.
 
         Args:
             prompts: token ids, of any lengths.
             sampling: how to choose.
+
+        Raises:
+            ValueError: as `check`, and at once: not when the first token is asked for.
         """
         self.check(prompts, sampling)
         return self._steps(prompts, sampling) if prompts else iter(())
 
-    def _steps(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int | None]]:
-        shards = self._program.mesh.shape["data"] * self._program.mesh.shape["fsdp"]
-        rows = [*prompts, *[prompts[-1]] * (-len(prompts) % shards)]
-        length = bucket(max(map(len, rows)))
+    def _steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+    ) -> Iterator[list[int | None]]:
+        tokens_BS, first_B = self._padded(prompts)
+        num_rows, length = tokens_BS.shape
+        # One slot of the cache for each token of the prompt and each new one.
         capacity = bucket(length + sampling.max_new_tokens)
-        tokens, first = np.zeros((len(rows), length), np.int32), np.array([length - len(row) for row in rows], np.int32)
-        for index, row in enumerate(rows):
-            tokens[index, first[index] :] = row
-        vocab, top_k = self._program.experiment.language_model.vocab_size, sampling.top_k
-        filtered = top_k is not None or sampling.top_p < 1.0
-        kind = "greedy" if sampling.temperature == 0.0 else "filtered" if filtered else "all"
-        chosen = {
-            "keys": row_keys(sampling.seed, len(rows)),
-            "temperature": np.float32(sampling.temperature),
-            "top_k": np.int32(min(top_k or vocab, vocab)),
-            "top_p": np.float32(sampling.top_p),
-        }
-        arrays, stop, running = self._arrays, {*sampling.stop_ids}, [True] * len(prompts)
-        token_B, cache = self._prefill((kind, capacity), arrays, tokens, first, chosen)
+        vocab_size = self._program.experiment.language_model.vocab_size
+        kind = _kind(sampling)
+        chosen = _settings(sampling, vocab_size, num_rows)
+        stop_ids = set(sampling.stop_ids)
+        running = [True] * len(prompts)
+        token_B, cache = self._prefill(
+            (kind, capacity),
+            self._arrays,
+            tokens_BS,
+            first_B,
+            chosen,
+        )
         for index in range(sampling.max_new_tokens):
-            last, done = token_B, index + 1 == sampling.max_new_tokens
-            if not done:  # the device works on the next token while this one is looked at
-                where = {"slot": np.int32(length + index), "first": first, "index": np.int32(index + 1)}
-                token_B, cache = self._decode((kind,), arrays, cache, last, where, chosen)
-            values = [int(token) for token in np.asarray(last)[: len(prompts)]]
-            running = [alive and value not in stop for alive, value in zip(running, values, strict=True)]
+            last_B = token_B
+            # The device works on the next token while this one is looked at.
+            if index + 1 < sampling.max_new_tokens:
+                where = {
+                    "slot": np.int32(length + index),
+                    "first": first_B,
+                    "index": np.int32(index + 1),
+                }
+                token_B, cache = self._decode(
+                    (kind,),
+                    self._arrays,
+                    cache,
+                    last_B,
+                    where,
+                    chosen,
+                )
+            # Rows that were added to fill the mesh come last, and are left out.
+            values = np.asarray(last_B)[: len(prompts)].tolist()
+            tokens: list[int | None] = []
+            for row, value in enumerate(values):
+                running[row] = running[row] and value not in stop_ids
+                tokens.append(value if running[row] else None)
             if not any(running):
                 return
-            yield [value if alive else None for alive, value in zip(running, values, strict=True)]
+            yield tokens
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """The prompts, padded on the left: int32 [B, S], and where each begins: int32 [B]."""
+        mesh_shape = self._program.mesh.shape
+        shards = mesh_shape["data"] * mesh_shape["fsdp"]
+        # The mesh must divide the rows: the last prompt is repeated.
+        num_extra = -len(prompts) % shards
+        rows = [*prompts, *[prompts[-1]] * num_extra]
+        longest = max(map(len, rows))
+        length = bucket(longest)
+        tokens_BS = np.zeros((len(rows), length), np.int32)
+        first_B = np.zeros(len(rows), np.int32)
+        for index, row in enumerate(rows):
+            first_B[index] = length - len(row)
+            tokens_BS[index, first_B[index] :] = row
+        return tokens_BS, first_B
+
+
+def _kind(sampling: Sampling) -> str:
+    """The `kind` of `choose`. It is static, so that only filtered draws pay for sorting the vocabulary."""
+    if sampling.temperature == 0.0:
+        return "greedy"
+    if sampling.top_k is not None or sampling.top_p < 1.0:
+        return "filtered"
+    return "all"
+
+
+def _settings(
+    sampling: Sampling,
+    vocab_size: int,
+    num_rows: int,
+) -> dict[str, Any]:
+    """The settings as arrays, for `choose`, so that no value of a setting is compiled into a program."""
+    top_k = sampling.top_k or vocab_size
+    return {
+        "keys": row_keys(sampling.seed, num_rows),
+        "temperature": np.float32(sampling.temperature),
+        "top_k": np.int32(min(top_k, vocab_size)),
+        "top_p": np.float32(sampling.top_p),
+    }
 
 
 def _context(forward: Forward, batch: Nested) -> Context:
-    return replace(forward.program.evaluation_context(batch), cache=True)
+    ctx = forward.program.evaluation_context(batch)
+    return replace(ctx, cache=True)
 
 
-def _prefill(forward: Forward, static: tuple[str, int], arrays: Any, tokens_BS: Any, first_B: Any, chosen: Any) -> Any:
-    """The first new token of each row, and the cache of all before it."""
+def _prefill(
+    forward: Forward,
+    static: tuple[str, int],
+    arrays: Any,
+    tokens_BS: Any,
+    first_B: Any,
+    chosen: Any,
+) -> Any:
+    """The first new token of each row, and the cache of the prompts, with room for `capacity` positions."""
     kind, capacity = static
     length = tokens_BS.shape[1]
     position_BS = jnp.arange(length) - first_B[:, None]
-    batch = {"tokens": tokens_BS, "positions": jnp.maximum(position_BS, 0)}
-    batch["segments"] = (position_BS >= 0).astype(jnp.int32)
+    # Padding is a segment of its own, 0, so that no token of the prompt attends to it.
+    batch = {
+        "tokens": tokens_BS,
+        "positions": jnp.maximum(position_BS, 0),
+        "segments": (position_BS >= 0).astype(jnp.int32),
+    }
     ctx = _context(forward, batch)
     x_BSD, head, outs = forward(arrays, ctx)
-    pad = [(0, 0), (0, 0), (0, capacity - length), (0, 0), (0, 0)]
-    cache = jax.tree.map(lambda new: jnp.pad(new, pad), outs["stack"].layer_state)
-    logits_B1V = forward.model.head.logits(head, x_BSD[:, -1:], ctx)
-    return choose(kind, logits_B1V[:, 0], chosen, jnp.int32(0)), cache
+    # Room for the new tokens, along the axis of positions.
+    pad = [(0, 0)] * 5
+    pad[2] = (0, capacity - length)
+    layer_state = outs["stack"].layer_state
+    cache = jax.tree.map(lambda new: jnp.pad(new, pad), layer_state)
+    # Prompts are padded on the left, so the last token of each is in the last column.
+    last_B1D = x_BSD[:, -1:]
+    logits_B1V = forward.model.head.logits(head, last_B1D, ctx)
+    token_B = choose(kind, logits_B1V[:, 0], chosen, jnp.int32(0))
+    return token_B, cache
 
 
 def _decode(
-    forward: Forward, static: Any, arrays: Any, cache: Nested, token_B: Any, where: Any, chosen: Any
+    forward: Forward,
+    static: Any,
+    arrays: Any,
+    cache: Nested,
+    token_B: Any,
+    where: Any,
+    chosen: Any,
 ) -> tuple[jax.Array, Nested]:
-    """One more token of each row, and the cache with the last one."""
-    first_B, slot = where["first"], where["slot"]
-    batch = {"tokens": token_B[:, None], "positions": (slot - first_B)[:, None], "first": first_B, "slot": slot}
-    ctx, (params, buffers) = _context(forward, batch), arrays
-    x_B1D, head, outs = forward((params, {**buffers, "stack": cache}), ctx)
-    write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)  # noqa: E731
-    cache = jax.tree.map(write, cache, outs["stack"].layer_state)
+    """One more token of each row, and the cache with the keys and values of `token_B`."""
+    first_B = where["first"]
+    slot = where["slot"]
+    batch = {
+        "tokens": token_B[:, None],
+        "positions": (slot - first_B)[:, None],
+        "first": first_B,
+        "slot": slot,
+    }
+    ctx = _context(forward, batch)
+    params, buffers = arrays
+    buffers = {**buffers, "stack": cache}
+    x_B1D, head, outs = forward((params, buffers), ctx)
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
+
+    # All layers write the same slot of all rows, so this is one slice and no scatter.
+    layer_state = outs["stack"].layer_state
+    cache = jax.tree.map(write, cache, layer_state)
     logits_B1V = forward.model.head.logits(head, x_B1D, ctx)
-    return choose(static[0], logits_B1V[:, 0], chosen, where["index"]), cache
+    (kind,) = static
+    token_B = choose(kind, logits_B1V[:, 0], chosen, where["index"])
+    return token_B, cache
 
 
 def bucket(length: int) -> int:
-    """The next of few lengths: multiples of 16, and from 128 on eight to each doubling."""
-    unit = max(16, 1 << max(0, (length - 1).bit_length() - 4))
+    """Rounds a length up to one of few: multiples of 16, and from 128 on eight to each doubling."""
+    # A length of n bits is a multiple of 2^(n - 4): there are eight of those with n bits.
+    num_bits = (length - 1).bit_length()
+    unit = 1 << max(0, num_bits - 4)
+    unit = max(16, unit)
     return -(-length // unit) * unit
 
 
 class TextStream:
-    """Tokens as text, a token at a time: no half characters, and nothing from the first of the `stops` on."""
+    """Turns tokens into text, a token at a time: no half characters, and nothing from the first of the `stops` on."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
-        self.tokenizer, self.stops, self.ended, self._held = tokenizer, [stop for stop in stops if stop], False, ""
+        self.tokenizer = tokenizer
+        self.stops = [stop for stop in stops if stop]
+        self.ended = False
+        # Text that may turn out to be the beginning of a stop.
+        self._held = ""
+        # A character may be spread over tokens: the decoder waits for its last byte.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int | None) -> str:
-        """The text that has become certain; None ends it."""
+        """Returns the text that is certain after this token; None ends the row."""
         if self.ended:
             return ""
         data = b"" if token is None else self.tokenizer.decode_bytes([token])
-        text, self._held = self._held + self._utf8.decode(data, final=token is None), ""
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        self.ended = bool(found) or token is None
+        new_text = self._utf8.decode(data, final=token is None)
+        text = self._held + new_text
+        self._held = ""
+        stop_positions = [text.find(stop) for stop in self.stops]
+        stop_positions = [position for position in stop_positions if position >= 0]
+        self.ended = bool(stop_positions) or token is None
         if self.ended:
-            return text[: min(found, default=len(text))]
-        begun = [n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        cut = len(text) - max(begun, default=0)
+            end = min(stop_positions, default=len(text))
+            return text[:end]
+        # The longest end of the text with which a stop begins is held back.
+        num_held = 0
+        for stop in self.stops:
+            for length in range(1, len(stop)):
+                if text.endswith(stop[:length]):
+                    num_held = max(num_held, length)
+        cut = len(text) - num_held
         self._held = text[cut:]
         return text[:cut]
 
 
 def stream_text(
-    generator: Generator, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Any = ()
+    generator: Generator,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    stops: Any = (),
 ) -> Iterator[list[str]]:
-    """Per step, the new text of each row; ends when all rows have. `stops` are texts that end a row."""
+    """Yields, per step, the new text of each row; ends when all rows have. `stops` are texts that end a row."""
     streams = [TextStream(tokenizer, stops) for _ in prompts]
     for tokens in generator.stream(prompts, sampling):
         yield [stream.push(token) for stream, token in zip(streams, tokens, strict=True)]
+        # A stop is a matter of the text, so the generator itself would go on.
         if all(stream.ended for stream in streams):
             return
     yield [stream.push(None) for stream in streams]

@@ -1,4 +1,4 @@
-"""Images: drawn by a model of images, or between images in its latent space; and side by side in a PNG, by Pillow.
+"""Images: samples of a model of images, interpolation in its latent space, and grids of images as PNG, by Pillow.
 
 The model has sample, encode, decode and quantize as framework.models.flow.Flow.
 """
@@ -18,11 +18,14 @@ import numpy as np
 from framework.layout import Nested
 from framework.program.program import Program
 
-_HEIGHT, _GAP = 32, 2  # pixels: what small images are magnified to, and what stands between them
+# In pixels: the height to which small images are magnified, and the gap between images.
+_HEIGHT = 32
+_GAP = 2
+_DARK_GRAY = 64
 
 
 class Images:
-    """What a trained model draws; each method is compiled for its numbers.
+    """Images of a trained model; each method is compiled for the number of images that it is called with.
 
     Args:
         program: the experiment on its mesh.
@@ -37,37 +40,68 @@ class Images:
         self._model: Any = program.experiment.model
         if not self._model.draws_images:
             raise ValueError(f"model is a {type(self._model).__name__}, which draws no images; expected a flow")
+        weights = program.weights(state, averaged=averaged)
+        # The methods of the model compute with all weights at once, so hosted ones come to the device.
         self._params = jax.tree.map(
             lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")),
-            program.weights(state, averaged=averaged),
+            weights,
         )
         self._jit = functools.partial(program.jit, out_shardings=program.replicated)
 
     def sample(self, num: int, temperature: float, seed: int) -> np.ndarray:
-        """uint8 [num,H,W,C] from latents of that standard deviation."""
+        """Draws `num` images from latents whose standard deviation is `temperature`: uint8 [num, H, W, C]."""
         draw = self._jit(lambda params, key, heat: self._model.sample(params, key, num, heat))
-        return np.asarray(draw(self._params, jax.random.key(seed), jnp.float32(temperature)))
+        key = jax.random.key(seed)
+        # An array, so that no temperature is compiled into the program.
+        heat = jnp.float32(temperature)
+        return np.asarray(draw(self._params, key, heat))
 
-    def between(self, first: np.ndarray, last: np.ndarray, steps: int) -> np.ndarray:
-        """From images uint8 [N,H,W,C] to as many others, in equal steps on a line in latent space: uint8
-        [N * steps,H,W,C], the given ones at both ends."""
+    def between(
+        self,
+        first: np.ndarray,
+        last: np.ndarray,
+        steps: int,
+    ) -> np.ndarray:
+        """Interpolates between pairs of images, in equal steps on a line in latent space.
+
+        Args:
+            first: uint8 [N, H, W, C], the images at the beginning of each line.
+            last: uint8 [N, H, W, C], those at its end.
+            steps: images on each line, both ends included.
+
+        Returns:
+            uint8 [N * steps, H, W, C].
+        """
 
         def walk(params: Nested, first: jax.Array, last: jax.Array) -> jax.Array:
-            ends = self._model.encode(params, first), self._model.encode(params, last)
+            first_latents = self._model.encode(params, first)
+            last_latents = self._model.encode(params, last)
             parts = jnp.linspace(0.0, 1.0, steps)
-            mixed = jax.tree.map(lambda a, b: _mixed(a, b, parts), *ends)
-            return self._model.quantize(self._model.decode(params, mixed))
+            latents = jax.tree.map(lambda a, b: _mixed(a, b, parts), first_latents, last_latents)
+            images = self._model.decode(params, latents)
+            return self._model.quantize(images)
 
-        return np.asarray(self._jit(walk)(self._params, first, last))
+        jitted = self._jit(walk)
+        return np.asarray(jitted(self._params, first, last))
 
 
 def _mixed(a: jax.Array, b: jax.Array, parts: jax.Array) -> jax.Array:
-    """[N, ...] twice and [T] -> [N * T, ...]: (1 - t) a + t b."""
-    t = parts.reshape(1, -1, *(1,) * (a.ndim - 1))
-    return ((1.0 - t) * a[:, None] + t * b[:, None]).reshape(-1, *a.shape[1:])
+    """Linear interpolation: a and b are [N, ...], parts is t [T]; (1 - t) a + t b as [N * T, ...]."""
+    image_shape = a.shape[1:]
+    # t is [1, T, 1, ..., 1], to be broadcast over images and over their elements.
+    ones = (1,) * len(image_shape)
+    t = parts.reshape(1, -1, *ones)
+    mixed = (1.0 - t) * a[:, None] + t * b[:, None]
+    return mixed.reshape(-1, *image_shape)
 
 
-def save_grid(images: np.ndarray, png_path: Path, *, levels: int, columns: int | None = None) -> Path:
+def save_grid(
+    images: np.ndarray,
+    png_path: Path,
+    *,
+    levels: int,
+    columns: int | None = None,
+) -> Path:
     """Writes images, row by row, on dark gray; replaces `png_path` atomically, and returns it.
 
     Args:
@@ -83,16 +117,29 @@ def save_grid(images: np.ndarray, png_path: Path, *, levels: int, columns: int |
     if channels not in (1, 3, 4):
         raise ValueError(f"images of {channels} channels make no PNG; expected 1, 3 or 4")
     columns = columns or math.ceil(math.sqrt(count))
-    rows, scale = -(-count // columns), max(1, _HEIGHT // height)
-    cell = (scale * height + _GAP, scale * width + _GAP)
-    picture = np.full((rows * cell[0] + _GAP, columns * cell[1] + _GAP, channels), 64, np.uint8)
-    shown = np.round(images * (255.0 / (levels - 1))).astype(np.uint8).repeat(scale, axis=1).repeat(scale, axis=2)
-    for number, image in enumerate(shown):
-        top, left = number // columns * cell[0] + _GAP, number % columns * cell[1] + _GAP
-        picture[top : top + scale * height, left : left + scale * width] = image
+    rows = -(-count // columns)
+    # A whole number, so that each value becomes a square of equal pixels.
+    scale = max(1, _HEIGHT // height)
+    cell_height = scale * height + _GAP
+    cell_width = scale * width + _GAP
+    picture_shape = (rows * cell_height + _GAP, columns * cell_width + _GAP, channels)
+    picture = np.full(picture_shape, _DARK_GRAY, np.uint8)
+    shades = np.round(images * (255.0 / (levels - 1)))
+    magnified = shades.astype(np.uint8)
+    magnified = magnified.repeat(scale, axis=1)
+    magnified = magnified.repeat(scale, axis=2)
+    for number, image in enumerate(magnified):
+        row, column = divmod(number, columns)
+        top = row * cell_height + _GAP
+        left = column * cell_width + _GAP
+        bottom = top + scale * height
+        right = left + scale * width
+        picture[top:bottom, left:right] = image
+    # Pillow knows one channel as an array without that axis.
+    pixels = picture[..., 0] if channels == 1 else picture
     temporary = png_path.with_name(png_path.name + ".tmp")
     try:
-        Image.fromarray(picture[..., 0] if channels == 1 else picture).save(temporary, format="PNG")
+        Image.fromarray(pixels).save(temporary, format="PNG")
     except OSError:
         temporary.unlink(missing_ok=True)
         raise

@@ -1,4 +1,4 @@
-"""How the next token is chosen: greedy, by temperature, top-k, top-p."""
+"""Choice of the next token: greedy, or drawn with temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, and how many.
+    """Settings of the choice of tokens, and how many are made.
 
     Args:
         max_new_tokens: at most this many per row.
@@ -31,35 +31,62 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        for name, good, expected in (
+        # Comparisons with NaN are false, so that NaN is refused as well.
+        checks = [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature < math.inf, "0 or more"),
             ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
             ("top_p", 0.0 < self.top_p <= 1.0, "over 0, and at most 1"),
             ("seed", 0 <= self.seed < 1 << 32, "0 to 2^32 - 1"),
-        ):
-            if not good:
+        ]
+        for name, is_good, expected in checks:
+            if not is_good:
                 raise ValueError(f"{name}: expected {expected}, given {getattr(self, name)}")
 
 
 def row_keys(seed: int, rows: int) -> jax.Array:
     """uint32[rows, 2]: the key data of each row."""
-    fold = functools.partial(jax.random.fold_in, jax.random.key(seed))
-    return jax.random.key_data(jax.vmap(fold)(jnp.arange(rows)))
+    seed_key = jax.random.key(seed)
+    fold = functools.partial(jax.random.fold_in, seed_key)
+    keys = jax.vmap(fold)(jnp.arange(rows))
+    return jax.random.key_data(keys)
 
 
-def choose(kind: str, logits_BV: jax.Array, chosen: dict[str, jax.Array], index: jax.Array) -> jax.Array:
-    """int32[B]: a token of each row, drawn by its key and the index of the step; see `Sampling` for top_k and top_p."""
+def choose(
+    kind: str,
+    logits_BV: jax.Array,
+    chosen: dict[str, jax.Array],
+    index: jax.Array,
+) -> jax.Array:
+    """Chooses the next token of each row: int32 [B].
+
+    Args:
+        kind: "greedy"; "all", a draw from all tokens; "filtered", a draw with top_k and top_p.
+        logits_BV: the model's logits.
+        chosen: the settings as arrays: keys (key data, uint32 [B, 2]), temperature, top_k and top_p.
+        index: the number of the step, which makes the draws of a row differ.
+    """
     if kind == "greedy":
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    keys = jax.vmap(lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), index))(chosen["keys"])
+    # A key for each row and step, so that a row's draws do not depend on the others in the batch.
+    fold = jax.vmap(lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), index))
+    keys = fold(chosen["keys"])
+    draw = jax.vmap(jax.random.categorical)
     logits_BV = logits_BV / chosen["temperature"]
     if kind == "all":
-        return jax.vmap(jax.random.categorical)(keys, logits_BV).astype(jnp.int32)
+        return draw(keys, logits_BV).astype(jnp.int32)
     order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
-    sorted_BV = jnp.where(jnp.arange(sorted_BV.shape[-1]) < chosen["top_k"], sorted_BV, -jnp.inf)
+    # A mask, and not lax.top_k: k is an array, so that one program serves all settings.
+    ranks_V = jnp.arange(sorted_BV.shape[-1])
+    in_top_k_V = ranks_V < chosen["top_k"]
+    sorted_BV = jnp.where(in_top_k_V, sorted_BV, -jnp.inf)
     p_BV = jax.nn.softmax(sorted_BV, axis=-1)
-    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV  # 0 for the first: one token always stays
-    drawn_B = jax.vmap(jax.random.categorical)(keys, jnp.where(before_BV < chosen["top_p"], sorted_BV, -jnp.inf))
-    return jnp.take_along_axis(order_BV, drawn_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    # The probability of all tokens that are more likely: 0 for the first, so that one token always stays.
+    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
+    in_top_p_BV = before_BV < chosen["top_p"]
+    candidates_BV = jnp.where(in_top_p_BV, sorted_BV, -jnp.inf)
+    # A rank in the sorted row, which leads back to the token.
+    drawn_B = draw(keys, candidates_BV)
+    tokens_B1 = jnp.take_along_axis(order_BV, drawn_B[:, None], axis=-1)
+    return tokens_B1[:, 0].astype(jnp.int32)

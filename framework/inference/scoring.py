@@ -22,7 +22,8 @@ Tokens = Sequence[int] | np.ndarray
 
 
 class Score(NamedTuple):
-    """Of a row's scored tokens: their log-probability in nats, how many, and whether each was the most likely."""
+    """The score of a row: log-probability of its scored tokens in nats, their number, and whether each was the most
+    likely one."""
 
     log_prob: float
     tokens: int
@@ -31,7 +32,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class TextScore:
-    """Of a text: predicted tokens, mean loss in nats, its exponential, and bits per byte of UTF-8."""
+    """The score of a text: predicted tokens, mean loss in nats, its exponential, and bits per byte of UTF-8."""
 
     tokens: int
     loss: float
@@ -40,7 +41,7 @@ class TextScore:
 
 
 class Scorer:
-    """Log-probabilities by a model; keep it for as long as its compiled functions are of use.
+    """Computes log-probabilities by a model; keep it for as long as its compiled functions are of use.
 
     Args:
         program: the experiment on its mesh; data.seq_len bounds what a token is predicted from.
@@ -49,76 +50,144 @@ class Scorer:
         batch_size: rows at a time, rounded up to what the mesh divides.
     """
 
-    def __init__(self, program: Program, state: Nested, *, averaged: bool = False, batch_size: int = 8):
-        self._arrays = program.weights(state, averaged=averaged), state["buffer"]
+    def __init__(
+        self,
+        program: Program,
+        state: Nested,
+        *,
+        averaged: bool = False,
+        batch_size: int = 8,
+    ):
+        weights = program.weights(state, averaged=averaged)
+        self._arrays = (weights, state["buffer"])
         self.seq_len = program.experiment.data.seq_len
         shards = program.mesh.shape["data"] * program.mesh.shape["fsdp"]
+        # Rounded up, as the mesh must divide the rows.
         self._rows = -(-batch_size // shards) * shards
-        score = functools.partial(_score, Forward(program, self._arrays[0]))
+        forward = Forward(program, weights)
+        score = functools.partial(_score, forward)
         self._score = program.jit(score, out_shardings=program.replicated)
 
     def score(self, rows: Sequence[tuple[Tokens, int]]) -> Iterator[Score]:
-        """Of each (tokens, start) in order, the score of tokens[start:] after those before; start is at least 1.
+        """Yields, for each (tokens, start), the score of tokens[start:] given those before; start is at least 1.
 
         Of a row of more than seq_len + 1 tokens the last so many are taken.
         """
-        for at in range(0, len(rows), self._rows):
-            group = rows[at : at + self._rows]
-            cut = [np.asarray(tokens[-self.seq_len - 1 :], np.int32) for tokens, _ in group]
-            starts = [max(1, start - max(0, len(tokens) - self.seq_len - 1)) for tokens, start in group]
-            length = min(bucket(max(map(len, cut)) - 1), self.seq_len)
-            batch = pack([*cut, *[np.zeros(0, np.int32)] * (self._rows - len(cut))], length, separators=None)
+        max_tokens = self.seq_len + 1
+        for offset in range(0, len(rows), self._rows):
+            group = rows[offset : offset + self._rows]
+            sequences: list[np.ndarray] = []
+            starts: list[int] = []
+            for tokens, start in group:
+                num_dropped = max(0, len(tokens) - max_tokens)
+                last_tokens = tokens[-max_tokens:]
+                sequences.append(np.asarray(last_tokens, np.int32))
+                starts.append(max(1, start - num_dropped))
+            # Few lengths, as each of them is a program.
+            longest = max(map(len, sequences))
+            length = min(bucket(longest - 1), self.seq_len)
+            # Empty rows fill the batch, so that its number of rows is always the same.
+            num_empty = self._rows - len(sequences)
+            fill = [np.zeros(0, np.int32)] * num_empty
+            batch = pack([*sequences, *fill], length, separators=None)
+            # Target i is token i + 1.
             for weights, start in zip(batch["weights"], starts, strict=False):
                 weights[: start - 1] = 0.0
             sums = jax.device_get(self._score(self._arrays, batch))
-            for log_prob, tokens, wrong in list(zip(*sums, strict=True))[: len(group)]:
-                yield Score(float(log_prob), round(float(tokens)), bool(wrong == 0))
+            row_sums = list(zip(*sums, strict=True))
+            for log_prob, num_tokens, num_wrong in row_sums[: len(group)]:
+                yield Score(
+                    log_prob=float(log_prob),
+                    tokens=round(float(num_tokens)),
+                    greedy=bool(num_wrong == 0),
+                )
 
     def text(self, tokens: Tokens, num_bytes: int) -> TextScore:
-        """A token stream in windows of seq_len, as training evaluates it: every token but the first is predicted once,
-        from those of its window before it. `num_bytes` is the text's size."""
+        """Scores a token stream in windows of seq_len, as training evaluates it: every token but the first is predicted
+        once, from those of its window before it. `num_bytes` is the text's size."""
         size = self.seq_len
-        windows = [tokens[i * size : (i + 1) * size + 1] for i in range(num_windows(len(tokens), size))]
-        scores = list(self.score([(window, 1) for window in windows]))
-        nll, count = -math.fsum(score.log_prob for score in scores), sum(score.tokens for score in scores)
+        # A window has one token more than it has targets: the first token is predicted from nothing.
+        rows: list[tuple[Tokens, int]] = []
+        for i in range(num_windows(len(tokens), size)):
+            start = i * size
+            window = tokens[start : start + size + 1]
+            rows.append((window, 1))
+        scores = list(self.score(rows))
+        nll = -math.fsum(score.log_prob for score in scores)
+        count = sum(score.tokens for score in scores)
         loss = nll / max(count, 1)
+        # math.exp raises for numbers beyond about 709.
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        return TextScore(count, loss, perplexity, nll / math.log(2) / max(num_bytes, 1))
+        bits_per_byte = nll / math.log(2) / max(num_bytes, 1)
+        return TextScore(count, loss, perplexity, bits_per_byte)
 
 
-def _score(forward: Forward, arrays: Any, batch: Nested) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _score(
+    forward: Forward,
+    arrays: Any,
+    batch: Nested,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Per row: the sum of log-probabilities, the number of targets, and of those that are not the most likely."""
-    ctx, head = forward.program.evaluation_context(batch), forward.model.head
+    ctx = forward.program.evaluation_context(batch)
+    head = forward.model.head
     x_BSD, weights, _ = forward(arrays, ctx)
     B, S, _ = x_BSD.shape
     chunks = head.chunks(B, S, ctx).count
 
-    def chunk(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[jax.Array, ...]:
+    # Chunk by chunk, as the logits of all positions may be larger than the model.
+    def chunk(
+        x_BsD: jax.Array,
+        targets_Bs: jax.Array,
+        weights_Bs: jax.Array,
+    ) -> tuple[jax.Array, ...]:
         logits_BsV = head.logits(weights, x_BsD, ctx)
-        picked_Bs = jnp.take_along_axis(logits_BsV, targets_Bs[..., None], axis=-1)[..., 0]
+        picked_Bs1 = jnp.take_along_axis(logits_BsV, targets_Bs[..., None], axis=-1)
+        picked_Bs = picked_Bs1[..., 0]
         log_probs_Bs = picked_Bs - jax.nn.logsumexp(logits_BsV, axis=-1)
         wrong_Bs = jnp.argmax(logits_BsV, axis=-1) != targets_Bs
-        return (log_probs_Bs * weights_Bs).sum(1), weights_Bs.sum(1), (wrong_Bs * weights_Bs).sum(1)
+        return (
+            (log_probs_Bs * weights_Bs).sum(1),
+            weights_Bs.sum(1),
+            (wrong_Bs * weights_Bs).sum(1),
+        )
 
     # Slices are strided, so that each holds an equal part of every shard of the positions (as the head's loss).
-    split = lambda x: jnp.moveaxis(x.reshape(B, S // chunks, chunks, *x.shape[2:]), 2, 0)  # noqa: E731
-    parts = jax.tree.map(split, (x_BSD, batch["targets"], batch["weights"]))
+    def split(x: jax.Array) -> jax.Array:
+        shape = (B, S // chunks, chunks, *x.shape[2:])
+        return jnp.moveaxis(x.reshape(shape), 2, 0)
+
+    arrays_to_split = (x_BSD, batch["targets"], batch["weights"])
+    parts = jax.tree.map(split, arrays_to_split)
     sums = jax.lax.map(lambda part: chunk(*part), parts)
     return jax.tree.map(lambda x: x.sum(0), sums)
 
 
-def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
-    """(tokens of both, where the continuation's begin). Spaces at the context's end go with the continuation, as word
-    pieces have them; where a piece covers both it counts as the context's, as in lm-evaluation-harness.
+def encode_pair(
+    tokenizer: Tokenizer,
+    context: str,
+    continuation: str,
+) -> tuple[list[int], int]:
+    """Encodes a context and its continuation; returns (tokens of both, index of the continuation's first token).
+
+    Spaces at the context's end go with the continuation, as word pieces have them; where a piece covers both it counts
+    as the context's, as in lm-evaluation-harness.
 
     Raises:
         ValueError: nothing comes before the continuation, or it has no tokens.
     """
-    kept = context.rstrip()
-    continuation, context = context[len(kept) :] + continuation, kept
-    tokens, start = tokenizer.encode_prompt(context + continuation), len(tokenizer.encode_prompt(context))
+    stripped_context = context.rstrip()
+    spaces = context[len(stripped_context) :]
+    context = stripped_context
+    continuation = spaces + continuation
+    # Not the tokens of each: a tokenizer may merge the end of one with the beginning of the other.
+    tokens = tokenizer.encode_prompt(context + continuation)
+    start = len(tokenizer.encode_prompt(context))
     if start == 0 and tokenizer.separator_id is not None:
-        tokens, start = [tokenizer.separator_id, *tokens], 1
-    if start == 0 or start >= len(tokens):
-        raise ValueError(f"nothing to predict {continuation!r} from" if start == 0 else f"{continuation!r} is no token")
+        # The first token is predicted from the separator, as at the beginning of a document.
+        tokens = [tokenizer.separator_id, *tokens]
+        start = 1
+    if start == 0:
+        raise ValueError(f"nothing to predict {continuation!r} from")
+    if start >= len(tokens):
+        raise ValueError(f"{continuation!r} is no token")
     return tokens, start

@@ -21,6 +21,9 @@ from framework.layers.linear import Linear
 from framework.layers.rotary import Rotary
 from framework.layout import Nested, nearest_divisors
 
+# Queries [B, S, N, H], keys and values [B, S, K, H].
+Heads = tuple[jax.Array, jax.Array, jax.Array]
+
 
 @component
 class Attention(Layer):
@@ -73,28 +76,37 @@ class Attention(Layer):
                 f"num_kv_heads = {num_kv_heads} does not divide num_heads = {num_heads}; "
                 f"nearest: {nearest_divisors(num_heads, self.num_kv_heads)}"
             )
-        self.window, self.softcap = window, softcap
+        self.window = window
+        self.softcap = softcap
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.implementation: Implementation = implementation
         self.splash: SplashBlocks = splash.instantiate()
-        inner, inner_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        into = {"inputs": dim, "mesh_axes": ("fsdp", "model"), "roles": ("in", "heads")}
-        back = {"outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("heads", "out")}
+        query_size = num_heads * self.head_dim
+        kv_size = self.num_kv_heads * self.head_dim
+        # Heads are spread over the model axis: the sum over them, in `output`, is one all-reduce.
+        in_options = {"inputs": dim, "mesh_axes": ("fsdp", "model"), "roles": ("in", "heads")}
+        out_options = {"outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("heads", "out")}
         if output_bias is not None:
-            back["bias"] = output_bias
-        self.query = linear.instantiate(outputs=inner, num_heads=num_heads, **into)
-        self.key = linear.instantiate(outputs=inner_kv, num_heads=self.num_kv_heads, **into)
-        self.value = linear.instantiate(outputs=inner_kv, **into)
-        self.output = linear.instantiate(inputs=inner, init_scale=output_init_scale, **back)
+            out_options["bias"] = output_bias
+        self.query = linear.instantiate(outputs=query_size, num_heads=num_heads, **in_options)
+        self.key = linear.instantiate(outputs=kv_size, num_heads=self.num_kv_heads, **in_options)
+        self.value = linear.instantiate(outputs=kv_size, **in_options)
+        self.output = linear.instantiate(inputs=query_size, init_scale=output_init_scale, **out_options)
         self.rotary: Rotary | None = None if rotary is None else rotary.instantiate(head_dim=self.head_dim)
         self.query_norm = None if qk_norm is None else qk_norm.instantiate(dim=self.head_dim)
         self.key_norm = None if qk_norm is None else qk_norm.instantiate(dim=self.head_dim)
 
     def children(self) -> dict[str, Layer]:
         """query, key, value, output; query_norm and key_norm if there are any."""
-        layers = {"query": self.query, "key": self.key, "value": self.value, "output": self.output}
+        layers = {
+            "query": self.query,
+            "key": self.key,
+            "value": self.value,
+            "output": self.output,
+        }
         if self.query_norm is not None and self.key_norm is not None:
-            layers |= {"query_norm": self.query_norm, "key_norm": self.key_norm}
+            layers["query_norm"] = self.query_norm
+            layers["key_norm"] = self.key_norm
         return layers
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
@@ -106,33 +118,71 @@ class Attention(Layer):
                 f"nearest that do: {nearest_divisors(self.num_kv_heads, parts)}"
             )
 
-    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: jax.Array,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[jax.Array, Out]:
         """x_BSD -> [B, S, D].
 
-        With ctx.cache, the keys and values leave as layer_state, [B, S, K, H] each; a layer_state that comes in is the
-        cache of the tokens before x_B1D, see attention_cache.
+        With ctx.cache, the keys and values leave as layer_state, [B, S, K, H] each. A layer_state that is passed in is
+        the cache of the tokens before x_B1D, see attention_cache.
         """
-        x_BSD = carry
+        batch, length, _ = carry.shape
+        q_BSNH, k_BSKH, v_BSKH = self._queries_keys_values(weights, carry, ctx)
+        y_BSNH = self._attend(q_BSNH, k_BSKH, v_BSKH, ctx, layer_state)
+        with jax.named_scope("output"):
+            heads_BSE = y_BSNH.reshape(batch, length, -1)
+            y_BSD = self.output(weights["output"], heads_BSE, ctx)
+        # Keys are cached after the rotation: their positions never change.
+        cache = {"key": k_BSKH, "value": v_BSKH} if ctx.cache else {}
+        return ctx.constrain_hidden(y_BSD), Out(layer_state=cache)
+
+    def _queries_keys_values(
+        self,
+        weights: Nested,
+        x_BSD: jax.Array,
+        ctx: Context,
+    ) -> Heads:
+        """q [B, S, N, H], k and v [B, S, K, H]: projected, normed, rotated, and named for remat policies."""
         batch, length, _ = x_BSD.shape
 
         def heads(layer: Linear, name: str, count: int) -> jax.Array:
             with jax.named_scope(name):
-                y = layer(weights[name], x_BSD, ctx).reshape(batch, length, count, self.head_dim)
+                y = layer(weights[name], x_BSD, ctx)
+                y = y.reshape(batch, length, count, self.head_dim)
             return ctx.constrain(y, BATCH_AXES, "seq", "model", None)
 
         q_BSNH = heads(self.query, "query", self.num_heads)
         k_BSKH = heads(self.key, "key", self.num_kv_heads)
         v_BSKH = heads(self.value, "value", self.num_kv_heads)
+        # Before the rotation, as in Qwen3.
         if self.query_norm is not None and self.key_norm is not None:
             q_BSNH = self.query_norm(weights["query_norm"], q_BSNH, ctx)
             k_BSKH = self.key_norm(weights["key_norm"], k_BSKH, ctx)
         if self.rotary is not None:
-            positions_BS = ctx.batch.get("positions", jnp.arange(length)[None])
+            # Batches of packed documents have positions, which start again with each document.
+            row_positions_1S = jnp.arange(length)[None]
+            positions_BS = ctx.batch.get("positions", row_positions_1S)
             q_BSNH, k_BSKH = self.rotary(positions_BS, q_BSNH, k_BSKH)
         q_BSNH = checkpoint_name(q_BSNH, "query")
-        k_BSKH, v_BSKH = checkpoint_name(k_BSKH, "key"), checkpoint_name(v_BSKH, "value")
+        k_BSKH = checkpoint_name(k_BSKH, "key")
+        v_BSKH = checkpoint_name(v_BSKH, "value")
+        return q_BSNH, k_BSKH, v_BSKH
+
+    def _attend(
+        self,
+        q_BSNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> jax.Array:
+        """softmax(QK)V as [B, S, N, H], over the cache too if `layer_state` holds one."""
         if layer_state:
-            y_BSNH = cached_attention(
+            return cached_attention(
                 q_BSNH,
                 k_BSKH,
                 v_BSKH,
@@ -143,24 +193,23 @@ class Attention(Layer):
                 window=self.window,
                 softcap=self.softcap,
             )
-        else:
-            y_BSNH = dot_product_attention(  # named "attention" for remat policies
-                q_BSNH,
-                k_BSKH,
-                v_BSKH,
-                segments_BS=ctx.batch.get("segments"),
-                window=self.window,
-                softcap=self.softcap,
-                scale=self.scale,
-                implementation=self.implementation,
-                mesh=ctx.mesh,
-                splash=self.splash,
-            )
-        with jax.named_scope("output"):
-            y_BSD = self.output(weights["output"], y_BSNH.reshape(batch, length, -1), ctx)
-        return ctx.constrain_hidden(y_BSD), Out(layer_state={"key": k_BSKH, "value": v_BSKH} if ctx.cache else {})
+        # The result has the name "attention", by which remat policies keep it.
+        return dot_product_attention(
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            segments_BS=ctx.batch.get("segments"),
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            implementation=self.implementation,
+            mesh=ctx.mesh,
+            splash=self.splash,
+        )
 
     def flops_per_token(self, seq_len: int) -> float:
-        """The projections, and QK and AV over the whole context: 4 N H S (as PaLM counts: the mask saves nothing)."""
+        """The projections, and QK and AV over the whole context: 4 N H S."""
+        # As PaLM counts (arXiv 2204.02311, appendix B): the causal mask saves nothing.
         context = min(seq_len, self.window or seq_len)
-        return super().flops_per_token(seq_len) + 4.0 * self.num_heads * self.head_dim * context
+        projections = super().flops_per_token(seq_len)
+        return projections + 4.0 * self.num_heads * self.head_dim * context

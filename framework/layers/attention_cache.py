@@ -1,11 +1,13 @@
 """Attention of one new token to a key/value cache: plain XLA, as one row of queries leaves a kernel nothing to block.
 
 A cache holds C slots. Sequences are padded on the left, so that all rows write the same slot: row b's tokens are in
-slots [first[b], slot), and the new one is yet to be written to `slot`. It is read only: a loop over layers that wrote
-it would copy it.
+slots [first[b], slot), and the new token is yet to be written to `slot`. The cache is only read here: a loop over
+layers that wrote it would copy it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ def cached_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """[B, 1, N, H] in the query's dtype: what `dot_product_attention` gives for the last position.
+    """The result of `dot_product_attention` for the last position: [B, 1, N, H] in the query's dtype.
 
     Args:
         query_B1NH: the new token's queries; head n uses key/value head n // (N / K).
@@ -38,19 +40,67 @@ def cached_attention(
     """
     B, _, N, H = query_B1NH.shape
     K = key_B1KH.shape[2]
+    G = N // K
     wide = jnp.promote_types(query_B1NH.dtype, jnp.float32)
-    q_BKGH = query_B1NH.reshape(B, K, N // K, H)
-
-    def logits(keys_BCKH: jax.Array) -> jax.Array:
-        x_BKGC = jnp.einsum("bkgh,bckh->bkgc", q_BKGH, keys_BCKH, preferred_element_type=wide) * scale
-        return x_BKGC if softcap is None else softcap * jnp.tanh(x_BKGC / softcap)
-
+    # The G queries of a key/value head stand together, so that keys and values are not repeated.
+    q_BKGH = query_B1NH.reshape(B, K, G, H)
     slots_C = jnp.arange(cache["key"].shape[1])
-    seen_BC = (slots_C >= first_B[:, None]) & (slots_C < slot)
+    visible_BC = _visible(slots_C, first_B, slot, window)
+    # -inf cannot make a row of NaN here: the new token always sees itself.
+    visible_B11C = visible_BC[:, None, None]
+    cache_logits_BKGC = _logits(q_BKGH, cache["key"], scale, softcap)
+    cache_logits_BKGC = jnp.where(visible_B11C, cache_logits_BKGC, -jnp.inf)
+    new_logits_BKG1 = _logits(q_BKGH, key_B1KH, scale, softcap)
+    all_logits = jnp.concatenate([cache_logits_BKGC, new_logits_BKG1], axis=-1)
+    weights = jax.nn.softmax(all_logits, axis=-1).astype(value_B1KH.dtype)
+    out_BKGH = _mix(weights, cache["value"], value_B1KH, wide)
+    return out_BKGH.astype(query_B1NH.dtype).reshape(B, 1, N, H)
+
+
+def _mix(
+    weights: jax.Array,
+    value_BCKH: jax.Array,
+    new_value_B1KH: jax.Array,
+    dtype: Any,
+) -> jax.Array:
+    """[B, K, G, H]: the sum of the values of C slots and of the new token, by weights [B, K, G, C + 1]."""
+    B, _, K, H = new_value_B1KH.shape
+    # The new token's part is added apart: joining its value to the cache would copy the cache.
+    cache_BKGH = jnp.einsum("bkgc,bckh->bkgh", weights[..., :-1], value_BCKH, preferred_element_type=dtype)
+    new_weight_BKG1 = weights[..., -1:].astype(dtype)
+    new_value_BK1H = new_value_B1KH.reshape(B, K, 1, H).astype(dtype)
+    return cache_BKGH + new_weight_BKG1 * new_value_BK1H
+
+
+def _visible(
+    slots_C: jax.Array,
+    first_B: jax.Array,
+    slot: jax.Array,
+    window: int | None,
+) -> jax.Array:
+    """bool [B, C]: may the new token attend to this slot?"""
+    # Slots before `first` are padding, those from `slot` on are empty.
+    visible_BC = (slots_C >= first_B[:, None]) & (slots_C < slot)
     if window is not None:
-        seen_BC &= slots_C > slot - window
-    old_BKGC = jnp.where(seen_BC[:, None, None], logits(cache["key"]), -jnp.inf)
-    weights = jax.nn.softmax(jnp.concatenate([old_BKGC, logits(key_B1KH)], axis=-1), axis=-1).astype(value_B1KH.dtype)
-    out_BKGH = jnp.einsum("bkgc,bckh->bkgh", weights[..., :-1], cache["value"], preferred_element_type=wide)
-    new_BKGH = weights[..., -1:].astype(wide) * value_B1KH.reshape(B, K, 1, H).astype(wide)
-    return (out_BKGH + new_BKGH).astype(query_B1NH.dtype).reshape(B, 1, N, H)
+        visible_BC &= slots_C > slot - window
+    return visible_BC
+
+
+def _logits(
+    q_BKGH: jax.Array,
+    keys_BCKH: jax.Array,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """[B, K, G, C] in float32 or wider, scaled and capped."""
+    wide = jnp.promote_types(q_BKGH.dtype, jnp.float32)
+    logits_BKGC = jnp.einsum(
+        "bkgh,bckh->bkgc",
+        q_BKGH,
+        keys_BCKH,
+        preferred_element_type=wide,
+    )
+    logits_BKGC = logits_BKGC * scale
+    if softcap is None:
+        return logits_BKGC
+    return softcap * jnp.tanh(logits_BKGC / softcap)

@@ -12,6 +12,7 @@ from framework.layers import kernels_cudnn, kernels_splash, kernels_xla
 from framework.layers.kernels_call import AttentionCall, SplashBlocks, describe_call
 
 Implementation = Literal["auto", "xla", "splash", "cudnn"]
+# Each of these modules has `why_not(call)` and `attend(call, q, k, v, segments)`.
 _KERNELS = {"xla": kernels_xla, "splash": kernels_splash, "cudnn": kernels_cudnn}
 
 
@@ -51,15 +52,27 @@ def dot_product_attention(
     Raises:
         ValueError: arrays do not belong together, or the implementation asked for by name cannot serve them.
     """
-    call = describe_call(query_BSNH, key_BSKH, value_BSKH, segments_BS, window, softcap, mesh, scale, splash)
+    call = describe_call(
+        query_BSNH,
+        key_BSKH,
+        value_BSKH,
+        segments_BS,
+        window,
+        softcap,
+        mesh,
+        scale,
+        splash,
+    )
     kernel = _KERNELS[choose_implementation(call, implementation)]
+    # Every kernel names its result "attention", so that a remat policy serves all platforms.
     return kernel.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS)
 
 
 def choose_implementation(call: AttentionCall, implementation: str = "auto") -> str:
-    """Which of "xla", "splash", "cudnn" would run. Raises ValueError as `dot_product_attention`."""
+    """Chooses the kernel: "xla", "splash" or "cudnn". Raises ValueError as `dot_product_attention`."""
     if implementation == "auto":
         fastest = {"tpu": "splash", "gpu": "cudnn"}.get(call.platform, "xla")
+        # XLA serves every call, so "auto" never raises.
         return fastest if _KERNELS[fastest].why_not(call) is None else "xla"
     if implementation not in _KERNELS:
         hint = did_you_mean(implementation, ["auto", *_KERNELS])

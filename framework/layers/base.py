@@ -1,8 +1,8 @@
-"""What every layer is made of: `Layer`, the `Context` that is passed down, and the `Out` that is passed up.
+"""The base classes of all layers: `Layer`, the `Context` that is passed down, and the `Out` that is passed up.
 
-A layer never holds an array. It declares ParameterSpecs; training passes parameters in. `prepare` does what concerns
-weights alone (cast to the compute dtype, gather over fsdp), `apply` is pure and has a static structure. The split lets
-a schedule differentiate, move or rebuild weights apart from activations.
+A layer never holds an array. It declares ParameterSpecs, and training passes parameters in. `prepare` does the work
+that concerns weights alone (cast to the compute dtype, gather over fsdp); `apply` is pure and has a static structure.
+This division lets a schedule differentiate, move or rebuild weights apart from activations.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ BATCH_AXES = ("data", "fsdp")
 
 
 def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, TensorSpec]:
-    """The layout of a batch's arrays (shape, dtype), [B, ...]: over data and fsdp, and those [B, S] over seq too."""
+    """The layout of a batch's arrays [B, ...], given as (shape, dtype): B over data and fsdp, S of [B, S] over seq."""
 
     def spec(shape: tuple[int, ...], dtype: str) -> TensorSpec:
-        return TensorSpec(shape, dtype, (BATCH_AXES, *(["seq"] if len(shape) == 2 else [None] * (len(shape) - 1))))
+        inner_axes: list[str | None]
+        # Two axes are those of tokens, [B, S]. The axes of an image have no mesh axis.
+        if len(shape) == 2:
+            inner_axes = ["seq"]
+        else:
+            inner_axes = [None] * (len(shape) - 1)
+        return TensorSpec(shape, dtype, (BATCH_AXES, *inner_axes))
 
     return {name: spec(*array) for name, array in arrays.items()}
 
@@ -33,7 +39,7 @@ def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Context:
-    """What a layer may know besides its weights and its input.
+    """Everything that a layer may know besides its weights and its input. It is passed down unchanged, but for `rng`.
 
     Args:
         batch: the inputs: tokens, targets, weights, and positions and segments where documents are masked; in
@@ -61,41 +67,59 @@ class Context:
 
     @property
     def platform(self) -> str:
-        """cpu, tpu or gpu, as JAX names it: of the mesh's devices, or of the default one."""
-        return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+        """The platform of the mesh's devices, or of the default device, as JAX names it: cpu, tpu or gpu."""
+        if self.mesh is None:
+            return jax.default_backend()
+        return self.mesh.devices.flat[0].platform
 
     def fold(self, name: str) -> Context:
         """The context of a child: its random stream depends on its name, not on its siblings."""
-        return self if self.rng is None else replace(self, rng=fold_in_name(self.rng, name))
+        if self.rng is None:
+            return self
+        child_rng = fold_in_name(self.rng, name)
+        return replace(self, rng=child_rng)
 
     def fold_index(self, index: jax.Array) -> Context:
         """The context of one layer of a stack; `index` may be traced."""
-        return self if self.rng is None else replace(self, rng=jax.random.fold_in(self.rng, index))
+        if self.rng is None:
+            return self
+        layer_rng = jax.random.fold_in(self.rng, index)
+        return replace(self, rng=layer_rng)
 
     def dropout(self, x: jax.Array, rate: float, name: str) -> jax.Array:
-        """Zeroes elements of x [B, ...] with probability `rate` and scales the rest by 1 / (1 - rate); in training."""
+        """In training, zeroes elements of x [B, ...] with probability `rate`, and divides the others by 1 - rate."""
         if rate == 0.0 or not self.training:
             return x
         assert self.rng is not None, "dropout needs a key"
         assert self.rows is not None, "dropout needs row indices"
         key = fold_in_name(self.rng, name)
-        keep = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1.0 - rate, x.shape[1:]))
+
+        # A key for each global row: sharding and microbatching leave the mask unchanged.
+        def keep_row(row: jax.Array) -> jax.Array:
+            row_key = jax.random.fold_in(key, row)
+            return jax.random.bernoulli(row_key, 1.0 - rate, x.shape[1:])
+
         # Divided in float32: 0.9 is 0.8984 in bfloat16, which would scale everything by 0.2%.
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        scaled = (x.astype(wide) / jnp.asarray(1.0 - rate, wide)).astype(x.dtype)
-        return jnp.where(keep(self.rows), scaled, jnp.zeros((), x.dtype))
+        quotient = x.astype(wide) / jnp.asarray(1.0 - rate, wide)
+        scaled = quotient.astype(x.dtype)
+        mask = jax.vmap(keep_row)(self.rows)
+        zero = jnp.zeros((), x.dtype)
+        return jnp.where(mask, scaled, zero)
 
     def constrain(self, x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
         """Tells the partitioner how x is laid out: one mesh axis, tuple or None per dimension."""
+        # On one device there is nothing to lay out, and the program stays that of no mesh at all.
         if self.mesh is None or self.mesh.size == 1:
             return x
         return _placed(x, self.mesh, axes)
 
     def gather(self, weight: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
-        """A weight that is stored by these mesh axes, whole over fsdp; its gradient is scattered over fsdp again."""
+        """Gathers a weight that is stored by these mesh axes over fsdp; its gradient is scattered over fsdp again."""
         gathered_axes = tuple(_without_fsdp(axis) for axis in mesh_axes)
         if gathered_axes == mesh_axes or self.mesh is None or self.mesh.size == 1:
             return weight
+        # The codes of a quantized weight are integers, which have no gradient to be scattered.
         if not jnp.issubdtype(weight.dtype, jnp.floating):
             return self.constrain(weight, *gathered_axes)
         return _gathered(weight, self.mesh, mesh_axes, gathered_axes)
@@ -108,7 +132,7 @@ class Context:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Out:
-    """What leaves a layer besides its output; never through a side channel, and of static structure.
+    """Everything that leaves a layer besides its output: there is no side channel, and the structure is static.
 
     Args:
         loss: f32 scalar to be added to the objective, already divided by `ctx.num_targets`; None means none.
@@ -125,11 +149,16 @@ class Out:
     def merge(outs: Mapping[str, Out]) -> Out:
         """The Out of a parent: losses added, metrics and states under each child's name."""
         losses = [out.loss for out in outs.values() if out.loss is not None]
-        return Out(
-            loss=sum(losses[1:], losses[0]) if losses else None,
-            metrics={f"{name}/{key}": value for name, out in outs.items() for key, value in out.metrics.items()},
-            layer_state={name: out.layer_state for name, out in outs.items() if out.layer_state},
-        )
+        # The sum starts with the first loss: adding it to 0 would be one more operation.
+        loss = sum(losses[1:], losses[0]) if losses else None
+        metrics = {}
+        layer_state = {}
+        for name, out in outs.items():
+            for key, value in out.metrics.items():
+                metrics[f"{name}/{key}"] = value
+            if out.layer_state:
+                layer_state[name] = out.layer_state
+        return Out(loss=loss, metrics=metrics, layer_state=layer_state)
 
 
 class Layer:
@@ -141,8 +170,10 @@ class Layer:
 
     @property
     def branches(self) -> dict[str, list[str]]:
-        """{name: the children that it uses} of what a block adds to the residual stream, in order; {} for any other
-        layer. Where there are some, the layer also has `branch`, see `framework.layers.block.Block`."""
+        """{branch: names of the children that it uses} of what a block adds to the residual stream, in order.
+
+        {} for any other layer. A layer that has branches also has `branch`, see `framework.layers.block.Block`.
+        """
         return {}
 
     def walk(self) -> Iterator[Layer]:
@@ -161,57 +192,84 @@ class Layer:
 
     def parameter_specs(self) -> Nested:
         """Nested dict of ParameterSpec: own parameters, and each child's under its name."""
-        return _nest(self.own_specs(), {name: child.parameter_specs() for name, child in self.children().items()})
+        layer_specs = self.own_specs()
+        child_specs = {name: child.parameter_specs() for name, child in self.children().items()}
+        return _nest(layer_specs, child_specs)
 
     def buffer_specs(self) -> Nested:
         """Nested dict of TensorSpec, in the structure of `Out.layer_state`."""
-        return _nest(self.own_buffers(), {name: child.buffer_specs() for name, child in self.children().items()})
+        layer_specs = self.own_buffers()
+        child_specs = {name: child.buffer_specs() for name, child in self.children().items()}
+        return _nest(layer_specs, child_specs)
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """Parameters as `apply` wants them: in the compute dtype, gathered over fsdp."""
+        """Parameters in the form that `apply` needs: in the compute dtype, gathered over fsdp."""
         weights = prepare_own(self.own_specs(), params, ctx)
         for name, child in self.children().items():
+            # Children without parameters have no entry in the tree, see `_nest`.
             if name in params:
                 with jax.named_scope(name):
                     weights[name] = child.prepare(params[name], ctx)
         return weights
 
-    def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: Any,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[Any, Out]:
         """Computes. `carry` is what flows between layers and stages, one pytree (for language models x_BSD)."""
         raise NotImplementedError(f"{type(self).__name__}.apply")
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations of one forward pass per token (matrix products only; a multiply-add counts 2)."""
+        # A layer without children counts 0, unless it overrides this: a norm has no matrix product.
         return sum(child.flops_per_token(seq_len) for child in self.children().values())
 
 
-def _nest(own: Mapping[str, Any], children: dict[str, Nested]) -> Nested:
-    clash = own.keys() & children.keys()
+def _nest(layer_specs: Mapping[str, Any], child_specs: dict[str, Nested]) -> Nested:
+    """One level of a nested dict of specs; children without any spec are left out."""
+    clash = layer_specs.keys() & child_specs.keys()
     assert not clash, f"a parameter and a child are both called {clash}"
-    return {**own, **{name: specs for name, specs in children.items() if specs}}
+    nested = {**layer_specs}
+    for name, specs in child_specs.items():
+        if specs:
+            nested[name] = specs
+    return nested
 
 
 def prepare_own(specs: Nested, params: Nested, ctx: Context) -> Nested:
-    """A layer's own parameters, cast (quantized ones as they are) and gathered."""
-    return {name: jax.tree.map(lambda s, p: _prepare(s, p, ctx), spec, params[name]) for name, spec in specs.items()}
+    """A layer's own parameters, cast to the compute dtype (quantized ones stay as they are) and gathered."""
+    weights = {}
+    for name, spec in specs.items():
+        # A quantized weight is a dict of codes and scales, so both sides are trees.
+        weights[name] = jax.tree.map(partial(_prepare, ctx=ctx), spec, params[name])
+    return weights
 
 
 def _prepare(spec: ParameterSpec, param: jax.Array, ctx: Context) -> jax.Array:
+    # The cast comes before the gather, so that narrow weights travel between devices.
     weight = param if spec.quantized else cast(param, ctx.compute_dtype)
     return ctx.gather(weight, spec.mesh_axes)
 
 
 def _placed(x: jax.Array, mesh: Mesh, axes: MeshAxes) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered(weight: jax.Array, mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes) -> jax.Array:
-    """A weight gathered over fsdp, whose gradient is scattered as the weight is stored.
-
-    The transpose of a sharding constraint alone is the same constraint: it asks for the whole gradient on every device,
-    which is an all-reduce. The slice that the update takes of it comes too late for XLA to make both a reduce-scatter.
-    """
+def _gathered(
+    weight: jax.Array,
+    mesh: Mesh,
+    stored_axes: MeshAxes,
+    gathered_axes: MeshAxes,
+) -> jax.Array:
+    """A weight gathered over fsdp, whose gradient is scattered as the weight is stored."""
+    # The transpose of a sharding constraint alone is the same constraint. It asks for the whole
+    # gradient on every device, which is an all-reduce; the slice that the update takes of it comes
+    # too late for XLA to make a reduce-scatter of both.
     return _placed(weight, mesh, gathered_axes)
 
 
@@ -224,32 +282,41 @@ def _gathered_forward(
 def _gathered_backward(
     mesh: Mesh, stored_axes: MeshAxes, gathered_axes: MeshAxes, _: None, grad: jax.Array
 ) -> tuple[jax.Array]:
-    return (_placed(grad, mesh, stored_axes),)
+    # The cotangent gets the axes of the stored weight, not those of the gathered one.
+    weight_grad = _placed(grad, mesh, stored_axes)
+    return (weight_grad,)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in another dtype, rounded where it stands in the program."""
-    wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
-    if narrow.bits < wide.bits and narrow.nexp == wide.nexp:
-        # The same rounding, in an operation that XLA leaves where it is: it would move a cast above a slice of a stack,
-        # and from there out of the loop, so that the whole stack is cast at once.
-        x = jax.lax.reduce_precision(x, narrow.nexp, narrow.nmant)
+    """Casts x to another dtype, rounding at this place of the program."""
+    source = jnp.finfo(x.dtype)
+    target = jnp.finfo(dtype)
+    if target.bits < source.bits and target.nexp == source.nexp:
+        # The same rounding, in an operation that XLA leaves where it is. XLA would move a cast
+        # above a slice of a stack, and from there out of the loop, so that the whole stack is cast
+        # at once.
+        x = jax.lax.reduce_precision(x, target.nexp, target.nmant)
     return x.astype(dtype)
 
 
 def add_shared(x: jax.Array, term: jax.Array) -> jax.Array:
-    """x + term in x's dtype, where the term has fewer axes: a bias, say.
-
-    The gradient of the term is a sum over the axes that it lacks, all tokens as a rule. It is taken in the dtype of
-    this addition, so that is float32 at least.
-    """
-    wide = jnp.promote_types(jnp.promote_types(x.dtype, term.dtype), jnp.float32)
-    return (x.astype(wide) + term.astype(wide)).astype(x.dtype)
+    """x + term in x's dtype, where the term has fewer axes: a bias, say."""
+    # The gradient of the term is a sum over the axes that it lacks, usually all tokens. The sum is
+    # taken in the dtype of this addition, which is therefore float32 at least.
+    result_dtype = jnp.promote_types(x.dtype, term.dtype)
+    wide = jnp.promote_types(result_dtype, jnp.float32)
+    total = x.astype(wide) + term.astype(wide)
+    return total.astype(x.dtype)
 
 
 def _without_fsdp(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-    names = tuple(name for name in ((axes,) if isinstance(axes, str) else axes or ()) if name != "fsdp")
-    return names[0] if len(names) == 1 else names or None
+    """The mesh axes of one dimension without fsdp: a name, a tuple of two or more names, or None."""
+    if isinstance(axes, str):
+        axes = (axes,)
+    names = tuple(name for name in axes or () if name != "fsdp")
+    if len(names) == 1:
+        return names[0]
+    return names or None

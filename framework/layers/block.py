@@ -45,7 +45,8 @@ class Block(Layer):
         self.mlp_norm = norm.instantiate(dim=dim)
         self.post_norms: dict[str, Any] = {}
         if post_norm is not None:
-            self.post_norms = {f"{name}_post_norm": post_norm.instantiate(dim=dim) for name in ("attention", "mlp")}
+            for name in ("attention", "mlp"):
+                self.post_norms[f"{name}_post_norm"] = post_norm.instantiate(dim=dim)
         self.dropout = dropout
 
     def children(self) -> dict[str, Layer]:
@@ -60,27 +61,53 @@ class Block(Layer):
 
     @property
     def branches(self) -> dict[str, list[str]]:
-        """{name: the children that it uses} of what is added to the residual stream, in order."""
-        used = {name: [f"{name}_norm", name, f"{name}_post_norm"] for name in ("attention", "mlp")}
-        return {name: [child for child in own if child in self.children()] for name, own in used.items()}
+        """{branch: names of the children that it uses} of what is added to the residual stream, in order."""
+        children = self.children()
+        branches = {}
+        for name in ("attention", "mlp"):
+            candidates = [f"{name}_norm", name, f"{name}_post_norm"]
+            branches[name] = [child for child in candidates if child in children]
+        return branches
 
     def branch(
         self, name: str, weights: Nested, x_BSD: jax.Array, ctx: Context, layer_state: Nested
     ) -> tuple[jax.Array, Out]:
-        """What that branch adds to x_BSD, in the compute dtype; the block's weights (its own suffice) and buffers."""
-        norm, branch = (self.attention_norm, self.attention) if name == "attention" else (self.mlp_norm, self.mlp)
+        """The output of one branch, which is added to x_BSD, in the compute dtype.
+
+        Args:
+            name: "attention" or "mlp".
+            weights: the block's; those of the children that the branch uses are enough.
+            x_BSD: the residual stream.
+            ctx: the block's context.
+            layer_state: the block's buffers.
+        """
+        if name == "attention":
+            norm = self.attention_norm
+            branch = self.attention
+        else:
+            norm = self.mlp_norm
+            branch = self.mlp
         with jax.named_scope(f"{name}_norm"):
+            # The residual stream is wider than the compute dtype where it is one of two streams.
             h_BSD = norm(weights[f"{name}_norm"], x_BSD, ctx).astype(ctx.compute_dtype)
         with jax.named_scope(name):
-            h_BSD, out = branch.apply(weights[name], h_BSD, ctx.fold(name), layer_state.get(name, {}))
+            branch_state = layer_state.get(name, {})
+            h_BSD, out = branch.apply(weights[name], h_BSD, ctx.fold(name), branch_state)
         if post_norm := self.post_norms.get(f"{name}_post_norm"):
             with jax.named_scope(f"{name}_post_norm"):
                 h_BSD = post_norm(weights[f"{name}_post_norm"], h_BSD, ctx)
         return ctx.dropout(h_BSD, self.dropout, name), out
 
-    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: jax.Array,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[jax.Array, Out]:
         """x_BSD -> x_BSD."""
-        x_BSD, outs = carry, {}
+        x_BSD = carry
+        outs = {}
         for name in self.branches:
             h_BSD, outs[name] = self.branch(name, weights, x_BSD, ctx, layer_state)
             x_BSD = x_BSD + h_BSD

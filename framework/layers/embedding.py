@@ -34,8 +34,11 @@ class Embedding(Layer):
         dropout: Fraction = 0.0,
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
     ):
-        self.vocab_size, self.dim, self.max_positions, self.dropout = vocab_size, dim, max_positions, dropout
+        self.vocab_size = vocab_size
+        self.dim = dim
+        self.max_positions = max_positions
         self.scale = scale
+        self.dropout = dropout
         self._init = init.instantiate()
 
     def own_specs(self) -> dict[str, ParameterSpec]:
@@ -65,10 +68,18 @@ class Embedding(Layer):
             raise ValueError(f"data.seq_len = {seq_len} is over model.embed.max_positions = {self.max_positions}")
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """The tables as they are stored: what is looked up is cast, and moves between devices, and not the tables."""
+        """The tables as they are stored, neither cast nor gathered."""
+        # The rows that are looked up are cast and moved between devices: they are fewer than those
+        # of the tables.
         return {name: params[name] for name in self.own_specs()}
 
-    def apply(self, weights: Nested, carry: None, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: None,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[jax.Array, Out]:
         """ctx.batch["tokens"] int32[B, S] -> x_BSD in the compute dtype."""
         tokens_BS = ctx.batch["tokens"]
         x_BSD = look_up(weights["token"], tokens_BS, ctx, "model")
@@ -76,11 +87,21 @@ class Embedding(Layer):
             # Rounded to the compute dtype, as transformers does with Gemma's.
             x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
         if self.max_positions is not None:
-            positions_BS = ctx.batch.get("positions")
-            if positions_BS is None:
-                first_SD = ctx.constrain(weights["position"][: tokens_BS.shape[1]], None, None)
-                x_BSD = add_shared(x_BSD, first_SD)
-            else:
-                x_BSD = x_BSD + look_up(weights["position"], positions_BS, ctx, None)
+            x_BSD = self._add_positions(weights, x_BSD, ctx)
         x_BSD = ctx.dropout(x_BSD, self.dropout, "embedding")
         return ctx.constrain_hidden(x_BSD), Out()
+
+    def _add_positions(
+        self,
+        weights: Nested,
+        x_BSD: jax.Array,
+        ctx: Context,
+    ) -> jax.Array:
+        positions_BS = ctx.batch.get("positions")
+        if positions_BS is not None:
+            return x_BSD + look_up(weights["position"], positions_BS, ctx, None)
+        # Every row has the positions 0, 1, ...: a slice, whose gradient needs no scatter.
+        length = x_BSD.shape[1]
+        table_SD = weights["position"][:length]
+        table_SD = ctx.constrain(table_SD, None, None)
+        return add_shared(x_BSD, table_SD)

@@ -21,11 +21,12 @@ from framework.layers.base import BATCH_AXES, Context, Layer, Out, prepare_own
 from framework.layers.norm import RMSNorm
 from framework.layout import Nested, ParameterSpec
 
+# The loss, an f32 scalar, and metrics by name.
 Loss = tuple[jax.Array, dict[str, jax.Array]]
 
 
 class Chunks(NamedTuple):
-    """How many chunks positions are cut into, and how many groups the chunks make; `groups` divides `count`."""
+    """The number of chunks of positions, and the number of groups of chunks; `groups` divides `count`."""
 
     count: int
     groups: int
@@ -62,12 +63,17 @@ class LMHead(Layer):
         softcap: PositiveFloat | None = None,
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
     ):
-        for name, tokens in (("chunk_tokens", chunk_tokens), ("gradient_tokens", gradient_tokens)):
+        bounds = {"chunk_tokens": chunk_tokens, "gradient_tokens": gradient_tokens}
+        for name, tokens in bounds.items():
             if tokens < 0:
                 raise ValueError(f"{name}: expected 0 (all at once) or more, given {tokens}")
-        self.vocab_size, self.dim, self.tied = vocab_size, dim, tied
-        self.chunk_tokens, self.gradient_tokens = chunk_tokens, gradient_tokens
-        self.z_loss, self.softcap = z_loss, softcap
+        self.vocab_size = vocab_size
+        self.dim = dim
+        self.tied = tied
+        self.chunk_tokens = chunk_tokens
+        self.gradient_tokens = gradient_tokens
+        self.z_loss = z_loss
+        self.softcap = softcap
         self.norm = norm.instantiate(dim=dim)
         self._init = init.instantiate()
 
@@ -76,48 +82,73 @@ class LMHead(Layer):
         return {"norm": self.norm}
 
     def table_spec(self) -> ParameterSpec:
-        """The table that turns hidden states into logits, [V, D]."""
+        """The spec of the table that turns hidden states into logits, [V, D]."""
         return ParameterSpec(
-            (self.vocab_size, self.dim), "float32", ("model", "fsdp"), initializer=self._init, roles=("vocab", "in")
+            (self.vocab_size, self.dim),
+            "float32",
+            ("model", "fsdp"),
+            initializer=self._init,
+            roles=("vocab", "in"),
         )
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """table [V, D]; none of its own when tied: the model declares the tie and passes the embedding's."""
-        return {} if self.tied else {"table": self.table_spec()}
+        """table [V, D]; {} when tied: the model declares the tie and passes the embedding's table."""
+        if self.tied:
+            return {}
+        return {"table": self.table_spec()}
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """A tied table is prepared here as an own one would be."""
+        """Prepares a tied table in the same way as an own one."""
+        # Not by `own_specs`, which says nothing of a tied table.
         table = prepare_own({"table": self.table_spec()}, params, ctx)
-        return {**table, "norm": self.norm.prepare(params["norm"], ctx)}
+        norm = self.norm.prepare(params["norm"], ctx)
+        return {**table, "norm": norm}
 
     def logits(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         """x_BSD -> float32 logits_BSV."""
         h_BSD = self.norm(weights["norm"], x_BSD, ctx)
-        return _logits(_product(h_BSD, weights["table"]), self.softcap)
+        product_BSV = _product(h_BSD, weights["table"])
+        return _logits(product_BSV, self.softcap)
 
-    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[None, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: jax.Array,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[None, Out]:
         """The mean loss over counted targets: sum of weights * nll / ctx.num_targets, and z-loss."""
         assert ctx.num_targets is not None
         h_BSD = self.norm(weights["norm"], carry, ctx)
         loss_of = partial(token_loss, softcap=self.softcap, z_loss=self.z_loss)
-        chunks = self.chunks(h_BSD.shape[0], h_BSD.shape[1], ctx)
-        inputs = (ctx.batch["targets"], ctx.batch["weights"] / ctx.num_targets)
+        batch, length, _ = h_BSD.shape
+        chunks = self.chunks(batch, length, ctx)
+        # Divided here by the targets of the global batch, so that microbatches add up to its mean.
+        token_weights_BS = ctx.batch["weights"] / ctx.num_targets
+        inputs = (ctx.batch["targets"], token_weights_BS)
         loss, metrics = chunked_loss(loss_of, chunks, ctx, h_BSD, weights["table"], inputs)
         return None, Out(loss=loss, metrics=metrics)
 
     def chunks(self, batch: int, length: int, ctx: Context) -> Chunks:
-        """How positions are cut: into the fewest chunks that divide a device's positions and keep its tokens per chunk
-        under the bound, and these into the fewest groups that divide the chunks and keep theirs."""
+        """Cuts the positions into chunks, and the chunks into groups, as few as possible of both.
+
+        The number of chunks divides a device's positions and keeps its tokens per chunk under `chunk_tokens`. The
+        number of groups divides that of chunks and keeps a device's tokens per group under `gradient_tokens`.
+        """
         shards = {} if ctx.mesh is None else ctx.mesh.shape
-        local_batch = max(1, batch // (shards.get("data", 1) * shards.get("fsdp", 1)))
+        batch_shards = shards.get("data", 1) * shards.get("fsdp", 1)
+        local_batch = max(1, batch // batch_shards)
         local_length = max(1, length // shards.get("seq", 1))
         tokens = local_batch * local_length
-
-        def divisor(number: int, least: int) -> int:
-            return next((n for n in range(min(least, number), number + 1) if number % n == 0), 1)
-
-        count = 1 if self.chunk_tokens == 0 else divisor(local_length, -(-tokens // self.chunk_tokens))
-        groups = 1 if self.gradient_tokens == 0 else divisor(count, -(-tokens // self.gradient_tokens))
+        count = 1
+        # A negated floor division rounds up.
+        if self.chunk_tokens > 0:
+            min_chunks = -(-tokens // self.chunk_tokens)
+            count = _smallest_divisor(local_length, min_chunks)
+        groups = 1
+        if self.gradient_tokens > 0:
+            min_groups = -(-tokens // self.gradient_tokens)
+            groups = _smallest_divisor(count, min_groups)
         return Chunks(count, groups)
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -125,13 +156,24 @@ class LMHead(Layer):
         return 2.0 * self.vocab_size * self.dim
 
 
+def _smallest_divisor(number: int, least: int) -> int:
+    """The smallest divisor of `number` that is at least `least`; `number` itself where `least` is more."""
+    for divisor in range(min(least, number), number + 1):
+        if number % divisor == 0:
+            return divisor
+    return 1
+
+
 def _product(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
+    # Summed in float32, as bfloat16 has too few digits for a softmax over the vocabulary.
     dtype = jnp.promote_types(h_BSD.dtype, jnp.float32)
     return jnp.einsum("bsd,vd->bsv", h_BSD, table_VD, preferred_element_type=dtype)
 
 
 def _logits(product_BSV: jax.Array, softcap: float | None) -> jax.Array:
-    return product_BSV if softcap is None else softcap * jnp.tanh(product_BSV / softcap)
+    if softcap is None:
+        return product_BSV
+    return softcap * jnp.tanh(product_BSV / softcap)
 
 
 def token_loss(
@@ -153,29 +195,35 @@ def token_loss(
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
     picked_BS = _picked(logits_BSV, targets_BS)
     nll = jnp.sum(weights_BS * (lse_BS - picked_BS))
-    loss = nll if z_loss == 0.0 else nll + z_loss * jnp.sum(weights_BS * jnp.square(lse_BS))
-    return loss, {"nll": nll}
+    if z_loss == 0.0:
+        return nll, {"nll": nll}
+    penalty = jnp.sum(weights_BS * jnp.square(lse_BS))
+    return nll + z_loss * penalty, {"nll": nll}
 
 
 @jax.custom_vjp
 def _picked(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
-    """The logits of the targets, [B, S], with a gradient that is elementwise.
-
-    JAX's own gradient of a lookup is a scatter, which XLA keeps apart from the arithmetic before and behind it: the
-    gradient of all logits would be written in float32, and read again, once more than it has to be.
-    """
-    return jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)[..., 0]
+    """The logits of the targets, [B, S], with a gradient that is elementwise."""
+    # JAX's own gradient of a lookup is a scatter, which XLA keeps apart from the arithmetic before
+    # and behind it: the gradient of all logits would be written in float32, and read again, once
+    # more than necessary.
+    logits_BS1 = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)
+    return logits_BS1[..., 0]
 
 
 def _picked_forward(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     ids_V = jnp.arange(logits_BSV.shape[-1], dtype=targets_BS.dtype)
+    # The ids are kept instead of the logits, which the gradient does not depend on.
     return _picked(logits_BSV, targets_BS), (ids_V, targets_BS)
 
 
 def _picked_backward(saved: tuple[jax.Array, jax.Array], grad_BS: jax.Array) -> tuple[jax.Array, None]:
     ids_V, targets_BS = saved
     is_target_BSV = targets_BS[..., None] == ids_V
-    return jnp.where(is_target_BSV, grad_BS[..., None], jnp.zeros((), grad_BS.dtype)), None
+    grad_BS1 = grad_BS[..., None]
+    zero = jnp.zeros((), grad_BS.dtype)
+    logits_grad_BSV = jnp.where(is_target_BSV, grad_BS1, zero)
+    return logits_grad_BSV, None
 
 
 _picked.defvjp(_picked_forward, _picked_backward)
@@ -189,11 +237,8 @@ def chunked_loss(
     table_VD: jax.Array,
     inputs: Any,
 ) -> Loss:
-    """`loss_of(product of hidden states and table, inputs)` summed over interleaved slices of positions.
-
-    Slices are strided (positions i, i + chunks, ...), so that each holds an equal part of every seq shard.
-    """
-    # custom_vjp keeps the functions below for longer than the trace: they may hold the mesh, but no traced array.
+    """The sum of `loss_of(product of hidden states and table, inputs)` over interleaved slices of positions."""
+    # custom_vjp keeps these functions beyond the trace. They may hold the mesh, not traced arrays.
     run = _ChunkedLoss(loss_of, chunks, Context(batch={}, mesh=ctx.mesh))
 
     @jax.custom_vjp
@@ -201,15 +246,22 @@ def chunked_loss(
         return run.loss(h, table, inputs)
 
     def forward(h: Any, table: Any, inputs: Any) -> tuple[Loss, Any]:
+        # With symbolic_zeros arguments know whether they are differentiated. A frozen table is not.
         is_table_trained = table.perturbed
         h, table, inputs = jax.tree.map(lambda x: x.value, (h, table, inputs))
-        loss, h_grad, table_grad = run.loss_and_gradients(h, table, inputs, of_table=is_table_trained)
+        loss, h_grad, table_grad = run.loss_and_gradients(
+            h,
+            table,
+            inputs,
+            of_table=is_table_trained,
+        )
         return loss, (h_grad, table_grad, inputs)
 
     def backward(saved: Any, cotangent: Loss) -> tuple[jax.Array, jax.Array | None, Any]:
         # Metrics are not differentiated; the loss is a scalar, so its cotangent only scales.
+        loss_ct = cotangent[0]
         *grads, inputs = saved
-        h_grad, table_grad = jax.tree.map(lambda grad: (grad * cotangent[0]).astype(grad.dtype), grads)
+        h_grad, table_grad = jax.tree.map(lambda grad: (grad * loss_ct).astype(grad.dtype), grads)
         return h_grad, table_grad, _no_grad(inputs)
 
     total.defvjp(forward, backward, symbolic_zeros=True)
@@ -220,88 +272,130 @@ class _ChunkedLoss:
     """The loss, and its gradients, a chunk of positions at a time; see `chunked_loss`."""
 
     def __init__(self, loss_of: Callable[..., Loss], chunks: Chunks, ctx: Context):
-        self.loss_of, self.chunks, self.ctx = loss_of, chunks, ctx
+        self.loss_of = loss_of
+        self.chunks = chunks
+        self.ctx = ctx
 
     def loss(self, h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
         """The loss alone."""
 
         def body(sums: Loss, chunk: Any) -> tuple[Loss, None]:
-            return _add(sums, self.loss_of(_product(chunk[0], table), chunk[1])), None
+            chunk_h, chunk_inputs = chunk
+            product = _product(chunk_h, table)
+            return _add(sums, self.loss_of(product, chunk_inputs)), None
 
         if self.chunks.count == 1:
             return self.loss_of(_product(h, table), inputs)
-        return jax.lax.scan(body, self._zeros(h, table, inputs), self._split((h, inputs)))[0]
+        zeros = self._zeros(h, table, inputs)
+        chunks = self._split((h, inputs))
+        sums, _ = jax.lax.scan(body, zeros, chunks)
+        return sums
 
     def loss_and_gradients(
         self, h: jax.Array, table: jax.Array, inputs: Any, *, of_table: bool
     ) -> tuple[Loss, jax.Array, jax.Array | None]:
-        """(loss, gradient of h, gradient of the table or None), each gradient in the dtype of what it is of."""
-        count, groups = self.chunks if of_table else (self.chunks.count, 1)
+        """(loss, gradient of h, gradient of the table or None), each gradient in the dtype of its array."""
+        count = self.chunks.count
+        # Groups are for the table's gradient. Without it one group of all chunks is enough.
+        groups = self.chunks.groups if of_table else 1
         zeros = self._zeros(h, table, inputs)
-        parts = self._split((h, inputs))
+        chunks = self._split((h, inputs))
         if groups == 1:
-            loss, h_grads, table_grad = self._group(zeros, parts, table, table.dtype if of_table else None)
+            grad_dtype = table.dtype if of_table else None
+            loss, h_grads, table_grad = self._group(zeros, chunks, table, grad_dtype)
             return loss, self._join(h_grads), table_grad
-        # Summed in float32, and sharded: a loop's carry cannot hold partial sums, so each group's is reduced.
+        # In float32. A loop cannot carry partial sums, so each group's is reduced over devices.
         sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
 
         def body(sums: tuple[Loss, jax.Array], group: Any) -> tuple[tuple[Loss, jax.Array], jax.Array]:
-            loss, h_grads, table_grad = self._group(sums[0], group, table, sum_dtype)
+            loss_sum, table_sum = sums
+            loss, h_grads, table_grad = self._group(loss_sum, group, table, sum_dtype)
             assert table_grad is not None
-            return (loss, self._as_table(sums[1] + table_grad)), h_grads
+            return (loss, self._as_table(table_sum + table_grad)), h_grads
 
-        start = zeros, self._as_table(jnp.zeros(table.shape, sum_dtype))
-        grouped = jax.tree.map(lambda x: x.reshape(groups, count // groups, *x.shape[1:]), parts)
-        (loss, table_sum), h_grads = jax.lax.scan(body, start, grouped)
+        table_zeros = self._as_table(jnp.zeros(table.shape, sum_dtype))
+        grouped = jax.tree.map(lambda x: x.reshape(groups, count // groups, *x.shape[1:]), chunks)
+        sums, h_grads = jax.lax.scan(body, (zeros, table_zeros), grouped)
+        loss, table_sum = sums
+        # The loop stacks groups of chunks, [groups, count / groups, ...].
         h_grads = h_grads.reshape(count, *h_grads.shape[2:])
         return loss, self._join(h_grads), table_sum.astype(table.dtype)
 
-    def _group(self, loss: Loss, parts: Any, table: jax.Array, dtype: Any) -> tuple[Loss, jax.Array, jax.Array | None]:
-        """A group's chunks, [chunks, B, S / chunks, ...]: the loss with theirs added, the gradients of their hidden
-        states, and the table's in `dtype` (None: not asked for)."""
+    def _group(
+        self,
+        loss: Loss,
+        chunks: Any,
+        table: jax.Array,
+        dtype: Any,
+    ) -> tuple[Loss, jax.Array, jax.Array | None]:
+        """Adds the loss of a group of chunks [chunks, B, S / chunks, ...] to `loss`, and takes their gradients.
+
+        Returns:
+            (the sum of losses, the gradients of the chunks' hidden states, the table's gradient in `dtype`; None where
+            that is None).
+        """
 
         def body(loss: Loss, chunk: Any) -> tuple[Loss, tuple[jax.Array, jax.Array | None]]:
             h, inputs = chunk
-            more, product_grad = jax.value_and_grad(self.loss_of, has_aux=True)(_product(h, table), inputs)
+            product = _product(h, table)
+            loss_and_grad = jax.value_and_grad(self.loss_of, has_aux=True)
+            chunk_loss, product_grad = loss_and_grad(product, inputs)
             # In the compute dtype, as activations' gradients are everywhere.
             product_grad = product_grad.astype(h.dtype)
             h_grad = jnp.einsum("bsv,vd->bsd", product_grad, table)
-            return _add(loss, more), (h_grad, None if dtype is None else product_grad)
+            table_factor = None if dtype is None else product_grad
+            return _add(loss, chunk_loss), (h_grad, table_factor)
 
-        if parts[0].shape[0] == 1:
-            loss, per_chunk = body(loss, jax.tree.map(lambda x: x[0], parts))
-            h_grads, product_grads = jax.tree.map(lambda x: x[None], per_chunk)
+        hidden, _ = chunks
+        if hidden.shape[0] == 1:
+            only_chunk = jax.tree.map(lambda x: x[0], chunks)
+            loss, chunk_grads = body(loss, only_chunk)
+            h_grads, product_grads = jax.tree.map(lambda x: x[None], chunk_grads)
         else:
-            loss, (h_grads, product_grads) = jax.lax.scan(body, loss, parts)
+            loss, (h_grads, product_grads) = jax.lax.scan(body, loss, chunks)
         if product_grads is None:
             return loss, h_grads, None
+        # One product for the whole group, so that its sum over devices is one all-reduce.
         with jax.named_scope("gradient"):
-            table_grad = jnp.einsum("cbsv,cbsd->vd", product_grads, parts[0], preferred_element_type=dtype)
+            table_grad = jnp.einsum(
+                "cbsv,cbsd->vd",
+                product_grads,
+                hidden,
+                preferred_element_type=dtype,
+            )
             return loss, h_grads, self._as_table(table_grad)
 
     def _as_table(self, grad: jax.Array) -> jax.Array:
-        """Sharded as the table is stored, which is where the devices' parts are added up."""
+        """Shards the gradient as the table is stored; there the devices' partial sums are added up."""
         return self.ctx.constrain(grad, "model", "fsdp")
 
     def _split(self, tree: Any) -> Any:
         """[B, S, ...] -> [chunks, B, S / chunks, ...]."""
         count = self.chunks.count
 
+        # A chunk holds the positions i, i + chunks, ...: an equal part of every seq shard.
         def split(x: jax.Array) -> jax.Array:
-            parts = jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // count, count, *x.shape[2:]), 2, 0)
-            return self.ctx.constrain(parts, None, BATCH_AXES, "seq", *(None,) * (parts.ndim - 3))
+            batch, length, *inner = x.shape
+            strided = x.reshape(batch, length // count, count, *inner)
+            chunks = jnp.moveaxis(strided, 2, 0)
+            inner_axes = (None,) * len(inner)
+            return self.ctx.constrain(chunks, None, BATCH_AXES, "seq", *inner_axes)
 
         return jax.tree.map(split, tree)
 
     @staticmethod
-    def _join(parts: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(parts, 0, 2)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
+    def _join(chunks: jax.Array) -> jax.Array:
+        """The inverse of `_split`."""
+        strided = jnp.moveaxis(chunks, 0, 2)
+        return strided.reshape(strided.shape[0], -1, *strided.shape[3:])
 
     def _zeros(self, h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
+        """Zeros in the structure of what `loss_of` returns."""
+
         def whole(h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
             return self.loss_of(_product(h, table), inputs)
 
+        # Only shapes: nothing of this enters the program.
         shapes = jax.eval_shape(whole, h, table, inputs)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
@@ -311,5 +405,8 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _no_grad(inputs: Any) -> Any:
+    """The cotangents of targets and weights: zeros."""
     targets, weights = inputs
-    return np.zeros(targets.shape, jax.dtypes.float0), jnp.zeros_like(weights)
+    # float0 is JAX's dtype for cotangents of integers.
+    targets_ct = np.zeros(targets.shape, jax.dtypes.float0)
+    return targets_ct, jnp.zeros_like(weights)

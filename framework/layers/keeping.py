@@ -1,8 +1,7 @@
-"""Functions of which the backward pass keeps the inputs, and makes the intermediates again.
+"""Gradient checkpointing of cheap functions: the inputs are kept, and the backward pass recomputes everything else.
 
-Differentiating GELU keeps six arrays of the hidden width, differentiating a norm six float32 arrays of the model's
-width: reading those costs more time than computing them again from one input. `jax.checkpoint` around them would not
-do: where the unit around is under `jax.checkpoint` too, its policy decides for all that is inside.
+Differentiating GELU keeps six arrays of the hidden width, and differentiating a norm six float32 arrays of the model's
+width: reading them costs more time than computing them again from one input.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import jax
 
 
 def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function`, with the same values and gradients. Reverse mode only: it has no forward-mode derivative.
+    """Wraps `function`, with the same values and gradients. Reverse mode only: there is no forward-mode derivative.
 
     Args:
         function: of arrays, to an array; it closes over no traced array. Cheap: no products of matrices.
@@ -27,6 +26,7 @@ def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Arra
         _, pull = jax.vjp(function, *inputs)
         return pull(cotangent)
 
+    # Not `jax.checkpoint`: inside a unit that is under it too, the unit's policy would decide.
     cheap = jax.custom_vjp(function)
     cheap.defvjp(forward, backward)
     return cheap

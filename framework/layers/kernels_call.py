@@ -1,4 +1,4 @@
-"""What is asked of an attention kernel, and what kernels share: the mask, and how they are placed on a mesh.
+"""The description of a call of attention, and code that kernels share: the mask, and their placement on a mesh.
 
 Axis letters: B sequences, S queries, T keys (of the same positions), N query heads, K key/value heads, G = N / K query
 heads to a key/value head (head n uses key/value head n // G), H channels of a head.
@@ -22,10 +22,11 @@ from framework.layers.base import BATCH_AXES
 HEADS_AXIS = "model"
 LENGTH_AXIS = "seq"
 
-SPLASH_LANES = 128  # of a TPU vector register; blocks of queries and keys are multiples of it
+# The lanes of a TPU vector register; blocks of queries and keys are multiples of it.
+SPLASH_LANES = 128
 
-# Under this name remat policies find what attention gives. Splash also names its row sums so, without which the
-# backward would run the forward kernel again.
+# Under this name remat policies find the result of attention. Splash also names its row sums so,
+# without which the backward pass would run the forward kernel again.
 SAVED_NAME = "attention"
 
 
@@ -48,13 +49,14 @@ class SplashBlocks:
 
     def __post_init__(self):
         for name in ("block_q", "block_kv"):
-            if getattr(self, name) % SPLASH_LANES:
-                raise ValueError(f"{name}: expected a multiple of {SPLASH_LANES}, given {getattr(self, name)}")
+            size = getattr(self, name)
+            if size % SPLASH_LANES:
+                raise ValueError(f"{name}: expected a multiple of {SPLASH_LANES}, given {size}")
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of attention without its arrays: global sizes B, S, N, H, K, and what `dot_product_attention` is told."""
+    """A call of attention without its arrays: global sizes B, S, N, H, K, and options of `dot_product_attention`."""
 
     batch: int
     length: int
@@ -72,19 +74,29 @@ class AttentionCall:
 
     @property
     def scale(self) -> float:
-        """What logits are multiplied by, before the cap."""
-        return self.head_dim**-0.5 if self.given_scale is None else self.given_scale
+        """The factor of logits, before the cap."""
+        if self.given_scale is not None:
+            return self.given_scale
+        return self.head_dim**-0.5
 
     def shards(self, *axes: str) -> int:
         """The product of the sizes of these mesh axes."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+        if self.mesh is None:
+            return 1
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def why_not_placed(self) -> str | None:
         """Why the arrays cannot be cut into equal parts along the mesh axes, or None if they can."""
-        cuts = [("sequences in a batch", self.batch, BATCH_AXES), ("positions", self.length, (LENGTH_AXIS,))]
-        for what, size, axes in [*cuts, ("key/value heads", self.kv_heads, (HEADS_AXIS,))]:
-            if size % self.shards(*axes):
-                return f"mesh {' x '.join(axes)} = {self.shards(*axes)} does not divide the {size} {what}"
+        # Of the heads it is enough to check those of keys: they divide those of queries.
+        cuts = [
+            ("sequences in a batch", self.batch, BATCH_AXES),
+            ("positions", self.length, (LENGTH_AXIS,)),
+            ("key/value heads", self.kv_heads, (HEADS_AXIS,)),
+        ]
+        for what, size, axes in cuts:
+            shards = self.shards(*axes)
+            if size % shards:
+                return f"mesh {' x '.join(axes)} = {shards} does not divide the {size} {what}"
         return None
 
 
@@ -99,44 +111,73 @@ def describe_call(
     scale: float | None = None,
     splash: SplashBlocks = SplashBlocks(),
 ) -> AttentionCall:
-    """Checks q [B, S, N, H], k and v [B, S, K, H], segments [B, S], arrays or ShapeDtypeStructs; keeps what is static.
+    """Checks q [B, S, N, H], k and v [B, S, K, H], segments [B, S], arrays or ShapeDtypeStructs, and describes them.
 
     Raises:
         ValueError: shapes or dtypes do not belong together.
     """
-    given = f"{q.shape}, {k.shape}, {v.shape}"
-    fits = len(q.shape) == len(k.shape) == 4 and k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3])
+    shapes = f"{q.shape}, {k.shape}, {v.shape}"
+    # The number of axes comes first: the expected shape of keys reads the four of both.
+    has_four_axes = len(q.shape) == len(k.shape) == 4
+    fits = has_four_axes and k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3])
     if not fits or q.shape[2] % k.shape[2]:
-        raise ValueError(f"expected query [B, S, N, H], key and value [B, S, K, H], N a multiple of K; given {given}")
+        raise ValueError(f"expected query [B, S, N, H], key and value [B, S, K, H], N a multiple of K; given {shapes}")
     dtypes = {jnp.dtype(x.dtype) for x in (q, k, v)}
     if len(dtypes) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"expected query, key and value of one floating dtype, given {sorted(map(str, dtypes))}")
-    if segments is not None and (segments.shape != q.shape[:2] or not jnp.issubdtype(segments.dtype, jnp.integer)):
-        raise ValueError(f"segments: expected integers {q.shape[:2]}, given {segments.dtype} {segments.shape}")
+    if segments is not None:
+        are_integers = jnp.issubdtype(segments.dtype, jnp.integer)
+        if segments.shape != q.shape[:2] or not are_integers:
+            raise ValueError(f"segments: expected integers {q.shape[:2]}, given {segments.dtype} {segments.shape}")
+    # The mesh decides, not the default device: a plan compiles for devices that are not present.
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    platform = "gpu" if platform in ("cuda", "rocm") else platform
-    sizes, has_segments = (*q.shape, k.shape[2]), segments is not None
-    return AttentionCall(*sizes, dtypes.pop(), has_segments, window, softcap, mesh, platform, scale, splash)  # pyright: ignore
+    if platform in ("cuda", "rocm"):
+        platform = "gpu"
+    batch, length, heads, head_dim = q.shape
+    return AttentionCall(
+        batch=batch,
+        length=length,
+        heads=heads,
+        head_dim=head_dim,
+        kv_heads=k.shape[2],
+        dtype=dtypes.pop(),
+        has_segments=segments is not None,
+        window=window,
+        softcap=softcap,
+        mesh=mesh,
+        platform=platform,
+        given_scale=scale,
+        splash=splash,
+    )
 
 
 def separate_padding(segments_BS: Array | None) -> Array | None:
-    """Gives every padding position (segment 0) a segment of its own, so that it attends to itself alone: no row of the
-    mask is empty, so no softmax divides by zero."""
+    """Gives every padding position (segment 0) a segment of its own, so that it attends to itself alone."""
     if segments_BS is None:
         return None
-    return jnp.where(segments_BS == 0, -1 - jnp.arange(segments_BS.shape[1], dtype=segments_BS.dtype), segments_BS)
+    # No row of the mask is empty then, so no softmax divides by zero. Negative ids, as documents
+    # have positive ones.
+    is_padding = segments_BS == 0
+    ids_S = -1 - jnp.arange(segments_BS.shape[1], dtype=segments_BS.dtype)
+    return jnp.where(is_padding, ids_S, segments_BS)
 
 
 def allowed_BST(
-    window: int | None, rows_S: Array, columns_T: Array, row_ids_BS: Array | None, column_ids_BT: Array | None
+    window: int | None,
+    rows_S: Array,
+    columns_T: Array,
+    row_ids_BS: Array | None,
+    column_ids_BT: Array | None,
 ) -> Array:
     """bool [B or 1, S, T]: may the query at position rows[s] attend to the key at columns[t]?
 
     Args:
+        window: see `dot_product_attention`.
         rows_S, columns_T: positions in the sequence, in any order.
         row_ids_BS, column_ids_BT: `separate_padding(segments)` at those positions, or None.
     """
-    rows_S1, columns_1T = rows_S[:, None], columns_T[None, :]
+    rows_S1 = rows_S[:, None]
+    columns_1T = columns_T[None, :]
     mask = (columns_1T <= rows_S1)[None]
     if window is not None:
         mask &= (columns_1T > rows_S1 - window)[None]
@@ -155,13 +196,32 @@ def on_each_device(
     extra: Any = None,
     extra_spec: Any = None,
 ) -> Array:
-    """Runs a kernel that the compiler cannot partition on each device's sequences, heads and queries, and all keys, as
-    `local(q, k, v, row_ids, column_ids, extra)`; ids are `separate_padding(segments)`, or None."""
+    """Runs a kernel that the compiler cannot partition: each device has its sequences, heads and queries, and all keys.
+
+    Args:
+        call: the call, of global sizes.
+        local: the kernel, called as `local(q, k, v, row_ids, column_ids, extra)`; the ids are
+            `separate_padding(segments)`, or None.
+        q_BSNH, k_BSKH, v_BSKH, segments_BS: the global arrays.
+        extra: a pytree that is passed on to `local`.
+        extra_spec: the PartitionSpecs of `extra`.
+    """
     ids_BS = separate_padding(segments_BS)
     arrays = (q_BSNH, k_BSKH, v_BSKH, ids_BS, ids_BS, extra)
     if call.mesh is None or call.mesh.size == 1:
         return local(*arrays)
-    queries, keys = (PartitionSpec(BATCH_AXES, length, HEADS_AXIS, None) for length in (LENGTH_AXIS, None))
-    specs = (queries, keys, keys, PartitionSpec(*queries[:2]), PartitionSpec(*keys[:2]), extra_spec)
+    queries = PartitionSpec(BATCH_AXES, LENGTH_AXIS, HEADS_AXIS, None)
+    # Any key may be seen by queries of later positions, so keys are gathered over seq.
+    keys = PartitionSpec(BATCH_AXES, None, HEADS_AXIS, None)
+    row_ids = PartitionSpec(*queries[:2])
+    column_ids = PartitionSpec(*keys[:2])
+    specs = (queries, keys, keys, row_ids, column_ids, extra_spec)
     # Kernels do not say over which mesh axes their outputs vary.
-    return jax.shard_map(local, mesh=call.mesh, in_specs=specs, out_specs=queries, check_vma=False)(*arrays)
+    mapped = jax.shard_map(
+        local,
+        mesh=call.mesh,
+        in_specs=specs,
+        out_specs=queries,
+        check_vma=False,
+    )
+    return mapped(*arrays)

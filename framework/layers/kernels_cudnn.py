@@ -10,7 +10,6 @@ for its gradient; against XLA's logits, that saves a factor of N.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,47 +23,92 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 def why_not(call: AttentionCall) -> str | None:
     """Why cuDNN cannot serve this call and what would help, or None if it can."""
-    # 256 channels from Hopper on. JAX looks at the GPU of this process, not at the mesh: a compile for GPUs that are
-    # not here is held to 128.
-    here = jax.local_devices()[0] if jax.default_backend() == "gpu" else None
-    largest = 256 if float(getattr(here, "compute_capability", 0.0)) >= 9.0 else 128
+    # 256 channels from Hopper on. JAX looks at the GPU of this process, not at the mesh: a compile
+    # for GPUs that are not here is held to 128.
+    device = jax.local_devices()[0] if jax.default_backend() == "gpu" else None
+    capability = float(getattr(device, "compute_capability", 0.0))
+    max_channels = 256 if capability >= 9.0 else 128
     misplaced = call.why_not_placed()
-    width = f"it takes a multiple of 8 up to {largest} channels a head, not {call.head_dim}; use xla"
-    cuda = f"JAX is installed without CUDA (none of {', '.join(_PLUGINS)}); install jax[cuda13] or use xla"
-    even = f"with segments it takes an even number of positions, not {call.length}; pad by one"
+    # find_spec does not import: the plugins load CUDA.
+    has_cuda = any(map(importlib.util.find_spec, _PLUGINS))
     reasons = [
-        (call.platform != "gpu", f"it runs on NVIDIA GPUs, not on {call.platform}; use xla"),
-        (not any(map(importlib.util.find_spec, _PLUGINS)), cuda),
+        (
+            call.platform != "gpu",
+            f"it runs on NVIDIA GPUs, not on {call.platform}; use xla",
+        ),
+        (
+            not has_cuda,
+            f"JAX is installed without CUDA (none of {', '.join(_PLUGINS)}); install jax[cuda13] or use xla",
+        ),
         (
             call.dtype not in (jnp.bfloat16, jnp.float16),
             f"it takes bfloat16 or float16, not {call.dtype}; cast the inputs",
         ),
-        (call.softcap is not None, "it has no cap on logits; use xla or softcap=None"),
-        (call.head_dim % 8 or call.head_dim > largest, width),
-        (_mask_is_bias(call) and call.length % 2, even),
-        (misplaced, f"{misplaced}; change the mesh"),
+        (
+            call.softcap is not None,
+            "it has no cap on logits; use xla or softcap=None",
+        ),
+        (
+            call.head_dim % 8 or call.head_dim > max_channels,
+            f"it takes a multiple of 8 up to {max_channels} channels a head, not {call.head_dim}; use xla",
+        ),
+        (
+            _mask_is_bias(call) and call.length % 2,
+            f"with segments it takes an even number of positions, not {call.length}; pad by one",
+        ),
+        (
+            misplaced,
+            f"{misplaced}; change the mesh",
+        ),
     ]
+    # The first reason is the one to mend first: no length helps on the wrong platform.
     return next((reason for holds, reason in reasons if holds), None)
 
 
-def attend(call: AttentionCall, q_BSNH: Array, k_BSKH: Array, v_BSKH: Array, segments_BS: Array | None) -> Array:
+def attend(
+    call: AttentionCall,
+    q_BSNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segments_BS: Array | None,
+) -> Array:
     """softmax(scale * q k^T) v as [B, S, N, H]."""
-    parts = call.shards(LENGTH_AXIS)
+    shards = call.shards(LENGTH_AXIS)
 
-    def local(q: Array, k: Array, v: Array, row_ids: Array | None, column_ids: Array | None, _: None) -> Array:
-        mask = window = None
+    def local(
+        q: Array,
+        k: Array,
+        v: Array,
+        row_ids: Array | None,
+        column_ids: Array | None,
+        _: None,
+    ) -> Array:
+        mask = None
+        window = None
         if _mask_is_bias(call):
-            first = jax.lax.axis_index(LENGTH_AXIS) * q.shape[1] if parts > 1 else 0
-            rows, columns = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
-            mask = allowed_BST(call.window, rows, columns, row_ids, column_ids)[:, None]
+            first_row = jax.lax.axis_index(LENGTH_AXIS) * q.shape[1] if shards > 1 else 0
+            rows = first_row + jnp.arange(q.shape[1])
+            columns = jnp.arange(k.shape[1])
+            mask_BST = allowed_BST(call.window, rows, columns, row_ids, column_ids)
+            mask = mask_BST[:, None]
         elif call.window is not None:
             window = (call.window - 1, 0)
-        options: dict[str, Any] = {"mask": mask, "scale": call.scale, "local_window_size": window}
-        options["is_causal"] = parts == 1  # cuDNN counts rows from the first it is given: wrong where they start later
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
+        # cuDNN counts rows from the first one of its array, which is wrong where they start later.
+        is_causal = shards == 1
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            implementation="cudnn",
+            mask=mask,
+            scale=call.scale,
+            local_window_size=window,
+            is_causal=is_causal,
+        )
 
     # JAX partitions cuDNN's calls itself, but only when it finds query, key and value spread alike.
-    return checkpoint_name(on_each_device(call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS), SAVED_NAME)
+    out_BSNH = on_each_device(call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS)
+    return checkpoint_name(out_BSNH, SAVED_NAME)
 
 
 def _mask_is_bias(call: AttentionCall) -> bool:

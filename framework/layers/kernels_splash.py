@@ -27,69 +27,120 @@ from framework.layers.kernels_call import (
 
 def why_not(call: AttentionCall) -> str | None:
     """Why splash cannot serve this call and what would help, or None if it can."""
-    misplaced, parts, length = call.why_not_placed(), call.shards(LENGTH_AXIS), call.length
-    multiple = SPLASH_LANES * parts
+    length = call.length
+    shards = call.shards(LENGTH_AXIS)
+    misplaced = call.why_not_placed()
+    multiple = SPLASH_LANES * shards
+    padded_length = -(-length // multiple) * multiple
     reasons = [
-        (call.platform != "tpu", f"it runs on TPU, not on {call.platform}; use xla"),
+        (
+            call.platform != "tpu",
+            f"it runs on TPU, not on {call.platform}; use xla",
+        ),
         (
             call.dtype not in (jnp.bfloat16, jnp.float32),
             f"it takes bfloat16 or float32, not {call.dtype}; cast the inputs",
         ),
-        (misplaced, f"{misplaced}; change the mesh"),
         (
-            length % multiple or length % parts**2,
-            f"it takes a multiple of {SPLASH_LANES} positions on each device, not {length} / {parts}; "
-            f"a length of {-(-length // multiple) * multiple} would do",
+            misplaced,
+            f"{misplaced}; change the mesh",
         ),
-        (call.head_dim % 8, f"it takes a multiple of 8 channels a head, not {call.head_dim}; use xla"),
+        (
+            length % multiple or length % shards**2,
+            f"it takes a multiple of {SPLASH_LANES} positions on each device, not {length} / {shards}; "
+            f"a length of {padded_length} would do",
+        ),
+        (
+            call.head_dim % 8,
+            f"it takes a multiple of 8 channels a head, not {call.head_dim}; use xla",
+        ),
     ]
     return next((reason for holds, reason in reasons if holds), None)
 
 
 def attend(
-    call: AttentionCall, q_BSNH: Array, k_BSKH: Array, v_BSKH: Array, segments_BS: Array | None, interpret: bool = False
+    call: AttentionCall,
+    q_BSNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segments_BS: Array | None,
+    interpret: bool = False,
 ) -> Array:
     """softmax(scale * q k^T) v as [B, S, N, H]. `interpret` runs the kernel's body on any platform: for tests."""
     # Pallas takes a tenth of a second to import, which every command line would pay.
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    # Rounded once: in bf16 a scale that is no power of two would otherwise be rounded before the product as well.
-    q_BSNH = (q_BSNH.astype(jnp.float32) * call.scale).astype(q_BSNH.dtype)
+    q_BSNH = _scaled(q_BSNH, call.scale)
 
-    def local(q: Array, k: Array, v: Array, row_ids: Array | None, column_ids: Array | None, kernel: Any) -> Array:
+    def local(
+        q: Array,
+        k: Array,
+        v: Array,
+        row_ids: Array | None,
+        column_ids: Array | None,
+        kernel: Any,
+    ) -> Array:
         heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]
-        # Grouped queries: the kernel itself reads key/value head n // G, nothing is repeated in memory.
-        segment_ids = None if row_ids is None or column_ids is None else SegmentIds(row_ids, column_ids)
-        return jax.vmap(kernel)(*heads_first, segment_ids).swapaxes(1, 2)
+        # The kernel itself reads key/value head n // G, so nothing is repeated in memory.
+        segment_ids = None
+        if row_ids is not None and column_ids is not None:
+            segment_ids = SegmentIds(row_ids, column_ids)
+        # The kernel is for one sequence.
+        out_BNSH = jax.vmap(kernel)(*heads_first, segment_ids)
+        return out_BNSH.swapaxes(1, 2)
 
     kernel = _kernel(call, interpret)
     kernel_spec = None
     if call.mesh is not None:
-        kernel_spec = kernel.manual_sharding_spec(NamedSharding(call.mesh, PartitionSpec(None, LENGTH_AXIS)))
-    return on_each_device(call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS, kernel, kernel_spec)
+        # The kernel holds tables of its blocks, arrays that are spread over seq as queries are.
+        sharding = NamedSharding(call.mesh, PartitionSpec(None, LENGTH_AXIS))
+        kernel_spec = kernel.manual_sharding_spec(sharding)
+    return on_each_device(
+        call,
+        local,
+        q_BSNH,
+        k_BSKH,
+        v_BSKH,
+        segments_BS,
+        kernel,
+        kernel_spec,
+    )
+
+
+def _scaled(q_BSNH: Array, scale: float) -> Array:
+    # Rounded once: in bf16 a scale that is no power of two would otherwise be rounded before the
+    # product as well.
+    scaled_BSNH = q_BSNH.astype(jnp.float32) * scale
+    return scaled_BSNH.astype(q_BSNH.dtype)
 
 
 def _kernel(call: AttentionCall, interpret: bool) -> Any:
     """The kernel for the heads of one device and, if queries are spread over seq, all their positions."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    parts = call.shards(LENGTH_AXIS)
+    shards = call.shards(LENGTH_AXIS)
     shape = (call.length, call.length)
-    mask = splash.CausalMask(shape, shard_count=parts)
+    mask = splash.CausalMask(shape, shard_count=shards)
     if call.window is not None:
-        mask = splash.LocalMask(shape, window_size=(call.window - 1, 0), offset=0, shard_count=parts)
-    block_q = _block(call.length // parts, call.splash.block_q)
+        window = (call.window - 1, 0)
+        mask = splash.LocalMask(shape, window_size=window, offset=0, shard_count=shards)
+    block_q = _block(call.length // shards, call.splash.block_q)
     block_kv = _block(call.length, call.splash.block_kv)
-    # The kernel for the queries' gradient alone has no blocks where one kernel computes all gradients.
+    # Where one kernel computes all gradients, there are no blocks for the queries' gradient alone.
     backward = ("_dkv",) if call.splash.fused_backward else ("_dkv", "_dq")
-    sizes: dict[str, Any] = {f"block_q{kernel}": block_q for kernel in ("", *backward)}
-    sizes |= {f"block_kv{kernel}": block_kv for kernel in ("", "_compute", "_dkv_compute", *backward)}
+    sizes: dict[str, Any] = {}
+    for suffix in ("", *backward):
+        sizes[f"block_q{suffix}"] = block_q
+    for suffix in ("", "_compute", "_dkv_compute", *backward):
+        sizes[f"block_kv{suffix}"] = block_kv
     sizes["use_fused_bwd_kernel"] = call.splash.fused_backward
+    num_heads = call.heads // call.shards(HEADS_AXIS)
     return splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * (call.heads // call.shards(HEADS_AXIS))),
+        splash.MultiHeadMask([mask] * num_heads),
         block_sizes=splash.BlockSizes(**sizes),
-        head_shards=1,  # all heads share the mask, so each device has the whole of it
-        q_seq_shards=parts,
+        # All heads share the mask, so each device has the whole of it.
+        head_shards=1,
+        q_seq_shards=shards,
         attn_logits_soft_cap=call.softcap,
         residual_checkpoint_name=SAVED_NAME,
         interpret=interpret,
@@ -97,5 +148,5 @@ def _kernel(call: AttentionCall, interpret: bool) -> Any:
 
 
 def _block(length: int, bound: int) -> int:
-    """The largest multiple of 128 up to the bound that divides the length, which is one itself."""
+    """The largest multiple of 128 up to the bound that divides the length, which is a multiple of 128 itself."""
     return next(size for size in range(bound, 0, -SPLASH_LANES) if length % size == 0)

@@ -37,9 +37,12 @@ class Linear(Layer):
         roles: tuple[str, str] = ("in", "out"),
         num_heads: PositiveInt | None = None,
     ):
-        self.inputs, self.outputs, self.bias = inputs, outputs, bias
+        self.inputs = inputs
+        self.outputs = outputs
+        self.bias = bias
         self.mesh_axes: MeshAxes = tuple(mesh_axes)
-        self.roles, self.num_heads = tuple(roles), num_heads
+        self.roles = tuple(roles)
+        self.num_heads = num_heads
         self._init = init.instantiate()
         self._scale = init_scale
 
@@ -49,13 +52,30 @@ class Linear(Layer):
         def initializer(key, shape, dtype):
             return self._scale * self._init(key, shape, dtype)
 
-        more = {"initializer": initializer, "roles": self.roles, "num_heads": self.num_heads}
-        specs = {"weight": ParameterSpec((self.inputs, self.outputs), "float32", self.mesh_axes, **more)}
-        if self.bias:
-            specs["bias"] = ParameterSpec((self.outputs,), "float32", self.mesh_axes[1:], roles=self.roles[1:])
-        return specs
+        weight = ParameterSpec(
+            (self.inputs, self.outputs),
+            "float32",
+            self.mesh_axes,
+            initializer=initializer,
+            roles=self.roles,
+            num_heads=self.num_heads,
+        )
+        if not self.bias:
+            return {"weight": weight}
+        bias = ParameterSpec(
+            (self.outputs,),
+            "float32",
+            self.mesh_axes[1:],
+            roles=self.roles[1:],
+        )
+        return {"weight": weight, "bias": bias}
 
-    def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
+    def __call__(
+        self,
+        weights: dict[str, jax.Array],
+        x: jax.Array,
+        ctx: Context,
+    ) -> jax.Array:
         """x [..., inputs] -> [..., outputs], in x's dtype."""
         y = project(x, weights["weight"], ctx)
         return add_shared(y, weights["bias"]) if self.bias else y

@@ -1,4 +1,4 @@
-"""Rows of a table by their indices, with a gradient that is summed in float32.
+"""Look-up of a table's rows by their indices, with a gradient that is summed in float32.
 
 `jnp.take` has a scatter-add in the table's dtype for its gradient. In bfloat16 that loses every term that is under
 1/256 of the sum so far: a token that is 10% of 65,536 keeps 43% of its gradient's length. Here the terms are added in
@@ -22,14 +22,22 @@ from jax.sharding import Mesh, PartitionSpec
 
 from framework.layers.base import BATCH_AXES, Context, cast
 
-# Bytes of the float32 sums that may stand beside a narrower table's gradient: more are made a few columns at a time.
+# Bytes of the float32 sums that may exist beside a narrower table's gradient: a larger table is
+# summed a few columns at a time.
 SUM_BYTES = 128 << 20
-_LANES = 128  # of a TPU's registers: columns are cut at multiples where possible
+# The lanes of a TPU's registers: columns are cut at multiples where possible.
+_LANES = 128
+# The axes of looked-up rows [B, S]. Not fsdp: each device of an fsdp group has all of its tokens.
 _TOKEN_AXES = tuple(axis for axis in BATCH_AXES if axis != "fsdp"), "seq"
 
 
-def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
-    """The rows of the table that the indices name, [B, S, D] in the compute dtype.
+def look_up(
+    table_VD: jax.Array,
+    indices_BS: jax.Array,
+    ctx: Context,
+    vocab_axis: str | None,
+) -> jax.Array:
+    """Looks up the rows of the table that the indices name, [B, S, D] in the compute dtype.
 
     Args:
         table_VD: as it is stored: neither cast nor gathered.
@@ -37,22 +45,30 @@ def look_up(table_VD: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis
         ctx: the mesh and the compute dtype.
         vocab_axis: the mesh axis of V; that of D is fsdp.
     """
-    # custom_vjp keeps the functions below for longer than the trace: they may hold the mesh, but no traced array.
-    place, dtype, mesh = Context(batch={}, mesh=ctx.mesh), ctx.compute_dtype, ctx.mesh
-    shape, table_dtype = table_VD.shape, table_VD.dtype
+    # custom_vjp keeps these functions beyond the trace. They may hold the mesh, not traced arrays.
+    place = Context(batch={}, mesh=ctx.mesh)
+    dtype = ctx.compute_dtype
+    mesh = ctx.mesh
+    shape = table_VD.shape
+    table_dtype = table_VD.dtype
 
     @jax.custom_vjp
     def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-        table, indices = place.constrain(table, vocab_axis, "fsdp"), place.constrain(indices, *_TOKEN_AXES)
-        return place.constrain(cast(jnp.take(table, indices, axis=0), dtype), *_TOKEN_AXES, "fsdp")
+        table = place.constrain(table, vocab_axis, "fsdp")
+        indices = place.constrain(indices, *_TOKEN_AXES)
+        # Cast after the look-up: there are fewer rows of tokens than rows of the table.
+        rows_BSD = cast(jnp.take(table, indices, axis=0), dtype)
+        return place.constrain(rows_BSD, *_TOKEN_AXES, "fsdp")
 
     def forward(table: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rows(table, indices), indices
 
     def backward(indices: jax.Array, rows_grad: jax.Array) -> tuple[jax.Array, Any]:
         summed = partial(table_gradient, shape=shape, dtype=table_dtype)
+        gradient = on_mesh(summed, mesh, vocab_axis)
         with jax.named_scope("gradient"):
-            grad = on_mesh(summed, mesh, vocab_axis)(indices, rows_grad)
+            grad = gradient(indices, rows_grad)
+        # float0 is JAX's dtype for cotangents of integers.
         return grad, np.zeros(indices.shape, jax.dtypes.float0)
 
     rows.defvjp(forward, backward)
@@ -65,10 +81,18 @@ def on_mesh(
     """`table_gradient` on each device's shard of the table."""
     if mesh is None or mesh.size == 1:
         return summed
-    tokens, table = PartitionSpec(*_TOKEN_AXES), PartitionSpec(vocab_axis, "fsdp")
+    token_spec = PartitionSpec(*_TOKEN_AXES)
+    rows_spec = PartitionSpec(*_TOKEN_AXES, "fsdp")
+    table_spec = PartitionSpec(vocab_axis, "fsdp")
     local = partial(shard_gradient, summed, mesh=mesh, vocab_axis=vocab_axis)
-    in_specs = tokens, PartitionSpec(*_TOKEN_AXES, "fsdp")
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=table, check_vma=False)
+    in_specs = (token_spec, rows_spec)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=table_spec,
+        check_vma=False,
+    )
 
 
 def shard_gradient(
@@ -83,11 +107,16 @@ def shard_gradient(
         mesh, vocab_axis: see `look_up`.
     """
     num_rows, num_columns = summed.keywords["shape"]  # type: ignore[attr-defined]
-    shard = num_rows // (1 if vocab_axis is None else mesh.shape[vocab_axis]), num_columns // mesh.shape["fsdp"]
+    vocab_shards = 1 if vocab_axis is None else mesh.shape[vocab_axis]
+    shard = (num_rows // vocab_shards, num_columns // mesh.shape["fsdp"])
     if vocab_axis is not None:
+        # Indices from the shard's first row on. Those of other shards fall outside, and are left
+        # out of the sum.
         indices = indices - jax.lax.axis_index(vocab_axis) * shard[0]
-    others = tuple(axis for axis in ("data", "seq") if mesh.shape[axis] > 1)
-    over_devices = partial(jax.lax.psum, axis_name=others) if others else lambda sums: sums
+    token_axes = tuple(axis for axis in ("data", "seq") if mesh.shape[axis] > 1)
+    if not token_axes:
+        return summed(indices, rows_grad, shape=shard, over_devices=lambda sums: sums)
+    over_devices = partial(jax.lax.psum, axis_name=token_axes)
     return summed(indices, rows_grad, shape=shard, over_devices=over_devices)
 
 
@@ -102,22 +131,26 @@ def table_gradient(
     """The gradient of a table [V, D]: for each row the sum of the gradients of the tokens that looked it up.
 
     Args:
-        indices: [...], which row each token looked up. Others than 0 to V - 1 are left out.
+        indices: [...], which row each token looked up. Indices outside of 0 to V - 1 are left out.
         rows_grad: [..., D].
         shape: of the table.
         dtype: of the table. The sum is taken in float32 at least, and rounded to it once.
-        over_devices: adds up what devices with other tokens have, in the dtype of the sum.
+        over_devices: adds up the sums of devices with other tokens, in the dtype of the sum.
     """
     num_rows, num_columns = shape
-    indices, rows_grad = indices.reshape(-1), rows_grad.reshape(-1, num_columns)
-    wide = jnp.promote_types(jnp.promote_types(dtype, rows_grad.dtype), jnp.float32)
-    indices = jnp.where((indices >= 0) & (indices < num_rows), indices, num_rows)  # a negative one would wrap around
+    indices = indices.reshape(-1)
+    rows_grad = rows_grad.reshape(-1, num_columns)
+    sum_dtype = jnp.promote_types(jnp.promote_types(dtype, rows_grad.dtype), jnp.float32)
+    indices = _drop_outside(indices, num_rows)
 
     def sums(columns: jax.Array) -> jax.Array:
-        zeros = jnp.zeros((num_rows, columns.shape[1]), wide)
-        return over_devices(zeros.at[indices].add(columns.astype(wide), mode="drop")).astype(dtype)
+        zeros = jnp.zeros((num_rows, columns.shape[1]), sum_dtype)
+        local_sums = zeros.at[indices].add(columns.astype(sum_dtype), mode="drop")
+        return over_devices(local_sums).astype(dtype)
 
-    width = _columns_at_once(num_rows, num_columns, wide.itemsize) if wide != dtype else num_columns
+    width = num_columns
+    if sum_dtype != dtype:
+        width = _columns_at_once(num_rows, num_columns, sum_dtype.itemsize)
     if width == num_columns:
         return sums(rows_grad)
 
@@ -125,11 +158,23 @@ def table_gradient(
         columns = jax.lax.dynamic_slice_in_dim(rows_grad, step * width, width, axis=1)
         return jax.lax.dynamic_update_slice_in_dim(grad, sums(columns), step * width, axis=1)
 
-    return jax.lax.fori_loop(0, num_columns // width, body, jnp.zeros(shape, dtype))
+    grad = jnp.zeros(shape, dtype)
+    return jax.lax.fori_loop(0, num_columns // width, body, grad)
 
 
 def _columns_at_once(num_rows: int, num_columns: int, itemsize: int) -> int:
     """The largest divisor of the number of columns of which sums are under SUM_BYTES; a multiple of 128 if there is."""
-    fits = [n for n in range(1, num_columns + 1) if num_columns % n == 0 and num_rows * n * itemsize <= SUM_BYTES]
-    whole_tiles = [n for n in fits if n % _LANES == 0]
-    return max(whole_tiles or fits or [1])
+    widths = []
+    for width in range(1, num_columns + 1):
+        if num_columns % width == 0 and num_rows * width * itemsize <= SUM_BYTES:
+            widths.append(width)
+    aligned_widths = [width for width in widths if width % _LANES == 0]
+    # One column where not even that is under the bound.
+    return max(aligned_widths or widths or [1])
+
+
+def _drop_outside(indices: jax.Array, num_rows: int) -> jax.Array:
+    """The indices, with `num_rows` for those outside of 0 to num_rows - 1: a scatter in mode "drop" leaves it out."""
+    # A negative index would wrap around.
+    is_row = (indices >= 0) & (indices < num_rows)
+    return jnp.where(is_row, indices, num_rows)

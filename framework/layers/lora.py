@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters beside linear layers, whose own weights stay as they are (Hu et al. 2021, arXiv 2106.09685).
+"""LoRA: low-rank adapters beside linear layers with frozen weights (Hu et al. 2021, arXiv 2106.09685).
 
     y = x W + (alpha / rank) dropout(x) A B,    W [in, out] frozen, A [in, rank] random, B [rank, out] zeros
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,33 +50,55 @@ class LoRA:
             self.targets = re.compile(targets)
         except re.error as error:
             raise ValueError(f"targets = {targets!r} is no regular expression: {error}") from error
-        self.rank, self.scale, self.dropout, self.base, self.dtype = rank, alpha / rank, dropout, base, dtype
+        self.rank = rank
+        self.scale = alpha / rank
+        self.dropout = dropout
+        self.base = base
+        self.dtype = dtype
         self.storage: Storage | None = base if base in ("int8", "nf4") else None
 
     def wrap(self, layers: Mapping[str, Layer]) -> None:
-        """Puts a LoRALinear in the place of each Linear below `layers` that matches. Raises ValueError for none."""
-        found = [one for name, layer in layers.items() for one in _linears(layer, name)]
-        chosen = [one for one in found if self.targets.search(one[0])]
-        if not chosen:
-            some = [path for path, *_ in found][:8]
-            raise ValueError(f"lora.targets = {self.targets.pattern!r} matches none of {len(found)} layers: {some}")
-        for path, parent, attribute in chosen:
-            setattr(parent, attribute, LoRALinear(getattr(parent, attribute), self, path))
+        """Replaces Linears below `layers` whose path matches by a LoRALinear. Raises ValueError when none does."""
+        linears = []
+        for name, layer in layers.items():
+            linears.extend(_linears(layer, name))
+        targets = [linear for linear in linears if self.targets.search(linear.path)]
+        if not targets:
+            examples = [linear.path for linear in linears][:8]
+            pattern = self.targets.pattern
+            raise ValueError(f"lora.targets = {pattern!r} matches none of {len(linears)} layers: {examples}")
+        # Only now, as replacing a layer changes the children that `_linears` walks over.
+        for path, parent, attribute in targets:
+            adapted = LoRALinear(getattr(parent, attribute), self, path)
+            setattr(parent, attribute, adapted)
 
 
-def _linears(parent: Layer, path: str) -> Iterator[tuple[str, Layer, str]]:
+class _LinearSite(NamedTuple):
+    """The place of a Linear in a model: `getattr(parent, attribute)`."""
+
+    path: str
+    parent: Layer
+    attribute: str
+
+
+def _linears(parent: Layer, path: str) -> Iterator[_LinearSite]:
     for name, child in parent.children().items():
+        child_path = f"{path}/{name}"
         if isinstance(child, Linear):
-            yield f"{path}/{name}", parent, next(key for key, value in vars(parent).items() if value is child)
+            # A child's name in paths need not be the name of its attribute.
+            attribute = next(key for key, value in vars(parent).items() if value is child)
+            yield _LinearSite(child_path, parent, attribute)
         else:
-            yield from _linears(child, f"{path}/{name}")
+            yield from _linears(child, child_path)
 
 
 class LoRALinear(Layer):
     """A Linear and its adapter. Only adapters have an axis of the role "rank", and only they are trained."""
 
     def __init__(self, base: Linear, lora: LoRA, path: str):
-        self.base, self.lora, self.path = base, lora, path
+        self.base = base
+        self.lora = lora
+        self.path = path
 
     def own_specs(self) -> dict[str, Any]:
         """The Linear's own (a quantized weight as a dict), lora_a [inputs, rank] and lora_b [rank, outputs]."""
@@ -88,11 +110,27 @@ class LoRALinear(Layer):
             specs["weight"] = replace(weight, dtype=self.lora.base, own_dtype=True)
         # U(-1/sqrt(in), 1/sqrt(in)), as the authors' code has it.
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-        (inputs, outputs), (rows, columns), (source, goal) = weight.shape, weight.mesh_axes, weight.roles
-        rank, own = self.lora.rank, {"dtype": self.lora.dtype, "own_dtype": True}
-        a = ParameterSpec((inputs, rank), mesh_axes=(rows, None), initializer=uniform, roles=(source, "rank"), **own)
-        b = ParameterSpec((rank, outputs), mesh_axes=(None, columns), roles=("rank", goal), **own)
-        return {**specs, "lora_a": a, "lora_b": b}
+        inputs, outputs = weight.shape
+        in_axis, out_axis = weight.mesh_axes
+        in_role, out_role = weight.roles
+        rank = self.lora.rank
+        # Without an initializer lora_b starts at zero, and so does the adapter's product.
+        specs["lora_a"] = ParameterSpec(
+            (inputs, rank),
+            dtype=self.lora.dtype,
+            mesh_axes=(in_axis, None),
+            initializer=uniform,
+            roles=(in_role, "rank"),
+            own_dtype=True,
+        )
+        specs["lora_b"] = ParameterSpec(
+            (rank, outputs),
+            dtype=self.lora.dtype,
+            mesh_axes=(None, out_axis),
+            roles=("rank", out_role),
+            own_dtype=True,
+        )
+        return specs
 
     def __call__(self, weights: Nested, x: jax.Array, ctx: Context) -> jax.Array:
         """x [batch, ..., inputs] -> [batch, ..., outputs], in x's dtype."""
@@ -101,27 +139,39 @@ class LoRALinear(Layer):
         else:
             y: Any = matmul(self.lora.storage, x, weights["weight"])
             y = add_shared(y, weights["bias"]) if self.base.bias else y
-        low = ctx.dropout(x, self.lora.dropout, self.path) @ weights["lora_a"]
-        # Scaled in float32: a scale that is no power of two would be rounded to the compute dtype first.
+        # The path makes each adapter's mask its own: layers of a block share a random stream.
+        dropped = ctx.dropout(x, self.lora.dropout, self.path)
+        low = dropped @ weights["lora_a"]
+        # Scaled in float32: the compute dtype would round a scale that is no power of two.
         wide = jnp.promote_types(low.dtype, jnp.float32)
         scaled = (self.lora.scale * low.astype(wide)).astype(low.dtype)
         return y + scaled @ weights["lora_b"]
 
     def flops_per_token(self, seq_len: int) -> float:
-        """The Linear's and the adapter's."""
-        return self.base.flops_per_token(seq_len) + 2.0 * self.lora.rank * (self.base.inputs + self.base.outputs)
+        """The operations of the Linear and of the adapter."""
+        adapter = 2.0 * self.lora.rank * (self.base.inputs + self.base.outputs)
+        return self.base.flops_per_token(seq_len) + adapter
 
 
 def merge_adapters(model: Any, params: Nested) -> Nested:
-    """All parameters of a model with LoRA as those of the same model without it: W + (alpha / rank) A B, computed in
-    float32 and cast to the model's `param_dtype`. Other leaves come back as they are."""
+    """Turns all parameters of a model with LoRA into those of the same model without it: W + (alpha / rank) A B.
+
+    This is computed in float32 and cast to the model's `param_dtype`. Other leaves come back as they are.
+    """
     lora: LoRA | None = model.lora
     if lora is None or not isinstance(params, dict):
         return params
     if "lora_a" not in params:
         return {name: merge_adapters(model, child) for name, child in params.items()}
-    a, b, weight = (params[name] for name in ("lora_a", "lora_b", "weight"))
-    weight = weight.astype(jnp.float32) if lora.storage is None else dequantize(weight, lora.storage, jnp.float32)
-    merged = weight + lora.scale * (a.astype(jnp.float32) @ b.astype(jnp.float32))
+    a = params["lora_a"]
+    b = params["lora_b"]
+    weight = params["weight"]
+    if lora.storage is None:
+        weight = weight.astype(jnp.float32)
+    else:
+        weight = dequantize(weight, lora.storage, jnp.float32)
+    update = a.astype(jnp.float32) @ b.astype(jnp.float32)
+    merged = weight + lora.scale * update
+    # A bias has no adapter.
     bias = {name: leaf for name, leaf in params.items() if name == "bias"}
     return {**bias, "weight": merged.astype(model.param_dtype)}

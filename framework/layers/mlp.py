@@ -53,33 +53,55 @@ class MLP(Layer):
         linear: Config = config_for(Linear),
         output_init_scale: float = 1.0,
     ):
-        into = {"inputs": dim, "outputs": hidden, "mesh_axes": ("fsdp", "model"), "roles": ("in", "hidden")}
-        back = {"inputs": hidden, "outputs": dim, "mesh_axes": ("model", "fsdp"), "roles": ("hidden", "out")}
+        # F is spread over the model axis, and D over fsdp, in both directions.
+        in_options = {
+            "inputs": dim,
+            "outputs": hidden,
+            "mesh_axes": ("fsdp", "model"),
+            "roles": ("in", "hidden"),
+        }
+        out_options = {
+            "inputs": hidden,
+            "outputs": dim,
+            "mesh_axes": ("model", "fsdp"),
+            "roles": ("hidden", "out"),
+        }
         self.activation = ACTIVATIONS[activation]
-        self.gate: Linear | None = linear.instantiate(**into) if gated else None
-        self.up: Linear = linear.instantiate(**into)
-        self.down: Linear = linear.instantiate(init_scale=output_init_scale, **back)
+        self.gate: Linear | None = linear.instantiate(**in_options) if gated else None
+        self.up: Linear = linear.instantiate(**in_options)
+        self.down: Linear = linear.instantiate(init_scale=output_init_scale, **out_options)
 
     def children(self) -> dict[str, Layer]:
         """up, down, and gate when gated."""
         gate: dict[str, Layer] = {} if self.gate is None else {"gate": self.gate}
         return {**gate, "up": self.up, "down": self.down}
 
-    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: jax.Array,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[jax.Array, Out]:
         """x_BSD -> [B, S, D]."""
 
         def hidden(layer: Linear, name: str) -> jax.Array:
             with jax.named_scope(name):
-                h_BSF = ctx.constrain(layer(weights[name], carry, ctx), BATCH_AXES, "seq", "model")
+                h_BSF = layer(weights[name], carry, ctx)
+                h_BSF = ctx.constrain(h_BSF, BATCH_AXES, "seq", "model")
             return checkpoint_name(h_BSF, f"mlp_{name}")
 
         up_BSF = hidden(self.up, "up")
+        # The activation's intermediates would take more memory than its input, see
+        # `keeping_inputs`.
         if self.gate is None:
             h_BSF = keeping_inputs(self.activation)(up_BSF)
         else:
-            h_BSF = keeping_inputs(self._gated)(hidden(self.gate, "gate"), up_BSF)
+            gate_BSF = hidden(self.gate, "gate")
+            h_BSF = keeping_inputs(self._gated)(gate_BSF, up_BSF)
         with jax.named_scope("down"):
-            return ctx.constrain_hidden(self.down(weights["down"], h_BSF, ctx)), Out()
+            y_BSD = self.down(weights["down"], h_BSF, ctx)
+            return ctx.constrain_hidden(y_BSD), Out()
 
     def _gated(self, gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
         return self.activation(gate_BSF) * up_BSF

@@ -24,22 +24,46 @@ class RMSNorm(Layer):
         zero_centered: what is stored is scale - 1, as in Gemma: weight decay pulls to the identity.
     """
 
-    def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-6, zero_centered: bool = False):
-        self.dim, self.eps, self.offset = dim, eps, int(zero_centered)
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        eps: PositiveFloat = 1e-6,
+        zero_centered: bool = False,
+    ):
+        self.dim = dim
+        self.eps = eps
+        # The stored scale lacks this much.
+        self.offset = int(zero_centered)
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """scale [dim]: ones at first, or zeros if zero_centered."""
         initializer = jax.nn.initializers.constant(1 - self.offset)
-        return {"scale": ParameterSpec((self.dim,), "float32", initializer=initializer, roles=("channel",))}
+        return {
+            "scale": ParameterSpec(
+                (self.dim,),
+                "float32",
+                initializer=initializer,
+                roles=("channel",),
+            )
+        }
 
-    def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
+    def __call__(
+        self,
+        weights: dict[str, jax.Array],
+        x: jax.Array,
+        ctx: Context,
+    ) -> jax.Array:
         """x [..., dim] -> the same shape and dtype."""
         return keeping_inputs(self._normalize)(x, weights["scale"])
 
     def _normalize(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (y * (self.offset + scale.astype(y.dtype))).astype(x.dtype)
+        mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        y = x32 * jax.lax.rsqrt(mean_square + self.eps)
+        # The scale is applied in float32 too, and the result is rounded once.
+        full_scale = self.offset + scale.astype(y.dtype)
+        return (y * full_scale).astype(x.dtype)
 
 
 @component
@@ -52,25 +76,50 @@ class LayerNorm(Layer):
         bias: whether there is an additive bias.
     """
 
-    def __init__(self, *, dim: PositiveInt, eps: PositiveFloat = 1e-5, bias: bool = True):
-        self.dim, self.eps, self.bias = dim, eps, bias
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        eps: PositiveFloat = 1e-5,
+        bias: bool = True,
+    ):
+        self.dim = dim
+        self.eps = eps
+        self.bias = bias
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """scale [dim], ones; bias [dim], zeros."""
-        specs = {
-            "scale": ParameterSpec((self.dim,), "float32", initializer=jax.nn.initializers.ones, roles=("channel",))
-        }
-        if self.bias:
-            specs["bias"] = ParameterSpec((self.dim,), "float32", roles=("channel",))
-        return specs
+        ones = jax.nn.initializers.ones
+        scale = ParameterSpec((self.dim,), "float32", initializer=ones, roles=("channel",))
+        if not self.bias:
+            return {"scale": scale}
+        bias = ParameterSpec((self.dim,), "float32", roles=("channel",))
+        return {"scale": scale, "bias": bias}
 
-    def __call__(self, weights: dict[str, jax.Array], x: jax.Array, ctx: Context) -> jax.Array:
+    def __call__(
+        self,
+        weights: dict[str, jax.Array],
+        x: jax.Array,
+        ctx: Context,
+    ) -> jax.Array:
         """x [..., dim] -> the same shape and dtype."""
-        return keeping_inputs(self._normalize)(x, weights["scale"], *([weights["bias"]] if self.bias else []))
+        normalize = keeping_inputs(self._normalize)
+        if not self.bias:
+            return normalize(x, weights["scale"])
+        return normalize(x, weights["scale"], weights["bias"])
 
-    def _normalize(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    def _normalize(
+        self,
+        x: jax.Array,
+        scale: jax.Array,
+        bias: jax.Array | None = None,
+    ) -> jax.Array:
         x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        # The variance is that of centered values: mean(x^2) - mean(x)^2 would cancel.
         centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        y = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + self.eps)
+        variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+        y = centered * jax.lax.rsqrt(variance + self.eps)
         y = y * scale.astype(y.dtype)
-        return (y if bias is None else y + bias.astype(y.dtype)).astype(x.dtype)
+        if bias is not None:
+            y = y + bias.astype(y.dtype)
+        return y.astype(x.dtype)

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 from framework.layout import Nested, ParameterSpec
 
 Storage = Literal["int8", "nf4"]
+# The weights that share a scale in nf4.
 BLOCK = 64
-NF4 = (  # appendix E of the paper: quantiles of a normal distribution, divided by the largest
+# Appendix E of the paper: quantiles of a normal distribution, divided by the largest.
+NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
@@ -28,7 +30,7 @@ NF4 = (  # appendix E of the paper: quantiles of a normal distribution, divided 
 
 
 def quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[str, ParameterSpec]:
-    """{"codes", "scales"} of the weight [in, out] at `path`, both made of what its own initializer draws.
+    """The specs {"codes", "scales"} of the weight [in, out] at `path`, both drawn by its own initializer.
 
     Raises ValueError when 64 does not divide nf4's `in`. A mesh that would cut a block is refused by the layout.
     """
@@ -38,15 +40,29 @@ def quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[
 
     def part(name: str, dtype: str, rows: int) -> ParameterSpec:
         def initialize(key: jax.Array, *_: Any) -> jax.Array:
-            return quantize(weight.initializer(key, weight.shape, jnp.float32), storage)[name]
+            # Codes and scales get the same key (see layout.initial): both belong to one draw.
+            drawn = weight.initializer(key, weight.shape, jnp.float32)
+            return quantize(drawn, storage)[name]
 
-        axes = weight.mesh_axes if rows > 1 else (None, weight.mesh_axes[1])
-        kind: Any = {"roles": (f"rows of {inputs // rows} inputs", "out"), "own_dtype": True, "quantized": True}
-        return ParameterSpec((rows, outputs), dtype, axes, initializer=initialize, **kind)
+        # A single row of scales cannot be cut.
+        mesh_axes = weight.mesh_axes if rows > 1 else (None, weight.mesh_axes[1])
+        return ParameterSpec(
+            (rows, outputs),
+            dtype,
+            mesh_axes,
+            initializer=initialize,
+            roles=(f"rows of {inputs // rows} inputs", "out"),
+            own_dtype=True,
+            quantized=True,
+        )
 
     if storage == "int8":
-        return {"codes": part("codes", "int8", inputs), "scales": part("scales", "float32", 1)}
-    return {"codes": part("codes", "uint8", inputs // 2), "scales": part("scales", "float32", inputs // BLOCK)}
+        codes = part("codes", "int8", inputs)
+        scales = part("scales", "float32", 1)
+    else:
+        codes = part("codes", "uint8", inputs // 2)
+        scales = part("scales", "float32", inputs // BLOCK)
+    return {"codes": codes, "scales": scales}
 
 
 def quantize(weight: jax.Array, storage: Storage) -> dict[str, jax.Array]:
@@ -55,39 +71,55 @@ def quantize(weight: jax.Array, storage: Storage) -> dict[str, jax.Array]:
     block = BLOCK if storage == "nf4" else inputs
     blocks = weight.astype(jnp.float32).reshape(*stack, inputs // block, block, outputs)
     scales = jnp.max(jnp.abs(blocks), axis=-2)
-    units = blocks / jnp.where(scales == 0, 1, scales)[..., None, :]
+    # A block of zeros has the scale 0.
+    divisors = jnp.where(scales == 0, 1, scales)
+    units = blocks / divisors[..., None, :]
     if storage == "int8":
-        return {"codes": jnp.round(127 * units).astype(jnp.int8).reshape(weight.shape), "scales": scales}
-    nearest = sum(((units > (low + high) / 2).astype(jnp.uint8) for low, high in pairwise(NF4)), jnp.uint8(0))
-    first, second = jnp.split(nearest, 2, axis=-2)
-    return {"codes": (first | second << 4).reshape(*stack, inputs // 2, outputs), "scales": scales}
+        codes = jnp.round(127 * units).astype(jnp.int8)
+        return {"codes": codes.reshape(weight.shape), "scales": scales}
+    # The index of the nearest value is the number of midpoints below.
+    nearest = jnp.uint8(0)
+    for low, high in pairwise(NF4):
+        nearest = nearest + (units > (low + high) / 2).astype(jnp.uint8)
+    low_half, high_half = jnp.split(nearest, 2, axis=-2)
+    codes = low_half | high_half << 4
+    return {"codes": codes.reshape(*stack, inputs // 2, outputs), "scales": scales}
 
 
 def dequantize(parts: Nested, storage: Storage, dtype: Any) -> jax.Array:
     """The inverse of `quantize`: [..., in, out], computed in float32 and cast to `dtype`."""
-    codes, scales = parts["codes"], parts["scales"]
+    codes = parts["codes"]
+    scales = parts["scales"]
     *stack, rows, outputs = codes.shape
-    codes = codes.reshape(*stack, scales.shape[-2], rows // scales.shape[-2], outputs)
+    num_blocks = scales.shape[-2]
+    codes = codes.reshape(*stack, num_blocks, rows // num_blocks, outputs)
     if storage == "int8":
         units = codes.astype(jnp.float32) / 127
     else:
-        units = _look_up(jnp.concatenate([codes & 15, codes >> 4], axis=-2), NF4)
-    return (units * scales[..., None, :]).reshape(*stack, -1, outputs).astype(dtype)
+        nibbles = jnp.concatenate([codes & 15, codes >> 4], axis=-2)
+        units = _look_up(nibbles, NF4)
+    weight = units * scales[..., None, :]
+    return weight.reshape(*stack, -1, outputs).astype(dtype)
 
 
 def _look_up(codes: jax.Array, values: tuple[float, ...]) -> jax.Array:
-    """values[codes], selected, as TPUs are slow at looking up; not from constants: XLA may hold arrays full of them."""
+    """values[codes], by selecting between halves of the values, one bit of the codes at a time."""
+    # TPUs are slow at looking up.
     if len(values) == 2:
+        # A sum rather than a choice between constants: XLA may hold arrays full of them.
         odd = (codes & 1).astype(jnp.float32)
         return odd * values[1] + (1 - odd) * values[0]
     half = len(values) // 2
-    return jnp.where(codes & half, _look_up(codes, values[half:]), _look_up(codes, values[:half]))
+    is_upper = codes & half
+    upper = _look_up(codes, values[half:])
+    lower = _look_up(codes, values[:half])
+    return jnp.where(is_upper, upper, lower)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(storage: Storage, x: jax.Array, parts: Nested) -> jax.Array:
-    """x [..., in] @ the weight [in, out] that `parts` store, in x's dtype. The backward pass dequantizes again, and so
-    keeps nothing else, under any memory.remat."""
+    """x [..., in] @ the weight [in, out] that `parts` store, in x's dtype."""
+    # The backward pass dequantizes again, and so keeps nothing else, under any memory.remat.
     return x @ dequantize(parts, storage, x.dtype)
 
 

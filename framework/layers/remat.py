@@ -1,4 +1,4 @@
-"""What the backward pass recomputes: `memory.remat`, the one place that knows the policies' names.
+"""Gradient checkpointing: `memory.remat` and its policies, whose names are known here alone.
 
 none            every activation is kept, the weights' casts and gathers are not
 full            only each unit's input is kept
@@ -11,7 +11,7 @@ offload         only each unit's input is kept, in host memory
 invert          nothing but the stack's output is kept: each unit's input is found from its output, backwards. Needs
                 layers that can be run so (framework.layers.reversible)
 offload:A,B     the activations with these names are kept in host memory ("input" is the unit's, which would else be
-                on the device); with others on the device: save:A;offload:B
+                on the device); with more names on the device: save:A;offload:B
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from framework.layout import nearest_divisors
 
-INPUT = "input"  # a unit's. Of the names in a loop's body, that of its result would offload nothing (jax#23869)
+# A unit's input. In a loop's body, naming the result would offload nothing (jax#23869).
+INPUT = "input"
 ACTIVATION_NAMES = ("query", "key", "value", "attention", "mlp_gate", "mlp_up")
 POLICIES = ("none", "full", "sqrt", "dots", "dots_no_batch", "offload", "invert")
+# The name of prepared weights, which no policy keeps.
 _WEIGHTS = "weights"
 
 
@@ -36,8 +38,11 @@ def check(remat: str) -> None:
     """Raises ValueError when `remat` is no policy."""
     saved, offloaded = _names(remat)
     names = saved + offloaded
-    known = names and len(set(names)) == len(names) and {INPUT, *ACTIVATION_NAMES}.issuperset(names)
-    if remat not in POLICIES and not known and not re.fullmatch("sqrt:[1-9][0-9]*", remat):
+    valid_names = {INPUT, *ACTIVATION_NAMES}
+    # A name stands once: its activation is either saved or offloaded.
+    are_unique = len(set(names)) == len(names)
+    is_list_of_names = names and are_unique and valid_names.issuperset(names)
+    if remat not in POLICIES and not is_list_of_names and not re.fullmatch("sqrt:[1-9][0-9]*", remat):
         raise ValueError(
             f"expected {', '.join(POLICIES)}, sqrt:NUMBER, save:NAME,NAME, offload:NAME,NAME or save:NAME;offload:NAME "
             f"of {INPUT}, {', '.join(ACTIVATION_NAMES)}; given {remat!r}"
@@ -45,8 +50,9 @@ def check(remat: str) -> None:
 
 
 def check_platform(remat: str, platform: str) -> None:
-    """Raises ValueError when the policy computes something else on this platform (tpu, gpu or cpu)."""
-    if platform == "gpu" and _names(remat)[1]:
+    """Raises ValueError when the policy would give wrong gradients on this platform (tpu, gpu or cpu)."""
+    _, offloaded = _names(remat)
+    if platform == "gpu" and offloaded:
         raise ValueError(
             f"memory.remat = {remat}: what a loop offloads is silently wrong in the gradients of XLA's GPU compiler "
             "(openxla/xla#46231); on GPU expected sqrt, full or another policy without offload"
@@ -54,17 +60,21 @@ def check_platform(remat: str, platform: str) -> None:
 
 
 def group_size(remat: str, num_units: int) -> int | None:
-    """How many units of a stack make a group, of which only the input is kept; each unit is then recomputed as `full`.
+    """The number of units in a group of which only the input is kept; each unit is then recomputed as under `full`.
 
     None for policies without groups, and where a group would be one unit or all of them: both are as `full`.
 
     Raises:
         ValueError: the size in sqrt:G does not divide the number of units.
     """
-    policy, _, given = remat.partition(":")
+    policy, _, suffix = remat.partition(":")
     if policy != "sqrt":
         return None
-    size = int(given or min(nearest_divisors(num_units, math.isqrt(num_units)), key=lambda d: abs(d * d - num_units)))
+    if suffix:
+        size = int(suffix)
+    else:
+        divisors = nearest_divisors(num_units, math.isqrt(num_units))
+        size = min(divisors, key=lambda divisor: abs(divisor * divisor - num_units))
     if num_units % size:
         raise ValueError(
             f"memory.remat = {remat}: groups of {size} do not divide the stack's {num_units} units; "
@@ -76,18 +86,16 @@ def group_size(remat: str, num_units: int) -> int | None:
 def wrap(unit: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..., Any]:
     """`unit` under jax.checkpoint with the policy of that name. The unit names its prepared weights by `tag_weights`.
 
-    Even "none" is a policy: what `prepare` makes of the weights (casts, gathers over fsdp) must not be kept for the
-    backward pass, or fsdp would hold a whole gathered model there.
-
     Args:
         unit: any function; its first argument is its input.
-        remat: what it keeps; under sqrt, as a unit within its group.
-        unrolled: units stand one after the other, in no loop. XLA would then merge what the backward pass recomputes
-            with what the forward pass computed, and so keep it, unless barriers stop it; in a loop they are not needed.
+        remat: the policy; under sqrt, that of a unit within its group.
+        unrolled: units stand one after the other, in no loop.
     """
     policies = jax.checkpoint_policies
     saved, offloaded = _names(remat)
     if remat == "none":
+        # A policy too: casts and gathered weights must not be kept for the backward pass, or fsdp
+        # would hold a whole gathered model there.
         policy = _all_but_weights
     elif remat == "dots":
         policy = policies.dots_saveable
@@ -103,30 +111,41 @@ def wrap(unit: Callable[..., Any], remat: str, *, unrolled: bool) -> Callable[..
     else:
         policy = policies.nothing_saveable
 
-    def named(carry: Any, *rest: Any) -> Any:
-        return unit(_tag(carry, INPUT), *rest)
+    def named(carry: Any, *unit_args: Any) -> Any:
+        return unit(_tag(carry, INPUT), *unit_args)
 
-    return jax.checkpoint(named if INPUT in offloaded else unit, policy=policy, prevent_cse=unrolled)
+    # Without a loop XLA would merge what the backward pass recomputes with the forward pass, and so
+    # keep it, unless barriers stop it (prevent_cse). In a loop they are not needed.
+    function = named if INPUT in offloaded else unit
+    return jax.checkpoint(function, policy=policy, prevent_cse=unrolled)
 
 
 def _names(remat: str) -> tuple[list[str], list[str]]:
-    """The names of what is kept on the device, and of what is kept in host memory."""
+    """The names of activations that are kept on the device, and of those that are kept in host memory."""
     if remat == "offload":
         return [], [INPUT]
-    found = re.fullmatch("(?:save:([^;]+))?(?:(?:^|;)offload:([^;]+))?", remat)
-    saved, offloaded = (names.split(",") if names else [] for names in (found.groups() if found else ("", "")))
-    return saved, offloaded
+    match = re.fullmatch("(?:save:([^;]+))?(?:(?:^|;)offload:([^;]+))?", remat)
+    if match is None:
+        return [], []
+    saved, offloaded = match.groups()
+    saved_names = saved.split(",") if saved else []
+    offloaded_names = offloaded.split(",") if offloaded else []
+    return saved_names, offloaded_names
 
 
 def _all_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Everything is kept but prepared weights: not what has their name, nor the casts and gathers before the name.
-
-    Casts and constraints of activations are made again from what they are made of, which is kept. A custom_vjp_call
-    stands where nothing is differentiated: a frozen weight that is gathered.
-    """
+    """Keeps everything but prepared weights: neither values with their name, nor casts and gathers before the name."""
     if primitive.name == "name":
         return params["name"] != _WEIGHTS
-    return primitive.name not in ("convert_element_type", "sharding_constraint", "all_gather", "custom_vjp_call")
+    # Casts and constraints of activations are computed again from their operands, which are kept.
+    # A custom_vjp_call stands where nothing is differentiated: a frozen weight that is gathered.
+    recomputed = (
+        "convert_element_type",
+        "sharding_constraint",
+        "all_gather",
+        "custom_vjp_call",
+    )
+    return primitive.name not in recomputed
 
 
 def tag_weights(weights: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Layers that run backwards: the input is found again from the output, so the backward pass needs nothing kept.
+"""Layers that run backwards: the input is computed from the output, so nothing is kept for the backward pass.
 
 `Reversible` is the protocol; `TwoStream` makes it of any block with residual branches (Gomez et al. 2017, RevNets,
 arXiv 1707.04585; Kitaev et al. 2020, Reformer, arXiv 2001.04451).
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from framework.layers.base import Context, Layer, Out
 from framework.layout import Nested
 
+# Fixed point is float32 in multiples of 2^-12: 12 of its 24 bits are left for the integer part.
 FRACTION_BITS = 12
 
 
@@ -24,13 +25,13 @@ class Reversible(Layer):
     def reverse(
         self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Any, Nested, Any]:
-        """Runs the layer backwards. Inverse and gradient share one evaluation of what is expensive.
+        """Runs the layer backwards. Inverse and gradient share one evaluation of the expensive part.
 
         Args:
             weights: prepared, as `apply` has them.
-            carry: what `apply` returned.
+            carry: the output of `apply`.
             cts: the cotangents of that carry, and of Out.loss (None where there is no loss).
-            ctx, layer_state: as `apply` had them: random draws are made again by the same keys.
+            ctx, layer_state: as `apply` had them: random draws are repeated by the same keys.
 
         Returns:
             (the carry that `apply` was given, the gradients of the weights, the cotangent of that carry).
@@ -52,71 +53,111 @@ class TwoStream(Reversible):
     """
 
     def __init__(self, block: Any, streams: Literal["float32", "fixed"]):
-        self.block, self.fixed = block, streams == "fixed"
+        self.block = block
+        self.fixed = streams == "fixed"
 
     def children(self) -> dict[str, Layer]:
-        """The block's: parameters have the paths that they have without streams."""
+        """The block's children: parameters have the same paths as without streams."""
         return self.block.children()
 
     def enter(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What flows through the stack, of what comes into it: two equal streams, in float32 or wider."""
+        """Makes the carry of the stack from its input: two equal streams, in float32 or wider."""
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.fixed:
-            x = without_signed_zeros(rounded(x))  # a zero comes back without a sign
+            # A zero comes back without a sign.
+            x = without_signed_zeros(rounded(x))
         return x, x
 
     def leave(self, carry: tuple[jax.Array, jax.Array], ctx: Context) -> jax.Array:
-        """What comes out of the stack: the mean of both."""
-        return (0.5 * (carry[0] + carry[1])).astype(ctx.compute_dtype)
+        """Makes the output of the stack from its carry: the mean of both streams."""
+        first, second = carry
+        mean = 0.5 * (first + second)
+        return mean.astype(ctx.compute_dtype)
 
-    def _branch(self, name: str, weights: Nested, x: jax.Array, ctx: Context, state: Nested) -> tuple[jax.Array, Out]:
-        # Apart from what stands around it: were it merged with that, the same sums might be rounded in other ways
-        # forward and backward.
-        x = jax.lax.optimization_barrier(x) if self.fixed else x
+    def _branch(
+        self,
+        name: str,
+        weights: Nested,
+        x: jax.Array,
+        ctx: Context,
+        state: Nested,
+    ) -> tuple[jax.Array, Out]:
+        """The output of one branch in the dtype of the streams, rounded where they are in fixed point."""
+        # Barriers set the branch apart from the code around it: were it merged with that, the same
+        # sums might be rounded in other ways forward and backward.
+        if self.fixed:
+            x = jax.lax.optimization_barrier(x)
         h, out = self.block.branch(name, weights, x, ctx, state)
         h = h.astype(x.dtype)
-        return (rounded(jax.lax.optimization_barrier(h)) if self.fixed else h), out
+        if self.fixed:
+            h = rounded(jax.lax.optimization_barrier(h))
+        return h, out
 
-    def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: Any,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[Any, Out]:
         """Both streams x_BSD -> both streams."""
-        streams, outs = list(carry), {}
+        streams = list(carry)
+        outs = {}
         for i, name in enumerate(self.block.branches):
-            h, outs[name] = self._branch(name, weights, streams[1 - i % 2], ctx, layer_state)
-            streams[i % 2] = streams[i % 2] + h
+            # A branch reads the stream that it is not added to, so that it can be subtracted again.
+            source = 1 - i % 2
+            target = i % 2
+            h, outs[name] = self._branch(name, weights, streams[source], ctx, layer_state)
+            streams[target] = streams[target] + h
         out = Out.merge(outs)
         if self.fixed:
-            over = sum(jnp.sum(jnp.abs(x) >= 2.0 ** (24 - FRACTION_BITS), dtype=jnp.float32) for x in streams)
-            out = replace(out, metrics={**out.metrics, "out_of_range": over})
+            out_of_range = sum(_count_out_of_range(x) for x in streams)
+            metrics = {**out.metrics, "out_of_range": out_of_range}
+            out = replace(out, metrics=metrics)
         return tuple(streams), out
 
     def reverse(
         self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Any, Nested, Any]:
         """See `Reversible`."""
-        streams, grads, stream_cts, loss_ct = list(carry), {}, list(cts[0]), cts[1]
-        for i, (name, used) in reversed(list(enumerate(self.block.branches.items()))):
-            goal, source = i % 2, 1 - i % 2
+        streams = list(carry)
+        stream_cts = list(cts[0])
+        loss_ct = cts[1]
+        grads = {}
+        for i, (name, children) in reversed(list(enumerate(self.block.branches.items()))):
+            source = 1 - i % 2
+            target = i % 2
 
-            def branch(own: Nested, x: jax.Array, name: str = name) -> tuple[jax.Array, jax.Array | None]:
-                h, out = self._branch(name, own, x, ctx, layer_state)
+            def branch(branch_weights: Nested, x: jax.Array, name: str = name) -> tuple[jax.Array, jax.Array | None]:
+                h, out = self._branch(name, branch_weights, x, ctx, layer_state)
                 return h, out.loss
 
-            own = {key: weights[key] for key in used}
-            (h, loss), pull = jax.vjp(branch, own, streams[source])
-            streams[goal] = streams[goal] - h
-            own_ct, ct = pull((stream_cts[goal], None if loss is None else loss_ct))
-            stream_cts[source] = stream_cts[source] + ct
-            # This branch's gradients are done before the next one's activations are there: a compiler might keep both.
-            # The order in which they stand here is that of v5e's schedule too (tests/tools/test_memory_vs_depth.py).
-            streams, stream_cts, done = jax.lax.optimization_barrier((streams, stream_cts, floats(own_ct)))
-            grads |= filled(done, own_ct)
+            branch_weights = {child: weights[child] for child in children}
+            (h, loss), pull = jax.vjp(branch, branch_weights, streams[source])
+            streams[target] = streams[target] - h
+            branch_loss_ct = None if loss is None else loss_ct
+            weights_ct, source_ct = pull((stream_cts[target], branch_loss_ct))
+            stream_cts[source] = stream_cts[source] + source_ct
+            # This branch's gradients are done before the next one's activations exist: a compiler
+            # might keep both. The order in which they stand here is that of v5e's schedule too
+            # (tests/tools/test_memory_vs_depth.py).
+            barrier_inputs = (streams, stream_cts, floats(weights_ct))
+            streams, stream_cts, float_cts = jax.lax.optimization_barrier(barrier_inputs)
+            grads |= filled(float_cts, weights_ct)
         return tuple(streams), grads, tuple(stream_cts)
 
 
 @jax.custom_jvp
 def rounded(x: jax.Array) -> jax.Array:
-    """x, rounded to a multiple of 2^-12; its derivative is taken to be 1."""
-    return jnp.round(x * 2.0**FRACTION_BITS) * 2.0**-FRACTION_BITS
+    """Rounds x to a multiple of 2^-12; the derivative is taken to be 1."""
+    units = jnp.round(x * 2.0**FRACTION_BITS)
+    return units * 2.0**-FRACTION_BITS
+
+
+def _count_out_of_range(x: jax.Array) -> jax.Array:
+    """The number of elements of 2^12 or more, whose sums in fixed point are not exact; f32 scalar."""
+    bound = 2.0 ** (24 - FRACTION_BITS)
+    return jnp.sum(jnp.abs(x) >= bound, dtype=jnp.float32)
 
 
 rounded.defjvps(lambda tangent, out, x: tangent)
@@ -124,7 +165,7 @@ rounded.defjvps(lambda tangent, out, x: tangent)
 
 @jax.custom_jvp
 def without_signed_zeros(x: jax.Array) -> jax.Array:
-    """x, with zeros in place of negative zeros; its derivative is 1, at zero too."""
+    """Replaces negative zeros in x by zeros; the derivative is 1, at zero too."""
     return jnp.where(x == 0.0, jnp.zeros_like(x), x)
 
 
@@ -133,9 +174,19 @@ without_signed_zeros.defjvps(lambda tangent, out, x: tangent)
 
 def floats(tree: Any) -> Any:
     """The tree with None in place of integers, which have no gradient, and of their gradients."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)
+
+    # The cotangent of an integer has the dtype float0, which is no float to `issubdtype`.
+    def float_or_none(x: Any) -> Any:
+        return x if jnp.issubdtype(x.dtype, jnp.floating) else None
+
+    return jax.tree.map(float_or_none, tree)
 
 
 def filled(floats: Any, tree: Any) -> Any:
-    """The inverse: `tree` with its floats replaced."""
-    return jax.tree.map(lambda f, x: x if f is None else f, floats, tree, is_leaf=lambda x: x is None)
+    """The inverse of `floats`: `tree` with its floats replaced."""
+
+    def replaced(new: Any, old: Any) -> Any:
+        return old if new is None else new
+
+    # None counts as a leaf, so that both trees have the same structure.
+    return jax.tree.map(replaced, floats, tree, is_leaf=lambda x: x is None)

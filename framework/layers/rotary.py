@@ -30,12 +30,17 @@ class Llama3Scaling:
         high_freq_factor: PositiveFloat = 4.0,
         original_length: PositiveInt = 8192,
     ):
-        self.factor, self.low, self.high, self.length = factor, low_freq_factor, high_freq_factor, original_length
+        self.factor = factor
+        self.low = low_freq_factor
+        self.high = high_freq_factor
+        self.length = original_length
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         """Angular frequencies [H/2], radians per position -> the scaled ones."""
         wavelengths = 2 * math.pi / frequencies
-        smooth = np.clip((self.length / wavelengths - self.low) / (self.high - self.low), 0.0, 1.0)
+        turns = self.length / wavelengths
+        # 0 for the low frequencies, which are divided by the factor, and 1 for the high ones.
+        smooth = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
         return (1 - smooth) * frequencies / self.factor + smooth * frequencies
 
 
@@ -61,20 +66,35 @@ class Rotary:
         scaling: e.g. `config_for(Llama3Scaling)`; None keeps the frequencies.
     """
 
-    def __init__(self, *, head_dim: PositiveInt, theta: PositiveFloat = 10_000.0, scaling: Config | None = None):
+    def __init__(
+        self,
+        *,
+        head_dim: PositiveInt,
+        theta: PositiveFloat = 10_000.0,
+        scaling: Config | None = None,
+    ):
         if head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
-        frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-        self.frequencies = scaling.instantiate()(frequencies) if scaling is not None else frequencies
+        exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+        frequencies = theta**-exponents
+        # In float64 until they are used: a late position multiplies their error.
+        if scaling is not None:
+            frequencies = scaling.instantiate()(frequencies)
+        self.frequencies = frequencies
 
     def __call__(self, positions_BS: jax.Array, *arrays_BSNH: jax.Array) -> tuple[jax.Array, ...]:
-        """Each [B, S, N, H] array turned by its positions [B, S] (or [1, S]), in its own dtype; angles in float32."""
+        """Turns each [B, S, N, H] array by positions [B, S] or [1, S], and keeps its dtype; angles are in float32."""
         dtype = jnp.promote_types(arrays_BSNH[0].dtype, jnp.float32)
-        angles = positions_BS[:, :, None, None].astype(dtype) * jnp.asarray(self.frequencies, dtype)
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        # bfloat16 could not even tell neighboring positions beyond 256 apart.
+        positions_BS11 = positions_BS[:, :, None, None].astype(dtype)
+        angles = positions_BS11 * jnp.asarray(self.frequencies, dtype)
+        cos = jnp.cos(angles)
+        sin = jnp.sin(angles)
 
         def turn(x: jax.Array) -> jax.Array:
             a, b = jnp.split(x.astype(dtype), 2, axis=-1)
-            return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+            turned_a = a * cos - b * sin
+            turned_b = b * cos + a * sin
+            return jnp.concatenate([turned_a, turned_b], axis=-1).astype(x.dtype)
 
         return tuple(turn(x) for x in arrays_BSNH)

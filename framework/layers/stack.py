@@ -1,6 +1,6 @@
-"""Stack: L units of layers, their parameters stacked on a leading axis and scanned.
+"""Stack: L units of layers, whose parameters are stacked on a leading axis and scanned.
 
-A unit is one period of `pattern`, a list of layer configs, so unlike layers alternate freely. One `forward(fetch)`
+A unit is one period of `pattern`, a list of layer configs, so different layers may alternate. One `forward(fetch)`
 serves every use: training, evaluation with averaged weights, sampling.
 """
 
@@ -21,10 +21,15 @@ from framework.layers.base import Context, Layer, Out
 from framework.layers.reversible import Reversible, TwoStream, filled, floats
 from framework.layout import Nested, TensorSpec
 
+# A loop's body: (carry, (index, unit's parameters, unit's buffers)) -> (carry, Out).
+Body = Callable[[Any, tuple[jax.Array, Nested, Nested]], tuple[Any, Out]]
+
 
 class Unit(Reversible):
-    """One period of the pattern: its layers in order, under the names block0, block1, ...; it can be run backwards if
-    they can."""
+    """One period of the pattern: its layers in order, under the names block0, block1, ...
+
+    A unit can be run backwards if all of its layers can.
+    """
 
     def __init__(self, layers: list[Any]):
         self.layers = {f"block{i}": layer for i, layer in enumerate(layers)}
@@ -33,22 +38,43 @@ class Unit(Reversible):
         """The layers of the period."""
         return dict(self.layers)
 
-    def apply(self, weights: Nested, carry: Any, ctx: Context, layer_state: Nested) -> tuple[Any, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: Any,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[Any, Out]:
         """Runs the layers one after the other."""
         outs = {}
         for name, layer in self.layers.items():
-            carry, outs[name] = layer.apply(weights.get(name, {}), carry, ctx.fold(name), layer_state.get(name, {}))
+            layer_weights = weights.get(name, {})
+            layer_ctx = ctx.fold(name)
+            buffers = layer_state.get(name, {})
+            carry, outs[name] = layer.apply(layer_weights, carry, layer_ctx, buffers)
         return carry, Out.merge(outs)
 
     def reverse(
         self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Any, Nested, Any]:
-        """The layers backwards, from the last to the first."""
-        ct, loss_ct, grads = *cts, {}
+        """Runs the layers backwards, from the last to the first; see Reversible."""
+        ct, loss_ct = cts
+        grads = {}
         for name, layer in reversed(self.layers.items()):
-            own, state = weights.get(name, {}), layer_state.get(name, {})
-            carry, grad, ct = layer.reverse(own, carry, (ct, loss_ct), ctx.fold(name), state)
-            grads |= {name: grad} if name in weights else {}
+            layer_weights = weights.get(name, {})
+            buffers = layer_state.get(name, {})
+            # Losses of layers are added up, so every layer gets the cotangent of their sum.
+            layer_cts = (ct, loss_ct)
+            carry, grad, ct = layer.reverse(
+                layer_weights,
+                carry,
+                layer_cts,
+                ctx.fold(name),
+                buffers,
+            )
+            # Gradients have the structure of the weights: a layer without any has no entry.
+            if name in weights:
+                grads[name] = grad
         return carry, grads, ct
 
 
@@ -90,6 +116,7 @@ class Stack(Layer):
                 f"num_layers = {num_layers} is no multiple of the pattern's {len(pattern)} layers; "
                 f"nearest: {num_layers // len(pattern) * len(pattern) or len(pattern)}"
             )
+        # A proper subset: if all layers were shared, there would be no parameters to scan over.
         if not {*shared} < {*range(len(pattern))}:
             raise ValueError(
                 f"shared = {shared}: expected positions of the pattern, 0 to {len(pattern) - 1}, and not all of them"
@@ -99,13 +126,19 @@ class Stack(Layer):
         if not 0 <= unroll <= self.num_units:
             raise ValueError(f"unroll = {unroll} is not between 0 and the number of units, {self.num_units}")
         self.unroll = unroll or self.num_units
+        # Every layer adds to the residual stream, so its variance would grow with depth.
         scale = 1.0 / math.sqrt(2.0 * num_layers) if depth_scaled_init else 1.0
-        layers = [_layer(config, i, dim=dim, output_init_scale=scale) for i, config in enumerate(pattern)]
+        layers = [
+            _layer(
+                config,
+                i,
+                dim=dim,
+                output_init_scale=scale,
+            )
+            for i, config in enumerate(pattern)
+        ]
         if streams != "one":
-            for i, layer in enumerate(layers):
-                if not layer.branches:
-                    raise ValueError(f"streams = {streams}: pattern.{i} is {type(layer).__name__}; expected Block")
-            layers = [TwoStream(layer, streams) for layer in layers]
+            layers = _two_streams(layers, streams)
         self.streams: TwoStream | None = layers[0] if isinstance(layers[0], TwoStream) else None
         self.unit = Unit(layers)
 
@@ -114,26 +147,38 @@ class Stack(Layer):
         return {}
 
     def parameter_specs(self) -> Nested:
-        """The unit's own parameters, with a leading axis of num_units."""
-        own = {name: specs for name, specs in self.unit.parameter_specs().items() if name not in self.shared}
-        return jax.tree.map(lambda spec: spec.stacked(self.num_units), own)
+        """The parameters of which each unit has its own, with a leading axis of num_units."""
+        unit_specs = {}
+        for name, specs in self.unit.parameter_specs().items():
+            if name not in self.shared:
+                unit_specs[name] = specs
+        return jax.tree.map(lambda spec: spec.stacked(self.num_units), unit_specs)
 
     def shared_specs(self) -> Nested:
         """The parameters that all units share, by layer; they are passed beside the stack's, as `shared`."""
-        return {name: specs for name, specs in self.unit.parameter_specs().items() if name in self.shared}
+        shared_specs = {}
+        for name, specs in self.unit.parameter_specs().items():
+            if name in self.shared:
+                shared_specs[name] = specs
+        return shared_specs
 
     def buffer_specs(self) -> Nested:
         """The unit's buffers with a leading axis of num_units."""
 
         def stacked(spec: TensorSpec) -> TensorSpec:
-            return replace(spec, shape=(self.num_units, *spec.shape), mesh_axes=(None, *spec.mesh_axes))
+            shape = (self.num_units, *spec.shape)
+            mesh_axes = (None, *spec.mesh_axes)
+            return replace(spec, shape=shape, mesh_axes=mesh_axes)
 
         return jax.tree.map(stacked, self.unit.buffer_specs())
 
     def check_remat(self, policy: str) -> None:
         """Raises ValueError when the stack cannot do what the remat policy says."""
+        # The call is made for its check of sqrt:G; it gives None for policies without groups.
         remat.group_size(policy, self.num_units)
-        for i, layer in enumerate(self.unit.layers.values() if policy == "invert" else ()):
+        if policy != "invert":
+            return
+        for i, layer in enumerate(self.unit.layers.values()):
             if not isinstance(layer, Reversible):
                 raise ValueError(
                     f"memory.remat = invert: pattern.{i}, {type(layer).__name__}, cannot be run backwards; expected "
@@ -142,22 +187,23 @@ class Stack(Layer):
 
     def is_unrolled(self, remat: str) -> bool:
         """Whether there is no loop under this remat policy."""
-        return self.unroll == self.num_units and (remat == "none" or (self.num_units == 1 and remat != "invert"))
+        if self.unroll != self.num_units:
+            return False
+        # Without a loop XLA would merge what is recomputed with the forward pass, and save nothing.
+        return remat == "none" or (self.num_units == 1 and remat != "invert")
 
     def enter(self, x: Any) -> Any:
-        """What flows through the units, of what comes into the stack."""
+        """Makes the carry of the units from the input of the stack."""
         return x if self.streams is None else self.streams.enter(x)
 
     def leave(self, carry: Any, ctx: Context) -> Any:
-        """What comes out of the stack, of what flowed through the units."""
+        """Makes the output of the stack from the carry of the units."""
         return carry if self.streams is None else self.streams.leave(carry, ctx)
 
     def split(self, params: Nested) -> list[Nested]:
-        """Stacked parameters as a list of the units' own.
-
-        Outside of differentiation, this makes each unit's gradient an array of its own: differentiating the slices
-        themselves would add each one into zeros of the whole stack.
-        """
+        """Takes stacked parameters apart into a list with the parameters of each unit."""
+        # Outside of differentiation, this makes each unit's gradient an array of its own: that of a
+        # slice would be added into zeros of the size of the stack.
         return [jax.tree.map(lambda p, i=i: p[i], params) for i in range(self.num_units)]
 
     def forward(
@@ -169,7 +215,7 @@ class Stack(Layer):
         fetch: Callable[[Nested], Nested] = lambda unit_params: unit_params,
         shared: Nested | None = None,
     ) -> tuple[Any, Out]:
-        """All units in turn; each prepares its weights when its turn comes.
+        """Runs all units in turn; each prepares its weights when its turn comes.
 
         Args:
             params: stacked parameters, each [num_units, ...], or the list that `split` makes of them.
@@ -179,79 +225,130 @@ class Stack(Layer):
             fetch: brings one unit's parameters, the shared ones among them, to where they are computed with.
             shared: as `shared_specs`.
         """
-
         carry = self.enter(carry)
         if ctx.training and ctx.remat == "invert":
-            carry, outs = self._inverting(fetch, ctx, layer_state)(params, carry, shared or {})
+            run = self._inverting(fetch, ctx, layer_state)
+            carry, outs = run(params, carry, shared or {})
             return self.leave(carry, ctx), self.combine(outs)
-        unit, taps = self.unit_function(params, ctx, fetch), sums.taps(shared or {})
+        unit = self.unit_function(params, ctx, fetch)
+        # The gradient of a shared parameter is a sum over units: taps take that sum in float32.
+        taps = sums.taps(shared or {})
 
         def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
             index, unit_params, unit_state = xs
-            return unit(carry, unit_params, sums.tapped(shared or {}, taps), unit_state, ctx.fold_index(index))
+            shared_params = sums.tapped(shared or {}, taps)
+            return unit(carry, unit_params, shared_params, unit_state, ctx.fold_index(index))
 
         if isinstance(params, list):
-            results = []
-            for index, unit_params in enumerate(params):
-                unit_state = jax.tree.map(lambda s, i=index: s[i], layer_state)
-                carry, out = body(carry, (jnp.asarray(index), unit_params, unit_state))
-                results.append(out)
-            outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+            carry, outs = _run_unrolled(body, params, carry, layer_state)
         else:
-            xs = (jnp.arange(self.num_units), params, layer_state)
-            group = remat.group_size(ctx.remat, self.num_units) if ctx.training else None
-            if group is None:
-                unroll = self.unroll if self.is_unrolled(ctx.remat) else self._loop_unroll
-                carry, outs = jax.lax.scan(body, carry, xs, unroll=unroll)
-            else:
-                xs = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), xs)
-                carry, outs = jax.lax.scan(remat.wrap(partial(jax.lax.scan, body), "full", unrolled=False), carry, xs)
-                outs = jax.tree.map(lambda x: x.reshape(self.num_units, *x.shape[2:]), outs)
+            carry, outs = self._run_loop(body, params, carry, ctx, layer_state)
         return self.leave(carry, ctx), self.combine(outs)
 
-    def _inverting(self, fetch: Callable[[Nested], Nested], ctx: Context, layer_state: Nested) -> Callable[..., Any]:
-        """(stacked parameters, carry, shared parameters) -> (carry, the units' Outs), differentiated by running the
-        units backwards. Only what is differentiated is an argument."""
+    def _run_loop(
+        self,
+        body: Body,
+        params: Nested,
+        carry: Any,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[Any, Out]:
+        """Scans the units: (carry, the units' Outs, stacked). With groups, a loop over units in a loop over groups."""
+        xs = (jnp.arange(self.num_units), params, layer_state)
+        group = remat.group_size(ctx.remat, self.num_units) if ctx.training else None
+        if group is None:
+            unroll = self.unroll if self.is_unrolled(ctx.remat) else self._loop_unroll
+            return jax.lax.scan(body, carry, xs, unroll=unroll)
+        grouped_xs = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), xs)
+        # Only a group's input is kept: the backward pass runs the inner loop forward once more.
+        run_group = remat.wrap(partial(jax.lax.scan, body), "full", unrolled=False)
+        carry, outs = jax.lax.scan(run_group, carry, grouped_xs)
+        outs = jax.tree.map(lambda x: x.reshape(self.num_units, *x.shape[2:]), outs)
+        return carry, outs
+
+    def _inverting(
+        self,
+        fetch: Callable[[Nested], Nested],
+        ctx: Context,
+        layer_state: Nested,
+    ) -> Callable[..., Any]:
+        """(stacked parameters, carry, shared parameters) -> (carry, the units' Outs).
+
+        The function is differentiated by running the units backwards. Its arguments are exactly what is differentiated.
+        """
         indices = jnp.arange(self.num_units)
 
         def whole(params: Nested, carry: Any, shared: Nested) -> tuple[Any, Out]:
             unit = self.unit_function(params, ctx, fetch)
 
             def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
-                index, own, state = xs
-                return unit(carry, own, shared, state, ctx.fold_index(index))
+                index, unit_params, state = xs
+                return unit(carry, unit_params, shared, state, ctx.fold_index(index))
 
-            return jax.lax.scan(body, carry, (indices, params, layer_state), unroll=self._loop_unroll)
+            xs = (indices, params, layer_state)
+            return jax.lax.scan(body, carry, xs, unroll=self._loop_unroll)
 
         def forward(*args: Any) -> Any:
+            params, _, shared = args
             y, outs = whole(*args)
-            return (y, outs), (args[0], y, args[2])
+            # The output is kept in place of the input, which the backward pass computes from it.
+            return (y, outs), (params, y, shared)
 
-        def backward(kept: Any, cts: Any) -> Any:
-            params, y, shared = kept
-
-            def body(carry: Any, xs: Any) -> Any:
-                y, ct, of_shared = carry
-                index, own, state, loss_ct = xs
-
-                def join(own_floats: Nested, shared_floats: Nested) -> Nested:
-                    return fetch({**filled(own_floats, own), **filled(shared_floats, shared)})
-
-                trained, ctx_i = (floats(own), floats(shared)), ctx.fold_index(index)
-                y, (grads, more), ct = self.reverse_unit(y, trained, join, state, ctx_i, (ct, loss_ct))
-                return (y, ct, sums.add(of_shared, more)), grads
-
-            first = y, cts[0], sums.zeros(floats(shared))
-            xs = (indices, params, layer_state, cts[1].loss)
-            (_, ct, of_shared), grads = jax.lax.scan(body, first, xs, reverse=True, unroll=self._loop_unroll)
-            return grads, ct, sums.rounded(of_shared, floats(shared))
+        def backward(residuals: Any, cts: Any) -> Any:
+            params, y, shared = residuals
+            ct_y, ct_outs = cts
+            xs = (indices, params, layer_state, ct_outs.loss)
+            return self._reverse_units(y, ct_y, shared, xs, fetch, ctx)
 
         run = jax.custom_vjp(whole)
         run.defvjp(forward, backward)
         return run
 
+    def _reverse_units(
+        self,
+        y: Any,
+        ct: Any,
+        shared: Nested,
+        xs: tuple[jax.Array, Nested, Nested, jax.Array | None],
+        fetch: Callable[[Nested], Nested],
+        ctx: Context,
+    ) -> tuple[Nested, Any, Nested]:
+        """Runs all units backwards: (gradients of stacked parameters, the input's cotangent, gradients of `shared`).
+
+        Args:
+            y: the output of the last unit.
+            ct: its cotangent.
+            shared: the parameters that all units share.
+            xs: (index, parameters, buffers, cotangent of the loss) of the units, stacked.
+            fetch: see `forward`.
+            ctx: the stack's context.
+        """
+
+        def body(carry: Any, xs: Any) -> Any:
+            y, ct, shared_sum = carry
+            index, unit_params, state, loss_ct = xs
+
+            # Only floats are differentiated. Integers, such as codes of quantized weights, are
+            # filled in again.
+            def join(unit_floats: Nested, shared_floats: Nested) -> Nested:
+                return fetch({**filled(unit_floats, unit_params), **filled(shared_floats, shared)})
+
+            trained = (floats(unit_params), floats(shared))
+            unit_ctx = ctx.fold_index(index)
+            y, grads, ct = self.reverse_unit(y, trained, join, state, unit_ctx, (ct, loss_ct))
+            unit_grads, shared_grads = grads
+            return (y, ct, sums.add(shared_sum, shared_grads)), unit_grads
+
+        # The sum over units is float32: see `sums`.
+        start = (y, ct, sums.zeros(floats(shared)))
+        end, grads = jax.lax.scan(body, start, xs, reverse=True, unroll=self._loop_unroll)
+        _, ct, shared_sum = end
+        return grads, ct, sums.rounded(shared_sum, floats(shared))
+
     @property
     def _loop_unroll(self) -> int:
+        """How many units one iteration holds where there has to be a loop."""
+        # With all units in one iteration no loop would be left.
         return 1 if self.unroll == self.num_units else self.unroll
 
     def reverse_unit(
@@ -263,16 +360,21 @@ class Stack(Layer):
         ctx: Context,
         cts: tuple[Any, Any],
     ) -> tuple[Any, tuple[Nested, Nested], Any]:
-        """One unit backwards: (its input, gradients of `trained`, the input's cotangent).
+        """Runs one unit backwards: (its input, gradients of `trained`, the input's cotangent).
 
         Args:
             carry: the unit's output.
-            trained: what is differentiated of its own parameters, and of those that all units share.
+            trained: what is differentiated: of the unit's own parameters, and of those that all units share.
             join: makes all of the unit's parameters of these.
             state, ctx: the unit's.
             cts: the cotangents of the output and of the loss (None for none).
         """
-        weights, pull = jax.vjp(lambda *trained: self.unit.prepare(join(*trained), ctx), *trained)
+
+        def prepared(*trained: Nested) -> Nested:
+            return self.unit.prepare(join(*trained), ctx)
+
+        # The unit gives gradients of prepared weights; `pull` takes them through casts and gathers.
+        weights, pull = jax.vjp(prepared, *trained)
         carry, grads, ct = self.unit.reverse(weights, carry, cts, ctx, state)
         return carry, pull(grads), ct
 
@@ -297,19 +399,26 @@ class Stack(Layer):
             fetch: see `forward`.
         """
 
-        def unit(carry: Any, own: Nested, shared: Nested, state: Nested, ctx: Context) -> tuple[Any, Out]:
-            weights = self.unit.prepare(fetch({**own, **shared}), ctx)
+        def unit(
+            carry: Any,
+            unit_params: Nested,
+            shared: Nested,
+            state: Nested,
+            ctx: Context,
+        ) -> tuple[Any, Out]:
+            weights = self.unit.prepare(fetch({**unit_params, **shared}), ctx)
             if weights_are_made:
                 weights = remat.tag_weights(weights)
             return self.unit.apply(weights, carry, ctx, state)
 
         weights_are_made = _makes_weights(params, ctx)
+        # "none" too needs a policy, lest casts or gathered weights be kept for the backward pass.
         if ctx.training and ctx.remat != "invert" and (ctx.remat != "none" or weights_are_made):
             unit = remat.wrap(unit, ctx.remat, unrolled=isinstance(params, list))
         return unit
 
     def flops_per_token(self, seq_len: int) -> float:
-        """All units."""
+        """The operations of all units."""
         return self.num_units * self.unit.flops_per_token(seq_len)
 
 
@@ -319,9 +428,40 @@ def _makes_weights(params: Any, ctx: Context) -> bool:
     return gathers or any(p.dtype != ctx.compute_dtype for p in jax.tree.leaves(params))
 
 
-def _layer(config: Config, number: int, **given: Any) -> Layer:
-    """A layer of the pattern, with what its constructor takes of what the stack gives."""
-    layer = config.instantiate(**{name: value for name, value in given.items() if config.takes(name)})
+def _run_unrolled(
+    body: Body,
+    params: list[Nested],
+    carry: Any,
+    layer_state: Nested,
+) -> tuple[Any, Out]:
+    """Runs the units without a loop: (carry, the units' Outs, stacked as `jax.lax.scan` would return them)."""
+    unit_outs = []
+    for index, unit_params in enumerate(params):
+        unit_state = jax.tree.map(lambda s, i=index: s[i], layer_state)
+        # An array, as in a loop, so that folding it into a key is the same operation.
+        xs = (jnp.asarray(index), unit_params, unit_state)
+        carry, out = body(carry, xs)
+        unit_outs.append(out)
+    outs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *unit_outs)
+    return carry, outs
+
+
+def _two_streams(layers: list[Any], streams: Literal["float32", "fixed"]) -> list[TwoStream]:
+    """The layers, each made reversible by two streams. Raises ValueError for a layer without branches."""
+    for i, layer in enumerate(layers):
+        if not layer.branches:
+            raise ValueError(f"streams = {streams}: pattern.{i} is {type(layer).__name__}; expected Block")
+    return [TwoStream(layer, streams) for layer in layers]
+
+
+def _layer(config: Config, number: int, **options: Any) -> Layer:
+    """A layer of the pattern, with those of the stack's options that its constructor takes."""
+    accepted = {}
+    for name, value in options.items():
+        # A layer of a flow has no output_init_scale, for example.
+        if config.takes(name):
+            accepted[name] = value
+    layer = config.instantiate(**accepted)
     if not isinstance(layer, Layer):
         raise ValueError(f"pattern.{number}: expected a layer, given {type(layer).__name__}")
     return layer

@@ -20,35 +20,41 @@ def wide(dtype: Any) -> Any:
 
 
 def zeros(params: Nested) -> Nested:
-    """What a sum of gradients of these parameters begins with."""
+    """The first value of a sum of gradients of these parameters."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), params)
 
 
 def add(sums: Nested, grads: Nested) -> Nested:
-    """The sum with one more use's gradients."""
-    return jax.tree.map(lambda old, grad: old + grad.astype(old.dtype), sums, grads)
+    """Adds one more use's gradients to the sums."""
+    return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
 
 
 def rounded(sums: Nested, params: Nested) -> Nested:
-    """Sums in the dtypes of their parameters."""
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), sums, params)
+    """Casts sums to the dtypes of their parameters."""
+    return jax.tree.map(lambda total, param: total.astype(param.dtype), sums, params)
 
 
 def taps(params: Nested) -> Nested:
-    """For each parameter an array, through which its gradient comes back in the dtype of sums: see `tapped`.
+    """An array for each parameter, through which its gradient comes back in the dtype of sums: see `tapped`.
 
-    {} where gradients are added up in float32 at any rate. The arrays' values are zeros that nothing reads.
+    {} where gradients are added up in float32 in any case. The arrays' values are zeros that nothing reads.
     """
     leaves = jax.tree.leaves(params)
-    if all(wide(x.dtype) == x.dtype for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)):
+    float_leaves = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if all(wide(leaf.dtype) == leaf.dtype for leaf in float_leaves):
         return {}
     return jax.tree.map(_tap, params)
 
 
 def tapped(params: Nested, taps: Nested) -> Nested:
-    """The parameters, at one use of them in a loop: the gradient of this use goes to the taps, and so is added to those
-    of other uses in their dtype. The parameters as they are if there are no taps."""
-    return jax.tree.map(_use, taps, params, is_leaf=lambda tap: tap is None) if taps else params
+    """The parameters for one use of them in a loop: the gradient of this use goes to the taps.
+
+    There it is added to the gradients of further uses, in their dtype. Without taps, the parameters as they are.
+    """
+    if not taps:
+        return params
+    # An integer has None for a tap, which counts as a leaf.
+    return jax.tree.map(_use, taps, params, is_leaf=lambda tap: tap is None)
 
 
 def _tap(x: jax.Array) -> jax.Array | None:
@@ -56,6 +62,7 @@ def _tap(x: jax.Array) -> jax.Array | None:
         return None
     dtype = x.dtype
 
+    # The tap is a function of the parameter, to which the sum of gradients flows on.
     @jax.custom_vjp
     def tap(x: jax.Array) -> jax.Array:
         return jnp.zeros(x.shape, wide(dtype))
@@ -66,6 +73,7 @@ def _tap(x: jax.Array) -> jax.Array | None:
 
 @jax.custom_vjp
 def _pass(x: jax.Array, tap: jax.Array) -> jax.Array:
+    # The gradient of x goes to the tap, in the tap's dtype: see the rule below.
     return x
 
 
@@ -73,4 +81,7 @@ _pass.defvjp(lambda x, tap: (x, None), lambda _, grad: (None, grad.astype(wide(g
 
 
 def _use(tap: jax.Array | None, x: jax.Array) -> jax.Array:
-    return x if tap is None else _pass(jax.lax.stop_gradient(x), tap)
+    if tap is None:
+        return x
+    # The parameter's own gradient would be summed in its narrow dtype.
+    return _pass(jax.lax.stop_gradient(x), tap)

@@ -12,25 +12,35 @@ from framework.layout.trees import Nested, path_name
 
 
 def initialize(specs: Nested, key: jax.Array, layer: jax.Array | None = None) -> Nested:
-    """Parameters from their specs; each key is folded in by the parameter's path, so a new sibling changes no other.
+    """Draws parameters from their specs.
+
+    Each parameter's path is folded into the key, so that a new sibling changes no other parameter.
 
     Args:
         specs: nested dict of ParameterSpec.
         key: a typed PRNG key.
-        layer: of stacked parameters, this layer's only, without the leading axis.
+        layer: draws only this layer of stacked parameters, without the leading axis; None draws
+            all.
     """
 
     def draw(keypath: tuple[Any, ...], spec: ParameterSpec) -> jax.Array:
-        return spec.draw(fold_in_name(key, path_name(keypath[:-1] if spec.quantized else keypath)), layer)
+        # Codes and scales of a quantized weight share a key, so that all come from one draw.
+        key_path = keypath[:-1] if spec.quantized else keypath
+        parameter_key = fold_in_name(key, path_name(key_path))
+        return spec.draw(parameter_key, layer)
 
     return jax.tree_util.tree_map_with_path(draw, specs)
 
 
 def name_hash(name: str) -> int:
-    """A 32-bit number for a string that does not change between processes and versions (FNV-1a)."""
+    """Hashes a string to 32 bits by FNV-1a.
+
+    The hash is the same in all processes and versions, which Python's own hash is not.
+    """
     digest = 2166136261
     for byte in name.encode():
-        digest = (digest ^ byte) * 16777619 & 0xFFFFFFFF
+        digest ^= byte
+        digest = digest * 16777619 & 0xFFFFFFFF
     return digest
 
 

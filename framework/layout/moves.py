@@ -11,15 +11,29 @@ from framework.layout.trees import path_name
 
 
 def fetch_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
-    """Inside jit: an array, or a part of it, of a leaf, on the device. See `StateLayout.fetch`."""
-    return x if spec.memory_kind == "device" else jax.device_put(x, jax.memory.Space.Device)
+    """Inside jit: moves a leaf's array, or a part of it, to the device. See `StateLayout.fetch`."""
+    # By the spec, as a tracer does not know where its array is.
+    if spec.memory_kind == "device":
+        return x
+    return jax.device_put(x, jax.memory.Space.Device)
 
 
 def fetch_tree(specs: dict[str, Any], tree: Any) -> Any:
-    """`fetch_leaf` of nested dicts, or of a part of them; `specs`, or what else has a memory_kind, by path."""
-    return jax.tree_util.tree_map_with_path(lambda keypath, x: fetch_leaf(specs[path_name(keypath)], x), tree)
+    """Inside jit: applies `fetch_leaf` to nested dicts, or to a part of them.
+
+    Args:
+        specs: {path: TensorSpec, or another object with a memory_kind}.
+        tree: arrays, at paths that are in `specs`.
+    """
+
+    def fetch(keypath: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        return fetch_leaf(specs[path_name(keypath)], x)
+
+    return jax.tree_util.tree_map_with_path(fetch, tree)
 
 
 def store_leaf(spec: TensorSpec, x: jax.Array) -> jax.Array:
     """Inside jit: the inverse of `fetch_leaf`."""
-    return x if spec.memory_kind == "device" else jax.device_put(x, jax.memory.Space.Host)
+    if spec.memory_kind == "device":
+        return x
+    return jax.device_put(x, jax.memory.Space.Host)

@@ -1,4 +1,4 @@
-"""Specs: what is known of an array of the training state before it exists."""
+"""Specs describe an array of the training state before it exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from framework.layout.trees import flatten, path_name
 
 MemoryKind = Literal["device", "pinned_host"]
 Group = Literal["parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient"]
-GROUPS: tuple[Group, ...] = ("parameter", "frozen", "buffer", "optimizer", "ema", "counter", "gradient")
+GROUPS: tuple[Group, ...] = (
+    "parameter",
+    "frozen",
+    "buffer",
+    "optimizer",
+    "ema",
+    "counter",
+    "gradient",
+)
 MeshAxes = tuple[str | tuple[str, ...] | None, ...]
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -27,7 +35,8 @@ class TensorSpec:
     Args:
         shape: the logical (global, unsharded) shape.
         dtype: anything that `jnp.dtype` accepts.
-        mesh_axes: per dimension the mesh axis, tuple of axes, or None (replicated), as in a PartitionSpec.
+        mesh_axes: per dimension the mesh axis, tuple of axes, or None (replicated), as in a
+            PartitionSpec.
         memory_kind: where the leaf lives between steps.
     """
 
@@ -37,19 +46,22 @@ class TensorSpec:
     memory_kind: MemoryKind = "device"
 
     def __post_init__(self):
+        # A frozen dataclass refuses assignments to itself, hence object's __setattr__.
         if not self.mesh_axes:
-            object.__setattr__(self, "mesh_axes", (None,) * len(self.shape))
-        assert len(self.mesh_axes) == len(self.shape), f"mesh_axes {self.mesh_axes} do not match shape {self.shape}"
+            replicated = (None,) * len(self.shape)
+            object.__setattr__(self, "mesh_axes", replicated)
+        matches = len(self.mesh_axes) == len(self.shape)
+        assert matches, f"mesh_axes {self.mesh_axes} do not match shape {self.shape}"
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Logical bytes, all shards together, each counted once."""
+        """The logical bytes of all shards together; copies of a shard are not counted."""
         return self.size * self.dtype.itemsize
 
 
@@ -60,11 +72,13 @@ class ParameterSpec(TensorSpec):
     Args:
         initializer: `(key, shape, dtype) -> array`; called per layer for a stacked parameter.
         roles: what each axis is: "layer", "in", "out", "heads", "vocab", "position", "channel", ...
-        num_heads: how many heads the axis of the role "heads" has, in queries and keys, where each stands by itself.
-        trainable: whether it learns; otherwise it is frozen, as a rule of the learner would.
+        num_heads: how many heads the axis of the role "heads" has, in queries and keys, where each
+            stands by itself.
+        trainable: whether the parameter learns; otherwise it is frozen, as by a rule of the
+            learner.
         own_dtype: the model's `param_dtype` does not apply.
-        quantized: one of several leaves that store a weight (codes, scales). No layer casts them, and they share a key,
-            that of the path above them, so that all are made of one draw.
+        quantized: the leaf is one of several that store a weight (codes, scales). No layer casts
+            them, and they share a key, that of the path above them, so that all come from one draw.
     """
 
     initializer: Initializer = field(default=jax.nn.initializers.zeros, compare=False)
@@ -76,10 +90,14 @@ class ParameterSpec(TensorSpec):
 
     def __post_init__(self):
         super().__post_init__()
-        assert len(self.roles) == len(self.shape), f"roles {self.roles} do not match shape {self.shape}"
+        matches = len(self.roles) == len(self.shape)
+        assert matches, f"roles {self.roles} do not match shape {self.shape}"
 
     def stacked(self, length: int) -> ParameterSpec:
-        """The same parameter for `length` layers: a leading "layer" axis, never sharded, initialized layer by layer."""
+        """Returns the spec of the same parameter for `length` layers.
+
+        It has a leading "layer" axis, which is never sharded, and is initialized layer by layer.
+        """
         return replace(
             self,
             shape=(length, *self.shape),
@@ -89,23 +107,32 @@ class ParameterSpec(TensorSpec):
 
     @property
     def num_layers(self) -> int | None:
-        """How many layers it is stacked for, None for a single parameter."""
-        return self.shape[0] if self.roles[:1] == ("layer",) else None
+        """The number of layers that are stacked; None for a single parameter."""
+        is_stacked = self.roles[:1] == ("layer",)
+        return self.shape[0] if is_stacked else None
 
     def draw(self, key: jax.Array, layer: jax.Array | None = None) -> jax.Array:
-        """Its first value, or that of one layer of a stacked parameter."""
+        """Draws the first value of the parameter, or of one layer of a stacked parameter."""
         if self.num_layers is None:
             return self.initializer(key, self.shape, self.dtype)
 
+        # Layer by layer, since the variance of most initializers depends on the shape of a layer.
         def one(layer: jax.Array) -> jax.Array:
-            return self.initializer(jax.random.fold_in(key, layer), self.shape[1:], self.dtype)
+            layer_key = jax.random.fold_in(key, layer)
+            return self.initializer(layer_key, self.shape[1:], self.dtype)
 
-        return jax.vmap(one)(jnp.arange(self.num_layers)) if layer is None else one(layer)
+        if layer is not None:
+            return one(layer)
+        return jax.vmap(one)(jnp.arange(self.num_layers))
 
 
 @dataclass(frozen=True)
 class OptStateSpec(TensorSpec):
-    """A leaf of an optimizer's state. `owner` is the path of the parameter it belongs to, None for a counter."""
+    """A leaf of an optimizer's state.
+
+    Args:
+        owner: the path of the parameter to which the leaf belongs; None for a counter.
+    """
 
     owner: str | None = None
 
@@ -113,37 +140,51 @@ class OptStateSpec(TensorSpec):
 def copy_partition(specs: Any, *, pattern: str, memory_kind: MemoryKind) -> Any:
     """Re-tags every spec whose path matches `pattern` (a regex, `re.search`) with `memory_kind`.
 
-    Works on trees of ParameterSpec, OptStateSpec or TensorSpec, and can be applied again with another pattern.
+    Works on trees of ParameterSpec, OptStateSpec or TensorSpec, and can be applied again with
+    another pattern.
 
     Raises:
         ValueError: the pattern matches no path.
     """
     paths = list(flatten(specs))
-    matched = [path for path in paths if re.search(pattern, path)]
-    if not matched:
-        raise ValueError(f"copy_partition: pattern {pattern!r} matches none of {len(paths)} paths, such as {paths[:3]}")
-    return jax.tree_util.tree_map_with_path(
-        lambda keypath, spec: (
-            replace(spec, memory_kind=memory_kind) if re.search(pattern, path_name(keypath)) else spec
-        ),
-        specs,
-    )
+    # A pattern that matches nothing is a typo, and would otherwise show as a lack of memory.
+    if not any(re.search(pattern, path) for path in paths):
+        problem = f"matches none of {len(paths)} paths, such as {paths[:3]}"
+        raise ValueError(f"copy_partition: pattern {pattern!r} {problem}")
+
+    def tagged(keypath: tuple[Any, ...], spec: TensorSpec) -> TensorSpec:
+        if re.search(pattern, path_name(keypath)):
+            return replace(spec, memory_kind=memory_kind)
+        return spec
+
+    return jax.tree_util.tree_map_with_path(tagged, specs)
 
 
-def move_to_host(specs: Any, memory_kind: MemoryKind, *, stacked: bool = False, min_bytes: int = 1 << 20) -> Any:
-    """Tags the specs of a tree with `memory_kind`, all but vectors, scalars and leaves under `min_bytes`.
+def move_to_host(
+    specs: Any,
+    memory_kind: MemoryKind,
+    *,
+    stacked: bool = False,
+    min_bytes: int = 1 << 20,
+) -> Any:
+    """Tags the specs of a tree with `memory_kind`, all but vectors, scalars and small leaves.
 
-    Those stay on the device: they cost next to nothing there, and TPU cannot slice packed one-dimensional host arrays.
+    Those stay on the device: they cost next to nothing there, and TPU cannot slice packed
+    one-dimensional host arrays.
 
     Args:
         specs: any tree of TensorSpec.
         memory_kind: the tag.
-        stacked: the leading axis counts layers; what is left then decides whether a leaf is a vector.
-        min_bytes: of the whole leaf.
+        stacked: the leading axis counts layers; the other axes then decide whether a leaf is a
+            vector.
+        min_bytes: bytes of the whole leaf, below which it stays.
     """
 
     def tagged(spec: TensorSpec) -> TensorSpec:
+        # `stacked` as a number skips the leading axis.
         dims = [dim for dim in spec.shape[stacked:] if dim > 1]
-        return replace(spec, memory_kind=memory_kind) if len(dims) >= 2 and spec.num_bytes >= min_bytes else spec
+        if len(dims) >= 2 and spec.num_bytes >= min_bytes:
+            return replace(spec, memory_kind=memory_kind)
+        return spec
 
     return jax.tree.map(tagged, specs)

@@ -10,7 +10,8 @@ Nested = dict[str, Any]  # a nested dict whose leaves are specs or arrays
 
 
 def key_name(key: Any) -> str:
-    """The name of one pytree key: dict key, index, or attribute."""
+    """Returns the name of one pytree key: dict key, index, or attribute. Raises TypeError."""
+    # jax has a class of keys for each kind of node, and each class its own attribute.
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -18,31 +19,38 @@ def key_name(key: Any) -> str:
 
 
 def path_name(keypath: tuple[Any, ...]) -> str:
-    """A leaf's stable name: its pytree keys joined by "/"."""
+    """Returns a leaf's stable name: its pytree keys joined by "/"."""
     return "/".join(key_name(key) for key in keypath)
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Any pytree as {path: leaf}, in the tree's own order."""
-    return {path_name(keypath): leaf for keypath, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """Returns any pytree as {path: leaf}, in the tree's own order."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(keypath): leaf for keypath, leaf in leaves}
 
 
 def unflatten(flat: dict[str, Any]) -> Nested:
-    """{path: leaf} as nested dicts."""
+    """Returns {path: leaf} as nested dicts."""
     tree: Nested = {}
     for path, leaf in flat.items():
-        *parents, last = path.split("/")
+        *parent_names, leaf_name = path.split("/")
         node = tree
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = leaf
+        for name in parent_names:
+            node = node.setdefault(name, {})
+        node[leaf_name] = leaf
     return tree
 
 
 def merge(left: Any, right: Any) -> Any:
-    """Two trees of dicts (and lists) with disjoint leaves as one: trainable and frozen parameters, say."""
+    """Merges two trees of dicts (and lists) with disjoint leaves.
+
+    Trainable and frozen parameters are such trees.
+
+    Raises AssertionError: a leaf is in both trees.
+    """
     if isinstance(left, list) and isinstance(right, list):
-        return [merge(a, b) for a, b in zip(left, right, strict=True)]
+        pairs = zip(left, right, strict=True)
+        return [merge(left_item, right_item) for left_item, right_item in pairs]
     if isinstance(left, dict) and isinstance(right, dict):
         shared = {key: merge(left[key], right[key]) for key in left.keys() & right.keys()}
         return {**left, **right, **shared}

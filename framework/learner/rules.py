@@ -1,4 +1,4 @@
-"""Which parameters learn, and with which optimizer: rules by path, and the groups that follow from them."""
+"""Rules by path say which parameters learn, and with which optimizer; groups of parameters follow from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from framework.optimizers.arguments import check_arguments
 from framework.optimizers.named import OPTIMIZERS
 
 Optimizer = Annotated[Config, ShortNames(OPTIMIZERS)]
-FROZEN, DEFAULT = "frozen", "default"
+# Labels of parameters: those that do not learn, and those of the learner's optimizer, which no rule changes.
+FROZEN = "frozen"
+DEFAULT = "default"
 
 
 @component
@@ -41,35 +43,50 @@ class Rule:
             self.pattern = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"rule pattern {pattern!r} is no regular expression: {error}") from error
-        self.freeze, self.optimizer, self.set = freeze, optimizer, set
+        self.freeze = freeze
+        self.optimizer = optimizer
+        self.set = set
 
 
-def label(specs: Nested, optimizer: Config, rules: list[Rule]) -> tuple[dict[str, str], dict[str, Config]]:
-    """({path: label of the optimizer that it gets, or FROZEN}, {label: config of the optimizer}).
+def label(
+    specs: Nested,
+    optimizer: Config,
+    rules: list[Rule],
+) -> tuple[dict[str, str], dict[str, Config]]:
+    """Applies the rules to all parameters.
+
+    Returns:
+        ({path: label of the parameter's optimizer, or FROZEN}, {label: config of the optimizer}).
 
     Raises:
         ValueError: a pattern matches nothing, or only what earlier rules decide. ConfigError: a field that the
             optimizer does not have, or a value that it cannot work with.
     """
     check_arguments(optimizer, "learner.optimizer")
-    flat, configs = flatten(specs), {DEFAULT: optimizer}
-    labels = {path: DEFAULT if spec.trainable else FROZEN for path, spec in flat.items()}
-    decided_by: dict[str, int] = {}  # the index of the rule that took a parameter
+    flat_specs = flatten(specs)
+    configs = {DEFAULT: optimizer}
+    labels = {}
+    for path, spec in flat_specs.items():
+        labels[path] = DEFAULT if spec.trainable else FROZEN
+    # The index of the rule that decides on a parameter.
+    decided_by: dict[str, int] = {}
     for index, rule in enumerate(rules):
-        matched = [path for path in flat if rule.pattern.search(path)]
+        matched = [path for path in flat_specs if rule.pattern.search(path)]
         if not matched:
             raise ValueError(
-                f"learner.rules.{index}.pattern: {rule.pattern.pattern!r} matches none of {len(flat)} parameters, "
-                f"such as {list(flat)[:3]}"
+                f"learner.rules.{index}.pattern: {rule.pattern.pattern!r} matches none of {len(flat_specs)} "
+                f"parameters, such as {list(flat_specs)[:3]}"
             )
         # Weights that adapters have frozen count for nothing: a rule for them (no decay of norms) has nothing to do.
-        trained = [path for path in matched if flat[path].trainable]
+        trained = [path for path in matched if flat_specs[path].trainable]
         taken = [path for path in trained if path not in decided_by]
         if trained and not taken:
             raise ValueError(_shadowed(index, rules, trained, decided_by))
+        rule_label = FROZEN
         if not rule.freeze:
-            configs[f"rule{index}"] = _optimizer_of(rule, optimizer, f"learner.rules.{index}")
-        labels |= dict.fromkeys(taken, FROZEN if rule.freeze else f"rule{index}")
+            rule_label = f"rule{index}"
+            configs[rule_label] = _optimizer_of(rule, optimizer, f"learner.rules.{index}")
+        labels |= dict.fromkeys(taken, rule_label)
         decided_by |= dict.fromkeys(taken, index)
     return labels, configs
 
@@ -79,17 +96,22 @@ def _optimizer_of(rule: Rule, default: Config, path: str) -> Config:
     if rule.optimizer is not None:
         check_arguments(rule.optimizer, f"{path}.optimizer")
         return rule.optimizer
-    changed = default.copy()
+    config = default.copy()
     for field, value in rule.set.items():
-        changed.set_path(field, value)
-    check_arguments(changed, f"{path}.set")
-    return changed
+        config.set_path(field, value)
+    check_arguments(config, f"{path}.set")
+    return config
 
 
-def _shadowed(index: int, rules: list[Rule], matched: list[str], decided_by: dict[str, int]) -> str:
-    """What is wrong with a rule that decides nothing: earlier ones have all that it matches."""
+def _shadowed(
+    index: int,
+    rules: list[Rule],
+    matched: list[str],
+    decided_by: dict[str, int],
+) -> str:
+    """The error message for a rule that decides nothing, because earlier ones decide on all that it matches."""
     earlier = sorted({decided_by[path] for path in matched})
-    names = ", ".join(f"rules.{one} ({rules[one].pattern.pattern!r})" for one in earlier)
+    names = ", ".join(f"rules.{number} ({rules[number].pattern.pattern!r})" for number in earlier)
     return (
         f"learner.rules.{index}.pattern: {rules[index].pattern.pattern!r} decides nothing: all that it matches "
         f"({len(matched)} parameters, such as {matched[0]}) has been taken by {names}, as the first rule that matches "
@@ -97,20 +119,42 @@ def _shadowed(index: int, rules: list[Rule], matched: list[str], decided_by: dic
     )
 
 
-def groups(trained: Nested, labels: dict[str, str], *, whole: bool) -> list[Group]:
-    """The groups of the parameters that learn: by stage and label, or, if `whole`, by label alone."""
-    flat = flatten(trained)
-    if whole:
-        names = dict.fromkeys(labels[path] for path in labels if path in flat)
-        return [Group("model", one, tuple(p for p in labels if labels[p] == one), None) for one in names]
-    paths: dict[tuple[str, str], list[str]] = {}
-    for path, one in labels.items():
-        if path in flat:
-            stage, rest = path.split("/", 1)
-            paths.setdefault((stage, one), []).append(rest)
-    found = []
-    for (stage, one), rest in paths.items():
-        lengths = {flat[f"{stage}/{path}"].num_layers for path in rest}
+def groups(
+    trained: Nested,
+    labels: dict[str, str],
+    *,
+    across_stages: bool,
+) -> list[Group]:
+    """The groups of the parameters that learn.
+
+    Args:
+        trained: the specs of the parameters that learn.
+        labels: by path, the label of each parameter of the model.
+        across_stages: group by label alone, not by stage and label.
+    """
+    flat_specs = flatten(trained)
+    if across_stages:
+        return _groups_across_stages(flat_specs, labels)
+    paths_by_group: dict[tuple[str, str], list[str]] = {}
+    for path, group_label in labels.items():
+        if path in flat_specs:
+            stage, path_in_stage = path.split("/", 1)
+            paths_by_group.setdefault((stage, group_label), []).append(path_in_stage)
+    stage_groups = []
+    for (stage, group_label), paths in paths_by_group.items():
+        lengths = {flat_specs[f"{stage}/{path}"].num_layers for path in paths}
+        # One vmap over the layers updates the group, so its parameters must be stacked alike.
         assert len(lengths) == 1, f"stage {stage} mixes stacked and single parameters"
-        found.append(Group(stage, one, tuple(rest), lengths.pop()))
-    return found
+        stage_groups.append(Group(stage, group_label, tuple(paths), lengths.pop()))
+    return stage_groups
+
+
+def _groups_across_stages(flat_specs: Nested, labels: dict[str, str]) -> list[Group]:
+    """A group for each label, of the parameters of all stages."""
+    # A dict keeps the order of the labels, where a set would not.
+    group_labels = dict.fromkeys(labels[path] for path in labels if path in flat_specs)
+    model_groups = []
+    for group_label in group_labels:
+        paths = tuple(path for path in labels if labels[path] == group_label)
+        model_groups.append(Group("model", group_label, paths, None))
+    return model_groups

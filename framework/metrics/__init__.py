@@ -1,1 +1,4 @@
-"""What a person sees of a run and what stays of it. What is long to import is imported inside functions."""
+"""Measurements of a run, and the writers that record them.
+
+Packages that take long to import are imported inside functions.
+"""

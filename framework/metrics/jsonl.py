@@ -1,8 +1,9 @@
 """metrics.jsonl: one JSON object per line, the record of a run that resume, plots and people read.
 
-Every row is `{"step": int, name: value, ...}`. Floats are written as Python's shortest repr of the float64 that equals
-them, so a float32 read back as float32 has the same bits. JSON has no NaN or infinity: they are written as the strings
-"NaN", "Infinity", "-Infinity", and `read_metrics` turns them back.
+Every row is `{"step": int, name: value, ...}`. Floats are written as Python's shortest repr of the
+float64 that equals them, so a float32 read back as float32 has the same bits. JSON has no NaN or
+infinity: they are written as the strings "NaN", "Infinity", "-Infinity", and `read_metrics` turns
+them back.
 """
 
 import json
@@ -18,8 +19,9 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class JsonlWriter:
     """Appends rows to a JSONL file; once `write` returns, a kill does not lose the row.
 
-    A last line that a kill or a full disk cut short is repaired when the file is opened again: completed if only its
-    newline is missing, else dropped (ValueError if a line of it is no JSON object).
+    A last line that a kill or a full disk cut short is repaired when the file is opened again:
+    completed if only its newline is missing, else dropped (ValueError if a line of it is no JSON
+    object).
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -31,38 +33,53 @@ class JsonlWriter:
             self._replace(line for _, line in _rows(self.path))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends one row. Values: numbers (0-d arrays too), bools, strings, None. Raises OSError on a full disk, which
-        leaves nothing of the row behind."""
+        """Appends one row.
+
+        Values are numbers (0-d arrays too), bools, strings and None. Raises OSError on a full disk,
+        which leaves nothing of the row behind.
+        """
         self._append(_encode({"step": step, **metrics}))
 
     def resume(self, from_step: int) -> None:
-        """Drops the rows after `from_step` and appends one `{"step": from_step, "resumed_from": from_step}`. Where a
-        line is no JSON object, that is a ValueError, and the file is left as it is."""
-        rows = list(_rows(self.path))
-        keeps = [row["step"] <= from_step for row, _ in rows]
-        if keeps == sorted(keeps, reverse=True):  # as every run writes them: what is dropped is the end
-            os.ftruncate(
-                self._file.fileno(), sum(len(line) for (_, line), is_kept in zip(rows, keeps, strict=True) if is_kept)
-            )
+        """Drops the rows after `from_step`, and appends one that says so.
+
+        That row is `{"step": from_step, "resumed_from": from_step}`. Raises ValueError: a line is
+        no JSON object; the file is left as it is.
+        """
+        remaining_lines = []
+        is_kept_by_row = []
+        for row, line in _rows(self.path):
+            is_kept = row["step"] <= from_step
+            is_kept_by_row.append(is_kept)
+            if is_kept:
+                remaining_lines.append(line)
+        # Every run writes its rows in order, so the dropped ones are the end of the file.
+        if is_kept_by_row == sorted(is_kept_by_row, reverse=True):
+            num_bytes = sum(len(line) for line in remaining_lines)
+            os.ftruncate(self._file.fileno(), num_bytes)
         else:
-            self._replace(line for (_, line), is_kept in zip(rows, keeps, strict=True) if is_kept)
+            self._replace(remaining_lines)
         self._append(_encode({"step": from_step, "resumed_from": from_step}))
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Closes the file. A second call does nothing."""
         self._file.close()
 
     def _append(self, line: bytes) -> None:
         size = self._file.seek(0, os.SEEK_END)
         try:
+            # An unbuffered file may take only a part at a time, as a nearly full disk does.
             while line:
-                line = line[self._file.write(line) :]
+                num_written = self._file.write(line)
+                line = line[num_written:]
         except OSError:
+            # A half row would make the next one unreadable.
             os.ftruncate(self._file.fileno(), size)
             raise
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        # Renamed when it is whole, so that a kill leaves the old file or the new one.
+        # The new file is renamed when it is whole, so that a kill leaves the old file or the new
+        # one.
         temporary = self.path.with_name(self.path.name + ".tmp")
         with open(temporary, "wb") as file:
             file.writelines(lines)
@@ -74,33 +91,48 @@ class JsonlWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a metrics file, with "NaN", "Infinity" and "-Infinity" as floats again.
+    """Returns the rows of a metrics file, with "NaN", "Infinity" and "-Infinity" as floats again.
 
-    A last line without a newline is left out unless it is whole: a run may be writing it now. FileNotFoundError; or
-    ValueError: a line that is no JSON object, with its number.
+    A last line without a newline is left out unless it is whole: a run may be writing it now.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line, whose number the error tells, is no JSON object.
     """
-    return [
-        {name: _SPECIAL.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
-        for row, _ in _rows(Path(path))
-    ]
+    rows = []
+    for row, _ in _rows(Path(path)):
+        for name, value in row.items():
+            if isinstance(value, str):
+                row[name] = _SPECIAL.get(value, value)
+        rows.append(row)
+    return rows
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yields each row, and its line with a newline."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line)
             except ValueError:
                 row = None
+            # A last line that lacks only its newline is whole.
             if isinstance(row, dict) and "step" in row:
                 yield row, line.removesuffix(b"\n") + b"\n"
             elif line.endswith(b"\n"):
-                raise ValueError(f'{path}, line {number}: expected a JSON object with a "step", got {line[:80]!r}')
+                problem = f'expected a JSON object with a "step", got {line[:80]!r}'
+                raise ValueError(f"{path}, line {number}: {problem}")
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:
-    values = {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}
-    for name, value in values.items():
+    values = {}
+    for name, value in row.items():
+        # An array or a numpy scalar becomes a number of Python.
+        if hasattr(value, "item"):
+            value = value.item()
+        # json.dumps has words for these, NaN and Infinity, which are JSON only as strings.
         if isinstance(value, float) and not math.isfinite(value):
-            values[name] = json.dumps(value)  # Python's words for them, which are not JSON, as strings, which are
-    return json.dumps(values, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+            value = json.dumps(value)
+        values[name] = value
+    text = json.dumps(values, allow_nan=False, ensure_ascii=False)
+    return text.encode() + b"\n"

@@ -1,7 +1,8 @@
 """Memory in use: bytes on the devices and of this process.
 
-Device bytes come from the allocator's own statistics where the platform has them (TPU, GPU), and its peak includes the
-temporaries of programs; else (CPU, where `memory_stats()` is None) from the sizes of the live jax arrays, which do not.
+Device bytes come from the allocator's own statistics where the platform has them (TPU, GPU), and
+its peak includes the temporaries of programs. Else (CPU, where `memory_stats()` is None) they come
+from the sizes of the live jax arrays, which do not include them.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class MemoryInUse:
-    """Bytes; device figures are those of the fullest addressable device."""
+    """Bytes in use; device figures are those of the fullest addressable device."""
 
     device_bytes: int  # in use in device memory now
     device_peak_bytes: int | None  # highest so far; None where the platform has no statistics
@@ -22,46 +23,70 @@ class MemoryInUse:
     rss_bytes: int  # resident memory of this process; on CPU it contains the device's
 
     def metrics(self) -> dict[str, int]:
-        """`memory/device_bytes`, `memory/device_peak_bytes` (if known), `memory/host_bytes`, `memory/rss_bytes`."""
+        """Returns the figures that are known, by metric name.
+
+        They are `memory/device_bytes`, `memory/device_peak_bytes`, `memory/host_bytes` and
+        `memory/rss_bytes`.
+        """
         return {f"memory/{name}": value for name, value in vars(self).items() if value is not None}
 
 
 def memory_in_use(devices: Sequence[Any]) -> MemoryInUse:
-    """Measures now, on these devices of this process."""
-    sizes = {key: size for key, size in live_array_bytes().items() if key[0] in devices}
-    on_device = [size for (_, kind), size in sizes.items() if kind == "device"]
-    on_host = sum(sizes.values()) - sum(on_device)
-    statistics = [found for device in devices if (found := device.memory_stats())]
-    if not statistics:
-        return MemoryInUse(max(on_device, default=0), None, on_host, rss_bytes())
-    in_use, peak = (max(found[name] for found in statistics) for name in ("bytes_in_use", "peak_bytes_in_use"))
-    return MemoryInUse(in_use, peak, on_host, rss_bytes())
+    """Measures the memory in use now, on these devices of this process."""
+    device_sizes = []
+    host_bytes = 0
+    for (device, kind), size in live_array_bytes().items():
+        if device not in devices:
+            continue
+        # Each memory kind but "device" is some memory of the host.
+        if kind == "device":
+            device_sizes.append(size)
+        else:
+            host_bytes += size
+    device_statistics = []
+    for device in devices:
+        statistics = device.memory_stats()
+        if statistics:
+            device_statistics.append(statistics)
+    if not device_statistics:
+        return MemoryInUse(max(device_sizes, default=0), None, host_bytes, rss_bytes())
+    in_use = max(statistics["bytes_in_use"] for statistics in device_statistics)
+    peak = max(statistics["peak_bytes_in_use"] for statistics in device_statistics)
+    return MemoryInUse(in_use, peak, host_bytes, rss_bytes())
 
 
 def live_array_bytes() -> dict[tuple[Any, str], int]:
-    """Bytes of live jax arrays by (device, memory kind), each buffer counted once.
+    """Returns the bytes of live jax arrays by (device, memory kind), with each buffer counted once.
 
-    `jax.live_arrays()` lists an array and, once somebody looked at its shards (checkpointing does), the shards as well,
-    so a sharded array would count twice. Buffers are told apart by address; the shards of an array are looked at only
-    when there is a live array that could be one of them, since looking creates new arrays.
+    `jax.live_arrays()` lists an array and, once somebody looked at its shards (checkpointing does),
+    the shards as well, so a sharded array would count twice. Buffers are told apart by address; the
+    shards of an array are looked at only when there is a live array that could be one of them,
+    since looking creates new arrays.
     """
     import jax
 
     arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
-    on_one_device = {(array.shape, array.dtype) for array in arrays if len(array.sharding.device_set) == 1}
+    single_device_types = set()
+    for array in arrays:
+        if len(array.sharding.device_set) == 1:
+            single_device_types.add((array.shape, array.dtype))
+    # By device, memory kind and address.
     buffers: dict[tuple[Any, str, int], int] = {}
     for array in arrays:
-        kind, shard_shape = array.sharding.memory_kind or "device", array.sharding.shard_shape(array.shape)
-        pieces = [array]
-        if len(array.sharding.device_set) > 1:
-            if (shard_shape, array.dtype) not in on_one_device:
-                size = math.prod(shard_shape) * array.dtype.itemsize
-                buffers |= {(device, kind, id(array)): size for device in array.sharding.addressable_devices}
-                continue
-            pieces = [shard.data for shard in array.addressable_shards]
-        for piece in pieces:
-            (device,) = piece.sharding.device_set
-            buffers[device, kind, _address(piece)] = piece.nbytes
+        sharding = array.sharding
+        kind = sharding.memory_kind or "device"
+        shard_shape = sharding.shard_shape(array.shape)
+        is_sharded = len(sharding.device_set) > 1
+        # No live array could be a shard of this one, so its shards are not looked at.
+        if is_sharded and (shard_shape, array.dtype) not in single_device_types:
+            size = math.prod(shard_shape) * array.dtype.itemsize
+            for device in sharding.addressable_devices:
+                buffers[device, kind, id(array)] = size
+            continue
+        shards = [shard.data for shard in array.addressable_shards] if is_sharded else [array]
+        for shard in shards:
+            (device,) = shard.sharding.device_set
+            buffers[device, kind, _address(shard)] = shard.nbytes
     sizes: Counter[tuple[Any, str]] = Counter()
     for (device, kind, _), size in buffers.items():
         sizes[device, kind] += size
@@ -69,21 +94,28 @@ def live_array_bytes() -> dict[tuple[Any, str], int]:
 
 
 def _address(array: Any) -> int:
+    """Returns a number that tells the buffer of an array on one device from others."""
     import jax
 
+    # The pointer waits for the array too, but holds the GIL meanwhile: no watchdog could run.
     if next(iter(array.devices())).platform == "cpu":
-        array.block_until_ready()  # as the pointer does, which holds the GIL meanwhile: no watchdog could run
+        array.block_until_ready()
     try:
         return array.unsafe_buffer_pointer()
     except jax.errors.JaxRuntimeError:
-        return id(array)  # not every plugin tells addresses; then shards that were looked at count twice
+        # Not every plugin tells addresses; then shards that were looked at count twice.
+        return id(array)
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process; where there is no /proc (macOS), its highest value so far."""
+    """Returns the resident memory of this process in bytes.
+
+    Where there is no /proc (macOS), it is its highest value so far.
+    """
     try:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            num_pages = int(file.read().split()[1])
+            return num_pages * os.sysconf("SC_PAGE_SIZE")
     except FileNotFoundError:
         import resource
 

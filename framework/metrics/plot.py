@@ -1,6 +1,7 @@
-"""Loss curves as a PNG, drawn from metrics.jsonl.
+"""Draws loss curves as a PNG, from metrics.jsonl.
 
-matplotlib is used without pyplot, whose global state and choice of a display have no place in a training process.
+matplotlib is used without pyplot, whose global state and choice of a display have no place in a
+training process.
 """
 
 import os
@@ -17,11 +18,11 @@ _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 def plot_losses(
     metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str, unit: str = "nats per token"
 ) -> Path:
-    """Draws `train/loss` (raw and smoothed) and every other metric that ends in "loss", by step; replaces `png_path`
-    atomically, and returns it.
+    """Draws the losses of a run by step; replaces `png_path` atomically, and returns it.
 
-    Values that are not finite are gaps, a dotted line marks each resume, and the loss axis leaves out spikes that would
-    flatten the rest. Errors are those of `read_metrics`.
+    Drawn are `train/loss` (raw and smoothed) and every other metric that ends in "loss". Values
+    that are not finite are gaps, a dotted line marks each resume, and the loss axis leaves out
+    spikes that would flatten the rest. Raises what `read_metrics` does, and OSError.
     """
     import numpy as np
     from matplotlib.figure import Figure
@@ -30,20 +31,27 @@ def plot_losses(
     curves = loss_curves(rows)
     figure = Figure(figsize=(9, 5.2), dpi=130, layout="constrained")
     axes = figure.add_subplot()
+    # The colors come again where there are more curves than colors.
     for color, (name, points) in zip(_COLORS * len(curves), curves.items(), strict=False):
         steps, losses = np.array(points).T
         if name == TRAIN and len(steps) > 100:
             axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
             losses = smoothed(losses)
+        # Points of an evaluation may be few; markers on many would be a thick line.
         marker = "o" if len(steps) < 40 else None
-        axes.plot(steps, losses, color=color, marker=marker, markersize=3.5, label=f"{name}  {losses[-1]:.4f}")
+        label = f"{name}  {losses[-1]:.4f}"
+        axes.plot(steps, losses, color=color, marker=marker, markersize=3.5, label=label)
     for row in rows:
         if "resumed_from" in row:
             axes.axvline(row["step"], color="#888888", linestyle=":", linewidth=1.0, zorder=0)
-    finite = np.array([loss for points in curves.values() for _, loss in points if np.isfinite(loss)])
-    if finite.size:
-        low, typical = np.min(finite), np.percentile(finite, 98)
-        axes.set_ylim(low - 0.05, min(np.max(finite), low + 2 * (typical - low)) + 0.05)
+    all_losses = [loss for points in curves.values() for _, loss in points]
+    finite_losses = np.array([loss for loss in all_losses if np.isfinite(loss)])
+    if finite_losses.size:
+        low = np.min(finite_losses)
+        # By a percentile, as a few spikes would move the highest loss.
+        typical_high = np.percentile(finite_losses, 98)
+        top = min(np.max(finite_losses), low + 2 * (typical_high - low))
+        axes.set_ylim(low - 0.05, top + 0.05)
         axes.legend(frameon=False, fontsize=9)
     axes.set(title=title, xlabel="step", ylabel=f"loss ({unit})")
     axes.grid(color="#dddddd", linewidth=0.6)
@@ -54,12 +62,16 @@ def plot_losses(
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    os.replace(temporary, png_path)  # whoever looks at the picture while it is renewed sees a whole one
+    # Whoever looks at the picture while it is renewed sees a whole one.
+    os.replace(temporary, png_path)
     return png_path
 
 
 def loss_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) by step for each metric whose name ends in "loss", by first appearance."""
+    """Returns [(step, value)], sorted by step, for each metric whose name ends in "loss".
+
+    The metrics stand in the order of their first appearance.
+    """
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for name, value in row.items():
@@ -69,7 +81,11 @@ def loss_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, 
 
 
 def smoothed(losses: Any) -> Any:
-    """f64[n] -> f64[n]: the mean of the values that are finite among 1/50 of the points, around each."""
+    """Smooths a curve: f64[n] -> f64[n].
+
+    Each value becomes the mean of the finite values among 1/50 of the points around it. A value
+    that is not finite becomes NaN, which is a gap in the plot.
+    """
     import numpy as np
 
     window = np.ones(max(5, len(losses) // 50))

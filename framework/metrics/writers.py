@@ -1,4 +1,4 @@
-"""Writers: where metrics go. JSONL and TensorBoard always, Weights & Biases if installed and asked for.
+"""Writers of metrics: JSONL and TensorBoard always, Weights & Biases if installed and asked for.
 
 tensorboardX and wandb are imported by the methods that use them. One process writes.
 """
@@ -19,27 +19,31 @@ class Writer(Protocol):
         """Records the numbers in `metrics` at `step`."""
 
     def resume(self, from_step: int) -> None:
-        """Forgets what was written after `from_step`: the run goes on from there."""
+        """Forgets rows of steps after `from_step`: the run goes on from there."""
 
     def close(self) -> None:
         """Hands everything to the disk or the service. A second call does nothing."""
 
 
 class TensorBoardWriter:
-    """Scalars as TensorBoard event files in `directory`; a kill loses up to `flush_seconds` of rows.
+    """Writes TensorBoard event files in `directory`; a kill loses up to `flush_seconds` of rows.
 
-    Uses tensorboardX's event files without its SummaryWriter, whose thread dies of a full disk and whose queue then
-    blocks the training loop for ever.
+    It uses tensorboardX's event files without its SummaryWriter, whose thread dies of a full disk
+    and whose queue then blocks the training loop for ever.
     """
 
     def __init__(self, directory: str | os.PathLike[str], flush_seconds: float = 10.0):
-        self._directory, self._flush_seconds = os.fspath(directory), flush_seconds
+        self._directory = os.fspath(directory)
+        self._flush_seconds = flush_seconds
         self._flushed_at = 0.0
         self._file: Any = None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One event with all values of the row. Raises OSError on a full disk; the next row then opens another file, as
-        nobody reads on behind half an event."""
+        """Writes one event with all values of the row.
+
+        Raises OSError on a full disk; the next row then opens another file, as nobody reads on
+        behind half an event.
+        """
         values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
         try:
             self._add(step, summary={"value": values})
@@ -51,12 +55,15 @@ class TensorBoardWriter:
             raise
 
     def resume(self, from_step: int) -> None:
-        """A new event file, whose first event tells TensorBoard to hide earlier events of later steps."""
+        """Starts a new event file.
+
+        Its first event tells TensorBoard to hide earlier events of later steps.
+        """
         self.close()
         self._add(from_step + 1, session_log={"status": "START"})
 
     def close(self) -> None:
-        """The next row would open another file."""
+        """Closes the event file. The next row would open another one."""
         try:
             if self._file is not None:
                 self._file.close()
@@ -64,11 +71,13 @@ class TensorBoardWriter:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Lets go of the file as it is, and of one that holds nothing altogether."""
-        file, self._file = self._file, None
+        """Drops the file as it is, and removes one that is empty."""
+        file = self._file
+        self._file = None
         if file is None:
             return
-        with contextlib.suppress(OSError, ValueError):  # its last bytes go nowhere; or it was closed
+        # On a full disk its last bytes cannot be written; ValueError means that it was closed.
+        with contextlib.suppress(OSError, ValueError):
             file._py_recordio_writer.close()
         path = file._file_name
         with contextlib.suppress(OSError):
@@ -77,20 +86,30 @@ class TensorBoardWriter:
 
     def _add(self, step: int, **content: Any) -> None:
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] (made at import)
+
+        # Event is made when its module is imported, which pyright does not see.
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
         if self._file is None:
             os.makedirs(self._directory, exist_ok=True)
-            # Files are named by the second they were opened in; the suffix keeps a quick restart out of the last one.
-            self._file = EventsWriter(os.path.join(self._directory, "events"), f".{uuid.uuid4().hex[:8]}")
-        self._file.write_event(Event(step=step, wall_time=time.time(), **content))
+            prefix = os.path.join(self._directory, "events")
+            # Files are named by the second they were opened in; the suffix keeps a quick restart
+            # out of the last one.
+            suffix = f".{uuid.uuid4().hex[:8]}"
+            self._file = EventsWriter(prefix, suffix)
+        event = Event(step=step, wall_time=time.time(), **content)
+        self._file.write_event(event)
 
 
 class WandbWriter:
-    """Weights & Biases, if the package is installed; WANDB_MODE and its other variables work as usual.
+    """Writes to Weights & Biases; WANDB_MODE and its other variables work as usual.
 
-    The run's id is kept in `workdir/wandb_run_id`, so a resumed run continues the same curves. W&B refuses to rewrite
-    history: after a resume from an older step, its curves show the repeated steps twice (metrics.jsonl does not).
+    The run's id is stored in `workdir/wandb_run_id`, so a resumed run continues the same curves.
+    W&B refuses to rewrite history: after a resume from an older step, its curves show the repeated
+    steps twice (metrics.jsonl does not).
+
+    Raises:
+        ImportError: the package is not installed.
     """
 
     def __init__(self, project: str, name: str, *, workdir: Path, config: Mapping[str, Any]):
@@ -105,9 +124,15 @@ class WandbWriter:
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12])
         self._run: Any = wandb.init(
-            project=project, name=name, id=id_file.read_text(), resume="allow", dir=os.fspath(workdir), config=config
+            project=project,
+            name=name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=os.fspath(workdir),
+            config=config,
         )
-        # W&B's own step only grows; ours goes back on resume, so ours is the axis of every curve.
+        # W&B's own step only grows; the run's step goes back on resume, so it is the axis of every
+        # curve.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -19,7 +19,8 @@ from framework.layers.lora import LoRA
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, unflatten
 
-Places = dict[str, dict[str, Any]]  # {stage: {path: spec, or what else has a memory_kind}}
+# {stage: {path: spec}}; instead of a spec, anything with a memory_kind will do.
+Places = dict[str, dict[str, Any]]
 
 
 class Chain:
@@ -47,33 +48,45 @@ class Chain:
     @cached_property
     def stacks(self) -> dict[str, Stack]:
         """The stages that are stacks."""
-        return {name: stage for name, stage in self.stages.items() if isinstance(stage, Stack)}
+        stacks = {}
+        for name, stage in self.stages.items():
+            if isinstance(stage, Stack):
+                stacks[name] = stage
+        return stacks
 
     def check(self, mesh: Mesh | AbstractMesh, data: Any) -> None:
         """Raises ValueError when model, mesh and data (a pipeline) do not fit each other."""
         raise NotImplementedError
 
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
-        """Inside jit: what an evaluation sums over batches; `out` was made without training, see `Context`."""
+        """The values that an evaluation sums over batches, inside jit; `out` was made with ctx.training False."""
         raise NotImplementedError
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """What an evaluation reports of these sums; "loss" among it."""
+        """The figures that an evaluation reports, "loss" among them, from sums of `scores`."""
         raise NotImplementedError
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
     def _specs(self) -> Nested:
         specs = {name: stage.parameter_specs() for name, stage in self.stages.items()}
-        shared = {key: spec for stack in self.stacks.values() for key, spec in stack.shared_specs().items()}
-        return {name: spec for name, spec in {**specs, "shared": shared}.items() if spec}
+        shared = {}
+        for stack in self.stacks.values():
+            shared |= stack.shared_specs()
+        # Not within the stack: a stack's parameters have a leading axis of units.
+        specs["shared"] = shared
+        return {name: spec for name, spec in specs.items() if spec}
 
     def parameter_specs(self) -> Nested:
-        """{stage: nested dict of ParameterSpec} in `param_dtype`; what the stack's units share is "shared"."""
+        """{stage: nested dict of ParameterSpec} in `param_dtype`; the stage "shared" is of all units of a stack."""
 
         def in_model(spec: ParameterSpec) -> ParameterSpec:
-            spec = spec if spec.own_dtype else replace(spec, dtype=self.param_dtype)
-            return spec if self.lora is None else replace(spec, trainable="rank" in spec.roles)  # adapters alone
+            if not spec.own_dtype:
+                spec = replace(spec, dtype=self.param_dtype)
+            if self.lora is None:
+                return spec
+            # Adapters alone are trained, and they alone have an axis of this role.
+            return replace(spec, trainable="rank" in spec.roles)
 
         return jax.tree.map(in_model, self._specs())
 
@@ -83,55 +96,90 @@ class Chain:
         return {name: spec for name, spec in specs.items() if spec}
 
     def split_units(self, params: Nested, remat: str) -> Nested:
-        """Parameters as they are best differentiated: those of an unrolled stack as a list of its units'."""
-        split = {name: stack for name, stack in self.stacks.items() if stack.is_unrolled(remat) and name in params}
-        return {**params, **{name: stack.split(params[name]) for name, stack in split.items()}}
+        """Takes the parameters of unrolled stacks apart into lists of their units', the best form to differentiate."""
+        split = {}
+        for name, stack in self.stacks.items():
+            # The parameters may be those of some stages only.
+            if stack.is_unrolled(remat) and name in params:
+                split[name] = stack.split(params[name])
+        return {**params, **split}
 
     def join_units(self, grads: Nested) -> Nested:
         """The inverse of `split_units`, for gradients."""
 
         def joined(stage: Any) -> Any:
-            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *stage) if isinstance(stage, list) else stage
+            if not isinstance(stage, list):
+                return stage
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *stage)
 
         return {name: joined(stage) for name, stage in grads.items()}
 
     def stage_params(self, params: Nested, stage: str) -> Nested:
-        """A stage's parameters, the shared ones that it reads included."""
-        own = params.get(stage, {})
+        """A stage's parameters, those included that it reads by a tie."""
+        stage_params = params.get(stage, {})
         for reader, home in self.ties.items():
             if reader.startswith(f"{stage}/"):
-                own = {**own, reader.split("/", 1)[1]: flatten(params)[home]}
-        return own
+                name = reader.split("/", 1)[1]
+                tied_param = flatten(params)[home]
+                # A new dict: the caller's must not get a second path to the parameter.
+                stage_params = {**stage_params, name: tied_param}
+        return stage_params
 
     def stage_specs(self, *groups: Nested) -> Places:
-        """{stage: {path: spec}} of all parameters that it reads, of the specs of some groups (trained, frozen)."""
-        specs = unflatten({path: spec for group in groups for path, spec in flatten(group).items()})
-        return {stage: flatten(self.stage_params(specs, stage)) for stage in (*self.stages, "shared")}
+        """{stage: {path: spec}} of all parameters that it reads, from the specs of some groups (trained, frozen)."""
+        spec_by_path = {}
+        for group in groups:
+            spec_by_path |= flatten(group)
+        specs = unflatten(spec_by_path)
+        stage_names = (*self.stages, "shared")
+        return {stage: flatten(self.stage_params(specs, stage)) for stage in stage_names}
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def run(
         self, name: str, params: Nested, carry: Any, ctx: Context, buffers: Nested, specs: Places | None = None
     ) -> tuple[Any, Out]:
-        """One stage: (carry, Out). Parameters that `specs` (of `stage_specs`) have in host memory come to the device,
-        of a stack a unit's at a time. Scopes give the compiler's buffers the names of layers."""
+        """Runs one stage: (carry, Out).
+
+        Parameters that `specs` (of `stage_specs`) have in host memory are moved to the device; those of a stack a
+        unit at a time.
+        """
 
         def fetch(stage: str, tree: Nested) -> Nested:
             return tree if specs is None else fetch_tree(specs[stage], tree)
 
-        stage, own, state = self.stages[name], self.stage_params(params, name), buffers.get(name, {})
+        stage = self.stages[name]
+        stage_params = self.stage_params(params, name)
+        state = buffers.get(name, {})
+        # Scopes give the compiler's buffers the names of layers.
         with jax.named_scope(name):
             if not isinstance(stage, Stack):
-                return stage.apply(stage.prepare(fetch(name, own), ctx), carry, ctx.fold(name), state)
+                weights = stage.prepare(fetch(name, stage_params), ctx)
+                return stage.apply(weights, carry, ctx.fold(name), state)
 
+            # Shared parameters are fetched once, outside of the loop over units.
             def fetch_unit(unit: Nested) -> Nested:
-                return {**unit, **fetch(name, {key: unit[key] for key in unit if key not in stage.shared})}
+                unshared = {key: unit[key] for key in unit if key not in stage.shared}
+                return {**unit, **fetch(name, unshared)}
 
             shared = fetch("shared", params.get("shared", {})) if stage.shared else {}
-            return stage.forward(own, carry, ctx.fold(name), state, fetch_unit, shared)
+            return stage.forward(
+                stage_params,
+                carry,
+                ctx.fold(name),
+                state,
+                fetch_unit,
+                shared,
+            )
 
-    def loss(self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None) -> tuple[jax.Array, Out]:
-        """The objective of ctx.batch, and all that leaves the model besides.
+    def loss(
+        self,
+        params: Nested,
+        ctx: Context,
+        buffers: Nested,
+        specs: Places | None = None,
+    ) -> tuple[jax.Array, Out]:
+        """The objective of ctx.batch, and everything that leaves the model besides.
 
         Args:
             params: nested dict of arrays as `parameter_specs()`.
@@ -142,7 +190,8 @@ class Chain:
         Returns:
             (f32 scalar, Out): losses are divided by ctx.num_targets, so microbatches add up to their batch.
         """
-        carry, outs = None, {}
+        carry = None
+        outs = {}
         for name in self.stages:
             carry, outs[name] = self.run(name, params, carry, ctx, buffers, specs)
         out = Out.merge(outs)
@@ -155,5 +204,9 @@ class Chain:
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward: three times the forward pass's matrix products. Recomputation is not counted."""
-        forward, weights_alone = (self.forward_flops_per_token(length) for length in (seq_len, 0))
-        return 3.0 * forward - (0.0 if self.lora is None else weights_alone)  # frozen weights have no gradient
+        forward = self.forward_flops_per_token(seq_len)
+        if self.lora is None:
+            return 3.0 * forward
+        # Frozen weights have no gradient. A context of 0 leaves the products with weights.
+        weight_products = self.forward_flops_per_token(0)
+        return 3.0 * forward - weight_products

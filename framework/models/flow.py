@@ -55,28 +55,35 @@ class Flow(Chain):
         param_dtype: Literal["float32", "float64"] = "float32",
         compute_dtype: DType = "float32",
     ):
-        self.image_shape, self.levels, self.dims = tuple(image_shape), levels, math.prod(image_shape)
-        self.param_dtype, self.compute_dtype = jnp.dtype(param_dtype), jnp.dtype(compute_dtype)
+        self.image_shape = tuple(image_shape)
+        self.levels = levels
+        self.dims = math.prod(image_shape)
+        self.param_dtype = jnp.dtype(param_dtype)
+        self.compute_dtype = jnp.dtype(compute_dtype)
         height, width, channels = self.image_shape
         self.preprocess: Preprocess = preprocess.instantiate(levels=levels)
         self.stages: dict[str, Layer] = {"data": self.preprocess}
-        self.latent_shapes: list[tuple[int, int, int]] = []  # of split0, split1, ..., prior
+        # Of split0, split1, ..., prior.
+        self.latent_shapes: list[tuple[int, int, int]] = []
+        # Positions (height * width) of each stage that has matrix products, to count these.
         self._positions: dict[str, int] = {}
         for i, config in enumerate(stacks):
             if height % 2 or width % 2:
                 raise ValueError(f"stacks.{i}: expected an even height and width to squeeze, given {height} x {width}")
-            height, width, channels = height // 2, width // 2, 4 * channels
+            height = height // 2
+            width = width // 2
+            channels = 4 * channels
             stack = config.instantiate(dim=channels)
-            for k, layer in enumerate(stack.unit.layers.values()):
-                if not isinstance(layer, Invertible):
-                    name = type(layer).__name__
-                    raise ValueError(f"stacks.{i}.pattern.{k}: expected a layer of framework.layers.flow, given {name}")
-            self.stages |= {f"squeeze{i}": Squeeze(), f"level{i}": stack}
+            _check_layers(stack, i)
+            self.stages[f"squeeze{i}"] = Squeeze()
+            self.stages[f"level{i}"] = stack
             self._positions[f"level{i}"] = height * width
+            # Everything that is left after the last level goes to the prior.
             if i + 1 < len(stacks):
                 self._positions[f"split{i}"] = height * width
                 self.stages[f"split{i}"] = split.instantiate(dim=channels)
-                self.latent_shapes.append((height, width, channels - channels // 2))
+                latent_channels = channels - channels // 2
+                self.latent_shapes.append((height, width, latent_channels))
                 channels //= 2
         self.stages["prior"] = prior.instantiate(shape=(height, width, channels), dims=self.dims)
         self.latent_shapes.append((height, width, channels))
@@ -84,33 +91,48 @@ class Flow(Chain):
     def check(self, mesh: Mesh | AbstractMesh, data: Any) -> None:
         """Raises ValueError when the data are no such images, or the mesh has axes that a flow has no use for."""
         for name in ("image_shape", "levels"):
-            expected, given = getattr(self, name), getattr(data, name, None)
-            if given is None:
+            expected = getattr(self, name)
+            actual = getattr(data, name, None)
+            if actual is None:
                 raise ValueError(f"data: expected an image pipeline, given {type(data).__name__}")
-            if expected != (tuple(given) if name == "image_shape" else given):
-                raise ValueError(f"model.{name} = {expected}, but the data's is {given}")
+            # A pipeline may have the shape as a list.
+            comparable = tuple(actual) if name == "image_shape" else actual
+            if expected != comparable:
+                raise ValueError(f"model.{name} = {expected}, but the data's is {actual}")
         for axis in ("model", "seq", "expert"):
             if mesh.shape[axis] > 1:
                 raise ValueError(f"mesh.{axis} = {mesh.shape[axis]}: a flow is split over images only; expected 1")
 
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
         """Sums over a batch's images, nats: nll, log_det, log_prior; and the number of images."""
-        sums = {name: self.dims * out.metrics[f"prior/{name}"] for name in ("nll", "log_det", "log_prior")}
+        sums = {}
+        for name in ("nll", "log_det", "log_prior"):
+            # The metrics are per dimension, see `Prior.apply`.
+            sums[name] = self.dims * out.metrics[f"prior/{name}"]
         return {**sums, "images": jnp.sum(batch["weights"])}
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
         """By dimension: loss, log_det and log_prior in nats, bits_per_dim; and the number of images."""
-        dims = totals["images"] * self.dims
-        loss, log_det, log_prior = (totals[name] / dims for name in ("nll", "log_det", "log_prior"))
-        row = {"loss": loss, "bits_per_dim": loss / math.log(2.0), "log_det": log_det, "log_prior": log_prior}
-        return {**row, "images": totals["images"]}
+        num_dims = totals["images"] * self.dims
+        loss = totals["nll"] / num_dims
+        return {
+            "loss": loss,
+            "bits_per_dim": loss / math.log(2.0),
+            "log_det": totals["log_det"] / num_dims,
+            "log_prior": totals["log_prior"] / num_dims,
+            "images": totals["images"],
+        }
 
     def forward_flops_per_token(self, seq_len: int) -> float:
-        """Of an image, the forward pass's matrix products."""
-        return sum(count * self.stages[name].flops_per_token(count) for name, count in self._positions.items())
+        """The matrix products of one image's forward pass."""
+        flops = 0
+        for name, positions in self._positions.items():
+            # A position is a layer's token, and attention nets see all positions of their level.
+            flops += positions * self.stages[name].flops_per_token(positions)
+        return flops
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Of an image, forward and backward: three times the forward pass's matrix products."""
+        """Forward and backward of one image: three times the forward pass's matrix products."""
         return 3.0 * self.forward_flops_per_token(seq_len)
 
     # --- the first values --------------------------------------------------------------------------------------------
@@ -123,10 +145,19 @@ class Flow(Chain):
         if any(p.dtype not in (jnp.float32, jnp.float64) for p in jax.tree.leaves(params)):
             raise ValueError("calibrate: expected float32 parameters")
         carry = None
+        # In order: what an ActNorm sees depends on those before it.
         for name, stage in self.stages.items():
             if isinstance(stage, Stack):
-                carry, own = self._calibrate_stack(stage, params[name], carry, ctx.fold(name), params.get("shared", {}))
-                params = {**params, name: own}
+                stage_ctx = ctx.fold(name)
+                shared = params.get("shared", {})
+                carry, stage_params = self._calibrate_stack(
+                    stage,
+                    params[name],
+                    carry,
+                    stage_ctx,
+                    shared,
+                )
+                params = {**params, name: stage_params}
             elif name != "prior":
                 carry, _ = self.run(name, params, carry, ctx, buffers)
         return params
@@ -134,74 +165,123 @@ class Flow(Chain):
     def _calibrate_stack(
         self, stack: Stack, params: Nested, carry: Any, ctx: Context, shared: Nested
     ) -> tuple[Any, Nested]:
-        def body(carry: Any, xs: tuple[jax.Array, Nested]) -> tuple[Any, Nested]:
-            index, own = xs
-            at = ctx.fold_index(index)
-            for name, layer in stack.unit.layers.items():
-                if isinstance(layer, ActNorm) and name in own:
-                    own = {**own, name: layer.calibrate(own[name], carry["x"])}
-                weights = layer.prepare({**own, **shared}.get(name, {}), at)
-                carry, _ = layer.apply(weights, carry, at.fold(name), {})
-            return carry, own
+        """(the stack's output, its parameters with each ActNorm calibrated)."""
 
-        return jax.lax.scan(body, carry, (jnp.arange(stack.num_units), params))
+        def body(carry: Any, xs: tuple[jax.Array, Nested]) -> tuple[Any, Nested]:
+            index, unit_params = xs
+            unit_ctx = ctx.fold_index(index)
+            for name, layer in stack.unit.layers.items():
+                if isinstance(layer, ActNorm) and name in unit_params:
+                    calibrated = layer.calibrate(unit_params[name], carry["x"])
+                    unit_params = {**unit_params, name: calibrated}
+                # A layer's parameters are either the unit's own or shared by all units.
+                layer_params = {**unit_params, **shared}.get(name, {})
+                weights = layer.prepare(layer_params, unit_ctx)
+                carry, _ = layer.apply(weights, carry, unit_ctx.fold(name), {})
+            return carry, unit_params
+
+        xs = (jnp.arange(stack.num_units), params)
+        return jax.lax.scan(body, carry, xs)
 
     # --- latents and images ------------------------------------------------------------------------------------------
 
     def encode(self, params: Nested, images: jax.Array) -> list[jax.Array]:
-        """Latents [N, h, w, c] of images [N, H, W, C], of split0, split1, ..., prior; standardized by their priors.
-
-        Integers are taken at the middle of their cubes, so that `decode` and rounding down gives them again.
-        """
+        """Latents [N, h, w, c] of images [N, H, W, C], of split0, split1, ..., prior; standardized by their priors."""
         ctx = Context(batch={}, compute_dtype=self.compute_dtype)
-        x = images + 0.5 if jnp.issubdtype(images.dtype, jnp.integer) else images
+        x = images
+        # Integers are taken at the middle of their cubes: `decode` and rounding down restore them.
+        if jnp.issubdtype(images.dtype, jnp.integer):
+            x = images + 0.5
         zeros = jnp.zeros(len(images), self.param_dtype)
         x: Any = self.preprocess.forward({}, x.astype(self.param_dtype), ctx)[0]
         latents = []
         for name, stage in list(self.stages.items())[1:]:
             if isinstance(stage, Gaussian):
-                x, latent = stage.encode(stage.prepare(params.get(name, {}), ctx), x, ctx)
+                weights = stage.prepare(params.get(name, {}), ctx)
+                x, latent = stage.encode(weights, x, ctx)
                 latents.append(latent)
             else:
-                x = self.run(name, params, {"x": x, "log_det": zeros, "log_prior": zeros}, ctx, {})[0]["x"]
+                carry = {"x": x, "log_det": zeros, "log_prior": zeros}
+                carry, _ = self.run(name, params, carry, ctx, {})
+                x = carry["x"]
         return latents
 
     def decode(self, params: Nested, latents: list[jax.Array]) -> jax.Array:
-        """The inverse of `encode`: images [N, H, W, C] as real numbers, in 0..levels for images that there are."""
+        """The inverse of `encode`: images [N, H, W, C] as real numbers, within 0..levels for latents of real images."""
         ctx = Context(batch={}, compute_dtype=self.compute_dtype)
         x: Any = None
+        # A copy, as latents are taken off its end: the prior's is the last one.
         latents = list(latents)
         for name, stage in reversed(self.stages.items()):
             if isinstance(stage, Gaussian):
-                x = stage.decode(stage.prepare(params.get(name, {}), ctx), x, latents.pop(), ctx)
+                weights = stage.prepare(params.get(name, {}), ctx)
+                x = stage.decode(weights, x, latents.pop(), ctx)
             elif isinstance(stage, Stack):
-                x = self._invert_stack(stage, params[name], x, ctx.fold(name), params.get("shared", {}))
+                stage_ctx = ctx.fold(name)
+                x = self._invert_stack(
+                    stage,
+                    params[name],
+                    x,
+                    stage_ctx,
+                    params.get("shared", {}),
+                )
             else:
                 assert isinstance(stage, Invertible)
                 x, _ = stage.inverse({}, x, ctx)
         return x
 
-    def _invert_stack(self, stack: Stack, params: Nested, x: Any, ctx: Context, shared: Nested) -> Any:
+    def _invert_stack(
+        self,
+        stack: Stack,
+        params: Nested,
+        x: Any,
+        ctx: Context,
+        shared: Nested,
+    ) -> Any:
+        """The input x of the stack, from its output."""
+
         def body(x: Any, xs: tuple[jax.Array, Nested]) -> tuple[Any, None]:
-            index, own = xs
-            at = ctx.fold_index(index)
-            weights = stack.unit.prepare({**own, **shared}, at)
+            index, unit_params = xs
+            unit_ctx = ctx.fold_index(index)
+            weights = stack.unit.prepare({**unit_params, **shared}, unit_ctx)
             for name, layer in reversed(stack.unit.layers.items()):
-                x, _ = layer.inverse(weights.get(name, {}), x, at.fold(name))
+                layer_weights = weights.get(name, {})
+                x, _ = layer.inverse(layer_weights, x, unit_ctx.fold(name))
             return x, None
 
-        return jax.lax.scan(body, x, (jnp.arange(stack.num_units), params), reverse=True)[0]
+        xs = (jnp.arange(stack.num_units), params)
+        x, _ = jax.lax.scan(body, x, xs, reverse=True)
+        return x
 
-    def sample(self, params: Nested, key: jax.Array, num: int, temperature: float | jax.Array = 1.0) -> jax.Array:
-        """`num` images [num, H, W, C] as integers, uint8 up to 256 levels: standard Gaussian latents times temperature,
-        decoded."""
+    def sample(
+        self,
+        params: Nested,
+        key: jax.Array,
+        num: int,
+        temperature: float | jax.Array = 1.0,
+    ) -> jax.Array:
+        """Draws `num` images [num, H, W, C] as integers, uint8 up to 256 levels.
+
+        They are decoded from standard Gaussian latents times `temperature`.
+        """
         keys = jax.random.split(key, len(self.latent_shapes))
-        latents = [
-            temperature * jax.random.normal(key, (num, *shape), self.param_dtype)
-            for key, shape in zip(keys, self.latent_shapes, strict=True)
-        ]
+        latents = []
+        for latent_key, shape in zip(keys, self.latent_shapes, strict=True):
+            noise = jax.random.normal(latent_key, (num, *shape), self.param_dtype)
+            latents.append(temperature * noise)
         return self.quantize(self.decode(params, latents))
 
     def quantize(self, x: jax.Array) -> jax.Array:
         """Real numbers as the integers whose cubes they lie in."""
-        return jnp.clip(jnp.floor(x), 0, self.levels - 1).astype(jnp.uint8 if self.levels <= 256 else jnp.int32)
+        dtype = jnp.uint8 if self.levels <= 256 else jnp.int32
+        # Clipped, as samples may lie outside of all cubes.
+        integers = jnp.clip(jnp.floor(x), 0, self.levels - 1)
+        return integers.astype(dtype)
+
+
+def _check_layers(stack: Stack, index: int) -> None:
+    """Raises ValueError when a layer of the stack of this index is not invertible."""
+    for k, layer in enumerate(stack.unit.layers.values()):
+        if not isinstance(layer, Invertible):
+            name = type(layer).__name__
+            raise ValueError(f"stacks.{index}.pattern.{k}: expected a layer of framework.layers.flow, given {name}")

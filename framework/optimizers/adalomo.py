@@ -1,5 +1,5 @@
 """AdaLomo: Adafactor's second moments without a first one, steps in proportion to the weights (Lv et al. 2023, arXiv
-2310.10195, algorithm 1), of optax's parts. Its state is a row and a column per matrix: next to nothing.
+2310.10195, algorithm 1), made of optax's parts. Its state is a row and a column per matrix: next to nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def adalomo(
         min_scale: what tensors of zeros are moved by.
     """
     return optax.chain(
+        # optax's default would keep all of v for matrices with a side under 128.
         optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=1, epsilon=eps),
         optax.clip_by_block_rms(clip_threshold),
         optax.add_decayed_weights(weight_decay),
+        # After the weight decay: the algorithm scales both by RMS(p).
         optax.scale_by_param_block_rms(min_scale),
         optax.scale_by_learning_rate(learning_rate),
     )

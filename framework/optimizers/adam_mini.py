@@ -1,11 +1,12 @@
 """Adam-mini: Adam with one second moment per block of the Hessian (Zhang et al. 2024, arXiv 2406.16793, algorithms 1
-to 3). A block is a token's row of a table, a head of queries or keys, an output neuron of any other matrix, and the
-whole of what else there is (norms, biases).
+to 3). A block is a token's row of a table, a head of queries or keys, or an output neuron of any other matrix. Other
+parameters (norms, biases) are one block each.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,13 @@ import optax
 from jax.tree_util import tree_map_with_path
 
 from framework.config import FiniteNonNegative, Fraction, component
-from framework.layout import Nested, OptStateSpec, ParameterSpec, flatten, path_name
+from framework.layout import (
+    Nested,
+    OptStateSpec,
+    ParameterSpec,
+    flatten,
+    path_name,
+)
 from framework.optimizers.kinds import TABLE_ROLES, kind
 from framework.optimizers.offload import partitioned_chain
 from framework.optimizers.partition import PartitionedGradientTransformation
@@ -27,31 +34,42 @@ class _Blocks(NamedTuple):
     heads: int | None = None
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what is one number per block."""
+        """The shape of an array with one number per block, for a parameter of this shape."""
         # All heads, but for the toys that optimizers are tried out on (see reach), which they need not divide.
+        # gcd(0, n) is n: without heads each index of an axis has a block.
         return tuple(math.gcd(self.heads or 0, shape[axis]) for axis in self.axes)
 
     def mean(self, x: jax.Array) -> jax.Array:
-        """Of each block."""
-        mean = jnp.mean(x, axis=self._others(x.ndim))
-        return mean if self.heads is None else jnp.mean(mean.reshape(*self.shape(x.shape), -1), axis=1)
+        """The mean of each block."""
+        mean = jnp.mean(x, axis=self._averaged_axes(x.ndim))
+        if self.heads is None:
+            return mean
+        per_head = mean.reshape(*self.shape(x.shape), -1)
+        return jnp.mean(per_head, axis=1)
 
     def spread(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Each block's number for its elements: broadcasts to that shape."""
-        x = x if self.heads is None else jnp.repeat(x, shape[self.axes[0]] // x.size)
-        return jnp.expand_dims(x, self._others(len(shape)))
+        """Each block's number for its elements, in a shape that broadcasts to `shape`."""
+        if self.heads is not None:
+            x = jnp.repeat(x, shape[self.axes[0]] // x.size)
+        return jnp.expand_dims(x, self._averaged_axes(len(shape)))
 
-    def _others(self, ndim: int) -> tuple[int, ...]:
+    def _averaged_axes(self, ndim: int) -> tuple[int, ...]:
         return tuple(axis for axis in range(ndim) if axis not in self.axes)
 
 
 def _blocks(spec: ParameterSpec) -> _Blocks:
+    """The blocks of a parameter, by the roles of its axes."""
     roles = spec.roles
     if kind(spec) == "table":
-        return _Blocks(tuple(axis for axis, role in enumerate(roles) if role in TABLE_ROLES))
+        table_axes = tuple(axis for axis, role in enumerate(roles) if role in TABLE_ROLES)
+        return _Blocks(table_axes)
     if spec.num_heads is not None:
         return _Blocks((roles.index("heads"),), spec.num_heads)
-    return _Blocks((roles.index("out") if "out" in roles else 1,)) if kind(spec) == "matrix" else _Blocks(())
+    if kind(spec) == "matrix":
+        # Weights are [in, out] here: without roles, an output neuron is a column.
+        output_axis = roles.index("out") if "out" in roles else 1
+        return _Blocks((output_axis,))
+    return _Blocks(())
 
 
 @component
@@ -65,43 +83,97 @@ def adam_mini(
 ) -> PartitionedGradientTransformation:
     """`optax.adamw` with half its state: the second moment of a block is a moving average of its mean square gradient.
     Values that suit AdamW suit it. Without the roles of axes, the blocks of a matrix are its columns."""
-    decay, rate = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate)
+    decay = optax.add_decayed_weights(weight_decay)
+    rate = optax.scale_by_learning_rate(learning_rate)
     return partitioned_chain([_scale_by_adam_mini(b1, b2, eps, {}), decay, rate])
 
 
 def _scale_by_adam_mini(
-    b1: float, b2: float, eps: float, found: dict[str, _Blocks]
+    b1: float,
+    b2: float,
+    eps: float,
+    blocks_by_path: dict[str, _Blocks],
 ) -> PartitionedGradientTransformation:
+    """Adam-mini's direction; where `blocks_by_path` lacks a path, the number of axes decides on the blocks."""
+
     def blocks_of(keypath: Any, ndim: int) -> _Blocks:
-        return found.get(path_name(keypath)) or _Blocks((1,) if ndim == 2 else ())
+        default = _Blocks((1,) if ndim == 2 else ())
+        return blocks_by_path.get(path_name(keypath), default)
 
     def init(params: Any) -> optax.ScaleByAdamState:
-        zeros = lambda k, p: jnp.zeros(blocks_of(k, p.ndim).shape(p.shape), p.dtype)  # noqa: E731
-        nu = tree_map_with_path(zeros, params)
-        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params), nu)
+        return _zero_state(params, blocks_of)
 
     def partition(specs: Nested) -> optax.ScaleByAdamState:
-        def of(keypath: Any, spec: ParameterSpec, blocks: _Blocks) -> OptStateSpec:
-            axes = tuple(spec.mesh_axes[axis] for axis in blocks.axes)
-            return OptStateSpec(blocks.shape(spec.shape), spec.dtype, axes, owner=path_name(keypath))
+        return _state_specs(specs, blocks_of)
 
-        mu = tree_map_with_path(lambda k, s: of(k, s, _Blocks(tuple(range(len(s.shape))))), specs)
-        nu = tree_map_with_path(lambda k, s: of(k, s, blocks_of(k, len(s.shape))), specs)
-        return optax.ScaleByAdamState(OptStateSpec((), "int32"), mu, nu)  # pyright: ignore[reportArgumentType]
-
-    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: Any,
+        state: optax.ScaleByAdamState,
+        params: Any = None,
+        **extra: Any,
+    ) -> Any:
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        square = tree_map_with_path(lambda k, g: blocks_of(k, g.ndim).mean(jnp.square(g)), updates)
-        nu = optax.tree.update_moment(square, state.nu, b2, 1)
-        means, squares = optax.tree.bias_correction(mu, b1, count), optax.tree.bias_correction(nu, b2, count)
+        mean_squares = tree_map_with_path(lambda k, g: blocks_of(k, g.ndim).mean(jnp.square(g)), updates)
+        # Order 1: the squares are taken already, before the mean of each block.
+        nu = optax.tree.update_moment(mean_squares, state.nu, b2, 1)
+        means = optax.tree.bias_correction(mu, b1, count)
+        squares = optax.tree.bias_correction(nu, b2, count)
 
         def scaled(keypath: Any, mean: jax.Array, square: jax.Array) -> jax.Array:
-            return mean / blocks_of(keypath, mean.ndim).spread(jnp.sqrt(square) + eps, mean.shape)
+            # The root is taken of one number per block, before it is spread over the elements.
+            denominator = jnp.sqrt(square) + eps
+            return mean / blocks_of(keypath, mean.ndim).spread(denominator, mean.shape)
 
         return tree_map_with_path(scaled, means, squares), optax.ScaleByAdamState(count, mu, nu)
 
     def of_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _scale_by_adam_mini(b1, b2, eps, {path: _blocks(spec) for path, spec in flatten(specs).items()})
+        unit_blocks = {path: _blocks(spec) for path, spec in flatten(specs).items()}
+        return _scale_by_adam_mini(b1, b2, eps, unit_blocks)
 
-    return PartitionedGradientTransformation(init, update, partition, of_specs=of_specs)
+    return PartitionedGradientTransformation(
+        init,
+        update,
+        partition,
+        of_specs=of_specs,
+    )
+
+
+def _zero_state(params: Any, blocks_of: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
+    """The first state; `blocks_of` gives the blocks for a parameter's keypath and number of axes."""
+
+    def zeros(keypath: Any, param: jax.Array) -> jax.Array:
+        shape = blocks_of(keypath, param.ndim).shape(param.shape)
+        return jnp.zeros(shape, param.dtype)
+
+    nu = tree_map_with_path(zeros, params)
+    count = jnp.zeros([], jnp.int32)
+    mu = jax.tree.map(jnp.zeros_like, params)
+    return optax.ScaleByAdamState(count, mu, nu)
+
+
+def _state_specs(specs: Nested, blocks_of: Callable[[Any, int], _Blocks]) -> optax.ScaleByAdamState:
+    """The specs of the state; `blocks_of` gives the blocks for a parameter's keypath and number of axes."""
+
+    def moment_spec(keypath: Any, spec: ParameterSpec, blocks: _Blocks) -> OptStateSpec:
+        mesh_axes = tuple(spec.mesh_axes[axis] for axis in blocks.axes)
+        return OptStateSpec(
+            blocks.shape(spec.shape),
+            spec.dtype,
+            mesh_axes,
+            owner=path_name(keypath),
+        )
+
+    def mu_spec(keypath: Any, spec: ParameterSpec) -> OptStateSpec:
+        # The first moment has the parameter's shape: each element is a block.
+        axes = tuple(range(len(spec.shape)))
+        return moment_spec(keypath, spec, _Blocks(axes))
+
+    def nu_spec(keypath: Any, spec: ParameterSpec) -> OptStateSpec:
+        blocks = blocks_of(keypath, len(spec.shape))
+        return moment_spec(keypath, spec, blocks)
+
+    mu = tree_map_with_path(mu_spec, specs)
+    nu = tree_map_with_path(nu_spec, specs)
+    count = OptStateSpec((), "int32")
+    return optax.ScaleByAdamState(count, mu, nu)  # pyright: ignore[reportArgumentType]

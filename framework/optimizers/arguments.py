@@ -1,4 +1,4 @@
-"""What the arguments of optimizers and schedules may be, where their own signatures do not say.
+"""Ranges of the arguments of optimizers and schedules, where their own signatures do not say.
 
 optax's type hints let nearly anything pass: a decay of 1.5, a learning rate of NaN, `true` for a number. All of that
 trains, and to nothing. optax uses a name for one meaning in all its functions, with few exceptions, which show by their
@@ -12,7 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from framework.config import Config, ConfigError, schema_of, target_of
+from framework.config import (
+    Config,
+    ConfigError,
+    schema_of,
+    target_of,
+)
 from framework.config.names import join, show
 
 
@@ -36,9 +41,12 @@ class Range:
         """Whether a value, or each of a list, is a number in the range. NaN is in none."""
         if isinstance(value, list | tuple):
             return all(self.has(element) for element in value)
+        # A bool is an int in Python.
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        return self.low <= value < self.high and not (self.open_low and value == self.low)
+        if self.open_low and value == self.low:
+            return False
+        return self.low <= value < self.high
 
 
 _DECAY = Range("a number >= 0 and < 1", 0.0, 1.0)
@@ -46,14 +54,14 @@ _AT_LEAST_ZERO = Range("a finite number >= 0", 0.0, math.inf)
 _POSITIVE = Range("a finite number > 0", 0.0, math.inf, open_low=True)
 _NUMBER = Range("a finite number", -math.inf, math.inf, open_low=True)
 
-# Of optax's functions. An argument whose default is out of the range means something else there (`b2` of sm3, where 1
-# sums squares up), and is any finite number.
+# The ranges of arguments of optax's functions, by name. An argument whose default is out of the range means something
+# else there (`b2` of sm3, where 1 sums squares up), and is any finite number.
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("b1", "b2", "b3", "beta", "beta3", "betas", "adam_b1", "adam_b2"), _DECAY),
     **dict.fromkeys(("decay", "rho", "momentum"), _DECAY),
     **dict.fromkeys(("learning_rate", "adam_learning_rate", "max_learning_rate", "weight_decay"), _AT_LEAST_ZERO),
     **dict.fromkeys(("weight_decay_rate", "adam_weight_decay", "eps", "eps_root", "adam_eps_root"), _AT_LEAST_ZERO),
-    # Of schedules: what they return.
+    # These are rates that a schedule returns.
     **dict.fromkeys(("init_value", "peak_value", "end_value", "value"), _AT_LEAST_ZERO),
     **dict.fromkeys(
         ("clipping_threshold", "clip_threshold", "clipping", "max_delta", "max_norm", "l2_norm_clip"), _POSITIVE
@@ -62,28 +70,33 @@ RANGES: dict[str, Range] = {
 
 
 def check_arguments(config: Config, path: str) -> None:
-    """Raises ConfigError, with the dotted path, for an argument of an optimizer, or of what is in it, that it cannot
-    work with.
+    """Checks the arguments of an optimizer, and of the components in it, against their ranges.
 
     Args:
         config: the optimizer's.
         path: where it stands, "learner.optimizer".
+
+    Raises:
+        ConfigError: an argument is out of its range; the error has the argument's dotted path.
     """
-    for inner, node in config.walk():
+    for node_path, node in config.walk():
         if not isinstance(node, Config):
             continue
-        for name, value, wanted in _numbers(node):
-            if not wanted.has(value):
-                place = join(path, join(inner, name))
-                raise ConfigError(f"expected {wanted.words}, given {show(value)}", path=place)
+        for name, value, expected in _numbers(node):
+            if expected.has(value):
+                continue
+            argument_path = join(path, join(node_path, name))
+            raise ConfigError(f"expected {expected.words}, given {show(value)}", path=argument_path)
 
 
 def _numbers(node: Config) -> Iterator[tuple[str, Any, Range]]:
     """(name, value, range) of the arguments of one component that are numbers with a known range."""
-    of_optax = target_of(node).__module__.partition(".")[0] == "optax"
+    package = target_of(node).__module__.partition(".")[0]
     for name, value in node.items():
+        if value is None or isinstance(value, Config | str | dict):
+            continue
         # A wrapper's arguments and a user's own names are theirs; the learner reports `learning_rate`, so that is ours.
-        if value is None or isinstance(value, Config | str | dict) or not (of_optax or name == "learning_rate"):
+        if package != "optax" and name != "learning_rate":
             continue
         default = schema_of(node)[name].default
         is_number = isinstance(default, int | float) and not isinstance(default, bool)

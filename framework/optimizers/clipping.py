@@ -1,4 +1,4 @@
-"""Clipping by tensor: what a schedule can do that never has all gradients at once."""
+"""Clipping by tensor, for schedules that never have all gradients at once."""
 
 from __future__ import annotations
 
@@ -9,20 +9,32 @@ import jax.numpy as jnp
 
 
 def limit_update_rms(updates: Any, limit: float, learning_rate: jax.Array | float) -> Any:
-    """Each tensor u times min(1, limit * learning_rate / RMS(u)): Adafactor's update clipping (Shazeer and Stern 2018,
-    arXiv 1804.04235, section 6) for any optimizer, whose updates have the learning rate in them already."""
+    """Multiplies each tensor u by min(1, limit * learning_rate / RMS(u)).
+
+    This is Adafactor's update clipping (Shazeer and Stern 2018, arXiv 1804.04235, section 6) for any optimizer, whose
+    updates have the learning rate in them already.
+
+    Args:
+        updates: tensors of any shapes.
+        limit: the largest RMS of an update, relative to the learning rate.
+        learning_rate: of this step.
+    """
 
     def clipped(u: jax.Array) -> jax.Array:
-        rms = jnp.sqrt(jnp.mean(jnp.square(u.astype(_wide(u)))))
+        squares = jnp.square(u.astype(_wide(u)))
+        rms = jnp.sqrt(jnp.mean(squares))
         bound = limit * learning_rate
-        return u * jnp.where(rms > bound, bound / jnp.where(rms > 0, rms, 1), 1).astype(u.dtype)
+        # The inner `where` keeps x / 0 out of the branch that is not taken, which jax_debug_nans would report.
+        factor = jnp.where(rms > bound, bound / jnp.where(rms > 0, rms, 1), 1)
+        return u * factor.astype(u.dtype)
 
     return jax.tree.map(clipped, updates)
 
 
 def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
-    """Each tensor's norm is at most `growth` times what it was after the limiter in the step before (Fira, Chen et al.
-    2024, arXiv 2410.01623, section 4.3; there and in APOLLO growth is 1.01).
+    """Limits each tensor's norm to `growth` times its norm after the limiter in the step before.
+
+    The limiter is that of Fira (Chen et al. 2024, arXiv 2410.01623, section 4.3); there and in APOLLO growth is 1.01.
 
     Args:
         grads: the gradients.
@@ -33,20 +45,33 @@ def limit_norm_growth(grads: Any, norms: Any, growth: float) -> tuple[Any, Any]:
         (gradients, their norms).
     """
 
-    def factor(g: jax.Array, before: jax.Array) -> jax.Array:
+    def factor(g: jax.Array, old_norm: jax.Array) -> jax.Array:
         norm = _norm(g)
-        bound = growth * before.astype(norm.dtype)
-        return jnp.where((before > 0) & (norm > bound), bound / jnp.where(norm > 0, norm, 1), 1)
+        bound = growth * old_norm.astype(norm.dtype)
+        # Before the first step the old norm is zero, and limits nothing.
+        is_over = (old_norm > 0) & (norm > bound)
+        return jnp.where(is_over, bound / jnp.where(norm > 0, norm, 1), 1)
+
+    def multiplied(g: jax.Array, grad_factor: jax.Array) -> jax.Array:
+        return g * grad_factor.astype(g.dtype)
+
+    def limited_norm(g: jax.Array, grad_factor: jax.Array, old_norm: jax.Array) -> jax.Array:
+        # From the precise norm and factor: the limited gradient may be rounded to bfloat16.
+        return (_norm(g) * grad_factor).astype(old_norm.dtype)
 
     factors = jax.tree.map(factor, grads, norms)
-    limited = jax.tree.map(lambda g, f: g * f.astype(g.dtype), grads, factors)
-    new = jax.tree.map(lambda g, f, before: (_norm(g) * f).astype(before.dtype), grads, factors, norms)
-    return limited, new
+    limited = jax.tree.map(multiplied, grads, factors)
+    new_norms = jax.tree.map(limited_norm, grads, factors, norms)
+    return limited, new_norms
 
 
 def _wide(x: jax.Array) -> Any:
+    """The dtype in which a tensor's norm is computed: its own, or float32 where that is wider."""
+    # Sums of squares in bfloat16, with its eight bits, may stop growing after a few hundred elements.
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _norm(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(x.astype(_wide(x)))))
+    """The norm of a tensor, f32 or wider."""
+    squares = jnp.square(x.astype(_wide(x)))
+    return jnp.sqrt(jnp.sum(squares))

@@ -1,4 +1,4 @@
-"""Dependence: which inputs of an optimizer's update each of its results is computed from, read off the traced program.
+"""Dependence of an optimizer's results on the inputs of its update, read off the traced program.
 
 `reach` finds out by trial how far a gradient spreads; its trials compile several small programs at each start of a run.
 Whether one parameter's update depends on another's gradient can mostly be read off the jaxpr, which takes no compiler:
@@ -16,7 +16,8 @@ from jax.extend.core import Jaxpr, Literal
 from framework.layout import Nested, flatten, unflatten
 from framework.optimizers.partition import owner_of
 
-Inputs = int  # a set of inputs of a program, a bit for each
+# A set of inputs of a program, with a bit for each.
+Inputs = int
 
 
 def keeps_apart(optimizer: Any, specs: Nested) -> bool:
@@ -26,7 +27,9 @@ def keeps_apart(optimizer: Any, specs: Nested) -> bool:
         optimizer: `init` and `update`, as in optax.
         specs: the parameters of one unit.
     """
-    params = {path: jax.ShapeDtypeStruct(spec.shape, "float32") for path, spec in flatten(specs).items()}
+    params = {}
+    for path, spec in flatten(specs).items():
+        params[path] = jax.ShapeDtypeStruct(spec.shape, "float32")
     # Each gets company of its own shape: what is alone in this unit is not in the next, under the same optimizer.
     params |= {f"beside/{path}": param for path, param in params.items()}
     param_tree = unflatten(params)
@@ -34,7 +37,8 @@ def keeps_apart(optimizer: Any, specs: Nested) -> bool:
     path_of_name = {tuple(path.split("/")): path for path in params}
 
     def owner_of_state(path: str) -> str | None:
-        return path_of_name.get(owner_of(tuple(path.split("/")), path_of_name) or ())
+        owner_name = owner_of(tuple(path.split("/")), path_of_name)
+        return path_of_name.get(owner_name or ())
 
     def update(grads: Any, state: Any, params: Any) -> tuple[list[Any], list[Any]]:
         updates, new_state = optimizer.update(grads, state, params)
@@ -47,40 +51,56 @@ def keeps_apart(optimizer: Any, specs: Nested) -> bool:
     input_owners = [*param_owners, *state_owners, *param_owners]
     result_owners = [*param_owners, *state_owners]
     if len(traced.jaxpr.outvars) != len(result_owners):
-        return False  # a state that changes its structure: nothing is known of it
+        # The state changes its structure: the results cannot be matched with their owners.
+        return False
     for owner, inputs in zip(result_owners, _dependence(traced.jaxpr), strict=True):
         for number, input_owner in enumerate(input_owners):
             # Everything may read a shared counter. That none takes anything from a gradient is seen where the counter
             # is a result, whose owner is None.
-            if inputs >> number & 1 and input_owner not in (owner, None):
+            is_read = inputs >> number & 1
+            if is_read and input_owner not in (owner, None):
                 return False
     return True
 
 
 def _dependence(jaxpr: Jaxpr) -> list[Inputs]:
-    """Of each result, the inputs that a path leads from."""
-    known: dict[Any, Inputs] = {var: 1 << number for number, var in enumerate(jaxpr.invars)}
+    """For each result, the inputs that a path leads from."""
+    inputs_of_var: dict[Any, Inputs] = {}
+    for number, var in enumerate(jaxpr.invars):
+        inputs_of_var[var] = 1 << number
 
-    def of(var: Any) -> Inputs:
-        return 0 if isinstance(var, Literal) else known.get(var, 0)  # constants depend on nothing
+    def inputs_of(var: Any) -> Inputs:
+        # Constants, written out or captured, depend on nothing.
+        if isinstance(var, Literal):
+            return 0
+        return inputs_of_var.get(var, 0)
 
     for eqn in jaxpr.eqns:
-        operands = [of(var) for var in eqn.invars]
-        everything = 0
-        for operand in operands:
-            everything |= operand
-        results = [everything] * len(eqn.outvars)
-        inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "closed_call") else None
-        if inner is not None:  # a call of a function: its results may each depend on some of the arguments only
+        operands = [inputs_of(var) for var in eqn.invars]
+        inner = None
+        if eqn.primitive.name in ("jit", "pjit", "closed_call"):
+            inner = eqn.params.get("jaxpr")
+        if inner is not None:
+            # The results of a function that is called may each depend on some of the arguments only.
             results = [_through(inputs, operands) for inputs in _dependence(inner.jaxpr)]
-        known |= dict(zip(eqn.outvars, results, strict=True))
-    return [of(var) for var in jaxpr.outvars]
+        else:
+            union = 0
+            for operand in operands:
+                union |= operand
+            results = [union] * len(eqn.outvars)
+        inputs_of_var |= dict(zip(eqn.outvars, results, strict=True))
+    return [inputs_of(var) for var in jaxpr.outvars]
 
 
 def _through(inputs: Inputs, operands: list[Inputs]) -> Inputs:
-    """What the inputs of an inner program are computed from."""
-    found = 0
+    """The inputs of the outer program that some inputs of an inner one are computed from.
+
+    Args:
+        inputs: a set of inputs of the inner program.
+        operands: for each input of the inner program, inputs of the outer one.
+    """
+    outer_inputs = 0
     for number, operand in enumerate(operands):
         if inputs >> number & 1:
-            found |= operand
-    return found
+            outer_inputs |= operand
+    return outer_inputs

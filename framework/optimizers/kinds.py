@@ -7,12 +7,16 @@ from typing import Literal
 from framework.layout import Nested, ParameterSpec, flatten
 
 Kind = Literal["matrix", "table", "other"]
+# The roles of an axis that make a parameter a table.
 TABLE_ROLES = {"vocab", "position"}
 
 
 def kind(spec: ParameterSpec) -> Kind:
-    """A "table" has a row for each token or position (embedding, head); a "matrix" is what else has two axes; "other"
-    are vectors, and what has more axes."""
+    """The kind of a parameter.
+
+    A "table" has a row for each token or position (embedding, head). A "matrix" is any other parameter with two axes.
+    Vectors, and parameters with more axes, are "other".
+    """
     if TABLE_ROLES & {*spec.roles}:
         return "table"
     return "matrix" if len(spec.shape) == 2 else "other"
@@ -23,6 +27,8 @@ def kinds(specs: Nested) -> dict[str, Kind]:
     return {path: kind(spec) for path, spec in flatten(specs).items()}
 
 
-def kind_of(found: dict[str, Kind], path: str, ndim: int) -> Kind:
-    """A parameter's kind; by its number of axes where `found` does not have it."""
-    return found.get(path) or ("matrix" if ndim == 2 else "other")
+def kind_of(kind_by_path: dict[str, Kind], path: str, ndim: int) -> Kind:
+    """A parameter's kind; by its number of axes where `kind_by_path` does not have it."""
+    # Without specs (plain optax use) roles are unknown, and a table is taken for a matrix.
+    default: Kind = "matrix" if ndim == 2 else "other"
+    return kind_by_path.get(path, default)

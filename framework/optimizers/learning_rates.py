@@ -1,4 +1,4 @@
-"""Learning rates whose lengths follow the run: a warm-up to a peak, and what comes after, of optax's parts.
+"""Learning rates whose lengths follow the run: a warm-up to a peak, and a decay, made of optax's parts.
 
     learning_rate=config_for(warmup_cosine, peak_value=3e-4, warmup=0.05)   # warms up for a twentieth of the run
 
@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import optax
 
-from framework.config import FiniteNonNegative, Fraction, Probability, component
+from framework.config import (
+    FiniteNonNegative,
+    Fraction,
+    Probability,
+    component,
+)
 from framework.optimizers.schedule_steps import RunSteps, TrainingSteps
 
 
@@ -87,26 +92,30 @@ def warmup_stable_decay(
     warmup_steps = _part(warmup, total)
     if warmup_steps >= total:
         return _cut_warmup(peak_value, warmup_steps)
+    # In a short run warm-up and decay may overlap: the warm-up goes first.
     decay_steps = min(_part(decay, total), total - warmup_steps)
     rise = optax.linear_schedule(0.0, peak_value, warmup_steps)
     plateau = optax.constant_schedule(peak_value)
     if decay_steps == 0:
+        # A line of no steps, which optax would log a message about.
         return optax.join_schedules([rise, plateau], [warmup_steps])
     fall = optax.linear_schedule(peak_value, end_fraction * peak_value, decay_steps)
     return optax.join_schedules([rise, plateau, fall], [warmup_steps, total - decay_steps])
 
 
 def _length(steps: int | None) -> int:
+    """The length of the schedule in steps. Raises ValueError where neither a config nor an experiment gave it."""
     if steps is None:
         raise ValueError("steps: expected the run's length, which an experiment fills in, or a number > 0, given none")
     return steps
 
 
 def _part(part: float, total: int) -> int:
-    """Steps, where they may be given as a fraction of all."""
+    """The number of steps of a part of the schedule, which may be given as a fraction of all steps."""
+    # By type, as in the config: 1 is one step, and a fraction is below 1.
     return part if isinstance(part, int) else round(part * total)
 
 
 def _cut_warmup(peak_value: float, warmup_steps: int) -> optax.Schedule:
-    """The run ends before the peak; launch.train says so in a line."""
+    """The warm-up alone, of a run that ends before the peak; launch.train says so in a line."""
     return optax.linear_schedule(0.0, peak_value, warmup_steps)

@@ -1,7 +1,7 @@
 """APOLLO and APOLLO-Mini: AdamW's step sizes, estimated in a few random directions (Zhu et al. 2024, arXiv 2412.05270).
 
-From the paper alone. Of a matrix, two moments of a random projection of its gradient are kept; the projection is drawn
-again in each step, from the step's number. What is no matrix gets Adam with the same learning rate.
+Written from the paper alone. For a matrix, the state keeps two moments of a random projection of its gradient; the
+projection is drawn again in each step, from the step's number. Other parameters get Adam with the same learning rate.
 """
 
 from __future__ import annotations
@@ -14,15 +14,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component
-from framework.layout import Nested, OptStateSpec, flatten, fold_in_name, path_name, unflatten
+from framework.config import (
+    FiniteNonNegative,
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    component,
+)
+from framework.layout import (
+    Nested,
+    OptStateSpec,
+    flatten,
+    fold_in_name,
+    path_name,
+    unflatten,
+)
 from framework.optimizers.clipping import limit_norm_growth
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 
 
 class ApolloState(NamedTuple):
-    """`adam`: of projected gradients [r, larger side], and of the rest's; `norm`: of each matrix's last update."""
+    """The optimizer's state.
+
+    `adam` holds Adam's moments of projected gradients [r, larger side], and of whole gradients where nothing is
+    projected; `norm` the norm of each matrix's last update, a scalar, for the limit of its growth.
+    """
 
     adam: Any
     norm: Nested
@@ -61,25 +78,18 @@ def apollo(
         tables: what embedding and head, tables with a row for each token or position, get: "adam", as in the paper;
             "factored", Adafactor's second moment (a number per row and column) and no first; "same" as matrices.
     """
-    core = _Apollo(rank, scale, update_interval, norm_growth, per, tables, optax.scale_by_adam(b1, b2))
-
-    def of_kinds(found: dict[str, Kind]) -> PartitionedGradientTransformation:
-        own = replace(core, found=found)
-        scale_by_apollo = optax.GradientTransformationExtraArgs(own.init, own.update)
-        if tables == "factored":
-            factored = optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0)
-            label = lambda k, p: "table" if kind_of(found, path_name(k), len(p.shape)) == "table" else "apollo"  # noqa: E731
-            parts: Any = {"apollo": scale_by_apollo, "table": optax.chain(*factored)}
-            scale_by_apollo = optax.partition(parts, lambda tree: jax.tree_util.tree_map_with_path(label, tree))
-        rest = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate)
-        derived = partitioned(optax.chain(scale_by_apollo, *rest))
-        return derived._replace(
-            partition=lambda specs: own.partition(derived.partition(specs), specs),
-            of_specs=lambda specs: of_kinds(kinds(specs)),
-            draws=True,
-        )
-
-    return of_kinds({})
+    core = _Apollo(
+        rank,
+        scale,
+        update_interval,
+        norm_growth,
+        per,
+        tables,
+        optax.scale_by_adam(b1, b2),
+    )
+    decay = optax.add_decayed_weights(weight_decay)
+    rate = optax.scale_by_learning_rate(learning_rate)
+    return _of_kinds(core, decay, rate, {})
 
 
 @component
@@ -103,9 +113,54 @@ def apollo_mini(
     return apollo(rank=1, per="tensor", **locals())
 
 
+def _of_kinds(
+    core: _Apollo,
+    decay: optax.GradientTransformation,
+    rate: optax.GradientTransformation,
+    kind_by_path: dict[str, Kind],
+) -> PartitionedGradientTransformation:
+    """APOLLO for parameters of these kinds.
+
+    Args:
+        core: the update before weight decay and learning rate.
+        decay: the weight decay.
+        rate: the learning rate.
+        kind_by_path: the kinds of parameters; where a path is missing, the number of axes decides.
+    """
+    fitted_core = replace(core, kind_by_path=kind_by_path)
+    scale_by_apollo = optax.GradientTransformationExtraArgs(fitted_core.init, fitted_core.update)
+    if core.tables == "factored":
+        scale_by_apollo = _with_factored_tables(scale_by_apollo, kind_by_path)
+    derived = partitioned(optax.chain(scale_by_apollo, decay, rate))
+
+    def partition(specs: Nested) -> Any:
+        return fitted_core.partition(derived.partition(specs), specs)
+
+    def of_specs(specs: Nested) -> PartitionedGradientTransformation:
+        return _of_kinds(core, decay, rate, kinds(specs))
+
+    return derived._replace(partition=partition, of_specs=of_specs, draws=True)
+
+
+def _with_factored_tables(scale_by_apollo: Any, kind_by_path: dict[str, Kind]) -> Any:
+    """Adafactor's step for tables, with a second moment of one number per row and column; APOLLO's for the others."""
+    factored = optax.chain(
+        # Factors also tables with a side under 128, which optax's default would not.
+        optax.scale_by_factored_rms(min_dim_size_to_factor=1),
+        optax.clip_by_block_rms(1.0),
+    )
+
+    def label(keypath: Any, param: Any) -> str:
+        kind = kind_of(kind_by_path, path_name(keypath), len(param.shape))
+        return "table" if kind == "table" else "apollo"
+
+    parts: Any = {"apollo": scale_by_apollo, "table": factored}
+    return optax.partition(parts, lambda tree: jax.tree_util.tree_map_with_path(label, tree))
+
+
 @dataclass(frozen=True)
 class _Apollo:
-    """The update before weight decay and learning rate, for parameters of the `found` kinds."""
+    """The update before weight decay and learning rate, for parameters of the kinds in `kind_by_path`."""
 
     rank: int
     scale: float | None
@@ -114,24 +169,31 @@ class _Apollo:
     per: str
     tables: str
     adam: optax.GradientTransformation
-    found: dict[str, Kind] = field(default_factory=dict)
+    kind_by_path: dict[str, Kind] = field(default_factory=dict)
 
     def axis(self, path: str, shape: tuple[int, ...]) -> int | None:
-        """The axis that is projected away; None where all of the gradient goes through Adam."""
-        kind = kind_of(self.found, path, len(shape))
+        """The axis that is projected away, the shorter one; None where all of the gradient goes through Adam."""
+        kind = kind_of(self.kind_by_path, path, len(shape))
         if len(shape) != 2 or kind == "other" or (kind == "table" and self.tables == "adam"):
             return None
         return int(shape[0] > shape[1])
 
     def init(self, params: Any) -> ApolloState:
-        small, norms = {}, {}
-        for path, p in flatten(params).items():
-            axis, wide = self.axis(path, p.shape), jnp.promote_types(p.dtype, jnp.float32)
-            shape = p.shape if axis is None else (min(self.rank, p.shape[axis]), p.shape[1 - axis])
-            small[path] = jnp.zeros(shape, wide)
-            norms |= {} if axis is None else {path: jnp.zeros((), wide)}
-        low = jax.tree.unflatten(jax.tree.structure(params), [*small.values()])
-        return ApolloState(self.adam.init(low), unflatten(norms))
+        """Zero moments, of the projection [r, larger side] for each matrix, and a zero norm per matrix."""
+        moments = {}
+        norms = {}
+        for path, param in flatten(params).items():
+            axis = self.axis(path, param.shape)
+            dtype = jnp.promote_types(param.dtype, jnp.float32)
+            if axis is None:
+                moments[path] = jnp.zeros(param.shape, dtype)
+                continue
+            rank = min(self.rank, param.shape[axis])
+            moments[path] = jnp.zeros((rank, param.shape[1 - axis]), dtype)
+            norms[path] = jnp.zeros((), dtype)
+        structure = jax.tree.structure(params)
+        projected = jax.tree.unflatten(structure, list(moments.values()))
+        return ApolloState(self.adam.init(projected), unflatten(norms))
 
     def partition(self, state: Any, specs: Nested) -> Any:
         """The projected side keeps its parameter's mesh axes: r is cut as that was, where the mesh divides it."""
@@ -140,34 +202,100 @@ class _Apollo:
             if leaf.owner is None or len(leaf.shape) != 2:
                 return leaf
             owner = flatten(specs)[leaf.owner]
-            return replace(leaf, mesh_axes=owner.mesh_axes[:: -1 if self.axis(leaf.owner, owner.shape) else 1])
+            # Moments have r first: those of a matrix whose second axis is projected are transposed.
+            is_transposed = bool(self.axis(leaf.owner, owner.shape))
+            mesh_axes = owner.mesh_axes[::-1] if is_transposed else owner.mesh_axes
+            return replace(leaf, mesh_axes=mesh_axes)
 
         return jax.tree.map(cut, state)
 
-    def update(self, updates: Any, state: Any, params: Any = None, *, seed: Any = None, **_: Any) -> Any:
+    def update(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        seed: Any = None,
+        **_: Any,
+    ) -> Any:
+        # The generator is named, so that the projections do not depend on JAX's configuration.
         key = jax.random.key(0 if seed is None else seed, impl="threefry2x32")
+        # P is not kept: it is drawn again from the number of the interval, the same in all its steps.
         period = state.adam.count // self.update_interval
-        grads = {path: g.astype(jnp.promote_types(g.dtype, jnp.float32)) for path, g in flatten(updates).items()}
-        axes = {path: axis for path, g in grads.items() if (axis := self.axis(path, g.shape)) is not None}
-        low = dict(grads)
-        for path, axis in axes.items():
-            g, drawn = grads[path], jax.random.fold_in(fold_in_name(key, path), period)
-            rank = min(self.rank, g.shape[axis])
-            projection = jax.random.normal(drawn, (rank, g.shape[axis]), g.dtype) * rank**-0.5
-            low[path] = jnp.tensordot(projection, g, axes=(1, axis))
+        grads = {}
+        projected_axes = {}
+        for path, g in flatten(updates).items():
+            grads[path] = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+            axis = self.axis(path, g.shape)
+            if axis is not None:
+                projected_axes[path] = axis
+        # Parameters that are not projected stay in their places: the order is that of the tree's leaves.
+        projected = dict(grads)
+        for path, axis in projected_axes.items():
+            projected[path] = self._project(key, period, path, grads[path], axis)
         structure = jax.tree.structure(updates)
-        adams, adam = self.adam.update(jax.tree.unflatten(structure, [*low.values()]), state.adam)
-        new = dict(zip(low, jax.tree.leaves(adams), strict=True))
-        scaled = {path: self._scaled(axis, grads[path], low[path], new[path]) for path, axis in axes.items()}
-        norms = {path: flatten(state.norm)[path] for path in axes}
-        limited, norms = limit_norm_growth(scaled, norms, self.norm_growth)
-        new = jax.tree.unflatten(structure, [*(new | limited).values()])
-        return jax.tree.map(lambda u, g: u.astype(g.dtype), new, updates), ApolloState(adam, unflatten(norms))
+        projected_tree = jax.tree.unflatten(structure, list(projected.values()))
+        adam_updates, adam_state = self.adam.update(projected_tree, state.adam)
+        directions = dict(zip(projected, jax.tree.leaves(adam_updates), strict=True))
+        scaled = {}
+        for path, axis in projected_axes.items():
+            scaled[path] = self._scaled(
+                axis,
+                grads[path],
+                projected[path],
+                directions[path],
+            )
+        old_norms = flatten(state.norm)
+        # The state's norms in the order of `scaled`: the limiter needs both in one structure.
+        norms = {path: old_norms[path] for path in projected_axes}
+        limited, new_norms = limit_norm_growth(scaled, norms, self.norm_growth)
+        new_leaves = directions | limited
+        new_updates = jax.tree.unflatten(structure, list(new_leaves.values()))
+        new_updates = jax.tree.map(lambda u, g: u.astype(g.dtype), new_updates, updates)
+        return new_updates, ApolloState(adam_state, unflatten(new_norms))
 
-    def _scaled(self, axis: int, g: jax.Array, low: jax.Array, adam: jax.Array) -> jax.Array:
-        """The raw gradient, as large as Adam's direction is in the projection."""
-        whole = self.per == "tensor"
-        before, after = (jnp.sqrt(jnp.sum(jnp.square(x), None if whole else 0)) for x in (low, adam))
-        s = jnp.where(before > 0, after / jnp.where(before > 0, before, 1), 0)
-        scale = g.shape[axis] / (1 if whole else low.shape[0]) if self.scale is None else self.scale
-        return g * (s if whole else jnp.expand_dims(s, axis)) * scale**0.5
+    def _project(
+        self,
+        key: jax.Array,
+        period: jax.Array,
+        path: str,
+        g: jax.Array,
+        axis: int,
+    ) -> jax.Array:
+        """R = P G, [r, larger side], with P [r, m] ~ N(0, 1/r) of this parameter and interval."""
+        drawn_key = jax.random.fold_in(fold_in_name(key, path), period)
+        size = g.shape[axis]
+        rank = min(self.rank, size)
+        projection = jax.random.normal(drawn_key, (rank, size), g.dtype) * rank**-0.5
+        return jnp.tensordot(projection, g, axes=(1, axis))
+
+    def _scaled(
+        self,
+        axis: int,
+        g: jax.Array,
+        projected: jax.Array,
+        direction: jax.Array,
+    ) -> jax.Array:
+        """U = sqrt(scale) G diag(s): the raw gradient, as large as Adam's direction is in the projection.
+
+        Args:
+            axis: the axis of g that is projected away.
+            g: the gradient G, [m, n] or [n, m].
+            projected: R, [r, n].
+            direction: Adam's direction for R, [r, n].
+        """
+        is_per_tensor = self.per == "tensor"
+        summed_axes = None if is_per_tensor else 0
+        projected_norm = jnp.sqrt(jnp.sum(jnp.square(projected), summed_axes))
+        direction_norm = jnp.sqrt(jnp.sum(jnp.square(direction), summed_axes))
+        # The inner `where` keeps 0 / 0 out of channels without a gradient, whose scale is zero.
+        s = jnp.where(projected_norm > 0, direction_norm / jnp.where(projected_norm > 0, projected_norm, 1), 0)
+        if self.scale is not None:
+            scale = self.scale
+        elif is_per_tensor:
+            scale = float(g.shape[axis])
+        else:
+            scale = g.shape[axis] / projected.shape[0]
+        if not is_per_tensor:
+            s = jnp.expand_dims(s, axis)
+        return g * s * scale**0.5

@@ -1,16 +1,27 @@
-"""Muon and GaLore, optax's, for what is a matrix by its role; embedding, head, vectors and the rest get optax.adamw."""
+"""optax's Muon and GaLore for parameters that are matrices by their roles; all other parameters get optax.adamw."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import optax
+from jax.tree_util import tree_map_with_path
 
-from framework.config import FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component
-from framework.layout import Nested, OptStateSpec, flatten, path_name
+from framework.config import (
+    FiniteNonNegative,
+    Fraction,
+    PositiveFloat,
+    PositiveInt,
+    component,
+)
+from framework.layout import (
+    Nested,
+    OptStateSpec,
+    flatten,
+    path_name,
+)
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 
@@ -36,9 +47,16 @@ def muon(
             arXiv 2502.16982). None scales by sqrt(max(1, out / in)), for learning rates around 0.02.
         weight_decay: decoupled, of all; b1, b2: AdamW's.
     """
-    rest_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    own = optax.contrib.muon(learning_rate, beta=beta, weight_decay=weight_decay, consistent_rms=consistent_rms)
-    return _by_kind(own, optax.adamw(rest_rate, b1, b2, weight_decay=weight_decay), {})
+    if adam_learning_rate is None:
+        adam_learning_rate = learning_rate
+    matrix_muon = optax.contrib.muon(
+        learning_rate,
+        beta=beta,
+        weight_decay=weight_decay,
+        consistent_rms=consistent_rms,
+    )
+    adamw = optax.adamw(adam_learning_rate, b1, b2, weight_decay=weight_decay)
+    return _by_kind(matrix_muon, adamw, {})
 
 
 @component
@@ -63,41 +81,65 @@ def galore(
         scale: of the matrices' steps.
         weight_decay, b1, b2: of all, as in optax.adamw.
     """
-    own = optax.contrib.galore(
-        learning_rate, rank, update_proj_gap, scale, optax.scale_by_adam(b1, b2), weight_decay=weight_decay
+    matrix_galore = optax.contrib.galore(
+        learning_rate,
+        rank,
+        update_proj_gap,
+        scale,
+        optax.scale_by_adam(b1, b2),
+        weight_decay=weight_decay,
     )
-
     # Layers one by one: jaxlib's batched decomposition on CPU waits for threads that wait for it, when several run.
-    one_by_one = jax.custom_batching.sequential_vmap(own.update)
+    sequential_update = jax.custom_batching.sequential_vmap(matrix_galore.update)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         if jax.tree.leaves(updates):
-            return one_by_one(updates, state, params)
-        return updates, jax.tree.map(optax.safe_increment, state)  # optax's fails without matrices; counters are left
+            return sequential_update(updates, state, params)
+        # optax's update fails without matrices; the state then holds nothing but counters.
+        return updates, jax.tree.map(optax.safe_increment, state)
 
-    safe = optax.GradientTransformation(own.init, update)
-    return _by_kind(safe, optax.adamw(learning_rate, b1, b2, weight_decay=weight_decay), {})
+    safe_galore = optax.GradientTransformation(matrix_galore.init, update)
+    adamw = optax.adamw(learning_rate, b1, b2, weight_decay=weight_decay)
+    return _by_kind(safe_galore, adamw, {})
 
 
-def _by_kind(matrices: Any, rest: Any, found: dict[str, Kind]) -> PartitionedGradientTransformation:
-    """One transformation for matrices, another for the rest; each keeps nothing of what is the other's."""
+def _by_kind(
+    matrix_optimizer: Any,
+    other_optimizer: Any,
+    kind_by_path: dict[str, Kind],
+) -> PartitionedGradientTransformation:
+    """One transformation for matrices and another for all other parameters; neither keeps state for the other's.
 
-    def label(path: Any, p: jax.Array) -> str:
-        return "matrix" if kind_of(found, path_name(path), len(p.shape)) == "matrix" else "rest"
+    Args:
+        matrix_optimizer: the transformation for matrices.
+        other_optimizer: that for the other parameters.
+        kind_by_path: the kinds of parameters; where a path is missing, the number of axes decides.
+    """
 
-    both = partitioned(
-        optax.partition({"matrix": matrices, "rest": rest}, lambda p: jax.tree_util.tree_map_with_path(label, p))
-    )
+    def label(keypath: Any, param: jax.Array) -> str:
+        kind = kind_of(kind_by_path, path_name(keypath), len(param.shape))
+        # The labels name parts of the state, in checkpoints too.
+        return "matrix" if kind == "matrix" else "rest"
 
-    def cut(specs: Nested, path: Any, leaf: OptStateSpec) -> OptStateSpec:
-        """Factors have their matrix's mesh axes: r is cut as the side it stands for, where the mesh divides it."""
-        if leaf.owner is None or len(leaf.shape) != 2:
-            return leaf
-        owner = flatten(specs)[leaf.owner]
-        turned = "projector" in path_name(path) and owner.shape[0] < owner.shape[1]
-        return replace(leaf, mesh_axes=owner.mesh_axes[:: -1 if turned else 1])
+    optimizers: Any = {"matrix": matrix_optimizer, "rest": other_optimizer}
+    derived = partitioned(optax.partition(optimizers, lambda tree: tree_map_with_path(label, tree)))
 
-    return both._replace(
-        partition=lambda specs: jax.tree_util.tree_map_with_path(partial(cut, specs), both.partition(specs)),
-        of_specs=lambda specs: _by_kind(matrices, rest, kinds(specs)),
-    )
+    def partition(specs: Nested) -> Any:
+        flat_specs = flatten(specs)
+
+        def cut(keypath: Any, leaf: OptStateSpec) -> OptStateSpec:
+            # Factors have their matrix's mesh axes: r is cut as the side it stands for, where the mesh divides it.
+            if leaf.owner is None or len(leaf.shape) != 2:
+                return leaf
+            owner = flat_specs[leaf.owner]
+            # The projector of a wide matrix is [n, r]: its first axis is the matrix's second one.
+            is_transposed = "projector" in path_name(keypath) and owner.shape[0] < owner.shape[1]
+            mesh_axes = owner.mesh_axes[::-1] if is_transposed else owner.mesh_axes
+            return replace(leaf, mesh_axes=mesh_axes)
+
+        return tree_map_with_path(cut, derived.partition(specs))
+
+    def of_specs(specs: Nested) -> PartitionedGradientTransformation:
+        return _by_kind(matrix_optimizer, other_optimizer, kinds(specs))
+
+    return derived._replace(partition=partition, of_specs=of_specs)

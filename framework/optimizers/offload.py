@@ -1,24 +1,32 @@
-"""offload_optimizer: an optimizer whose state lives on the host, by regex on the state's paths; and chains of such.
+"""Optimizer offloading: `offload_optimizer` keeps optimizer state on the host, by a regex on the state's paths.
 
 In the learner the layout decides what is moved, and when: it takes the partition from here and leaves the moves out
 (`at_rest`), so that nothing is moved twice. The moves are for whoever calls `update` without a learner.
-Follows apple/axlearn#867.
+`partitioned_chain` chains such optimizers. Follows apple/axlearn#867.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
 
 from framework.config.components import component
-from framework.layout import MemoryKind, Nested, TensorSpec, copy_partition, flatten, move_to_host
+from framework.layout import (
+    MemoryKind,
+    Nested,
+    TensorSpec,
+    copy_partition,
+    flatten,
+    move_to_host,
+)
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
 
 Transformation = optax.GradientTransformation | PartitionedGradientTransformation
+# Moves inside jit name JAX's memory spaces, where specs name the platform's memory kinds.
 _SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
 
 
@@ -44,54 +52,109 @@ def offload_optimizer(
     if offload_src != "device":
         raise ValueError(f"offload_src: expected 'device', where updates are computed, given {offload_src!r}")
     inner = partitioned(optimizer)
-    rest = inner.at_rest or inner
-
-    def tag(specs: Any, kind: MemoryKind) -> Any:
-        matching, large = copy_partition(specs, pattern=pattern, memory_kind=kind), move_to_host(specs, kind)
-        return jax.tree.map(lambda spec, one, two: one if one == two else spec, specs, matching, large)
-
-    def move(state: Any, kind: MemoryKind) -> Any:
-        # Explicit, as arithmetic on a host array does not compile (mixed memory spaces). From paths and shapes, as the
-        # partition: a tracer does not know its sharding, so a move that is decided from that silently does nothing.
-        specs = tag(jax.tree.map(lambda x: TensorSpec(x.shape, x.dtype), state), "pinned_host")
-        put = lambda spec, x: x if spec.memory_kind == "device" else jax.device_put(x, _SPACES[kind])  # noqa: E731
-        return jax.tree.map(put, specs, state)
+    inner_at_rest = inner.at_rest or inner
+    of_specs = None
+    if inner.of_specs is not None:
+        of_specs = _offloaded_of_specs(inner.of_specs, pattern, offload_src, offload_dst)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        updates, state = inner.update(updates, move(state, offload_src), params, **extra)
-        return updates, move(state, offload_dst)
+        device_state = _moved(state, pattern, offload_src)
+        updates, new_state = inner.update(updates, device_state, params, **extra)
+        return updates, _moved(new_state, pattern, offload_dst)
 
-    def of_one_unit(specs: Nested) -> Any:  # which need not hold what matches
-        state = rest.partition(specs)
-        return tag(state, offload_dst) if any(re.search(pattern, path) for path in flatten(state)) else state
+    def partition(specs: Nested) -> Any:
+        return _tagged(inner.partition(specs), pattern, offload_dst)
 
-    def of_specs(specs: Nested) -> PartitionedGradientTransformation:
-        assert inner.of_specs is not None
-        return offload_optimizer(inner.of_specs(specs), pattern, offload_src, offload_dst)
+    def partition_of_unit(specs: Nested) -> Any:
+        return _tagged_if_matching(inner_at_rest.partition(specs), pattern, offload_dst)
 
+    at_rest = inner_at_rest._replace(partition=partition_of_unit, at_rest=None, of_specs=None)
     return PartitionedGradientTransformation(
         inner.init,
         update,
-        lambda specs: tag(inner.partition(specs), offload_dst),
-        rest._replace(partition=of_one_unit, at_rest=None, of_specs=None),
-        of_specs if inner.of_specs is not None else None,
+        partition,
+        at_rest,
+        of_specs,
         inner.draws,
     )
+
+
+def _offloaded_of_specs(
+    inner_of_specs: Callable[[Nested], PartitionedGradientTransformation],
+    pattern: str,
+    offload_src: MemoryKind,
+    offload_dst: MemoryKind,
+) -> Callable[[Nested], PartitionedGradientTransformation]:
+    """`of_specs` of an offloaded optimizer: the inner one fitted to a unit's parameters, offloaded again."""
+
+    def of_specs(specs: Nested) -> PartitionedGradientTransformation:
+        return offload_optimizer(
+            inner_of_specs(specs),
+            pattern,
+            offload_src,
+            offload_dst,
+        )
+
+    return of_specs
+
+
+def _tagged_if_matching(specs: Any, pattern: str, kind: MemoryKind) -> Any:
+    """`_tagged` for one unit, which need not hold what matches in the whole model."""
+    if any(re.search(pattern, path) for path in flatten(specs)):
+        return _tagged(specs, pattern, kind)
+    return specs
+
+
+def _tagged(specs: Any, pattern: str, kind: MemoryKind) -> Any:
+    """State specs with the memory kind `kind` where the path matches and the leaf is large.
+
+    Raises:
+        ValueError: the pattern matches nothing.
+    """
+    specs_of_matching = copy_partition(specs, pattern=pattern, memory_kind=kind)
+    specs_of_large = move_to_host(specs, kind)
+
+    def tag(spec: TensorSpec, of_matching: TensorSpec, of_large: TensorSpec) -> TensorSpec:
+        # A leaf that only one of the two re-tagged differs between them, and keeps its spec.
+        return of_matching if of_matching == of_large else spec
+
+    return jax.tree.map(tag, specs, specs_of_matching, specs_of_large)
+
+
+def _moved(state: Any, pattern: str, kind: MemoryKind) -> Any:
+    """The state with its offloaded leaves in the memory kind `kind`."""
+    # The moves are explicit, as arithmetic on a host array does not compile (mixed memory spaces).
+    # They are decided from paths and shapes, as the partition is: a tracer does not know its sharding, so a move that
+    # is decided from that silently does nothing.
+    state_specs = jax.tree.map(lambda x: TensorSpec(x.shape, x.dtype), state)
+    host_specs = _tagged(state_specs, pattern, "pinned_host")
+
+    def move(spec: TensorSpec, x: jax.Array) -> jax.Array:
+        return x if spec.memory_kind == "device" else jax.device_put(x, _SPACES[kind])
+
+    return jax.tree.map(move, host_specs, state)
 
 
 @component
 def partitioned_chain(transformations: Sequence[Transformation]) -> PartitionedGradientTransformation:
     """`optax.chain` of a list, as a config can give it, whose parts keep their partitions."""
 
-    parts = [partitioned(one) for one in transformations]
+    parts = [partitioned(transformation) for transformation in transformations]
 
     def chain(parts: list[Any]) -> PartitionedGradientTransformation:
-        init, update = optax.chain(*(optax.GradientTransformationExtraArgs(*part[:2]) for part in parts))
-        partition = lambda specs: tuple(part.partition(specs) for part in parts)  # noqa: E731
-        return PartitionedGradientTransformation(init, update, partition, draws=any(part.draws for part in parts))
+        # The parts' extra arguments (`seed`) go through optax's chain only with this type.
+        optax_parts = [optax.GradientTransformationExtraArgs(part.init, part.update) for part in parts]
+        init, update = optax.chain(*optax_parts)
+
+        def partition(specs: Nested) -> tuple[Any, ...]:
+            return tuple(part.partition(specs) for part in parts)
+
+        draws = any(part.draws for part in parts)
+        return PartitionedGradientTransformation(init, update, partition, draws=draws)
 
     def of_specs(specs: Nested) -> PartitionedGradientTransformation:
         return partitioned_chain([part.of_specs(specs) if part.of_specs else part for part in parts])
 
     at_rest = chain([part.at_rest or part for part in parts])
-    return chain(parts)._replace(at_rest=at_rest, of_specs=of_specs if any(part.of_specs for part in parts) else None)
+    has_roles = any(part.of_specs for part in parts)
+    return chain(parts)._replace(at_rest=at_rest, of_specs=of_specs if has_roles else None)

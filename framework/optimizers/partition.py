@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from framework.layout import MeshAxes, Nested, OptStateSpec, ParameterSpec, flatten, key_name
+from framework.layout import (
+    MeshAxes,
+    Nested,
+    OptStateSpec,
+    ParameterSpec,
+    flatten,
+    key_name,
+)
 
 
 class PartitionedGradientTransformation(NamedTuple):
@@ -50,62 +57,102 @@ def partitioned(
 
 
 def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> Any:
+    """The derived specs of an optimizer's state.
+
+    Raises:
+        ValueError: the state holds a PRNG key.
+    """
     owners = {tuple(path.split("/")): spec for path, spec in flatten(param_specs).items()}
     state = jax.eval_shape(optimizer.init, _abstract(param_specs))
     # Sizes that are unique within a parameter and keep the order of its dimensions, ties in order of position: an
     # optimizer that treats its largest dimensions differently chooses the same ones.
     probe = jax.eval_shape(optimizer.init, _abstract(param_specs, unique=True))
-    probes = {path: leaf.shape for path, leaf in _leaves(probe)}
+    probe_shapes = {}
+    for keypath, leaf in jax.tree_util.tree_leaves_with_path(probe):
+        probe_shapes[_name(keypath)] = leaf.shape
 
     def spec_of(keypath: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> OptStateSpec:
-        path = tuple(key_name(key) for key in keypath)
-        owner = owner_of(path, owners)
+        name = _name(keypath)
+        owner = owner_of(name, owners)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(
-                f"learner.optimizer: {'/'.join(path)} of its state is a PRNG key. Each layer has an optimizer of its "
+                f"learner.optimizer: {'/'.join(name)} of its state is a PRNG key. Each layer has an optimizer of its "
                 "own, and all would draw the same noise from it; expected a transformation without randomness"
             )
         if owner is None:
             return OptStateSpec(leaf.shape, leaf.dtype)
-        axes = _axes(leaf.shape, probes.get(path, ()), owners[owner])
+        axes = _axes(leaf.shape, probe_shapes.get(name, ()), owners[owner])
         return OptStateSpec(leaf.shape, leaf.dtype, axes, owner="/".join(owner))
 
     return jax.tree_util.tree_map_with_path(spec_of, state)
 
 
-def _leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(tuple(key_name(key) for key in keypath), leaf) for keypath, leaf in leaves]
+def _name(keypath: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names of a leaf's pytree keys."""
+    return tuple(key_name(key) for key in keypath)
 
 
 def _unique_size(dim: int, axis: int) -> int:
+    # Unique for tensors of up to 16 axes.
     return dim * 16 + axis
 
 
 def _abstract(specs: Nested, *, unique: bool = False) -> Any:
-    def shape(spec: ParameterSpec) -> tuple[int, ...]:
-        return tuple(_unique_size(d, i) for i, d in enumerate(spec.shape)) if unique else spec.shape
+    """The parameters' shapes and dtypes; with `unique`, each axis of a parameter has a size of its own."""
 
-    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(shape(spec), spec.dtype), specs)
+    def abstract_param(spec: ParameterSpec) -> jax.ShapeDtypeStruct:
+        shape = spec.shape
+        if unique:
+            shape = tuple(_unique_size(dim, axis) for axis, dim in enumerate(spec.shape))
+        return jax.ShapeDtypeStruct(shape, spec.dtype)
+
+    return jax.tree.map(abstract_param, specs)
 
 
 def owner_of(path: tuple[str, ...], owners: Container[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """The path of the parameter that a leaf of the state belongs to; None for a counter."""
-    runs = (path[start:end] for end in range(len(path), 0, -1) for start in range(end))  # suffixes, the longest first
-    return next((run for run in runs if run in owners), None)
+    """The path of the parameter that a leaf of the state belongs to; None for a counter.
+
+    Args:
+        path: the names of the leaf's pytree keys.
+        owners: the paths of the parameters.
+    """
+    # Suffixes come first, and the longest run of names at each end before shorter ones.
+    for end in range(len(path), 0, -1):
+        for start in range(end):
+            run = path[start:end]
+            if run in owners:
+                return run
+    return None
 
 
-def _axes(shape: tuple[int, ...], probe: tuple[int, ...], owner: ParameterSpec) -> MeshAxes:
+def _axes(
+    shape: tuple[int, ...],
+    probe_shape: tuple[int, ...],
+    owner: ParameterSpec,
+) -> MeshAxes:
+    """The mesh axes of a state leaf that belongs to a parameter.
+
+    Args:
+        shape: the shape of the leaf.
+        probe_shape: its shape where each axis of the parameter has a unique size.
+        owner: the parameter.
+    """
     if shape == owner.shape:
         return owner.mesh_axes
-    if len(shape) != len(probe):
+    # A state of another structure under other sizes says nothing of the axes: the leaf is replicated.
+    if len(shape) != len(probe_shape):
         return (None,) * len(shape)
-    unique = {_unique_size(dim, axis): axis for axis, dim in enumerate(owner.shape)}
-    axes = []
-    for size, probed in zip(shape, probe, strict=True):
-        axis = unique.get(probed)
-        axes.append(owner.mesh_axes[axis] if axis is not None and owner.shape[axis] == size else None)
-    return tuple(axes)
+    axis_by_size = {}
+    for axis, dim in enumerate(owner.shape):
+        axis_by_size[_unique_size(dim, axis)] = axis
+    mesh_axes = []
+    for size, probe_size in zip(shape, probe_shape, strict=True):
+        axis = axis_by_size.get(probe_size)
+        if axis is not None and owner.shape[axis] == size:
+            mesh_axes.append(owner.mesh_axes[axis])
+        else:
+            mesh_axes.append(None)
+    return tuple(mesh_axes)
 
 
 def mirrors_parameter(spec: OptStateSpec) -> bool:

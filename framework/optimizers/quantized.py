@@ -9,8 +9,9 @@ So codes are computed, 5 to 30 times faster on a CPU than they are searched; and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from functools import partial, reduce
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,55 +19,114 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_map_with_path
 
-from framework.config import FiniteNonNegative, Fraction, NonNegativeInt, PositiveInt, component
-from framework.layout import Nested, OptStateSpec, path_name
+from framework.config import (
+    FiniteNonNegative,
+    Fraction,
+    NonNegativeInt,
+    PositiveInt,
+    component,
+)
+from framework.layout import (
+    Nested,
+    OptStateSpec,
+    ParameterSpec,
+    path_name,
+)
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.offload import partitioned_chain
 from framework.optimizers.partition import PartitionedGradientTransformation
 
-_SCALES = [10.0**i for i in range(-6, 1)]  # the upper ends of the decades
+# The upper ends of the decades, from 1e-6 to 1.
+_SCALES = [10.0**i for i in range(-6, 1)]
 
 
 class Moment(NamedTuple):
-    """codes: uint8 in the parameter's shape; scale: the largest magnitude of each block."""
+    """A quantized moment. codes: uint8 in the parameter's shape; scale: the largest magnitude of each block."""
 
     codes: Any
     scale: Any
 
 
-def _levels(signed: bool) -> tuple[list[int], int]:  # parts of each decade; the code of 0, that of 1 is 255
-    return [2**i if signed else 2 ** (i + 1) for i in range(len(_SCALES))], 127 if signed else 0
+class _Levels(NamedTuple):
+    """The levels of a code: the number of parts of each decade, lowest decade first, and the code of the number 0."""
+
+    counts: list[int]
+    zero: int
 
 
-def _steps(x: jax.Array, starts: Iterable[float], values: Iterable[float]) -> jax.Array:
-    """The value of the last start that is not above x; 0 where there is none."""
-    where = lambda found, step: jnp.where(x >= step[0], step[1], found)  # noqa: E731
-    return reduce(where, zip(starts, values, strict=True), jnp.zeros_like(x))
+def _levels(signed: bool) -> _Levels:
+    """The levels of signed codes (first moments), or of unsigned ones, which are twice as fine.
+
+    The code of 1 is 255 for both.
+    """
+    decades = range(len(_SCALES))
+    if signed:
+        return _Levels([2**i for i in decades], 127)
+    return _Levels([2 ** (i + 1) for i in decades], 0)
+
+
+def _steps(
+    x: jax.Array,
+    starts: Iterable[float],
+    values: Iterable[float],
+) -> jax.Array:
+    """A step function: the value of the last start that is not above x; 0 where there is none."""
+    # A chain of selects: every one is elementwise, where a search or a gather would not fuse on a TPU.
+    result = jnp.zeros_like(x)
+    for start, value in zip(starts, values, strict=True):
+        result = jnp.where(x >= start, value, result)
+    return result
 
 
 def encode(x: jax.Array, *, signed: bool) -> jax.Array:
-    """The code, uint8, of the number nearest to x in [-1, 1]: 0, 1, or the middle of a part, 10^i (0.1 + 0.9 (j + 1/2)
-    / n), or minus that (there is no -1, as in every implementation). Codes are ranks.
+    """The codes, uint8, of the representable numbers nearest to x.
+
+    Those are 0, 1, the middle of a part of a decade, 10^i (0.1 + 0.9 (j + 1/2) / n), and minus that (there is no -1, as
+    in every implementation). Codes are ranks: a larger number has a larger code.
 
     Unsigned, what is not zero does not become zero: an update would be divided by Adam's eps alone.
+
+    Args:
+        x: [...], in [-1, 1], or in [0, 1] if not signed.
+        signed: whether x may be negative.
     """
-    size, (counts, zero) = jnp.abs(x), _levels(signed)
-    first = [s * (0.1 + 0.45 / n) for s, n in zip(_SCALES, counts, strict=True)]
-    last = [s * (1.0 - 0.45 / n) for s, n in zip(_SCALES, counts, strict=True)]
-    tiny, *starts, one = ((below + above) / 2 for below, above in zip([0.0, *last], [*first, 1.0], strict=True))
-    scale, count = (_steps(size, [0.0, *starts], values) for values in (_SCALES, counts))
-    cell = jnp.clip(jnp.floor((size / scale - 0.1) / 0.9 * count), 0, count - 1)
-    rank = jnp.where(size < one, count - counts[0] + cell + 1, jnp.where(x > 0, 255 - zero, zero))
-    return (zero + jnp.sign(x) * jnp.where(size < (tiny if signed else 0), 0, rank)).astype(jnp.uint8)
+    size = jnp.abs(x)
+    counts, zero = _levels(signed)
+    # The first and the last representable number of each decade.
+    first = [end * (0.1 + 0.45 / n) for end, n in zip(_SCALES, counts, strict=True)]
+    last = [end * (1.0 - 0.45 / n) for end, n in zip(_SCALES, counts, strict=True)]
+    # Halfway between neighbours across the ends of decades: 0 and the first one, ..., the last one and 1.
+    lower_neighbours = [0.0, *last]
+    upper_neighbours = [*first, 1.0]
+    borders = [(below + above) / 2 for below, above in zip(lower_neighbours, upper_neighbours, strict=True)]
+    to_first = borders[0]
+    to_one = borders[-1]
+    starts = [0.0, *borders[1:-1]]
+    scale = _steps(size, starts, _SCALES)
+    count = _steps(size, starts, counts)
+    # Near a border of decades a number may fall outside of the decade that it is rounded into.
+    cell = jnp.floor((size / scale - 0.1) / 0.9 * count)
+    cell = jnp.clip(cell, 0, count - 1)
+    # The decades below have counts[0] (1 + 2 + 4 + ...) = count - counts[0] parts in all.
+    rank = jnp.where(
+        size < to_one,
+        count - counts[0] + cell + 1,
+        jnp.where(x > 0, 255 - zero, zero),
+    )
+    zero_below = to_first if signed else 0
+    codes = zero + jnp.sign(x) * jnp.where(size < zero_below, 0, rank)
+    return codes.astype(jnp.uint8)
 
 
 def decode(codes: jax.Array, dtype: Any, *, signed: bool) -> jax.Array:
-    """The numbers that codes stand for."""
+    """The numbers that codes stand for, in `dtype`; the inverse of `encode`."""
     counts, zero = _levels(signed)
     rank = codes.astype(dtype) - zero
-    place = jnp.abs(rank) - 1 + counts[0]  # the decade's count, and the part in it
+    # The number of parts in the decade, plus the index of the part in it (see `encode`).
+    place = jnp.abs(rank) - 1 + counts[0]
     part = (place + 0.5) * _steps(place, counts, [1 / n for n in counts]) - 1
     value = _steps(place, counts, _SCALES) * (0.1 + 0.9 * part)
+    # A rank past the last decade is that of 1.
     return jnp.sign(rank) * jnp.where(place < 2 * counts[-1], value, 1)
 
 
@@ -77,32 +137,49 @@ class _Blocks(NamedTuple):
     size: int
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the scales."""
-        return tuple(-(-n // self.size) if i == len(shape) + self.axis else n for i, n in enumerate(shape))
+        """The shape of the scales of a parameter of this shape."""
+        axis = len(shape) + self.axis
+        num_blocks = -(-shape[axis] // self.size)
+        return (*shape[:axis], num_blocks, *shape[axis + 1 :])
 
     def split(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """[..., n, ...] -> [..., blocks, size, ...], filled up."""
-        axis, size = x.ndim + self.axis, min(self.size, x.shape[self.axis])
+        """[..., n, ...] -> [..., blocks, size, ...]; the last block is padded with `fill`."""
+        axis = x.ndim + self.axis
+        # An axis shorter than a block is one block, and needs no padding.
+        size = min(self.size, x.shape[self.axis])
         widths = [(0, -n % size if i == axis else 0) for i, n in enumerate(x.shape)]
         x = jnp.pad(x, widths, constant_values=fill)
+        blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
         # The barrier keeps the TPU's compiler from arithmetic in the other shape, which it does not fuse with what
         # comes after: 17 bytes of temporaries per element rather than 8.
-        return jax.lax.optimization_barrier(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]))
+        return jax.lax.optimization_barrier(blocks)
 
     def join(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse."""
+        """The inverse of `split`, for a parameter of this shape: drops the padding."""
         axis = len(shape) + self.axis
-        return jax.lax.slice_in_dim(x.reshape(*shape[:axis], -1, *shape[axis + 1 :]), 0, shape[axis], axis=axis)
+        padded = x.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+        return jax.lax.slice_in_dim(padded, 0, shape[axis], axis=axis)
 
     def load(self, moment: Moment, dtype: Any, *, signed: bool) -> jax.Array:
-        """A moment in blocks."""
+        """A moment in blocks, [..., blocks, size, ...] in `dtype`."""
         scale = jnp.expand_dims(moment.scale.astype(dtype), self.axis)
-        return decode(self.split(moment.codes, _levels(signed)[1]), dtype, signed=signed) * scale
+        # Padding is the code of 0, so that it does not decide a block's largest magnitude.
+        codes = self.split(moment.codes, _levels(signed).zero)
+        return decode(codes, dtype, signed=signed) * scale
 
-    def store(self, x: jax.Array, shape: tuple[int, ...], *, signed: bool) -> Moment:
-        """What `load` reads."""
-        scale = jnp.maximum(jnp.max(jnp.abs(x), axis=self.axis), jnp.finfo(x.dtype).tiny)
-        return Moment(self.join(encode(x / jnp.expand_dims(scale, self.axis), signed=signed), shape), scale)
+    def store(
+        self,
+        x: jax.Array,
+        shape: tuple[int, ...],
+        *,
+        signed: bool,
+    ) -> Moment:
+        """The inverse of `load`, for a parameter of this shape."""
+        # A block of zeros would be divided by zero.
+        largest = jnp.max(jnp.abs(x), axis=self.axis)
+        scale = jnp.maximum(largest, jnp.finfo(x.dtype).tiny)
+        codes = encode(x / jnp.expand_dims(scale, self.axis), signed=signed)
+        return Moment(self.join(codes, shape), scale)
 
 
 @component
@@ -125,56 +202,148 @@ def adamw8bit(
         min_size: vectors, and parameters with fewer elements in a layer, keep precise moments.
         tables: how moments of embeddings and heads are kept, whose rows' gradients differ much in size.
     """
-    scaled = _scale_by_adam(b1, b2, eps, block, min_size, tables == "8bit", {})
-    decay, rate = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate)
+    rule = _BlockRule(block, min_size, tables == "8bit", kind_by_path={})
+    scaled = _scale_by_adam(_Adam(b1, b2, eps), rule)
+    decay = optax.add_decayed_weights(weight_decay)
+    rate = optax.scale_by_learning_rate(learning_rate)
     return partitioned_chain([scaled, decay, rate])
 
 
-def _scale_by_adam(
-    b1: float, b2: float, eps: float, block: int, min_size: int, tables: bool, found: dict[str, Kind]
-) -> PartitionedGradientTransformation:
-    def blocks_of(keypath: Any, shape: tuple[int, ...]) -> _Blocks | None:  # None: precise moments
-        table = kind_of(found, path_name(keypath), len(shape)) == "table"
-        precise = len(shape) < 2 or math.prod(shape) < min_size or (table and not tables)
-        return None if precise else _Blocks(-1 if table else -2, block)
+@dataclass(frozen=True)
+class _BlockRule:
+    """Which parameters have quantized moments, and how they are cut into blocks.
 
-    def zeros(keypath: Any, like: Any, make: Any) -> Any:
-        wide, blocks = jnp.promote_types(like.dtype, jnp.float32), blocks_of(keypath, like.shape)
+    Args:
+        block: the number of elements of a block.
+        min_size: parameters with fewer elements keep precise moments.
+        tables: whether moments of tables (embedding, head) are quantized.
+        kind_by_path: the kinds of parameters; where a path is missing, the number of axes decides.
+    """
+
+    block: int
+    min_size: int
+    tables: bool
+    kind_by_path: dict[str, Kind]
+
+    def blocks_of(self, keypath: Any, shape: tuple[int, ...]) -> _Blocks | None:
+        """The blocks of a parameter; None for precise moments."""
+        kind = kind_of(self.kind_by_path, path_name(keypath), len(shape))
+        if len(shape) < 2 or math.prod(shape) < self.min_size:
+            return None
+        if kind != "table":
+            return _Blocks(-2, self.block)
+        return _Blocks(-1, self.block) if self.tables else None
+
+    def moment(self, keypath: Any, param: Any, make: Callable[..., Any]) -> Any:
+        """The moment of a parameter (an array or a spec), whose arrays or specs are `make(shape, dtype)`."""
+        # Scales and precise moments are in float32, even beside bfloat16 parameters.
+        dtype = jnp.promote_types(param.dtype, jnp.float32)
+        blocks = self.blocks_of(keypath, param.shape)
         if blocks is None:
-            return make(like.shape, wide)
-        return Moment(make(like.shape, jnp.uint8), make(blocks.shape(like.shape), wide))
+            return make(param.shape, dtype)
+        codes = make(param.shape, jnp.uint8)
+        scale = make(blocks.shape(param.shape), dtype)
+        return Moment(codes, scale)
+
+
+class _Adam(NamedTuple):
+    """Adam's constants."""
+
+    b1: float
+    b2: float
+    eps: float
+
+    def update(
+        self,
+        g: jax.Array,
+        mu: Any,
+        nu: Any,
+        count: jax.typing.ArrayLike,
+        blocks: _Blocks | None,
+    ) -> tuple[jax.Array, Any, Any]:
+        """Adam for one parameter.
+
+        Args:
+            g: the gradient.
+            mu, nu: the moments, as `Moment` where there are blocks.
+            count: the number of this update, from 1.
+            blocks: the blocks of quantized moments; None for precise ones.
+
+        Returns:
+            (direction in the dtype and shape of g, new first moment, new second moment).
+        """
+        dtype = jnp.promote_types(g.dtype, jnp.float32)
+        grad = g.astype(dtype)
+        if blocks is not None:
+            # Gradient and moments are cut alike: the arithmetic between is elementwise.
+            grad = blocks.split(grad)
+            mu = blocks.load(mu, dtype, signed=True)
+            nu = blocks.load(nu, dtype, signed=False)
+        mu = self.b1 * mu + (1 - self.b1) * grad
+        nu = self.b2 * nu + (1 - self.b2) * jnp.square(grad)
+        mean = mu / (1 - jnp.asarray(self.b1, dtype) ** count)
+        square = nu / (1 - jnp.asarray(self.b2, dtype) ** count)
+        direction = mean / (jnp.sqrt(square) + self.eps)
+        if blocks is not None:
+            direction = blocks.join(direction, g.shape)
+            mu = blocks.store(mu, g.shape, signed=True)
+            nu = blocks.store(nu, g.shape, signed=False)
+        return direction.astype(g.dtype), mu, nu
+
+
+def _scale_by_adam(adam: _Adam, rule: _BlockRule) -> PartitionedGradientTransformation:
+    """Adam's direction, with moments that are quantized by the rule."""
+
+    def zeros(keypath: Any, param: jax.Array) -> Any:
+        return rule.moment(keypath, param, jnp.zeros)
 
     def init(params: Any) -> optax.ScaleByAdamState:
-        mu, nu = (tree_map_with_path(lambda k, p: zeros(k, p, jnp.zeros), params) for _ in range(2))
-        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
+        # Two trees of arrays: one in both places could not be donated.
+        mu = tree_map_with_path(zeros, params)
+        nu = tree_map_with_path(zeros, params)
+        count = jnp.zeros([], jnp.int32)
+        return optax.ScaleByAdamState(count, mu, nu)
 
     def partition(specs: Nested) -> optax.ScaleByAdamState:
-        like = lambda k, s: zeros(k, s, partial(OptStateSpec, mesh_axes=s.mesh_axes, owner=path_name(k)))  # noqa: E731
-        count, tree = OptStateSpec((), "int32"), tree_map_with_path(like, specs)
-        return optax.ScaleByAdamState(count, tree, tree)  # pyright: ignore[reportArgumentType]
+        return _state_specs(specs, rule)
 
     def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None, **extra: Any) -> Any:
         count = optax.safe_increment(state.count)
 
-        def one(keypath: Any, g: jax.Array, mu: Any, nu: Any) -> Any:
-            dtype, blocks = jnp.promote_types(g.dtype, jnp.float32), blocks_of(keypath, g.shape)
-            grad = g.astype(dtype)
-            if blocks is not None:
-                grad = blocks.split(grad)
-                mu, nu = blocks.load(mu, dtype, signed=True), blocks.load(nu, dtype, signed=False)
-            mu, nu = b1 * mu + (1 - b1) * grad, b2 * nu + (1 - b2) * jnp.square(grad)
-            mean, square = (x / (1 - jnp.asarray(b, dtype) ** count) for x, b in ((mu, b1), (nu, b2)))
-            new = mean / (jnp.sqrt(square) + eps)
-            if blocks is not None:
-                new = blocks.join(new, g.shape)
-                mu, nu = blocks.store(mu, g.shape, signed=True), blocks.store(nu, g.shape, signed=False)
-            return new.astype(g.dtype), mu, nu
+        def update_leaf(
+            keypath: Any,
+            g: jax.Array,
+            mu: Any,
+            nu: Any,
+        ) -> Any:
+            blocks = rule.blocks_of(keypath, g.shape)
+            return adam.update(g, mu, nu, count, blocks)
 
-        done = tree_map_with_path(one, updates, state.mu, state.nu)
-        new, mu, nu = (jax.tree.map(lambda _, x, i=i: x[i], updates, done) for i in range(3))
-        return new, optax.ScaleByAdamState(count, mu, nu)
+        results = tree_map_with_path(update_leaf, updates, state.mu, state.nu)
+        # A tree of triples becomes three trees, in the structure of the updates.
+        directions = jax.tree.map(lambda _, result: result[0], updates, results)
+        mu = jax.tree.map(lambda _, result: result[1], updates, results)
+        nu = jax.tree.map(lambda _, result: result[2], updates, results)
+        return directions, optax.ScaleByAdamState(count, mu, nu)
 
     def of_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _scale_by_adam(b1, b2, eps, block, min_size, tables, kinds(specs))
+        return _scale_by_adam(adam, replace(rule, kind_by_path=kinds(specs)))
 
-    return PartitionedGradientTransformation(init, update, partition, of_specs=of_specs)
+    return PartitionedGradientTransformation(
+        init,
+        update,
+        partition,
+        of_specs=of_specs,
+    )
+
+
+def _state_specs(specs: Nested, rule: _BlockRule) -> optax.ScaleByAdamState:
+    """The specs of the state for these parameters."""
+
+    def moment_spec(keypath: Any, spec: ParameterSpec) -> Any:
+        make = partial(OptStateSpec, mesh_axes=spec.mesh_axes, owner=path_name(keypath))
+        return rule.moment(keypath, spec, make)
+
+    count = OptStateSpec((), "int32")
+    moments = tree_map_with_path(moment_spec, specs)
+    return optax.ScaleByAdamState(count, moments, moments)  # pyright: ignore[reportArgumentType]

@@ -22,8 +22,10 @@ from framework.layout import Nested, flatten, unflatten
 from framework.optimizers.partition import owner_of
 
 Reach = Literal["element", "row", "tensor", "unit", "global"]
-_REACHES: tuple[Reach, ...] = get_args(Reach)  # from the shortest to the widest
-_SIZES = (3, 5, 4)  # of the dimensions of the arrays that are tried
+# From the shortest to the widest.
+_REACHES: tuple[Reach, ...] = get_args(Reach)
+# The sizes of the dimensions of the arrays that are tried.
+_SIZES = (3, 5, 4)
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -41,74 +43,147 @@ def probe(optimizer: Any, specs: Nested) -> Reach:
         of them counts only where there is nothing larger.
     """
     shapes: Shapes = {path: spec.shape for path, spec in flatten(specs).items()}
-    state = _state(optimizer, shapes).values()  # of the true sizes: optimizers factor what is large
-    summed = any(owner and leaf.shape not in ((), shapes[owner]) for leaf, owner in state)
-    found: set[Reach] = {"tensor" if summed else "element"}
-    shapes = _toys(shapes)
-    owners = {f"state/{path}": owner for path, (_, owner) in _state(optimizer, shapes).items()}
-    owners |= {f"update/{path}": path for path in shapes}
-    run = _trial(optimizer, shapes)
-    clean, cut = run(None, 0.0), 2 if any(len(shape) > 1 for shape in shapes.values()) else 1
-    # One of each shape, not of each number of dimensions: in one row, tensor and row are the same, and in one column,
-    # row and element.
-    for path in {shape: path for path, shape in shapes.items()}.values():
+    reaches: set[Reach] = {"element"}
+    # Only the true sizes show what is summed over: optimizers factor what is large.
+    for leaf, owner in _state(optimizer, shapes).values():
+        if owner and leaf.shape not in ((), shapes[owner]):
+            reaches = {"tensor"}
+    toy_shapes = _toys(shapes)
+    owners = {}
+    toy_state = _state(optimizer, toy_shapes)
+    for path, (_leaf, owner) in toy_state.items():
+        owners[f"state/{path}"] = owner
+    for path in toy_shapes:
+        owners[f"update/{path}"] = path
+    run = _trial(optimizer, toy_shapes)
+    clean = run(None, 0.0)
+    has_matrices = any(len(shape) > 1 for shape in toy_shapes.values())
+    min_ndim = 2 if has_matrices else 1
+    # One path of each shape, not of each number of dimensions: in one row, tensor and row are the same, and in one
+    # column, row and element.
+    path_by_shape = {shape: path for path, shape in toy_shapes.items()}
+    for path in path_by_shape.values():
+        shape = toy_shapes[path]
+        # A large value shows what depends on sizes, NaN what depends on tests for finiteness.
         for value in (1e3, np.nan):
-            for name, after in run(path, value).items():
-                before, at = clean[name], _spoiled(shapes[path])
-                changed = ((before != after) & ~((before != before) & (after != after))).any(axis=0)  # NaN is NaN
-                if (owner := owners.get(name)) is None:  # the same for each piece: counters, constants; but no key
-                    found.add("unit" if changed.any() or before.dtype.kind == "u" else "element")
+            results = run(path, value)
+            for name, spoiled in results.items():
+                changed = _changed(clean[name], spoiled)
+                owner = owners.get(name)
+                if owner is None:
+                    # Without an owner are counters and constants, which are the same for each piece, and keys.
+                    is_key = clean[name].dtype.kind == "u"
+                    reaches.add("unit" if changed.any() or is_key else "element")
                 elif owner != path:
-                    found.add("global" if changed.any() else "element")
-                elif changed.shape == shapes[path] and len(at) >= cut:
-                    changed[at] = False
-                    others = np.delete(changed, at[:1], axis=0)
-                    found.add("tensor" if others.any() else "row" if changed.any() else "element")
-    return max(found, key=_REACHES.index)
+                    reaches.add("global" if changed.any() else "element")
+                elif changed.shape == shape and len(shape) >= min_ndim:
+                    reaches.add(_reach_within(changed))
+    return max(reaches, key=_REACHES.index)
+
+
+def _changed(clean: np.ndarray, spoiled: np.ndarray) -> np.ndarray:
+    """Which elements differ in any of the steps. Two NaN are equal.
+
+    Args:
+        clean, spoiled: [3, ...], of three steps.
+
+    Returns:
+        bool, [...].
+    """
+    is_nan_in_both = (clean != clean) & (spoiled != spoiled)
+    return ((clean != spoiled) & ~is_nan_in_both).any(axis=0)
+
+
+def _reach_within(changed: np.ndarray) -> Reach:
+    """How far the gradient of the spoiled element spreads within its tensor.
+
+    Args:
+        changed: bool, in the tensor's shape; the spoiled element is cleared.
+    """
+    place = _spoiled(changed.shape)
+    # The element itself always changes.
+    changed[place] = False
+    other_rows = np.delete(changed, place[:1], axis=0)
+    if other_rows.any():
+        return "tensor"
+    return "row" if changed.any() else "element"
 
 
 def _state(optimizer: Any, shapes: Shapes) -> dict[str, tuple[jax.ShapeDtypeStruct, str | None]]:
     """{path: (a leaf of the state, the path of the parameter that it belongs to)}."""
-    params = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
-    owners = {tuple(path.split("/")): path for path in shapes}
-    state = flatten(jax.eval_shape(optimizer.init, unflatten(params)))
-    return {path: (leaf, owners.get(owner_of(tuple(path.split("/")), owners) or ())) for path, leaf in state.items()}
+    params = {}
+    for path, shape in shapes.items():
+        params[path] = jax.ShapeDtypeStruct(shape, "float32")
+    path_of_name = {tuple(path.split("/")): path for path in shapes}
+    state = jax.eval_shape(optimizer.init, unflatten(params))
+    leaves = {}
+    for path, leaf in flatten(state).items():
+        owner_name = owner_of(tuple(path.split("/")), path_of_name)
+        leaves[path] = (leaf, path_of_name.get(owner_name or ()))
+    return leaves
 
 
 def _toys(shapes: Shapes) -> Shapes:
-    """Small shapes; what is the only one of its number of dimensions gets company, which could change with it."""
-    dims = [len(shape) for shape in shapes.values()]
-    lonely = {f"beside/{path}": shape for path, shape in shapes.items() if dims.count(len(shape)) == 1}
-    return {path: tuple(map(min, shape, _SIZES * len(shape))) for path, shape in {**lonely, **shapes}.items()}
+    """Small shapes; the only one of its number of dimensions gets company, which could change with it."""
+    ndims = [len(shape) for shape in shapes.values()]
+    company = {}
+    for path, shape in shapes.items():
+        if ndims.count(len(shape)) == 1:
+            company[f"beside/{path}"] = shape
+    toy_shapes = {}
+    for path, shape in {**company, **shapes}.items():
+        # There may be more dimensions than sizes: the sizes are used again from the first.
+        toy_shapes[path] = tuple(map(min, shape, _SIZES * len(shape)))
+    return toy_shapes
 
 
 def _spoiled(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The element whose gradient is spoiled: off the edge, where there is another."""
+    """The index of the element whose gradient is spoiled: off the edge, where an axis has more than one element."""
     return tuple(min(1, dim - 1) for dim in shape)
 
 
 def _trial(optimizer: Any, shapes: Shapes) -> Callable[[str | None, float], dict[str, np.ndarray]]:
     """run(path, value): all updates and states of three steps, [3, ...] by path, with `value` in one gradient."""
     rng = np.random.default_rng(0)
-    params, *draws = [{path: rng.normal(size=s).astype(np.float32) for path, s in shapes.items()} for _ in range(4)]
-    start = unflatten(params), jax.jit(optimizer.init)(unflatten(params))
+
+    def draw() -> dict[str, np.ndarray]:
+        arrays = {}
+        for path, shape in shapes.items():
+            arrays[path] = rng.normal(size=shape).astype(np.float32)
+        return arrays
+
+    params = draw()
+    clean_steps = [draw() for _ in range(3)]
+    state = jax.jit(optimizer.init)(unflatten(params))
+    start = (unflatten(params), state)
 
     @jax.jit
     def step(inputs: tuple[Any, Any, Any]) -> Any:
         params, state, grads = inputs
         updates, state = optimizer.update(grads, state, params)
-        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-        seen = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, {"update": updates, "state": state})
+
+        def comparable(x: jax.Array) -> jax.Array:
+            # NumPy has no dtype for PRNG keys: their words are compared.
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            return jax.random.key_data(x) if is_key else x
+
+        seen = jax.tree.map(comparable, {"update": updates, "state": state})
         return (optax.apply_updates(params, updates), state), seen
 
     def run(path: str | None, value: float) -> dict[str, np.ndarray]:
-        kept, seen = start, []
-        for index, draw in enumerate(draws):
-            grads = {name: grad.copy() for name, grad in draw.items()}
+        params_and_state = start
+        seen = []
+        for index, clean_grads in enumerate(clean_steps):
+            grads = {name: grad.copy() for name, grad in clean_grads.items()}
+            # Spoiled in the second of three steps: what was seen before it may act, and what it left may show.
             if index == 1 and path is not None:
                 grads[path][_spoiled(shapes[path])] = value
-            kept, leaves = executables.call(step, (*kept, unflatten(grads)))
+            inputs = (*params_and_state, unflatten(grads))
+            params_and_state, leaves = executables.call(step, inputs)
             seen.append(flatten(leaves))
-        return {name: np.stack([leaves[name] for leaves in seen]) for name in seen[0]}
+        stacks = {}
+        for name in seen[0]:
+            stacks[name] = np.stack([leaves[name] for leaves in seen])
+        return stacks
 
     return run

@@ -31,13 +31,21 @@ class Origin(NamedTuple):
 
 def check_dtypes(rounding: str, dtypes: set[Any]) -> None:
     """Raises ValueError when weights of these dtypes would not be rounded so."""
+    if rounding == "nearest":
+        return
     narrow = {dtype for dtype in dtypes if jnp.promote_types(dtype, jnp.float32) != dtype}
-    wanted = {jnp.dtype("bfloat16")} if rounding == "stochastic" else narrow
-    if rounding != "nearest" and (not narrow or narrow - wanted):
-        found, other = ", ".join(sorted(map(str, dtypes))), "" if rounding == "stochastic" else " or float16"
+    if rounding == "stochastic":
+        # The arithmetic is that of bfloat16, whose bits are the upper half of a float32.
+        supported = {jnp.dtype("bfloat16")}
+        alternative = ""
+    else:
+        supported = narrow
+        alternative = " or float16"
+    if not narrow or narrow - supported:
+        names = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(
-            f"learner.rounding = {rounding} with weights in {found}: expected model.param_dtype = bfloat16{other}, or "
-            "learner.rounding = nearest"
+            f"learner.rounding = {rounding} with weights in {names}: expected model.param_dtype = "
+            f"bfloat16{alternative}, or learner.rounding = nearest"
         )
 
 
@@ -49,9 +57,11 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def fold(seed: jax.Array, *numbers: Any) -> jax.Array:
-    """A uint32 seed for these numbers."""
+    """A uint32 seed for these numbers, which depends on their order."""
     for number in numbers:
-        seed = mix(seed ^ mix(jnp.asarray(number, jnp.uint32) + jnp.uint32(0x9E3779B9)))
+        # 2^32 divided by the golden ratio: `mix` would keep a zero as it is.
+        word = jnp.asarray(number, jnp.uint32) + jnp.uint32(0x9E3779B9)
+        seed = mix(seed ^ mix(word))
     return seed
 
 
@@ -60,25 +70,32 @@ def fold_name(seed: jax.Array, name: str) -> jax.Array:
     return fold(seed, np.uint32(name_hash(name)))
 
 
-def noise(seed: jax.Array, shape: tuple[int, ...], origin: Origin | None = None) -> jax.Array:
-    """Uniform random bits, uint32 of `shape`: those of the elements' places in the whole tensor.
+def noise(
+    seed: jax.Array,
+    shape: tuple[int, ...],
+    origin: Origin | None = None,
+) -> jax.Array:
+    """Uniform random bits, uint32 of `shape`, which depend on the elements' places in the whole tensor alone.
 
     Args:
         seed: uint32 scalar.
         shape: of the block, or of the tensor where `origin` is None.
         origin: where the block lies.
     """
-    start, whole = origin or Origin((0,) * len(shape), shape)
+    if origin is None:
+        origin = Origin((0,) * len(shape), shape)
     place = jnp.zeros(shape, jnp.uint32)
-    for axis, first in enumerate(start):
-        stride = math.prod(whole[axis + 1 :]) % (1 << 32)
-        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis) + jnp.asarray(first).astype(jnp.uint32)
+    for axis, first in enumerate(origin.start):
+        # Modulo 2^32, as all of the arithmetic here: tensors with more elements repeat their noise.
+        stride = math.prod(origin.shape[axis + 1 :]) % (1 << 32)
+        index_in_block = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index = index_in_block + jnp.asarray(first).astype(jnp.uint32)
         place += index * jnp.uint32(stride)
     return mix(mix(place + jnp.uint32(0x9E3779B9)) ^ seed)
 
 
 def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
-    """f32 (or wider) x in bfloat16: one of its two neighbours, each with the probability that makes x the mean.
+    """Rounds x to one of its two neighbours in bfloat16, each with the probability that makes x the mean.
 
     16 random bits are added to those that are cut off. What is not finite stays so; nothing finite becomes infinite.
 
@@ -90,23 +107,30 @@ def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array
     if jnp.dtype(dtype) != jnp.bfloat16:
         return x.astype(dtype)
     x = x.astype(jnp.float32)
-    raw, high = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(0xFFFF0000)
-    down, moved = (jax.lax.bitcast_convert_type(r & high, jnp.float32) for r in (raw, raw + (bits >> 16)))
-    rounded = jnp.where(jnp.isfinite(moved), moved, down)  # the largest bfloat16 stays
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)
+    raw = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    # The upper half of a float32 is the bfloat16 nearest to it towards zero.
+    upper_half = jnp.uint32(0xFFFF0000)
+    raw_with_noise = raw + (bits >> 16)
+    towards_zero = jax.lax.bitcast_convert_type(raw & upper_half, jnp.float32)
+    drawn = jax.lax.bitcast_convert_type(raw_with_noise & upper_half, jnp.float32)
+    # What would be rounded up from the largest bfloat16 to infinity stays.
+    finite = jnp.where(jnp.isfinite(drawn), drawn, towards_zero)
+    return jnp.where(jnp.isfinite(x), finite, x).astype(dtype)
 
 
 def cut_off(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """(x rounded to nearest in a narrower dtype, what that left out, in the same dtype).
-
-    With `reduce_precision`, as XLA takes a cast there and back for nothing where it may keep excess precision.
-    """
+    """(x rounded to nearest in a narrower dtype, the rounding error in the same dtype)."""
     bits = jnp.finfo(dtype)
-    near = jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
-    return near.astype(dtype), (x - near).astype(dtype)
+    # Not a cast there and back: XLA drops that where it may keep excess precision.
+    nearest = jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
+    return nearest.astype(dtype), (x - nearest).astype(dtype)
 
 
-def upcast(rounding: Rounding, weights: Nested, compensation: Nested | None) -> Nested:
+def upcast(
+    rounding: Rounding,
+    weights: Nested,
+    compensation: Nested | None,
+) -> Nested:
     """The weights in the dtype in which their update is computed.
 
     Args:
@@ -116,19 +140,30 @@ def upcast(rounding: Rounding, weights: Nested, compensation: Nested | None) -> 
     """
     if rounding == "nearest":
         return weights
-    wide_weights = jax.tree.map(lambda weight: weight.astype(jnp.promote_types(weight.dtype, jnp.float32)), weights)
+
+    def widened(weight: jax.Array) -> jax.Array:
+        return weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+
+    def compensated(weight: jax.Array, error: jax.Array) -> jax.Array:
+        return weight + error.astype(weight.dtype)
+
+    wide_weights = jax.tree.map(widened, weights)
     if compensation is None:
         return wide_weights
-    return jax.tree.map(lambda weight, cut: weight + cut.astype(weight.dtype), wide_weights, compensation)
+    return jax.tree.map(compensated, wide_weights, compensation)
 
 
 def rounded(
-    rounding: Rounding, new: Nested, old: Nested, seed: jax.Array, origin: Origin | None
+    rounding: Rounding,
+    new: Nested,
+    old: Nested,
+    seed: jax.Array,
+    origin: Origin | None,
 ) -> tuple[Nested, Nested]:
-    """(new weights in the dtypes of the old ones, what rounding cut off from them): "stochastic", or "kahan".
+    """(new weights in the dtypes of the old ones, the rounding errors for the next update).
 
     Args:
-        rounding: see `Learner`; not "nearest".
+        rounding: "stochastic" or "kahan", see `Learner`.
         new: float32 or wider.
         old: the weights before the update; only their dtypes count.
         seed: uint32 scalar, of this update.
@@ -139,12 +174,23 @@ def rounded(
     """
     if rounding == "stochastic":
 
-        def drawn(path: Any, precise: jax.Array, weight: jax.Array) -> jax.Array:
-            bits = noise(fold_name(seed, path_name(path)), precise.shape, origin)
+        def drawn(
+            keypath: Any,
+            precise: jax.Array,
+            weight: jax.Array,
+        ) -> jax.Array:
+            # Tensors of one shape would have the same noise without their names.
+            tensor_seed = fold_name(seed, path_name(keypath))
+            bits = noise(tensor_seed, precise.shape, origin)
             return round_stochastically(precise, weight.dtype, bits)
 
         return jax.tree_util.tree_map_with_path(drawn, new, old), {}
-    pairs = jax.tree.map(lambda precise, weight: cut_off(precise, weight.dtype), new, old)
-    near = jax.tree.map(lambda _, pair: pair[0], new, pairs)
-    left_out = jax.tree.map(lambda _, pair: pair[1], new, pairs)
-    return near, left_out
+
+    def cut(precise: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return cut_off(precise, weight.dtype)
+
+    pairs = jax.tree.map(cut, new, old)
+    # A tree of pairs becomes two trees, in the structure of the weights.
+    nearest = jax.tree.map(lambda _, pair: pair[0], new, pairs)
+    errors = jax.tree.map(lambda _, pair: pair[1], new, pairs)
+    return nearest, errors

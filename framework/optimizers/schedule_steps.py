@@ -1,4 +1,4 @@
-"""Which numbers of a config count training steps: by what they are, never by their names.
+"""Numbers of a config that count training steps, found by what they are, never by their names.
 
 Muon's `ns_steps` are iterations within one update and `update_interval` of APOLLO counts updates, whatever the length
 of the run; the `boundaries` of joined schedules are steps of it. So optax's schedules are listed with their arguments,
@@ -24,7 +24,11 @@ from framework.config.schema import arms
 
 @dataclass(frozen=True)
 class _CountsSteps:
-    """Of a type hint: the number counts training steps. `is_run`: it is the run's length unless it is set."""
+    """The mark in a type hint of a number that counts training steps.
+
+    Args:
+        is_run: the number is the run's length unless it is set.
+    """
 
     is_run: bool
 
@@ -60,35 +64,50 @@ STEP_ARGUMENTS: dict[Callable[..., Any], dict[str, _Kind]] = {
 
 
 def step_arguments(config: Config) -> dict[str, _Kind] | None:
-    """The arguments of one component that count training steps; None: nobody has said which."""
+    """The arguments of one component that count training steps; None where neither table nor type hints say which."""
     target = target_of(config)
     if target in STEP_ARGUMENTS:
         return STEP_ARGUMENTS[target]
-    marked = {name: _marks(field.hint) for name, field in schema_of(config).items()}
-    if not any(marked.values()):
+    marks_by_name = {name: _marks(field.hint) for name, field in schema_of(config).items()}
+    if not any(marks_by_name.values()):
         return None
-    return {name: "place" for name, marks in marked.items() if marks and not marks[0].is_run}
+    arguments: dict[str, _Kind] = {}
+    for name, marks in marks_by_name.items():
+        # The run's length is filled in anew for each run, and needs no scaling.
+        if marks and not marks[0].is_run:
+            arguments[name] = "place"
+    return arguments
 
 
 def _marks(hint: Any) -> list[_CountsSteps]:
-    metadata = [note for arm in arms(hint) for note in getattr(arm, "__metadata__", ())]
-    return [note for note in metadata if isinstance(note, _CountsSteps)]
+    """The marks in a type hint, in any arm of a union."""
+    marks = []
+    for arm in arms(hint):
+        for note in getattr(arm, "__metadata__", ()):
+            if isinstance(note, _CountsSteps):
+                marks.append(note)
+    return marks
 
 
 def _run_fields(config: Config) -> list[str]:
     """The fields of one component that are the run's length unless they are set."""
-    return [name for name, field in schema_of(config).items() if any(mark.is_run for mark in _marks(field.hint))]
+    names = []
+    for name, field in schema_of(config).items():
+        if any(mark.is_run for mark in _marks(field.hint)):
+            names.append(name)
+    return names
 
 
 def following(config: Config) -> list[str]:
-    """The paths of the fields in a config that follow the run: its length, and not set."""
-    return [
-        join(path, name)
-        for path, node in config.walk()
-        if isinstance(node, Config)
-        for name in _run_fields(node)
-        if node.get(name) is None
-    ]
+    """The paths of the fields in a config that follow the run: they are its length, and not set."""
+    paths = []
+    for path, node in config.walk():
+        if not isinstance(node, Config):
+            continue
+        for name in _run_fields(node):
+            if node.get(name) is None:
+                paths.append(join(path, name))
+    return paths
 
 
 def with_run_length(config: Config, steps: int) -> Config:
@@ -101,46 +120,65 @@ def with_run_length(config: Config, steps: int) -> Config:
 
 def schedules(config: Config) -> Iterator[tuple[str, Config]]:
     """(path, config) of each schedule in a config, without those that are parts of another."""
-    found: list[str] = []
+    schedule_paths: list[str] = []
     for path, node in config.walk():
-        if not isinstance(node, Config) or any(path.startswith(f"{outer}.") for outer in found):
+        if not isinstance(node, Config):
+            continue
+        if any(path.startswith(f"{outer}.") for outer in schedule_paths):
             continue
         for name, value in node.items():
             if isinstance(value, Config) and _takes_schedule(name, schema_of(node)[name].hint):
-                found.append(join(path, name))
-                yield found[-1], value
+                schedule_path = join(path, name)
+                schedule_paths.append(schedule_path)
+                yield schedule_path, value
 
 
 def _takes_schedule(name: str, hint: Any) -> bool:
-    """Whether an argument may be a schedule. `learning_rate` is what the learner reports; of one's own optimizers too,
-    which may have no type hints."""
-    return name == "learning_rate" or any(arm == optax.Schedule for arm in arms(hint))
+    """Whether an argument may be a schedule."""
+    # The learner reports `learning_rate`, also that of a user's own optimizer, which may have no type hints.
+    if name == "learning_rate":
+        return True
+    return any(arm == optax.Schedule for arm in arms(hint))
 
 
 def scale(config: Config, new: int, old: int) -> list[str]:
-    """Makes what was written for a run of `old` steps fit one of `new` steps, in place. What follows the run does so by
-    itself. Returns a line for each schedule of which nobody has said what counts steps in it."""
-    inside = {path for path, _ in schedules(config)}
+    """Scales the schedules of a config, written for a run of `old` steps, to one of `new` steps, in place.
+
+    Schedules that follow the run need no scaling.
+
+    Returns:
+        A message for each schedule of which it is not known what counts steps in it.
+    """
+    schedule_paths = {path for path, _ in schedules(config)}
     unknown = []
+    # A list, as the config is changed in the loop.
     for path, node in list(config.walk()):
         if not isinstance(node, Config):
             continue
         if _run_fields(node):
             continue
         arguments = step_arguments(node)
-        is_in_schedule = any(path == outer or path.startswith(f"{outer}.") for outer in inside)
+        is_in_schedule = any(path == outer or path.startswith(f"{outer}.") for outer in schedule_paths)
         if arguments is None and is_in_schedule:
             unknown.append(
                 f"{path} ({name_of(target_of(node))}) is as it was: which of its numbers are training steps is not "
                 "known (framework.optimizers.schedule_steps.TrainingSteps as their type hint says it)"
             )
         for name, kind in (arguments or {}).items():
-            if (value := node.get(name)) is not None:
+            value = node.get(name)
+            if value is not None:
                 config.set_path(join(path, name), _scaled(value, kind, new, old))
     return unknown
 
 
-def _scaled(value: Any, kind: _Kind, new: int, old: int) -> Any:
+def _scaled(
+    value: Any,
+    kind: _Kind,
+    new: int,
+    old: int,
+) -> Any:
+    """An argument written for a run of `old` steps, for one of `new` steps."""
+    # In integers, which round down the same on every machine. No length becomes zero, as optax refuses that.
     if kind == "length":
         return max(1, value * new // old)
     if kind == "place":
@@ -149,23 +187,32 @@ def _scaled(value: Any, kind: _Kind, new: int, old: int) -> Any:
         return [place * new // old for place in value]
     if kind == "keys":
         return {str(int(place) * new // old): factor for place, factor in value.items()}
-    return [
-        {name: _scaled(x, _COSINE[name], new, old) if name in _COSINE else x for name, x in cycle.items()}
-        for cycle in value
-    ]
+    cycles = []
+    for cycle in value:
+        scaled_cycle = {}
+        for name, argument in cycle.items():
+            if name in _COSINE:
+                argument = _scaled(argument, _COSINE[name], new, old)
+            scaled_cycle[name] = argument
+        cycles.append(scaled_cycle)
+    return cycles
 
 
 def own_length(config: Config) -> int | None:
-    """How many steps a schedule is written for, counting its parts; None: it says nothing of that."""
+    """How many steps a schedule is written for, counting its parts; None where no number says so."""
     lengths = []
     for _, node in config.walk():
         if not isinstance(node, Config):
             continue
         arguments: dict[str, _Kind] = step_arguments(node) or {}
-        values: list[tuple[_Kind, Any]] = [(kind, node.get(name)) for name, kind in arguments.items()]
-        # A fraction of the run is no number of steps.
-        lengths += [_last(kind, value) for kind, value in values if value and not isinstance(value, float)]
-        lengths += [node[name] for name in _run_fields(node) if node.get(name) is not None]
+        for name, kind in arguments.items():
+            value = node.get(name)
+            # A fraction of the run is no number of steps.
+            if value and not isinstance(value, float):
+                lengths.append(_last(kind, value))
+        for name in _run_fields(node):
+            if node.get(name) is not None:
+                lengths.append(node[name])
     return max(lengths, default=None)
 
 

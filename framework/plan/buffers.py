@@ -16,8 +16,8 @@ from typing import NamedTuple
 from framework.plan.hlo import Module
 
 DUMP_OPTION = "xla_dump_to"
-# Size, memory space ("color": 0 is device memory, fast on-chip memory and host memory have others), what it holds.
-# jaxlib 0.11 also tells an allocation's page.
+# Size, memory space ("color": 0 is device memory, fast on-chip memory and host memory have others),
+# what it holds. jaxlib 0.11 also tells an allocation's page.
 _ALLOCATION = re.compile(r"\d+: size (\d+)(?:, page \d+)?(?:, color (\d+))?(?:, page \d+)?, (.*?):?$", re.MULTILINE)
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)", re.M)
 _RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
@@ -50,7 +50,8 @@ class Buffers:
       module: the program's text.
       parameters: {instruction name: bytes} of arguments; an output that takes an argument's place is counted there.
       blocks: the temporaries alive at the peak.
-      output_bytes: of the other outputs. fixed_bytes: of constants and the like.
+      output_bytes: of the other outputs.
+      fixed_bytes: of constants and the like.
       heap_bytes: the allocation that holds all temporaries; at least the sum of the blocks, as packing leaves gaps.
     """
 
@@ -63,13 +64,13 @@ class Buffers:
 
     @property
     def live_bytes(self) -> int:
-        """Alive at the peak."""
-        temporary = sum(block.size for block in self.blocks)
-        return sum(self.parameters.values()) + self.output_bytes + self.fixed_bytes + temporary
+        """Bytes alive at the peak."""
+        temporary_bytes = sum(block.size for block in self.blocks)
+        return sum(self.parameters.values()) + self.output_bytes + self.fixed_bytes + temporary_bytes
 
     @property
     def gap_bytes(self) -> int:
-        """What packing leaves empty at the peak."""
+        """Bytes that packing leaves empty at the peak."""
         return self.heap_bytes - sum(block.size for block in self.blocks)
 
 
@@ -80,22 +81,27 @@ def read(directory: Path) -> Buffers:
         FileNotFoundError: the compiler left none (it stops before this point when a program is too big for a TPU).
     """
     buffers = Buffers(Module(_text(directory, "")))
-    alive = {(name, index): (int(a), int(b)) for name, index, a, b in _RANGE.findall(_text(directory, "-live-range"))}
-    for text in re.split("^allocation ", _text(directory, "-buffer-assignment"), flags=re.MULTILINE)[1:]:
+    live_ranges: dict[tuple[str, str], tuple[int, int]] = {}
+    for name, index, start, end in _RANGE.findall(_text(directory, "-live-range")):
+        live_ranges[name, index] = (int(start), int(end))
+    allocations = re.split("^allocation ", _text(directory, "-buffer-assignment"), flags=re.MULTILINE)
+    # The first part is the text before the first allocation.
+    for text in allocations[1:]:
         header = _ALLOCATION.match(text)
         if header is None or int(header[2] or 0) != 0 or header[3].startswith("thread-local"):
             continue
-        size, what = int(header[1]), header[3]
-        values = [
-            Value(name, _index(index), int(own), int(offset), shape, *alive.get((name, index), (0, -1)))
-            for name, index, own, offset, shape in _VALUE.findall(text)
-        ]
-        if what.startswith("parameter"):
+        size = int(header[1])
+        purpose = header[3]
+        values = _values(text, live_ranges)
+        if purpose.startswith("parameter"):
             names = [value.name for value in values]
-            buffers.parameters[next((name for name in names if name in buffers.module.parameters), names[0])] = size
-        elif "maybe-live-out" in what:
+            # An output in an argument's place is a value of the same allocation.
+            argument_names = [name for name in names if name in buffers.module.parameters]
+            name = argument_names[0] if argument_names else names[0]
+            buffers.parameters[name] = size
+        elif "maybe-live-out" in purpose:
             buffers.output_bytes += size
-        elif "temp" in what:
+        elif "temp" in purpose:
             buffers.heap_bytes += size
             buffers.blocks += _peak(values)
         else:
@@ -103,11 +109,30 @@ def read(directory: Path) -> Buffers:
     return buffers
 
 
+def _values(text: str, live_ranges: dict[tuple[str, str], tuple[int, int]]) -> list[Value]:
+    """The values of one allocation. Those without a live range are never alive: they end before they start."""
+    values = []
+    for name, index, size, offset, shape in _VALUE.findall(text):
+        start, end = live_ranges.get((name, index), (0, -1))
+        values.append(
+            Value(
+                name,
+                _index(index),
+                int(size),
+                int(offset),
+                shape,
+                start,
+                end,
+            )
+        )
+    return values
+
+
 def _text(directory: Path, kind: str) -> str:
-    found = sorted(directory.glob(f"*after_optimizations{kind}.txt"))
-    if not found:
+    paths = sorted(directory.glob(f"*after_optimizations{kind}.txt"))
+    if not paths:
         raise FileNotFoundError(f"the compiler left no after_optimizations{kind}.txt in {directory}")
-    return found[-1].read_text()
+    return paths[-1].read_text()
 
 
 def _index(text: str) -> tuple[int, ...]:
@@ -117,28 +142,47 @@ def _index(text: str) -> tuple[int, ...]:
 def _peak(values: list[Value]) -> list[Block]:
     """The blocks alive when most bytes of an allocation are."""
     values = [value for value in values if value.size]
+    # The sum grows only where a value starts.
     instants = {value.start for value in values}
-    moments = (_without_overlap([v for v in values if v.start <= instant <= v.end]) for instant in instants)
-    best = max(moments, key=lambda alive: sum(size for _, size in alive), default=[])
+    best: list[tuple[Value, int]] = []
+    best_bytes = -1
+    for instant in instants:
+        alive = _without_overlap([v for v in values if v.start <= instant <= v.end])
+        alive_bytes = sum(size for _, size in alive)
+        if alive_bytes > best_bytes:
+            best = alive
+            best_bytes = alive_bytes
     return [Block(size, _history(value, values)) for value, size in best]
 
 
 def _without_overlap(alive: list[Value]) -> list[tuple[Value, int]]:
     """Each value with the bytes that no value before it covers; the larger ones first where they begin together."""
-    end, kept = 0, []
+    covered_end = 0
+    sizes = []
     for value in sorted(alive, key=lambda value: (value.offset, -value.size)):
-        new = value.offset + value.size - max(end, value.offset)
-        if new > 0:
-            kept.append((value, new))
-            end = value.offset + value.size
-    return kept
+        end = value.offset + value.size
+        new_bytes = end - max(covered_end, value.offset)
+        if new_bytes > 0:
+            sizes.append((value, new_bytes))
+            covered_end = end
+    return sizes
 
 
 def _history(value: Value, values: list[Value]) -> list[Value]:
     """A value and those that hand over to it, or take over from it, at the same place: one buffer, several names."""
-    chain, here = [value], (value.offset, value.size)
-    place = [v for v in values if (v.offset, v.size) == here and v is not value]
-    while joined := [v for v in place if any(v.start <= other.end and v.end >= other.start for other in chain)]:
+    chain = [value]
+    candidates = []
+    for candidate in values:
+        is_same_place = (candidate.offset, candidate.size) == (value.offset, value.size)
+        if is_same_place and candidate is not value:
+            candidates.append(candidate)
+    # Values may hand over one after the other, so each round looks for those that meet one of the
+    # last round.
+    while joined := [candidate for candidate in candidates if _meets(candidate, chain)]:
         chain += joined
-        place = [v for v in place if v not in joined]
+        candidates = [candidate for candidate in candidates if candidate not in joined]
     return chain
+
+
+def _meets(value: Value, chain: list[Value]) -> bool:
+    return any(value.start <= link.end and value.end >= link.start for link in chain)

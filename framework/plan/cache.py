@@ -22,19 +22,24 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "jax-cuda12-pjrt", "jax-cuda13-
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of those that are installed."""
-    found = {}
+    """The versions of those packages that are installed."""
+    installed = {}
     for package in packages:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def path_of(config: Config, **about: Any) -> Path:
     """The file of a report, of a resolved config and of anything else that JSON can hold: under $XDG_CACHE_HOME."""
-    files = {path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".toml", ".textproto")}
+    framework_folder = Path(__file__).parents[1]
+    files = {path for path in framework_folder.rglob("*") if path.suffix in (".py", ".toml", ".textproto")}
+    # A config may name classes of the user's own, whose code decides too.
     for _, node in config.walk():
-        module = sys.modules.get(getattr(target_of(node), "__module__", "")) if isinstance(node, Config) else None
+        if not isinstance(node, Config):
+            continue
+        module_name = getattr(target_of(node), "__module__", "")
+        module = sys.modules.get(module_name)
         if module is not None and module.__file__:
             files.add(Path(module.__file__))
     flags = {flag: os.environ.get(flag) for flag in _FLAGS}
@@ -58,8 +63,9 @@ def store(path: Path, report: dict[str, Any]) -> None:
     """Keeps a report. A disk that is full or read-only costs the cache, not the plan."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps(report))
-        new.replace(path)
+        # The file is renamed when it is complete, as another process may read it meanwhile.
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(report))
+        temporary.replace(path)
     except OSError as error:
         print(f"plan not cached: {error}", file=sys.stderr)

@@ -22,17 +22,17 @@ _SIZE = r"([\d.]+)([KMGT]?)"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program, bytes per device.
+    """The compiler's account of a program, in bytes per device.
 
     Attributes:
       seconds: compile time.
-      peak: alive at the worst instant. TPU: what XLA's liveness says. GPU and CPU take the temporaries as one piece, so
-        there the gaps in it count.
+      peak: bytes alive at the worst instant. On TPU XLA's liveness says it. GPU and CPU take the temporaries as one
+        piece, so there the gaps in it count.
       allocated: the peak and the gaps.
       argument, output, alias, temp: device memory, as `memory_analysis()` has it; an output in an argument's place is
-        in alias too. Zero when the program was refused.
+        in alias too. They are zero when the program was refused.
       host_temp: temporaries in host memory, where the compiler knows them (TPU).
-      buffers: what is alive; None when refused, or when the program came from jax's compilation cache.
+      buffers: the buffers that are alive; None when refused, or when the program came from jax's compilation cache.
       text: of the program as it is run (TPU, GPU). A TPU's compiler has noted by then what it takes each fusion to
         need. The text that `buffers` are read from does not have it yet.
       message: the compiler's words, if it refused the program; `peak` is then what it named.
@@ -61,29 +61,45 @@ def compile_for(
     Args:
         lowered: `jax.stages.Lowered`.
         platform: tpu, gpu or cpu.
-        hosted: what of its arguments and results lives in host memory.
+        hosted: the bytes of its arguments and results that live in host memory.
         memory_mib: TPU: a program that needs more is refused, as one that needs more than the chip has.
     """
     with tempfile.TemporaryDirectory(prefix="plimsoll-plan-") as folder, interrupts.removed_at_end(folder):
         options: dict[str, Any] = {buffers.DUMP_OPTION: folder}
         if memory_mib is not None and platform == "tpu":
             options["xla_tpu_max_hbm_size_mib"] = memory_mib
-        start, found = time.perf_counter(), None
+        start = time.perf_counter()
         try:
             executable = lowered.compile(compiler_options=options)
             stats = executable.memory_analysis()
         except jax.errors.JaxRuntimeError as error:
-            needed, words = refused(error)
-            return Compiled(time.perf_counter() - start, needed, needed, message=words)
+            needed, message = refused(error)
+            return Compiled(time.perf_counter() - start, needed, needed, message=message)
         seconds = time.perf_counter() - start
         text = executable.as_text() if platform != "cpu" else ""
-        with suppress(FileNotFoundError):  # taken from jax's compilation cache
-            found = buffers.read(Path(folder))
-    peak, gaps = peak_bytes(stats, platform, hosted), 0
-    if platform == "tpu" and found:
-        peak, gaps = found.live_bytes, found.gap_bytes
-    sizes = *on_device(stats, platform, hosted), stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
-    return Compiled(seconds, peak, peak + gaps, *sizes, found, text)
+        program_buffers = None
+        # A program that comes from jax's compilation cache leaves no dump.
+        with suppress(FileNotFoundError):
+            program_buffers = buffers.read(Path(folder))
+    peak = peak_bytes(stats, platform, hosted)
+    gaps = 0
+    if platform == "tpu" and program_buffers:
+        # The sum of the buffers leaves out on-chip memory, which XLA's own peak counts too.
+        peak = program_buffers.live_bytes
+        gaps = program_buffers.gap_bytes
+    argument, output, alias = on_device(stats, platform, hosted)
+    return Compiled(
+        seconds=seconds,
+        peak=peak,
+        allocated=peak + gaps,
+        argument=argument,
+        output=output,
+        alias=alias,
+        temp=stats.temp_size_in_bytes,
+        host_temp=stats.host_temp_size_in_bytes,
+        buffers=program_buffers,
+        text=text,
+    )
 
 
 def refused(error: Exception) -> tuple[int, str]:
@@ -92,4 +108,7 @@ def refused(error: Exception) -> tuple[int, str]:
     match = re.search(rf"(?:memory required[^(]*\(|Used ){_SIZE}(?:\)|B? of)", text)
     if "RESOURCE_EXHAUSTED" not in text or match is None:
         raise error
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")), text.splitlines()[0]
+    number = float(match[1])
+    # No letter stands for bytes, K for 1024 of them, and so on.
+    exponent = " KMGT".index(match[2] or " ")
+    return int(number * 1024**exponent), text.splitlines()[0]

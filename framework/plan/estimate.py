@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import AbstractMesh
 
 from framework.devices.accelerators import AcceleratorSpec
 from framework.layers.base import batch_specs
-from framework.layout import OptStateSpec, StateLayout
+from framework.layout import Leaf, OptStateSpec, StateLayout
 from framework.models.causal_lm import CausalLM
 from framework.optimizers.reach import Reach
 from framework.plan.jaxprs import FlopCount, flops
@@ -30,11 +31,17 @@ from framework.schedules.pieces import BLOCK
 
 # XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
 _COSTLY = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin", "cos", "div")
+_Shape = tuple[int, ...]
 
 
 class Estimate(NamedTuple):
-    """Bytes of one device at the instant of the peak, by the keys of a report's breakdown, and of its host's memory;
-    and the matrix products' FLOPs of one step on all devices, with what is recomputed."""
+    """The memory and the work of one training step.
+
+    Attributes:
+        breakdown: bytes of one device at the instant of the peak, by the keys of a report's breakdown.
+        host_breakdown: likewise bytes of one device that are in its host's memory.
+        flops: the matrix products' FLOPs of one step on all devices, with what is recomputed.
+    """
 
     breakdown: dict[str, int]
     host_breakdown: dict[str, int]
@@ -42,174 +49,300 @@ class Estimate(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """Of one device."""
+        """Bytes of one device's memory."""
         return sum(self.breakdown.values())
 
     @property
     def host_bytes(self) -> int:
-        """In the host's memory, of one device."""
+        """Bytes of one device that are in host memory."""
         return sum(self.host_breakdown.values())
 
 
 def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpec) -> Estimate:
-    """What one step of `experiment` needs on each device of a mesh of these sizes (`experiment.mesh.resolve(n)`).
+    """Estimates what one step of `experiment` needs on each device of a mesh.
+
+    Args:
+        experiment: what to train.
+        sizes: of the mesh's axes, `experiment.mesh.resolve(num_devices)`.
+        spec: of the devices.
 
     Raises:
         ValueError: a mesh axis does not divide the dimension that it shards, or the batch.
     """
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    data, learner, memory = experiment.data, experiment.learner, experiment.memory
-    experiment.model.check(mesh, data)
-    if data.global_batch_size % (learner.accumulate * sizes["data"] * sizes["fsdp"]):
-        experiment.check(mesh)  # says so; it takes too long to be asked each time
+    _check(experiment, mesh, sizes)
     layout = StateLayout(experiment.state_specs(), mesh)
-    breakdown, host = dict.fromkeys(KEYS, 0), dict.fromkeys(KEYS, 0)
+    breakdown = dict.fromkeys(KEYS, 0)
+    host_breakdown = dict.fromkeys(KEYS, 0)
     for leaf in StateLayout(experiment.run_specs(), mesh):
-        (breakdown if leaf.spec.memory_kind == "device" else host)[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
-    for batch in batch_specs(data.arrays()).values():
-        shard = layout.sharding(batch).shard_shape(batch.shape)
-        breakdown["batch"] += math.prod(shard) * batch.dtype.itemsize
-    traced = trace(experiment, sizes, spec.platform)
-    backward = _backward(experiment, layout, sizes, spec.platform, traced)
-    if (
-        learner.accumulate > 1 and memory.gradients == "device"
-    ):  # the sums of the microbatches' gradients, which are there all the time
-        for leaf in layout:
-            if leaf.group == "parameter":
-                summed_in: Any = learner.gradient_dtype(leaf.spec)  # pyright: ignore[reportArgumentType]
-                backward["gradients"] += leaf.bytes_per_device // leaf.spec.dtype.itemsize * summed_in.itemsize
-    if spec.platform == "cpu":  # its compiler copies what the optimizer keeps before it updates that
-        backward["activations"] += layout.bytes_per_device("optimizer", "device")
-    if "offload" in memory.remat or memory.activations != "device":
-        host["activations"] = _backward(experiment, layout, sizes, spec.platform, traced, host=True).total()
-    units = {name: stack.num_units for name, stack in experiment.model.stacks.items()}
-    if memory.update == "in_backward":  # a unit's gradients wait until all of it is updated
-        backward["gradients"] += max(sum(_stacked(layout, [name]).values()) // count for name, count in units.items())
-    if memory.update == "after_backward":
-        update = _update(layout, spec, sum(breakdown.values()))
-    else:
-        update = _piece(layout, units, {learner.reach(group) for group in learner.groups})
-    if memory.update in ("streamed", "layer_programs") and memory.gradients == "device":
-        update["gradients"] = layout.bytes_per_device("parameter")
+        is_on_device = leaf.spec.memory_kind == "device"
+        leaf_breakdown = breakdown if is_on_device else host_breakdown
+        leaf_breakdown[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
+    for batch in batch_specs(experiment.data.arrays()).values():
+        shard_shape = layout.sharding(batch).shard_shape(batch.shape)
+        breakdown["batch"] += math.prod(shard_shape) * batch.dtype.itemsize
+
+    backward_pass = _BackwardPass(
+        experiment,
+        layout,
+        sizes,
+        spec.platform,
+        trace(experiment, sizes, spec.platform),
+    )
+    if "offload" in experiment.memory.remat or experiment.memory.activations != "device":
+        host_breakdown["activations"] = backward_pass.most_held(on_the_host=True).total()
+    backward = _backward(backward_pass)
+    update = _update(experiment, layout, spec, sum(breakdown.values()))
+    # The peak is in the backward pass or in the update, whichever holds more; one is over when the
+    # other begins.
     for group, size in max(backward, update, key=Counter.total).items():
         breakdown[group] += size
-    return Estimate(breakdown, host, _flops(experiment, sizes, traced))
+    return Estimate(breakdown, host_breakdown, _flops(experiment, sizes, backward_pass.traced))
+
+
+def _check(experiment: Experiment, mesh: Any, sizes: dict[str, int]) -> None:
+    """Raises ValueError where model and batch do not divide over the mesh."""
+    experiment.model.check(mesh, experiment.data)
+    num_batch_shards = experiment.learner.accumulate * sizes["data"] * sizes["fsdp"]
+    if experiment.data.global_batch_size % num_batch_shards:
+        # This check says what is wrong. It takes too long to be done each time.
+        experiment.check(mesh)
 
 
 def _flops(experiment: Experiment, sizes: dict[str, int], traced: ClosedJaxpr) -> FlopCount:
-    """Of the forward and backward passes of all microbatches on all devices, not of an optimizer (Muon, GaLore)."""
-    learner, memory = experiment.learner, experiment.memory
+    """FLOPs of the forward and backward passes of all microbatches on all devices.
+
+    The products of optimizers such as Muon and GaLore are left out.
+    """
+    learner = experiment.learner
+    data = experiment.data
     microbatch = flops(traced)
-    total = microbatch.flops * math.prod(sizes.values()) * learner.accumulate
-    unkept = memory.update == "in_backward" or memory.gradients == "none"
-    if learner.clip is not None and learner.clip_mode == "two_pass" and unkept:
-        # The norm of all gradients is needed before the first update, and gradients do not stay: they are made twice.
-        tokens = experiment.data.global_batch_size * experiment.data.seq_len
-        total += total - round(experiment.model.forward_flops_per_token(experiment.data.seq_len) * tokens)
+    num_devices = math.prod(sizes.values())
+    total = microbatch.flops * num_devices * learner.accumulate
+    if learner.clip is not None and learner.clip_mode == "two_pass" and _gradients_are_not_kept(experiment):
+        # The norm of all gradients is needed before the first update, and gradients do not stay:
+        # they are made twice.
+        tokens = data.global_batch_size * data.seq_len
+        total += total - round(experiment.model.forward_flops_per_token(data.seq_len) * tokens)
     return FlopCount(total, microbatch.uncounted_loops)
 
 
-def _taken(experiment: Experiment) -> bool:
-    """Whether gradients are taken away as the backward pass makes them."""
+def _gradients_are_not_kept(experiment: Experiment) -> bool:
+    return experiment.memory.update == "in_backward" or experiment.memory.gradients == "none"
+
+
+def _gradients_are_taken_away(experiment: Experiment) -> bool:
+    """Whether gradients leave device memory as the backward pass makes them."""
     return experiment.memory.update == "in_backward" or experiment.memory.gradients != "device"
 
 
-def _stacked(layout: StateLayout, stacks: Collection[str]) -> dict[tuple[int, ...], int]:
-    """{a device's share of the shape: bytes} of stacks' trainable parameters, those of a shape together."""
-    found: Counter[tuple[int, ...]] = Counter()
+def _shard_shape(layout: StateLayout, leaf: Leaf) -> _Shape:
+    return layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)
+
+
+def _stacked(layout: StateLayout, stacks: Collection[str]) -> dict[_Shape, int]:
+    """{a device's share of the shape: bytes} of the stacks' trainable parameters, those of a shape added up."""
+    bytes_by_shape: Counter[_Shape] = Counter()
     for leaf in layout:
         if leaf.group == "parameter" and leaf.path.split("/")[1] in stacks:
-            found[layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)] += leaf.bytes_per_device
-    return found
+            bytes_by_shape[_shard_shape(layout, leaf)] += leaf.bytes_per_device
+    return bytes_by_shape
 
 
-def _backward(
-    experiment: Experiment,
-    layout: StateLayout,
-    sizes: dict[str, int],
-    platform: str,
-    traced: ClosedJaxpr,
-    *,
-    host: bool = False,
-) -> Counter[str]:
-    """The most that the gradients of one microbatch hold besides state and batch, on the device or in host memory.
-    Gradients of the stack that are taken away are not counted."""
-    model, taken = experiment.model, _taken(experiment)
-    units, gradients = {stack.num_units for stack in model.stacks.values()}, _stacked(layout, model.stacks)
-    weights = {layout.sharding(leaf.spec).shard_shape(leaf.spec.shape) for leaf in layout if leaf.group == "parameter"}
-    weights |= {shape[1:] for shape in gradients}
-    shards = sizes["data"] * sizes["fsdp"] * sizes["seq"]
+# --- the backward pass -----------------------------------------------------------------------------------------------
 
-    def away(aval: Any) -> bool:
-        """Whether it is what was kept of all units, in host memory."""
+
+def _backward(backward_pass: _BackwardPass) -> Counter[str]:
+    """Bytes that a device holds at the fullest instant of the backward pass, besides state and batch."""
+    experiment = backward_pass.experiment
+    layout = backward_pass.layout
+    learner = experiment.learner
+    memory = experiment.memory
+    most = backward_pass.most_held(on_the_host=False)
+    if learner.accumulate > 1 and memory.gradients == "device":
+        # The sums of the microbatches' gradients are there all the time.
+        for leaf in layout:
+            if leaf.group == "parameter":
+                sum_dtype: Any = learner.gradient_dtype(leaf.spec)  # pyright: ignore[reportArgumentType]
+                num_elements = leaf.bytes_per_device // leaf.spec.dtype.itemsize
+                most["gradients"] += num_elements * sum_dtype.itemsize
+    if backward_pass.platform == "cpu":
+        # The CPU's compiler copies what the optimizer keeps before it updates that.
+        most["activations"] += layout.bytes_per_device("optimizer", "device")
+    if memory.update == "in_backward":
+        # A unit's gradients wait until all of it is updated.
+        unit_sizes = []
+        for name, stack in experiment.model.stacks.items():
+            stack_bytes = sum(_stacked(layout, [name]).values())
+            unit_sizes.append(stack_bytes // stack.num_units)
+        most["gradients"] += max(unit_sizes)
+    return most
+
+
+@dataclass
+class _BackwardPass:
+    """The gradients of one microbatch on one device; `traced` is their program."""
+
+    experiment: Experiment
+    layout: StateLayout
+    sizes: dict[str, int]
+    platform: str
+    traced: ClosedJaxpr
+
+    def __post_init__(self) -> None:
+        model = self.experiment.model
+        layout = self.layout
+        self.gradient_shapes = _stacked(layout, model.stacks)
+        self.weight_shapes = {_shard_shape(layout, leaf) for leaf in layout if leaf.group == "parameter"}
+        # Loops over units see the weights of one unit, without the axis of layers.
+        self.weight_shapes |= {shape[1:] for shape in self.gradient_shapes}
+        self.unit_counts = {stack.num_units for stack in model.stacks.values()}
+
+    def most_held(self, *, on_the_host: bool) -> Counter[str]:
+        """The most that the pass holds besides state and batch, in host memory or else on the device.
+
+        Gradients of the stacks that are taken away are not counted.
+        """
+        gradients_taken = _gradients_are_taken_away(self.experiment)
+        jaxpr = self.traced.jaxpr
+        groups = ["gradients"] * len(jaxpr.outvars)
+        return most_held(
+            jaxpr,
+            self._rules(on_the_host, gradients_taken),
+            groups,
+            taken=gradients_taken,
+        )
+
+    def _rules(self, on_the_host: bool, gradients_taken: bool) -> Rules:
+        model = self.experiment.model
+        platform = self.platform
+        table = (-1,)
+        if isinstance(model, CausalLM):
+            table = (model.vocab_size // self.sizes["model"], model.dim)
+        # The head sums the gradient of its table in shards over fsdp, chunk by chunk.
+        return Rules(
+            costly=_COSTLY if platform == "cpu" else (),
+            late_reduction=platform == "tpu",
+            early_zeros=platform != "tpu" and math.prod(self.sizes.values()) > 1,
+            pads_products=platform == "gpu",
+            adds_products=platform == "tpu",
+            table=table,
+            table_parts=self.sizes["fsdp"],
+            nbytes=self._byte_counter(on_the_host, gradients_taken),
+        )
+
+    def _byte_counter(self, on_the_host: bool, gradients_taken: bool) -> Callable[[Any], int]:
+        """The function that says how many bytes of the memory in question an abstract value takes up."""
+        uncounted_shapes: Collection[_Shape] = ()
+        if on_the_host:
+            uncounted_shapes = self.weight_shapes
+        elif gradients_taken:
+            uncounted_shapes = self.gradient_shapes
+
+        def nbytes(aval: Any) -> int:
+            if self._is_on_host(aval) != on_the_host or aval.shape in uncounted_shapes:
+                return 0
+            return self._padded_bytes(aval)
+
+        return nbytes
+
+    def _is_on_host(self, aval: Any) -> bool:
+        """Whether an array is in host memory, such as a stack of what all units keep for the backward pass."""
         if on_host(aval):
             return True
-        kept = (
-            experiment.memory.activations != "device"
+        is_kept_by_units = (
+            self.experiment.memory.activations != "device"
             and aval.shape
-            and aval.shape[0] in units
-            and aval.shape not in gradients
+            and aval.shape[0] in self.unit_counts
+            and aval.shape not in self.gradient_shapes
         )
-        size = math.prod(aval.shape[1:]) * shards * getattr(aval.dtype, "itemsize", 4)
-        return kept and len(aval.shape) > 2 and size >= 1 << 20
-
-    table, lengths = (-1,), ()
-    if isinstance(model, CausalLM):
-        table, length = (model.vocab_size // sizes["model"], model.dim), experiment.data.seq_len
-        lengths = (length, length // sizes["seq"])
-
-    def nbytes(aval: Any) -> int:
-        if away(aval) != host or aval.shape in (weights if host else gradients if taken else ()):
-            return 0
-        *rest, last = (*aval.shape,) or (1,)
+        num_batch_shards = self.sizes["data"] * self.sizes["fsdp"] * self.sizes["seq"]
         itemsize = getattr(aval.dtype, "itemsize", 4)
-        if platform == "tpu" and len(rest) >= 3 and rest[-1] in lengths and last > 1:
-            # What a kernel reads and writes is [..., S, H] in that order, in rows of whole registers of 128.
-            last = -(-last // 128) * 128
-        if platform == "cpu" and jnp.issubdtype(aval.dtype, jnp.floating):
-            itemsize = max(itemsize, 4)  # half precision is computed in float32, and stacks are converted as a whole
-        return math.prod(rest) * last * itemsize
+        # Small arrays, of less than 1 MiB in one unit on all devices, stay on the device.
+        unit_bytes = math.prod(aval.shape[1:]) * num_batch_shards * itemsize
+        return is_kept_by_units and len(aval.shape) > 2 and unit_bytes >= 1 << 20
 
-    # The head sums the gradient of its table in shards over fsdp, chunk by chunk.
-    rules = Rules(
-        costly=_COSTLY if platform == "cpu" else (),
-        late_reduction=platform == "tpu",
-        early_zeros=platform != "tpu" and math.prod(sizes.values()) > 1,
-        pads_products=platform == "gpu",
-        adds_products=platform == "tpu",
-        table=table,
-        table_parts=sizes["fsdp"],
-        nbytes=nbytes,
-    )
-    jaxpr = traced.jaxpr
-    return most_held(jaxpr, rules, ["gradients"] * len(jaxpr.outvars), taken=taken)
+    def _padded_bytes(self, aval: Any) -> int:
+        *leading_dims, last_dim = (*aval.shape,) or (1,)
+        itemsize = getattr(aval.dtype, "itemsize", 4)
+        if self.platform == "tpu" and self._is_for_a_kernel(leading_dims, last_dim):
+            # What a kernel reads and writes is [..., S, H] in that order, in rows of whole
+            # registers of 128.
+            last_dim = -(-last_dim // 128) * 128
+        if self.platform == "cpu" and jnp.issubdtype(aval.dtype, jnp.floating):
+            # Half precision is computed in float32, and stacks are converted as a whole.
+            itemsize = max(itemsize, 4)
+        return math.prod(leading_dims) * last_dim * itemsize
+
+    def _is_for_a_kernel(self, leading_dims: list[int], last_dim: int) -> bool:
+        """Whether the last dimensions are positions, of all or of one seq shard, and something of each position."""
+        if not isinstance(self.experiment.model, CausalLM):
+            return False
+        seq_len = self.experiment.data.seq_len
+        lengths = (seq_len, seq_len // self.sizes["seq"])
+        return len(leading_dims) >= 3 and leading_dims[-1] in lengths and last_dim > 1
 
 
-def _update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> Counter[str]:
-    """What the update holds besides the `resident` state: gradients, and what it moves to the device from the host.
+# --- the update ------------------------------------------------------------------------------------------------------
+
+
+def _update(
+    experiment: Experiment,
+    layout: StateLayout,
+    spec: AcceleratorSpec,
+    resident: int,
+) -> Counter[str]:
+    """Bytes that a device holds in the update, besides the `resident` state and batch."""
+    learner = experiment.learner
+    memory = experiment.memory
+    if memory.update == "after_backward":
+        update = _whole_update(layout, spec, resident)
+    else:
+        reaches: set[Reach] = {learner.reach(group) for group in learner.groups}
+        unit_counts = {name: stack.num_units for name, stack in experiment.model.stacks.items()}
+        update = _piece(layout, unit_counts, reaches)
+    if memory.update in ("streamed", "layer_programs") and memory.gradients == "device":
+        update["gradients"] = layout.bytes_per_device("parameter")
+    return update
+
+
+def _whole_update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> Counter[str]:
+    """What an update of everything at once holds besides the `resident` state: gradients, and what comes from the host.
 
     All of the host's state comes at once. Selecting between old and new values (a step that is not finite changes
     nothing) happens after both exist for the largest arrays, unless the device would be too small: then one at a time.
-    GPUs read and write host memory where it is.
     """
-    hosted = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
-    if spec.platform == "gpu" or not hosted:
+    hosted_sizes = [leaf.bytes_per_device for leaf in layout if leaf.spec.memory_kind != "device"]
+    # GPUs read and write host memory where it is.
+    if spec.platform == "gpu" or not hosted_sizes:
         return Counter()
-    found = Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(hosted))
-    selected = sum(size for size in hosted if size == max(hosted))
+    moved = Counter(gradients=layout.bytes_per_device("parameter"), optimizer_state=sum(hosted_sizes))
+    selected_bytes = sum(size for size in hosted_sizes if size == max(hosted_sizes))
     if spec.limit_bytes is not None:
-        selected = max(0, min(selected, spec.limit_bytes - resident - sum(found.values())))
-    return found + Counter(activations=selected)
+        free_bytes = spec.limit_bytes - resident - sum(moved.values())
+        selected_bytes = max(0, min(selected_bytes, free_bytes))
+    return moved + Counter(activations=selected_bytes)
 
 
-def _piece(layout: StateLayout, units: dict[str, int], reaches: set[Reach]) -> Counter[str]:
+def _piece(layout: StateLayout, unit_counts: dict[str, int], reaches: set[Reach]) -> Counter[str]:
     """What an update by pieces moves: what is hosted of two pieces on its way in, and of two on its way out."""
-    tensors: Counter[str] = Counter()
+    updates_blocks = reaches <= {"element", "row"}
+    bytes_by_tensor: Counter[str] = Counter()
     for leaf in layout:
-        if leaf.group != "frozen" and leaf.spec.memory_kind != "device":
-            _, stage, path = leaf.path.split("/", 2)
-            part = leaf.bytes_per_device // units.get(stage, 1)
-            owner = leaf.spec.owner if isinstance(leaf.spec, OptStateSpec) and leaf.group == "optimizer" else path
-            tensors[f"{stage}/{owner}"] += min(part, 4 * BLOCK) if reaches <= {"element", "row"} else part
-    largest = sum(tensors.values()) if reaches & {"unit"} else max(tensors.values(), default=0)
+        if leaf.group == "frozen" or leaf.spec.memory_kind == "device":
+            continue
+        _, stage, path = leaf.path.split("/", 2)
+        # The optimizer's state of a tensor is moved together with the tensor.
+        owner = path
+        if isinstance(leaf.spec, OptStateSpec) and leaf.group == "optimizer":
+            owner = leaf.spec.owner
+        unit_bytes = leaf.bytes_per_device // unit_counts.get(stage, 1)
+        # Elements and rows are updated in blocks of so many elements, which are float32 (4 bytes)
+        # at most.
+        piece_bytes = min(unit_bytes, 4 * BLOCK) if updates_blocks else unit_bytes
+        bytes_by_tensor[f"{stage}/{owner}"] += piece_bytes
+    if reaches & {"unit"}:
+        largest = sum(bytes_by_tensor.values())
+    else:
+        largest = max(bytes_by_tensor.values(), default=0)
     return Counter(optimizer_state=4 * largest)

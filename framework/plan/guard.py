@@ -18,10 +18,11 @@ from framework.terminal.tables import human_bytes
 
 
 class Need(NamedTuple):
-    """Bytes of device memory that a step takes at its peak, and what of it lives between steps too.
+    """Bytes of device memory that a step takes at its peak, and those of it that live between steps too.
 
     Attributes:
-      peak: of the fullest moment. resident: state and batch.
+      peak: of the fullest moment.
+      resident: state and batch.
       groups: of the state by group, and "activations and temporaries".
       message: the compiler's words, when it refused the program.
     """
@@ -34,11 +35,14 @@ class Need(NamedTuple):
 
 def need(program: Program) -> Need:
     """Compiles the step, or takes it from the compilation cache, and reads what it needs."""
-    layout, message = program.layout, ""
-    device, hosted = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
+    layout = program.layout
+    message = ""
+    state = layout.bytes_per_device(memory_kind="device")
+    hosted = layout.bytes_per_device(memory_kind="pinned_host")
     batch = sum(spec.num_bytes for spec in program.batch_specs.values()) // program.mesh.size
     try:
         if program.in_parts:
+            # The peak over all programs of the step, from their rehearsal.
             peak = program.layers_ledger.peak
         else:
             stats = program.compiled_step.memory_analysis()
@@ -46,17 +50,18 @@ def need(program: Program) -> Need:
     except jax.errors.JaxRuntimeError as error:
         peak, message = refused(error)
     groups = {group: layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "optimizer", "ema")}
-    groups["activations and temporaries"] = max(0, peak - device - batch)
-    return Need(peak, device + batch, groups, message)
+    groups["activations and temporaries"] = max(0, peak - state - batch)
+    return Need(peak, state + batch, groups, message)
 
 
 def refusal(
     config: Config, program: Program, found: Need, limit: int | None, target: Target | None = None
 ) -> str | None:
-    """Why the run should not start: None when it fits, or when nobody knows what the device has.
+    """Says why the run should not start: None when it fits, or when nobody knows what the device has.
 
     Args:
-        config, program: resolved for these devices. found: what it needs.
+        config, program: resolved for these devices.
+        found: what it needs.
         limit: device memory in bytes, instead of what the devices say they have; None asks them.
         target: what the program was built for, if not for the devices at hand.
     """
@@ -66,10 +71,13 @@ def refusal(
         return None
     largest = sorted(found.groups.items(), key=lambda item: -item[1])[:3]
     lines = [f"the training step needs {human_bytes(found.peak)} on each device, and there are {human_bytes(limit)}"]
-    lines += [f"the compiler says: {found.message}"] if found.message else []
-    lines.append(f"the largest parts: {', '.join(f'{name} {human_bytes(size)}' for name, size in largest if size)}")
+    if found.message:
+        lines.append(f"the compiler says: {found.message}")
+    parts = [f"{name} {human_bytes(size)}" for name, size in largest if size]
+    lines.append(f"the largest parts: {', '.join(parts)}")
     fitting = suggestions(config, target, limit or 0, found.peak)
-    lines += [f"would fit: {one['setting']} ({needs(one)})" for one in fitting]
+    for suggestion in fitting:
+        lines.append(f"would fit: {suggestion['setting']} ({needs(suggestion)})")
     if not fitting:
         lines.append("no other setting of remat, accumulation, placement and sharding fits: it takes more devices")
     lines.append("nothing was started; --force tries all the same, and launch.plan shows every buffer")
@@ -77,10 +85,15 @@ def refusal(
 
 
 def compare(found: Need, measured: MemoryInUse) -> str:
-    """Predicted beside measured, after the first steps. The device's counters know temporaries; a CPU has none."""
-    text, predicted, seen = "", found.peak, measured.device_peak_bytes
-    if seen is None:
-        text, predicted, seen = "; of it, between steps, predicted ", found.resident, measured.device_bytes
-        text += human_bytes(predicted)
-    error = f"({100 * (seen / predicted - 1):+.1f}%)"
-    return f"memory per device: predicted peak {human_bytes(found.peak)}{text}, measured {human_bytes(seen)} {error}"
+    """Predicted memory beside measured, as a line of text, after the first steps."""
+    text = ""
+    predicted = found.peak
+    measured_bytes = measured.device_peak_bytes
+    if measured_bytes is None:
+        # A CPU has no counters of the peak: only what stays between steps can be compared.
+        predicted = found.resident
+        measured_bytes = measured.device_bytes
+        text = f"; of it, between steps, predicted {human_bytes(predicted)}"
+    error = f"({100 * (measured_bytes / predicted - 1):+.1f}%)"
+    peak = human_bytes(found.peak)
+    return f"memory per device: predicted peak {peak}{text}, measured {human_bytes(measured_bytes)} {error}"

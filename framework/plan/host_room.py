@@ -13,20 +13,27 @@ from framework.terminal.tables import human_bytes
 
 
 def check_host(program: Program, platform: str | None = None) -> None:
-    """Whether the host has room for what is to live there, before anything is compiled. On a CPU it is device memory.
+    """Checks that the host has room for what is to live there, before anything is compiled.
 
     Raises:
-        ValueError: what of this process's devices is to be in host memory is more than the machine has, or than XLA may
-            pin (GPU). Other processes on the machine are not counted.
+        ValueError: the host memory for this process's devices is more than the machine has, or than XLA may pin (GPU).
+            Other processes on the machine are not counted.
     """
-    platform, count = platform or program.mesh.devices.flat[0].platform, len(program.mesh.local_devices)
+    platform = platform or program.mesh.devices.flat[0].platform
+    # On a CPU the host's memory is the device's, which is checked elsewhere.
     if platform == "cpu":
         return
-    memory, layout = program.experiment.memory, program.layout
-    found = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
+    memory = program.experiment.memory
+    layout = program.layout
+    hosted_bytes = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
     if memory.activations != "device" or "offload" in memory.remat:
-        found["activations"] = closed_form(program.experiment, resolve("local")).host_breakdown["activations"]
-    need, machine = count * sum(found.values()), machine_memory_bytes()
+        # Activations are no part of the layout.
+        estimate = closed_form(program.experiment, resolve("local"))
+        hosted_bytes["activations"] = estimate.host_breakdown["activations"]
+    count = len(program.mesh.local_devices)
+    need = count * sum(hosted_bytes.values())
+    machine = machine_memory_bytes()
+    # XLA pins 64 GiB at most for GPUs if the environment does not say more.
     pinned = int(os.environ.get(HOST_LIMIT, 64)) * GIB if platform == "gpu" else machine
     if need > machine:
         why = (
@@ -39,5 +46,5 @@ def check_host(program: Program, platform: str | None = None) -> None:
         )
     else:
         return
-    parts = ", ".join(f"{name} {human_bytes(count * size)}" for name, size in found.items() if size)
+    parts = ", ".join(f"{name} {human_bytes(count * size)}" for name, size in hosted_bytes.items() if size)
     raise ValueError(f"config.memory puts {human_bytes(need)} into host memory ({parts}), and {why}")

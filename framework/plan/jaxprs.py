@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,8 +34,13 @@ def flops(jaxpr: ClosedJaxpr | Jaxpr) -> FlopCount:
     return _sum(map(_flops_of, _open(jaxpr).eqns))
 
 
-def _sum(counts: Any) -> FlopCount:
-    return FlopCount(*map(sum, zip(FlopCount(), *counts, strict=True)))
+def _sum(counts: Iterable[FlopCount]) -> FlopCount:
+    total_flops = 0
+    uncounted_loops = 0
+    for count in counts:
+        total_flops += count.flops
+        uncounted_loops += count.uncounted_loops
+    return FlopCount(total_flops, uncounted_loops)
 
 
 # Attention in products of B N S T H multiply-adds: q k and w v; backward q k again, dv, dw, dq, dk.
@@ -44,59 +49,90 @@ _CUDNN = {
     "dot_product_attention_fwd_wrapper": _FORWARD_PRODUCTS,
     "dot_product_attention_bwd_wrapper": _BACKWARD_PRODUCTS,
 }
-LOCAL_ATTENTION = "attention_kernel"  # what stands for a kernel in framework.plan.local_step
+# The primitive that stands for a kernel in framework.plan.local_step.
+LOCAL_ATTENTION = "attention_kernel"
 
 
 def _flops_of(eqn: JaxprEqn) -> FlopCount:
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     shapes: list[Any] = [getattr(var.aval, "shape", ()) for var in (*eqn.invars, *eqn.outvars)]
     if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        return FlopCount(2 * math.prod(shapes[-1]) * math.prod(shapes[0][axis] for axis in contracted))
+        (contracted_axes, _), _ = params["dimension_numbers"]
+        contracted_size = math.prod(shapes[0][axis] for axis in contracted_axes)
+        return FlopCount(2 * math.prod(shapes[-1]) * contracted_size)
     if name == "conv_general_dilated":
-        _, *others = params["dimension_numbers"].rhs_spec  # all dimensions of the kernel but its output channels
-        return FlopCount(2 * math.prod(shapes[-1]) * math.prod(shapes[1][axis] for axis in others))
+        # All dimensions of the kernel but its output channels are summed over.
+        _, *summed_axes = params["dimension_numbers"].rhs_spec
+        summed_size = math.prod(shapes[1][axis] for axis in summed_axes)
+        return FlopCount(2 * math.prod(shapes[-1]) * summed_size)
     if name in _CUDNN:
-        length = shapes[1][2 if params["layout"] else 1]  # of keys [B, T, K, H] or, layout 1, [B, K, T, H]
-        return FlopCount(2 * _CUDNN[name] * math.prod(shapes[0]) * length)
-    if name == LOCAL_ATTENTION:  # operands are queries, keys, values; of the backward pass more; heads come first
+        # Keys are [B, T, K, H] or, with layout 1, [B, K, T, H].
+        length_axis = 2 if params["layout"] else 1
+        key_length = shapes[1][length_axis]
+        return FlopCount(2 * _CUDNN[name] * math.prod(shapes[0]) * key_length)
+    if name == LOCAL_ATTENTION:
+        # Operands are queries, keys and values, heads first; the backward pass has more of them.
         products = _BACKWARD_PRODUCTS if len(eqn.invars) > 3 else _FORWARD_PRODUCTS
-        return FlopCount(2 * products * math.prod(shapes[0]) * shapes[1][2])
+        key_length = shapes[1][2]
+        return FlopCount(2 * products * math.prod(shapes[0]) * key_length)
     if name == "pallas_call" and params["cost_estimate"] is not None:
         return FlopCount(int(params["cost_estimate"].flops))
-    inner = list(map(flops, inner_jaxprs(params)))
-    total = max(inner) if name == "cond" else _sum(inner)
+    return _flops_inside(name, params)
+
+
+def _flops_inside(name: str, params: dict[str, Any]) -> FlopCount:
+    """The FLOPs of the programs that an equation holds, as often as it runs them."""
+    inner_counts = list(map(flops, inner_jaxprs(params)))
+    total = max(inner_counts) if name == "cond" else _sum(inner_counts)
     grid = params["grid_mapping"].grid if name == "pallas_call" else ()
+    # The grid of a kernel may depend on data too: its sizes are then no integers.
     if name == "while" or not all(isinstance(size, int) for size in grid):
         return FlopCount(total.flops, total.uncounted_loops + (total.flops > 0))
-    axes = params["newly_manual_axes"] if name == "shard_map" else ()
-    runs = math.prod((params["length"] if name == "scan" else 1, *grid, *(params["mesh"].shape[axis] for axis in axes)))
+    runs = math.prod(grid)
+    if name == "scan":
+        runs *= params["length"]
+    if name == "shard_map":
+        # The body is the program of one device.
+        runs *= math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return FlopCount(total.flops * runs, total.uncounted_loops)
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
     """The programs that an equation holds, by its params: loops, branches, jit, checkpoint, custom rules, kernels."""
-    values = [value if isinstance(value, (tuple, list)) else (value,) for value in params.values()]
-    return [_open(item) for items in values for item in items if hasattr(_open(item), "eqns")]
+    bodies = []
+    for value in params.values():
+        # Branches are in tuples.
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        for item in items:
+            body = _open(item)
+            if hasattr(body, "eqns"):
+                bodies.append(body)
+    return bodies
 
 
 def _open(jaxpr: Any) -> Any:
+    """A jaxpr without its constants; anything else is returned as it is."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def unreached(loss: Callable[..., jax.Array], params: Any, *others: Any) -> list[bool]:
-    """For each leaf of `params`, whether the gradient of `loss(params, *others)` is zero whatever the data, because no
-    derivative passes from one to the other: behind a `stop_gradient`, say.
+def unreached(loss: Callable[..., jax.Array], params: Any, *inputs: Any) -> list[bool]:
+    """For each leaf of `params`, whether the gradient of `loss(params, *inputs)` is zero whatever the data.
+
+    It is where no derivative passes from one to the other: behind a `stop_gradient`, say.
 
     JAX's removal of dead code says which tangents the derivative does not depend on. It knows nothing of numbers: a
     factor of zero is taken for a way, so a zero may be missed, never invented.
     """
 
-    def derivative(tangents: Any, params: Any, *others: Any) -> jax.Array:
-        return jax.jvp(lambda params: loss(params, *others), (params,), (tangents,))[1]
+    def derivative(tangents: Any, params: Any, *inputs: Any) -> jax.Array:
+        return jax.jvp(lambda params: loss(params, *inputs), (params,), (tangents,))[1]
 
-    _, used = dce_jaxpr(jax.make_jaxpr(derivative)(params, params, *others).jaxpr, [True])
-    return [not one for one in used[: len(jax.tree.leaves(params))]]
+    closed = jax.make_jaxpr(derivative)(params, params, *inputs)
+    _, used = dce_jaxpr(closed.jaxpr, [True])
+    # The tangents of `params` are the first arguments.
+    num_leaves = len(jax.tree.leaves(params))
+    return [not is_used for is_used in used[:num_leaves]]
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -107,6 +143,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
-    # From jax 0.11 on, the operands are described by a tree of three parts: constants, carry, what is scanned over.
+    # From jax 0.11 on, the operands are described by a tree of three parts: constants, carry, what
+    # is scanned over.
     constants, carry, _ = params["ft_in"].unpack()
     return len(list(constants)), len(list(carry))

@@ -21,7 +21,7 @@ from framework.program.program import Program
 from framework.schedules.layerwise import programs
 from framework.schedules.layerwise.programs import Ledger
 
-# What programs leave behind, by the program and the place among its results.
+# The arrays that programs leave behind, by the program and the place among its results.
 _GRADIENTS = re.compile(r"back( measured)?/2/1|turn/2/[12]|leave/2/0|sum/2|back( measured)?/2/2")
 _NEW = re.compile(r"update [a-z]+/2/([012])")
 _FETCHED = re.compile(r"[^/]*/1/(weights|home|state|kept|gradient|embed|head|shared)\b")
@@ -29,83 +29,105 @@ _KINDS = {"state": "optimizer_state", "kept": "activations", "gradient": "gradie
 
 
 class RefusedError(Exception):
-    """The compiler refused a program; holds what it said."""
+    """The compiler refused a program; `compiled` holds what it said."""
 
-    def __init__(self, found: Compiled):
-        super().__init__(found.message)
-        self.found = found
+    def __init__(self, compiled: Compiled):
+        super().__init__(compiled.message)
+        self.compiled = compiled
 
 
 def rehearsed(target: Target, mib: int | None, run: Callable[[programs.Compile], Ledger]) -> Compiled:
-    """What all programs of `run` together need, as if they were one.
+    """Adds up what all programs of `run` need, as if they were one.
 
     Args:
-        target: where. mib: see `compile_for`.
+        target: the machine to compile for.
+        mib: the memory limit in MiB, see `compile_for`.
         run: rehearses with a function that compiles.
     """
     seconds = 0.0
 
     def compile(lowered: Any, hosted: HostBytes) -> programs.Compiled:
         nonlocal seconds
-        found = compile_for(lowered, target.platform, hosted, mib)
-        seconds += found.seconds
-        if found.message:
-            raise RefusedError(found)
-        return programs.Compiled(None, found.peak, found)
+        compiled = compile_for(lowered, target.platform, hosted, mib)
+        seconds += compiled.seconds
+        # One program that is refused ends the rehearsal, as the step cannot run without it.
+        if compiled.message:
+            raise RefusedError(compiled)
+        return programs.Compiled(None, compiled.peak, compiled)
 
     try:
         ledger = run(compile)
     except RefusedError as error:
-        return replace(error.found, seconds=seconds)
+        return replace(error.compiled, seconds=seconds)
     assert ledger.worst is not None
     worst: Compiled = ledger.worst[0].about
-    beside = ledger.peak - worst.peak
-    whole = replace(worst, seconds=seconds, peak=ledger.peak, allocated=worst.allocated + beside)
-    return replace(whole, argument=worst.argument + beside, ledger=ledger)
+    # The arrays that are no arguments of the worst program are alive while it runs.
+    bytes_beside = ledger.peak - worst.peak
+    return replace(
+        worst,
+        seconds=seconds,
+        peak=ledger.peak,
+        allocated=worst.allocated + bytes_beside,
+        argument=worst.argument + bytes_beside,
+        ledger=ledger,
+    )
 
 
 def compile_layers(program: Program, target: Target, mib: int | None) -> Compiled:
-    """The training step."""
+    """Compiles the programs of the training step."""
     layout = program.layout
     run = partial(program.layers.rehearse, layout.specs, program.batch_specs)
-    found = rehearsed(target, mib, run)
+    step = rehearsed(target, mib, run)
+    if step.ledger is None:
+        return replace(step, host_temp=0)
     hosted = layout.bytes_per_device(memory_kind="pinned_host")
-    return replace(found, host_temp=found.ledger.host_peak - hosted if found.ledger else 0)
+    return replace(step, host_temp=step.ledger.host_peak - hosted)
 
 
 def named(program: Program, ledger: Ledger) -> list[Named]:
-    """What is alive at the peak: arrays between programs, and the temporaries of the program that runs."""
+    """The buffers alive at the peak: arrays between programs, and the temporaries of the program that runs."""
     assert ledger.worst is not None
     compiled, alive = ledger.worst
-    found = [Named(*_place(label), size, "") for label, kind, size in alive if kind == "device"]
+    named_buffers = []
+    for label, kind, size in alive:
+        if kind == "device":
+            name, group = _place(label)
+            named_buffers.append(Named(name, group, size, ""))
     if compiled.about.buffers is not None:
-        found += name_buffers(compiled.about.buffers, program.whole)
-    return sorted(found, key=lambda one: -one.bytes)
+        named_buffers += name_buffers(compiled.about.buffers, program.whole)
+    return sorted(named_buffers, key=lambda buffer: -buffer.bytes)
 
 
 def _place(label: str) -> tuple[str, str]:
     """(name, group) of an array that lives between programs."""
-    path = re.sub("^/[0-9]+/", "", label)  # of the state, or the batch
+    # A label that begins with a number is that of an argument: of the state, or the batch.
+    path = re.sub("^/[0-9]+/", "", label)
     if path != label:
         name = re.sub("/stack/[0-9]+/", "/stack/", path)
         return name, OF_LAYOUT.get(path.split("/", 1)[0], "batch")
     if _GRADIENTS.match(label):
         return "gradients that wait", "gradients"
-    if found := _NEW.match(label):
-        return "what was updated", ("parameters", "optimizer_state", "ema")[int(found[1])]
-    if found := _FETCHED.match(label):
-        return f"{found[1]} from the host", _KINDS.get(found[1], "parameters")
+    if match := _NEW.match(label):
+        groups = ("parameters", "optimizer_state", "ema")
+        return "what was updated", groups[int(match[1])]
+    if match := _FETCHED.match(label):
+        return f"{match[1]} from the host", _KINDS.get(match[1], "parameters")
     return label.split("/", 1)[0], "activations"
 
 
 def totals(ledger: Ledger, tokens: int) -> dict[str, Any]:
-    """Of all calls, for a report: FLOPs, collective bytes by kind, and bytes between host and device."""
+    """The keys of a report that sum up all calls: FLOPs, collective bytes by kind, bytes between host and device."""
     counts: dict[int, jaxprs.FlopCount] = {}
     collective: Counter[str] = Counter()
     for call in ledger.calls:
+        # A program that is called several times is counted each time.
         counts.setdefault(id(call), jaxprs.flops(call.jaxpr))
         if call.about.buffers is not None:
             collective.update(call.about.buffers.module.collective_bytes())
     flops = sum(counts[id(call)].flops for call in ledger.calls)
-    report = {"flops_per_step": flops, "flops_per_token": flops / tokens, "collective_bytes": dict(collective)}
-    return {**report, "host_transfer_bytes": ledger.moved}
+    return {
+        "flops_per_step": flops,
+        "flops_per_token": flops / tokens,
+        "collective_bytes": dict(collective),
+        "host_transfer_bytes": ledger.moved,
+    }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +37,14 @@ def on_host(aval: Any) -> bool:
 
 
 def _nbytes(aval: Any) -> int:
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+    # Extended dtypes need not have an itemsize.
+    itemsize = getattr(aval.dtype, "itemsize", 4)
+    return math.prod(aval.shape) * itemsize
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What differs between compilers.
+    """The differences between compilers, and between the arrays that a caller wants counted.
 
     Args:
         costly: elementwise operations that are computed once and stored when several others read the result.
@@ -50,8 +52,9 @@ class Rules:
         early_zeros: what scatters and loops write into is filled with zeros before anything else.
         pads_products: products copy operands and results with a dimension that is no multiple of 8.
         adds_products: a product that is added to the table's gradient is never stored by itself.
-        table: shape of the array whose gradient is summed over the chunks of a loop. table_parts: a device holds one.
-        nbytes: what an array of this abstract value takes up.
+        table: shape of the array whose gradient is summed over the chunks of a loop.
+        table_parts: the number of shards of that gradient, of which a device holds one.
+        nbytes: gives the bytes that an array of an abstract value takes up.
     """
 
     costly: tuple[str, ...] = ()
@@ -66,98 +69,187 @@ class Rules:
 
 @dataclass(eq=False)
 class _Value:
+    """An array of the program. Times are indices of equations.
+
+    Attributes:
+        made_at: the equation that makes it, -1 for an input.
+        group: the key of the report's breakdown that it counts to.
+        fusible: it may be computed where it is read, and then is not stored.
+        operands: once fusion is decided, the stored values that it is computed from.
+        readers: the equations that read it.
+        held: False if it belongs to whoever runs the program.
+        computed_at: the time at which it is computed, which for fused values may be later than `made_at`.
+        last_read: the time at which it is read last.
+    """
+
     aval: Any
-    made_at: int  # index of the equation, -1 for an input
+    made_at: int
     nbytes: int
     group: str = "activations"
     fusible: bool = False
-    operands: list[_Value] = field(default_factory=list)  # once fusion is decided: what is stored of them
+    operands: list[_Value] = field(default_factory=list)
     readers: list[int] = field(default_factory=list)
     stored: bool = True
-    held: bool = True  # False: it belongs to whoever runs the program
-    at: int = -1  # when it is computed, which for fused values may be later than made_at
-    last: int = -1  # when it is read last
+    held: bool = True
+    computed_at: int = -1
+    last_read: int = -1
+
+    def in_memory(self) -> list[_Value]:
+        """The stored values that have to be alive for this one to be read."""
+        return [self] if self.stored else self.operands
 
 
 @dataclass(eq=False)
 class _Equation:
+    """An operation of the program; `scratch` is the number of bytes that it needs while it runs."""
+
     name: str
     params: dict[str, Any]
     operands: list[_Value | None]
     results: list[_Value]
-    scratch: int = 0  # bytes needed while it runs
+    scratch: int = 0
 
 
-def most_held(jaxpr: Any, rules: Rules, groups: list[str] | None = None, *, taken: bool = False) -> Counter[str]:
-    """Bytes by group at the fullest instant of a program whose inputs are its caller's. `groups` are those of its
-    outputs, which are `taken` away as soon as they are there, or stay."""
+def most_held(
+    jaxpr: Any,
+    rules: Rules,
+    groups: list[str] | None = None,
+    *,
+    taken: bool = False,
+) -> Counter[str]:
+    """Counts the bytes by group at the fullest instant of a program whose inputs are its caller's.
+
+    Args:
+        jaxpr: the program, an open jaxpr.
+        rules: of the compiler.
+        groups: the groups of the program's outputs; by default they are activations.
+        taken: the outputs are taken away as soon as they are computed, instead of staying until the end.
+    """
     program = _Program(rules)
-    outputs = program.read(jaxpr, [program.value(v.aval, -1, held=False) for v in jaxpr.invars])
+    inputs = [program.value(var.aval, -1, held=False) for var in jaxpr.invars]
+    outputs = program.read(jaxpr, inputs)
     for value, group in zip(outputs, groups or [], strict=False):
         if value is not None:
             value.group = group
-    return program.run([] if taken else outputs, set())
+    kept_outputs = [] if taken else outputs
+    return program.run(kept_outputs, set())
 
 
 class _Program:
+    """A jaxpr, or the body of one of its loops, as equations and values."""
+
     def __init__(self, rules: Rules):
         self.rules = rules
         self.equations: list[_Equation] = []
         self.values: list[_Value] = []
 
-    def value(self, aval: Any, made_at: int, **fields: Any) -> _Value:
-        self.values.append(_Value(aval, made_at, self.rules.nbytes(aval), **fields))
-        return self.values[-1]
+    def value(
+        self,
+        aval: Any,
+        made_at: int,
+        **fields: Any,
+    ) -> _Value:
+        new_value = _Value(aval, made_at, self.rules.nbytes(aval), **fields)
+        self.values.append(new_value)
+        return new_value
 
     # --- reading a jaxpr: calls are inlined, views are the values that they show -------------------------------------
 
-    def read(self, jaxpr: Any, inputs: list[_Value | None]) -> list[_Value | None]:
-        env: dict[Any, _Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        env |= {var: self.value(var.aval, -1, held=False) for var in jaxpr.constvars}
+    def read(self, jaxpr: Any, inputs: Sequence[_Value | None]) -> list[_Value | None]:
+        """Appends the equations of a jaxpr, and returns the values of its outputs: None for literals."""
+        value_by_var: dict[Any, _Value | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var in jaxpr.constvars:
+            value_by_var[var] = self.value(var.aval, -1, held=False)
 
-        def get(atom: Any) -> _Value | None:
-            return None if hasattr(atom, "val") else env[atom]
+        def value_of(atom: Any) -> _Value | None:
+            is_literal = hasattr(atom, "val")
+            return None if is_literal else value_by_var[atom]
 
         for eqn in jaxpr.eqns:
-            operands, name, bodies = [get(atom) for atom in eqn.invars], eqn.primitive.name, inner_jaxprs(eqn.params)
+            name = eqn.primitive.name
+            operands = [value_of(atom) for atom in eqn.invars]
+            bodies = inner_jaxprs(eqn.params)
             if bodies and name not in _STORED:
-                results = self.read(bodies[0], operands[len(operands) - len(bodies[0].invars) :])
+                # The operands of the body are the last ones of the call.
+                num_skipped = len(operands) - len(bodies[0].invars)
+                results = self.read(bodies[0], operands[num_skipped:])
             elif name in _VIEWS and operands[0] is not None:
                 results = operands[:1]
             else:
                 results = self._equation(eqn, name, operands)
-            env.update(zip(eqn.outvars, results, strict=False))
-        return [get(atom) for atom in jaxpr.outvars]
+            value_by_var.update(zip(eqn.outvars, results, strict=False))
+        return [value_of(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, name: str, operands: list[_Value | None]) -> list[_Value]:
-        index, known = len(self.equations), [value for value in operands if value is not None]
-        results = [self.value(v.aval, index, fusible=name not in _STORED, operands=list(known)) for v in eqn.outvars]
-        for value in known:
+    def _equation(
+        self,
+        eqn: Any,
+        name: str,
+        operands: list[_Value | None],
+    ) -> list[_Value]:
+        index = len(self.equations)
+        operand_values = [value for value in operands if value is not None]
+        results = []
+        for var in eqn.outvars:
+            result = self.value(
+                var.aval,
+                index,
+                fusible=name not in _STORED,
+                operands=list(operand_values),
+            )
+            results.append(result)
+        for value in operand_values:
             value.readers.append(index)
         if name == "scan":
             _, num_carries = scan_counts(eqn.params)
             self._share_table(results[:num_carries])
-        for value in results:
-            if name == "dot_general" and value.aval.shape == self.rules.table:
-                value.group = "gradients"
-                if self.rules.adds_products and self.rules.table_parts == 1:
-                    value.nbytes = 0
-            if name == "reduce_scatter":
-                for reduced in (value, *known):
-                    reduced.group = "gradients"
-            shares = (v for v in known if v.nbytes < self.rules.nbytes(v.aval) and v.aval.shape == value.aval.shape)
-            if value.fusible and any(shares):  # what is computed from a share is one
-                self._share_table([value])
-        scratch = self._scratch(known, results[0]) if name == "dot_general" else 0
-        self.equations.append(_Equation(name, eqn.params, operands, results, scratch))
+        for result in results:
+            self._note_gradient(name, operand_values, result)
+        scratch = self._scratch(operand_values, results[0]) if name == "dot_general" else 0
+        self.equations.append(
+            _Equation(
+                name,
+                eqn.params,
+                operands,
+                results,
+                scratch,
+            )
+        )
         return results
 
+    def _note_gradient(
+        self,
+        name: str,
+        operands: list[_Value],
+        result: _Value,
+    ) -> None:
+        """Recognizes a result as a gradient, and a share of the table's gradient as one."""
+        if name == "dot_general" and result.aval.shape == self.rules.table:
+            result.group = "gradients"
+            if self.rules.adds_products and self.rules.table_parts == 1:
+                result.nbytes = 0
+        if name == "reduce_scatter":
+            # Its operand is the gradient of one device, before it is added to those of the others.
+            for reduced in (result, *operands):
+                reduced.group = "gradients"
+        # A result that is computed from a share of the table is a share too.
+        if result.fusible and any(self._is_share_like(operand, result) for operand in operands):
+            self._share_table([result])
+
+    def _is_share_like(self, operand: _Value, result: _Value) -> bool:
+        """Whether an operand has the result's shape, but takes up less than an array of it."""
+        return operand.nbytes < self.rules.nbytes(operand.aval) and operand.aval.shape == result.aval.shape
+
     def _scratch(self, operands: list[_Value], result: _Value) -> int:
-        shared = result.aval.shape == self.rules.table and self.rules.table_parts > 1
-        written = [result] if shared else []  # else it is cut to size where it is read
-        odd = (v for v in (*operands, *written) if any(dim % 8 for dim in v.aval.shape if dim > 8))
-        padded = sum(v.nbytes for v in odd) if self.rules.pads_products else 0
-        return padded + (result.nbytes // self.rules.table_parts if shared else 0)  # a share, before it is added
+        """Bytes that a matrix product needs besides its operands and its result."""
+        is_shared = result.aval.shape == self.rules.table and self.rules.table_parts > 1
+        padded_bytes = 0
+        if self.rules.pads_products:
+            # A result other than the table's is cut to size where it is read.
+            written = [result] if is_shared else []
+            padded_bytes = sum(value.nbytes for value in (*operands, *written) if _is_odd(value))
+        # The product is one share, before it is added to the sum.
+        share_bytes = result.nbytes // self.rules.table_parts if is_shared else 0
+        return padded_bytes + share_bytes
 
     def _share_table(self, values: list[_Value]) -> None:
         for value in values:
@@ -168,60 +260,98 @@ class _Program:
     # --- what is stored, when it is computed, and how long it stays -------------------------------------------------
 
     def _fuse(self, outputs: set[_Value]) -> None:
+        """Decides which fusible values are stored; `operands` become the stored values that each is computed from."""
         end = len(self.equations)
         for value in self.values:
             if not value.fusible:
                 continue
-            roots = dict.fromkeys(r for v in value.operands for r in ([v] if v.stored else v.operands))
+            # Values are in the order of the program, so what the operands are computed from is
+            # decided already.
+            roots: dict[_Value, None] = {}
+            for operand in value.operands:
+                roots.update(dict.fromkeys(operand.in_memory()))
             value.operands = list(roots)
-            storing = {self.equations[i].name for i in value.readers if i < end}.intersection(_STORED)
-            value.stored = bool(storing) or value in outputs or end in value.readers
-            if not roots and value.made_at >= 0:  # a constant: written where it is needed
-                value.stored = bool(storing - ({"scan"} if self.rules.early_zeros else {"scan", "scatter-add"}))
+            reader_names = {self.equations[index].name for index in value.readers if index < end}
+            storing_names = reader_names.intersection(_STORED)
+            value.stored = bool(storing_names) or value in outputs or end in value.readers
+            if not roots and value.made_at >= 0:
+                # A constant is written where it is needed: into the carry of a loop, or under a
+                # scatter.
+                free_names = {"scan"} if self.rules.early_zeros else {"scan", "scatter-add"}
+                value.stored = bool(storing_names - free_names)
             elif len(set(value.readers)) > 1 and value.made_at >= 0:
-                value.stored |= self.equations[value.made_at].name in self.rules.costly or self._smaller(value)
+                is_costly = self.equations[value.made_at].name in self.rules.costly
+                value.stored |= is_costly or self._smaller(value)
 
     def _smaller(self, value: _Value) -> bool:
-        roots = [v.nbytes for v in value.operands if v.held]
-        large = sum(size for size in roots if 8 * size >= value.nbytes)
-        normed = bool(self.rules.costly) and value.nbytes == large and len(roots) > 1
-        return value.nbytes < large or normed
+        """Whether keeping a value takes less memory than keeping what it is computed from."""
+        root_sizes = [operand.nbytes for operand in value.operands if operand.held]
+        # Operands of less than an eighth of its size, such as vectors beside matrices, do not
+        # decide.
+        large_bytes = sum(size for size in root_sizes if 8 * size >= value.nbytes)
+        is_normed = bool(self.rules.costly) and value.nbytes == large_bytes and len(root_sizes) > 1
+        return value.nbytes < large_bytes or is_normed
 
     def _schedule(self, outputs: set[_Value], late: bool) -> None:
-        end = len(self.equations)
-
-        def read_at(index: int) -> int:
-            return end if index == end else min((v.at for v in self.equations[index].results), default=index)
-
+        """Finds when each value is computed and when it is read last; `late`: reduce-scatters run at the end."""
+        # Backwards, as a fused value is computed when its first reader is, which may itself be
+        # fused.
         for value in reversed(self.values):
-            value.at, made = value.made_at, self.equations[value.made_at] if value.made_at >= 0 else None
-            if self.rules.early_zeros and value.made_at > 0 and self._begins_as_zeros(value):
-                value.at = 0
-                continue
-            if late and made and made.name == "reduce_scatter":
-                value.at = end
-            early = len(value.readers) > 1 and value.stored and made and self._smaller(value)
-            if value.fusible and value.readers and value not in outputs and not early:
-                value.at = max(value.made_at, min(read_at(index) for index in value.readers))
+            value.computed_at = self._time_of(value, outputs, late)
         for value in self.values:
-            value.last = value.at
+            value.last_read = value.computed_at
+        end = len(self.equations)
         for value in self.values:
             if value.stored:
-                for root in value.operands:
-                    for kept in [root] if root.stored else root.operands:
-                        kept.last = max(kept.last, value.at)
+                for operand in value.operands:
+                    for root in operand.in_memory():
+                        root.last_read = max(root.last_read, value.computed_at)
             if end in value.readers:
-                for kept in [value] if value.stored else value.operands:
-                    kept.last = end
+                for root in value.in_memory():
+                    root.last_read = end
+
+    def _time_of(
+        self,
+        value: _Value,
+        outputs: set[_Value],
+        late: bool,
+    ) -> int:
+        """The index of the equation at which a value is computed."""
+        equation = self.equations[value.made_at] if value.made_at >= 0 else None
+        if self.rules.early_zeros and value.made_at > 0 and self._begins_as_zeros(value):
+            return 0
+        # To store a value early frees memory if it is smaller than what it is computed from.
+        is_early = len(value.readers) > 1 and value.stored and equation is not None and self._smaller(value)
+        if value.fusible and value.readers and value not in outputs and not is_early:
+            first_read = min(self._read_at(index) for index in value.readers)
+            return max(value.made_at, first_read)
+        if late and equation is not None and equation.name == "reduce_scatter":
+            return len(self.equations)
+        return value.made_at
+
+    def _read_at(self, index: int) -> int:
+        """When an equation reads its operands: as soon as the first of its results is computed."""
+        if index == len(self.equations):
+            return index
+        return min((result.computed_at for result in self.equations[index].results), default=index)
 
     def _begins_as_zeros(self, value: _Value) -> bool:
+        """Whether a value is a loop's stack of results, or a stored constant."""
         equation = self.equations[value.made_at]
-        stack = equation.name == "scan" and value in equation.results[scan_counts(equation.params)[1] :]
-        return stack or (value.fusible and value.stored and not value.operands)
+        if equation.name == "scan":
+            _, num_carries = scan_counts(equation.params)
+            if value in equation.results[num_carries:]:
+                return True
+        return value.fusible and value.stored and not value.operands
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def run(self, outputs: list[_Value | None], stacked: set[_Value], late: bool = False) -> Counter[str]:
+    def run(
+        self,
+        outputs: list[_Value | None],
+        stacked: set[_Value],
+        late: bool = False,
+    ) -> Counter[str]:
         """The most that is held while the equations run; `stacked` outputs belong to the caller once computed."""
         end = len(self.equations)
         for value in outputs:
@@ -229,65 +359,118 @@ class _Program:
                 value.readers.append(end)
         self._fuse(stacked)
         self._schedule(stacked, late)
-        made: dict[int, list[_Value]] = {}
+        values_by_time: dict[int, list[_Value]] = {}
         for value in self.values:
             if value.stored and value.held and (value.made_at >= 0 or value.fusible):
-                made.setdefault(value.at, []).append(value)
-        live = {v for v in self.values if v.made_at == -1 and v.held and not v.fusible}
+                values_by_time.setdefault(value.computed_at, []).append(value)
+        live = {value for value in self.values if value.made_at == -1 and value.held and not value.fusible}
         best: Counter[str] = Counter()
+        # An equation that does nothing stands for the end, when outputs and late reductions are
+        # computed.
         nothing = _Equation("", {}, [], [])
         for now, equation in enumerate([*self.equations, nothing]):
-            for value in sorted(made.get(now, []), key=lambda v: v.made_at):
+            new_values = values_by_time.get(now, [])
+            for value in sorted(new_values, key=lambda value: value.made_at):
                 if value.fusible:
-                    over = [v for v in value.operands if v in live and v.last == value.at and v.nbytes >= value.nbytes]
-                    read_now = equation.name in _STORED and over and over[0] in equation.operands
-                    if over and value.made_at >= 0 and not read_now:
-                        live.discard(over[0])
-                    live.add(value)
+                    _add_fused(value, equation, live)
             best = _larger(best, live, Counter())
             if equation.name in _LOOPS:
-                best = _larger(best, live, self._loop(equation, live, now))
-            for value in made.get(now, []):
+                inside_loop = self._loop(equation, live, now)
+                best = _larger(best, live, inside_loop)
+            for value in new_values:
                 if not value.fusible:
                     if equation.name in _IN_PLACE:
-                        dying = (v for v in value.operands if v in live and v.last <= now and v.nbytes == value.nbytes)
-                        live.discard(next(dying, value))
+                        _free_overwritten(value, live, now)
                     live.add(value)
             best = _larger(best, live, Counter(activations=equation.scratch))
-            live = {v for v in live if v.last > now or v.last == end}
+            live = {value for value in live if value.last_read > now or value.last_read == end}
         return best
 
-    def _loop(self, equation: _Equation, live: set[_Value], now: int) -> Counter[str]:
-        most = []
+    def _loop(
+        self,
+        equation: _Equation,
+        live: set[_Value],
+        now: int,
+    ) -> Counter[str]:
+        """The most that one iteration of a loop holds, or one branch. Changes `live` where the body owns its carry."""
+        most_by_body = []
         for body in inner_jaxprs(equation.params):
-            inner = _Program(self.rules)
-            if equation.name != "scan":
-                outputs = inner.read(body, [inner.value(v.aval, -1, held=False) for v in body.invars])
-                most.append(inner.run(outputs, set()))
+            if equation.name == "scan":
+                most_by_body.append(self._scan(equation, body, live, now))
                 continue
-            consts, carries = scan_counts(equation.params)
-            first = consts + carries  # of what it goes through
-            inputs = [inner.value(v.aval, -1, held=i >= consts, fusible=i >= first) for i, v in enumerate(body.invars)]
-            inner._share_table(inputs[consts:first])
-            outputs = inner.read(body, list(inputs))
-            stacked = {value for value in outputs[carries:] if value is not None and value.made_at >= 0}
-            for value, whole in zip(outputs, equation.results, strict=True):
-                if value in stacked and whole.group == "gradients":
-                    value.group = "gradients"
-            # The body owns its carry, and takes the initial one over where nobody reads it afterwards.
-            live -= {value for value in equation.operands[consts:first] if value is not None and value.last <= now}
-            live |= set(equation.results[carries:])
-            coming = sum(  # of inputs in host memory the next slice is on its way
-                self.rules.nbytes(inside.aval.update(memory_space=jax.memory.Space.Device))
-                for value, inside in zip(equation.operands[first:], body.invars[first:], strict=True)
-                if value is not None and value.made_at == -1 and on_host(value.aval)
-            )
-            most.append(inner.run(outputs, stacked, self.rules.late_reduction) + Counter(activations=coming))
-        return max(most, key=Counter.total)
+            inner = _Program(self.rules)
+            inputs = [inner.value(var.aval, -1, held=False) for var in body.invars]
+            outputs = inner.read(body, inputs)
+            most_by_body.append(inner.run(outputs, set()))
+        return max(most_by_body, key=Counter.total)
+
+    def _scan(
+        self,
+        equation: _Equation,
+        body: Any,
+        live: set[_Value],
+        now: int,
+    ) -> Counter[str]:
+        num_consts, num_carries = scan_counts(equation.params)
+        first_stack = num_consts + num_carries
+        inner = _Program(self.rules)
+        inputs: list[_Value] = []
+        for i, var in enumerate(body.invars):
+            # A slice of a stack is fusible: it may be read where it lies. Constants belong to the
+            # outer program.
+            inputs.append(inner.value(var.aval, -1, held=i >= num_consts, fusible=i >= first_stack))
+        inner._share_table(inputs[num_consts:first_stack])
+        outputs = inner.read(body, inputs)
+        stacked = {value for value in outputs[num_carries:] if value is not None and value.made_at >= 0}
+        for value, stack in zip(outputs, equation.results, strict=True):
+            if value in stacked and stack.group == "gradients":
+                value.group = "gradients"
+        # The body owns its carry, and takes the initial one over where nobody reads it afterwards.
+        initial_carry = equation.operands[num_consts:first_stack]
+        live -= {value for value in initial_carry if value is not None and value.last_read <= now}
+        live |= set(equation.results[num_carries:])
+        # Of inputs in host memory the next slice is on its way while this one is computed with.
+        prefetched_bytes = 0
+        for value, var in zip(equation.operands[first_stack:], body.invars[first_stack:], strict=True):
+            if value is not None and value.made_at == -1 and on_host(value.aval):
+                slice_on_device = var.aval.update(memory_space=jax.memory.Space.Device)
+                prefetched_bytes += self.rules.nbytes(slice_on_device)
+        most = inner.run(outputs, stacked, self.rules.late_reduction)
+        return most + Counter(activations=prefetched_bytes)
+
+
+def _is_odd(value: _Value) -> bool:
+    """Whether a dimension would be padded to a multiple of 8, which tensor cores need."""
+    return any(dim % 8 for dim in value.aval.shape if dim > 8)
+
+
+def _add_fused(value: _Value, equation: _Equation, live: set[_Value]) -> None:
+    """Adds a fused value to `live`; it is written over an operand that nothing else reads, if there is one."""
+    overwritable = []
+    for operand in value.operands:
+        is_dying = operand in live and operand.last_read == value.computed_at
+        if is_dying and operand.nbytes >= value.nbytes:
+            overwritable.append(operand)
+    if overwritable and value.made_at >= 0:
+        # An operation that writes to memory cannot write over an operand that it still reads.
+        read_now = equation.name in _STORED and overwritable[0] in equation.operands
+        if not read_now:
+            live.discard(overwritable[0])
+    live.add(value)
+
+
+def _free_overwritten(value: _Value, live: set[_Value], now: int) -> None:
+    """Removes from `live` the operand that an update in place writes its result over."""
+    for operand in value.operands:
+        if operand in live and operand.last_read <= now and operand.nbytes == value.nbytes:
+            live.discard(operand)
+            return
 
 
 def _larger(best: Counter[str], live: set[_Value], inner: Counter[str]) -> Counter[str]:
-    if sum(value.nbytes for value in live) + inner.total() <= best.total():
+    """The larger of `best` and of what is live now, with `inner` bytes beside it; bytes by group."""
+    live_bytes = sum(value.nbytes for value in live)
+    if live_bytes + inner.total() <= best.total():
         return best
     groups = Counter(inner)
     for value in live:

@@ -32,7 +32,8 @@ from framework.models.causal_lm import CausalLM
 from framework.plan.jaxprs import LOCAL_ATTENTION
 from framework.program.experiment import Experiment
 
-KERNEL = Primitive(LOCAL_ATTENTION)  # flash attention, forward or backward: its operands and results, nothing else
+# Stands for flash attention, forward or backward: it has operands and results, and nothing inside.
+KERNEL = Primitive(LOCAL_ATTENTION)
 KERNEL.multiple_results = True
 KERNEL.def_abstract_eval(lambda *operands, results: list(results))
 
@@ -49,93 +50,42 @@ class _LocalContext(Context):
         return self.device_platform
 
     def constrain(self, x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-        return x  # inside shard_map activations are one device's already
+        # Inside shard_map activations are one device's already.
+        return x
 
     def gather(self, weight: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
-        return weight  # a unit's weights are gathered when they are fetched
+        # A unit's weights are gathered when they are fetched.
+        return weight
 
 
 def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
-    """The gradients of one microbatch on one device: all arguments and results are shards, except for the gradient of
-    the head's table, if it learns, which is whole and in reality summed into a shard, see `framework.layers.head`.
+    """Traces the gradients of one microbatch on one device.
+
+    All arguments and results are shards, except for the gradient of the head's table, if it learns, which is whole. In
+    reality that is summed into a shard, see `framework.layers.head`.
 
     Args:
-        experiment: what to train. sizes: of all mesh axes.
+        experiment: what to train.
+        sizes: of all mesh axes.
         platform: tpu, gpu or cpu: decides the attention kernel as `implementation="auto"` does.
     """
-    model, learner, data = copy.deepcopy(experiment.model), experiment.learner, experiment.data
-    for layer in (layer for stack in model.stacks.values() for layer in stack.unit.walk()):
-        if isinstance(layer, attention.Attention):
-            layer.num_heads //= sizes["model"]
-            layer.num_kv_heads //= sizes["model"]
-    mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    specs = model.parameter_specs()
-
-    def on_device(weight: jax.Array) -> jax.Array:
-        hosted = jax.typeof(weight).memory_space == jax.memory.Space.Host
-        return jax.device_put(weight, jax.memory.Space.Device) if hosted else weight
-
-    def gather(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
-        weight = on_device(weight)
-        weight = weight if spec.quantized else weight.astype(model.compute_dtype)
-        for axis, names in enumerate(spec.mesh_axes):
-            if sizes["fsdp"] > 1 and "fsdp" in ((names,) if isinstance(names, str) else names or ()):
-                weight = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
-        return weight
-
-    def run(name: str, params: Nested, carry: Any, ctx: Context, buffers: Nested) -> tuple[Any, Out]:
-        stage, state = model.stages[name], buffers.get(name, {})
-        if isinstance(stage, Stack):  # of which one unit's weights are gathered at a time; they have no axis of layers
-            fetch = functools.partial(jax.tree.map, gather, stage.unit.parameter_specs())
-            return stage.forward(params[name], carry, ctx.fold(name), state, fetch, params.get("shared"))
-        if isinstance(stage, Embedding):  # which gathers nothing but positions that all sequences share
-            tables = jax.tree.map(on_device, params[name])
-            if stage.max_positions is not None and "positions" not in ctx.batch:
-                tables |= {"position": gather(specs[name]["position"], tables["position"])}
-            return stage.apply(tables, carry, ctx.fold(name), state)
-        weights = jax.tree.map(gather, specs.get(name, {}), params.get(name, {}))
-        return stage.apply(stage.prepare(weights, ctx), carry, ctx.fold(name), state)
-
-    def gradients(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Any:
-        rows = jnp.arange(batch["weights"].shape[0])
-        fields: dict[str, Any] = {"batch": batch, "num_targets": jnp.float32(1), "training": True}
-        fields |= {"rng": jax.random.key(0), "rows": rows, "compute_dtype": model.compute_dtype}
-        ctx = _LocalContext(**fields, mesh=mesh, remat=experiment.memory.remat, device_platform=platform)
-        if not isinstance(model, CausalLM):
-
-            def objective(params: Nested) -> Any:
-                everything, carry, total = merge(params, model.split_units(frozen, ctx.remat)), None, jnp.float32(0)
-                for name in model.stages:
-                    carry, out = run(name, everything, carry, ctx, buffers)
-                    total = total if out.loss is None else total + out.loss
-                return total
-
-            return model.join_units(jax.grad(objective)(model.split_units(params, ctx.remat)))
-        everything, language = merge(params, frozen), model
-        home = "embed/token" if model.head.tied else "head/table"
-        table = gather(model.head.table_spec(), flatten(everything)[home])
-
-        def loss(params: Nested, table: jax.Array) -> jax.Array:
-            everything = merge(params, model.split_units(frozen, ctx.remat))
-            carry, _ = run("embed", everything, None, ctx, buffers)
-            carry, out = run("stack", everything, carry, ctx, buffers)
-            norm = jax.tree.map(lambda w: w.astype(model.compute_dtype), everything["head"]["norm"])
-            head = Context(**fields).fold("head")  # no mesh: its chunks are those of this device's positions
-            _, last = language.head.apply({"norm": norm, "table": table}, carry, head, buffers.get("head", {}))
-            assert last.loss is not None
-            return last.loss if out.loss is None else last.loss + out.loss
-
-        argnums = (0, 1) if home in flatten(learner.specs) else (0,)
-        grads, *table_grad = jax.grad(loss, argnums=argnums)(model.split_units(params, ctx.remat), table)
-        return model.join_units(grads), table_grad
-
-    size = data.global_batch_size // learner.accumulate
-    batch = batch_specs({name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in data.arrays().items()})
+    step = _LocalStep(experiment, sizes, platform)
+    data = experiment.data
+    microbatch_size = data.global_batch_size // experiment.learner.accumulate
+    arrays = {name: ((microbatch_size, *shape[1:]), dtype) for name, (shape, dtype) in data.arrays().items()}
     state = experiment.state_specs()
-    arguments = (state["parameter"], state["frozen"], state["buffer"], batch)
+    arguments = (state["parameter"], state["frozen"], state["buffer"], batch_specs(arrays))
     axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), arguments)
-    shapes = StateLayout({}, mesh).abstract(arguments)
-    local = jax.shard_map(gradients, mesh=mesh, in_specs=axes, out_specs=PartitionSpec(), check_vma=False)
+    shapes = StateLayout({}, step.mesh).abstract(arguments)
+    # Results are declared as replicated, so that each of them keeps the shape that it has on one
+    # device.
+    local = jax.shard_map(
+        step.gradients,
+        mesh=step.mesh,
+        in_specs=axes,
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
     # A kernel would ask for the devices of the mesh.
     with (
         patch.object(attention, "dot_product_attention", _attention(platform, sizes["seq"])),
@@ -144,24 +94,229 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         closed = jax.make_jaxpr(local)(*shapes)
     (mapped,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
     inner = mapped.params["jaxpr"]
+    # The body is an open jaxpr or a closed one, depending on the version of jax.
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
 
 
-def _look_up(table: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: str | None) -> jax.Array:
+class _LocalStep:
+    """The forward and backward pass of an experiment's model on one device of its mesh."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        sizes: dict[str, int],
+        platform: str,
+    ):
+        self.experiment = experiment
+        self.sizes = sizes
+        self.platform = platform
+        self.mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        # A copy, as the number of heads changes: under shard_map a layer sees only those of its
+        # device.
+        self.model = copy.deepcopy(experiment.model)
+        for stack in self.model.stacks.values():
+            for layer in stack.unit.walk():
+                if isinstance(layer, attention.Attention):
+                    layer.num_heads //= sizes["model"]
+                    layer.num_kv_heads //= sizes["model"]
+        self.specs = self.model.parameter_specs()
+
+    def gradients(
+        self,
+        params: Nested,
+        frozen: Nested,
+        buffers: Nested,
+        batch: Nested,
+    ) -> Any:
+        """The gradients of one microbatch with respect to `params`."""
+        model = self.model
+        remat = self.experiment.memory.remat
+        rows = jnp.arange(batch["weights"].shape[0])
+        fields: dict[str, Any] = {"batch": batch, "num_targets": jnp.float32(1), "training": True}
+        fields |= {"rng": jax.random.key(0), "rows": rows, "compute_dtype": model.compute_dtype}
+        ctx = _LocalContext(
+            **fields,
+            mesh=self.mesh,
+            remat=remat,
+            device_platform=self.platform,
+        )
+        if not isinstance(model, CausalLM):
+            return self._gradients_of_stages(params, frozen, buffers, ctx)
+        # The head has no mesh: its chunks are those of this device's positions.
+        head_ctx = functools.partial(Context, **fields)
+        return self._gradients_of_language_model(
+            model,
+            params,
+            frozen,
+            buffers,
+            ctx,
+            head_ctx,
+        )
+
+    def _gradients_of_stages(
+        self,
+        params: Nested,
+        frozen: Nested,
+        buffers: Nested,
+        ctx: Context,
+    ) -> Any:
+        model = self.model
+
+        def objective(params: Nested) -> Any:
+            weights = merge(params, model.split_units(frozen, ctx.remat))
+            carry = None
+            total_loss = jnp.float32(0)
+            for name in model.stages:
+                carry, out = self._run_stage(
+                    name,
+                    weights,
+                    carry,
+                    ctx,
+                    buffers,
+                )
+                if out.loss is not None:
+                    total_loss = total_loss + out.loss
+            return total_loss
+
+        return model.join_units(jax.grad(objective)(model.split_units(params, ctx.remat)))
+
+    def _gradients_of_language_model(
+        self,
+        model: CausalLM,
+        params: Nested,
+        frozen: Nested,
+        buffers: Nested,
+        ctx: Context,
+        make_head_ctx: Callable[[], Context],
+    ) -> Any:
+        table_path = "embed/token" if model.head.tied else "head/table"
+        sharded_table = flatten(merge(params, frozen))[table_path]
+        table = self._gather(model.head.table_spec(), sharded_table)
+
+        def loss(params: Nested, table: jax.Array) -> jax.Array:
+            weights = merge(params, model.split_units(frozen, ctx.remat))
+            carry, _ = self._run_stage(
+                "embed",
+                weights,
+                None,
+                ctx,
+                buffers,
+            )
+            carry, stack_out = self._run_stage(
+                "stack",
+                weights,
+                carry,
+                ctx,
+                buffers,
+            )
+            norm = jax.tree.map(lambda w: w.astype(model.compute_dtype), weights["head"]["norm"])
+            head_ctx = make_head_ctx().fold("head")
+            head_weights = {"norm": norm, "table": table}
+            _, head_out = model.head.apply(head_weights, carry, head_ctx, buffers.get("head", {}))
+            assert head_out.loss is not None
+            if stack_out.loss is None:
+                return head_out.loss
+            return head_out.loss + stack_out.loss
+
+        # The table is an argument of its own, so that its gradient is that of all shards together.
+        table_is_trained = table_path in flatten(self.experiment.learner.specs)
+        argnums = (0, 1) if table_is_trained else (0,)
+        grads, *table_grad = jax.grad(loss, argnums=argnums)(model.split_units(params, ctx.remat), table)
+        return model.join_units(grads), table_grad
+
+    def _run_stage(
+        self,
+        name: str,
+        params: Nested,
+        carry: Any,
+        ctx: Context,
+        buffers: Nested,
+    ) -> tuple[Any, Out]:
+        """The result of a stage, whose weights are gathered as the layers do it on a real mesh."""
+        stage = self.model.stages[name]
+        stage_buffers = buffers.get(name, {})
+        if isinstance(stage, Stack):
+            # One unit's weights are gathered at a time, and those have no axis of layers.
+            fetch = functools.partial(jax.tree.map, self._gather, stage.unit.parameter_specs())
+            return stage.forward(
+                params[name],
+                carry,
+                ctx.fold(name),
+                stage_buffers,
+                fetch,
+                params.get("shared"),
+            )
+        if isinstance(stage, Embedding):
+            # An embedding gathers nothing but positions that all sequences share.
+            tables = jax.tree.map(_on_device, params[name])
+            if stage.max_positions is not None and "positions" not in ctx.batch:
+                position_spec = self.specs[name]["position"]
+                tables |= {"position": self._gather(position_spec, tables["position"])}
+            return stage.apply(tables, carry, ctx.fold(name), stage_buffers)
+        weights = jax.tree.map(self._gather, self.specs.get(name, {}), params.get(name, {}))
+        prepared = stage.prepare(weights, ctx)
+        return stage.apply(prepared, carry, ctx.fold(name), stage_buffers)
+
+    def _gather(self, spec: ParameterSpec, weight: jax.Array) -> jax.Array:
+        """A weight on the device, in the compute dtype, with its shards over fsdp put together."""
+        weight = _on_device(weight)
+        if not spec.quantized:
+            # The conversion comes first, so that the gather moves the smaller dtype.
+            weight = weight.astype(self.model.compute_dtype)
+        for axis, mesh_axes in enumerate(spec.mesh_axes):
+            names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+            if self.sizes["fsdp"] > 1 and "fsdp" in names:
+                weight = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
+        return weight
+
+
+def _on_device(weight: jax.Array) -> jax.Array:
+    is_hosted = jax.typeof(weight).memory_space == jax.memory.Space.Host
+    return jax.device_put(weight, jax.memory.Space.Device) if is_hosted else weight
+
+
+def _look_up(
+    table: jax.Array,
+    indices_BS: jax.Array,
+    ctx: Context,
+    vocab_axis: str | None,
+) -> jax.Array:
     """`lookup.look_up` on shards: tokens of the whole fsdp group, columns of this device."""
-    mesh, table_type = ctx.mesh, jax.typeof(table)
+    mesh = ctx.mesh
     assert mesh is not None
-    shape = table.shape[0] * (1 if vocab_axis is None else mesh.shape[vocab_axis]), table.shape[1] * mesh.shape["fsdp"]
+    table_type = jax.typeof(table)
+    vocab_shards = 1 if vocab_axis is None else mesh.shape[vocab_axis]
+    table_shape = (table.shape[0] * vocab_shards, table.shape[1] * mesh.shape["fsdp"])
 
     @jax.custom_vjp
     def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-        taken = cast(jnp.take(table, indices, axis=0), ctx.compute_dtype)
-        return jax.lax.all_to_all(taken, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+        local_columns = cast(jnp.take(table, indices, axis=0), ctx.compute_dtype)
+        # Each device gives away the columns of the others' tokens, and gets all columns of its own.
+        return jax.lax.all_to_all(
+            local_columns,
+            "fsdp",
+            split_axis=0,
+            concat_axis=2,
+            tiled=True,
+        )
 
     def backward(indices: jax.Array, rows_grad: jax.Array) -> Any:
-        rows_grad = jax.lax.all_to_all(rows_grad, "fsdp", split_axis=2, concat_axis=0, tiled=True)
-        summed = functools.partial(lookup.table_gradient, shape=shape, dtype=table_type.dtype)
-        grad = lookup.shard_gradient(summed, indices, rows_grad, mesh=mesh, vocab_axis=vocab_axis)
+        rows_grad = jax.lax.all_to_all(
+            rows_grad,
+            "fsdp",
+            split_axis=2,
+            concat_axis=0,
+            tiled=True,
+        )
+        table_gradient = functools.partial(lookup.table_gradient, shape=table_shape, dtype=table_type.dtype)
+        grad = lookup.shard_gradient(
+            table_gradient,
+            indices,
+            rows_grad,
+            mesh=mesh,
+            vocab_axis=vocab_axis,
+        )
+        # Integers have a gradient of dtype float0.
         return grad, np.zeros(indices.shape, jax.dtypes.float0)
 
     rows.defvjp(lambda table, indices: (rows(table, indices), indices), backward)
@@ -169,37 +324,80 @@ def _look_up(table: jax.Array, indices_BS: jax.Array, ctx: Context, vocab_axis: 
 
 
 def _attention(platform: str, parts: int) -> Callable[..., jax.Array]:
-    """`dot_product_attention` on shards: what "auto" chooses, without asking which packages are installed."""
+    """`dot_product_attention` on shards: what "auto" chooses, without asking which packages are installed.
+
+    Args:
+        platform: tpu, gpu or cpu.
+        parts: number of seq shards.
+    """
     fused = _fused(parts)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: str, **options: Any) -> jax.Array:
-        batch, length, heads, width = q.shape
-        segments, window, softcap = (options[name] for name in ("segments_BS", "window", "softcap"))
+    def attend(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        implementation: str,
+        **options: Any,
+    ) -> jax.Array:
+        batch, length, heads, head_size = q.shape
+        segments_BS = options["segments_BS"]
+        window = options["window"]
+        softcap = options["softcap"]
         if implementation == "auto":
-            splash = platform == "tpu" and length % 128 == 0 and width % 8 == 0
-            cudnn = platform == "gpu" and q.dtype.itemsize == 2 and width % 8 == 0 and width <= 256 and softcap is None
-            implementation = "fused" if splash or cudnn else "xla"
+            has_kernel = _splash_takes(platform, q) or (_cudnn_takes(platform, q) and softcap is None)
+            implementation = "fused" if has_kernel else "xla"
         if implementation != "xla":
             return fused(q, k, v)
-        static = (q.dtype, segments is not None, window, softcap, None, platform)
-        return kernels_xla.attend(AttentionCall(batch, length, heads, width, k.shape[2], *static), q, k, v, segments)
+        static = (q.dtype, segments_BS is not None, window, softcap, None, platform)
+        call = AttentionCall(
+            batch,
+            length,
+            heads,
+            head_size,
+            k.shape[2],
+            *static,
+        )
+        return kernels_xla.attend(
+            call,
+            q,
+            k,
+            v,
+            segments_BS,
+        )
 
     return attend
 
 
+def _splash_takes(platform: str, q: jax.Array) -> bool:
+    _, length, _, head_size = q.shape
+    return platform == "tpu" and length % 128 == 0 and head_size % 8 == 0
+
+
+def _cudnn_takes(platform: str, q: jax.Array) -> bool:
+    head_size = q.shape[-1]
+    is_half_precision = q.dtype.itemsize == 2
+    return platform == "gpu" and is_half_precision and head_size % 8 == 0 and head_size <= 256
+
+
 def _fused(parts: int) -> Callable[..., jax.Array]:
-    """Flash attention: it keeps its operands, heads first, its result and a float32 row sum; keys of all seq shards."""
+    """Flash attention with `parts` seq shards; queries have those of one, keys and values are gathered from all.
+
+    For the backward pass it keeps its operands, heads first, its result and a float32 row sum.
+    """
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         if parts > 1:
             k, v = (jax.lax.all_gather(x, "seq", axis=2, tiled=True) for x in (k, v))
         row_sums = jax.typeof(q[..., 0]).update(dtype=jnp.dtype("float32"))
-        kept = [checkpoint_name(x, SAVED_NAME) for x in KERNEL.bind(q, k, v, results=(jax.typeof(q), row_sums))]
-        return kept[0].swapaxes(1, 2), (q, k, v, *kept)
+        results = KERNEL.bind(q, k, v, results=(jax.typeof(q), row_sums))
+        saved_results = [checkpoint_name(x, SAVED_NAME) for x in results]
+        return saved_results[0].swapaxes(1, 2), (q, k, v, *saved_results)
 
     def backward(saved: Any, out_grad: jax.Array) -> Any:
-        dq, dk, dv = KERNEL.bind(*saved, out_grad.swapaxes(1, 2), results=tuple(map(jax.typeof, saved[:3])))
+        grad_types = tuple(map(jax.typeof, saved[:3]))
+        dq, dk, dv = KERNEL.bind(*saved, out_grad.swapaxes(1, 2), results=grad_types)
         if parts > 1:
             dk, dv = (jax.lax.psum_scatter(x, "seq", scatter_dimension=2, tiled=True) for x in (dk, dv))
         return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv))

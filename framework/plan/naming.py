@@ -21,10 +21,15 @@ OF_LAYOUT = {"parameter": "parameters", "frozen": "frozen", "buffer": "buffers",
 OF_LAYOUT |= {"ema": "ema", "gradient": "gradients", "counter": "other"}
 _MOVES = {"copy", "copy-start", "copy-done", "bitcast", "transpose", "reshape", "bitcast-convert", "convert", "slice"}
 _MOVES |= {"dynamic-slice", "all-gather", "all-gather-start", "all-gather-done", "slice-start", "slice-done"}
-_BESIDE = {"parameter", "constant", "compare", "select", "add", "get-tuple-element", "tuple", "custom-call"}  # indices
+# A fusion that moves an array also has these, which compute the indices.
+_BESIDE = {"parameter", "constant", "compare", "select", "add", "get-tuple-element", "tuple", "custom-call"}
 _KEPT = "/kept for each layer"
 _NO_PLACE = {"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "core_call"}
-_Shapes = dict[tuple[int, ...], list[str]]
+_Dims = tuple[int, ...]
+_PathsByDims = dict[_Dims, list[str]]
+# The name of an instruction, and which element of the tuple that it returns: () if it returns an
+# array.
+_Place = tuple[str, tuple[int, ...]]
 
 
 class Named(NamedTuple):
@@ -36,153 +41,248 @@ class Named(NamedTuple):
     shape: str
 
 
+class _Shapes(NamedTuple):
+    """The paths of leaves by their dimensions, sorted and without those of size 1.
+
+    Attributes:
+        sharded: trainable parameters as sharded, stacked or by layer.
+        unsharded: one layer of trainable parameters, not sharded.
+        hosted: leaves in host memory.
+    """
+
+    sharded: _PathsByDims
+    unsharded: _PathsByDims
+    hosted: _PathsByDims
+
+
 def name_buffers(buffers: Buffers, layout: StateLayout) -> list[Named]:
     """Every buffer alive at the peak whose group is known, largest first."""
-    module, shapes = buffers.module, _shapes(layout)
-    hosted = {leaf.path for leaf in layout if leaf.spec.memory_kind != "device"}
-    named = []
-    for instruction, size in buffers.parameters.items():
-        group, path = argument(module.parameters.get(instruction, ""))
-        if group is not None and path not in hosted:
-            named.append(Named(path, group, size, str(arrays(module.instructions[instruction].type)[0])))
-    named += filter(None, (_name_block(module, block, *shapes) for block in buffers.blocks))
-    return sorted(named, key=lambda one: -one.bytes)
+    module = buffers.module
+    shapes = _shapes(layout)
+    hosted_paths = {leaf.path for leaf in layout if leaf.spec.memory_kind != "device"}
+    named_buffers = []
+    for name, size in buffers.parameters.items():
+        group, path = argument(module.parameters.get(name, ""))
+        if group is not None and path not in hosted_paths:
+            array = arrays(module.instructions[name].type)[0]
+            named_buffers.append(Named(path, group, size, str(array)))
+    for block in buffers.blocks:
+        named_block = _name_block(module, block, shapes)
+        if named_block:
+            named_buffers.append(named_block)
+    return sorted(named_buffers, key=lambda buffer: -buffer.bytes)
 
 
 def argument(op_name: str) -> tuple[str | None, str]:
-    """(group, path) of an argument by jax's name for it: `state['optimizer']['embed']['token']`, `batch['tokens']`."""
+    """(group, path) of an argument by jax's name for it: `state['optimizer']['embed']['token']`, `batch['tokens']`.
+
+    The group is None where the name is not that of an argument.
+    """
     keys = re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)", op_name)
+    # A key matched one of the three alternatives.
     path = "/".join(next(filter(None, key)) for key in keys)
-    return ("batch", f"batch/{path}") if op_name.startswith("batch") else (OF_LAYOUT.get(path.split("/")[0]), path)
+    if op_name.startswith("batch"):
+        return "batch", f"batch/{path}"
+    return OF_LAYOUT.get(path.split("/")[0]), path
 
 
-def _shapes(layout: StateLayout) -> tuple[_Shapes, _Shapes, _Shapes]:
-    """{dimensions: paths}: trainable parameters as sharded, stacked or by layer; one layer of them not sharded; leaves
-    in host memory."""
-    summed, whole, hosted = {}, {}, {}
+def _shapes(layout: StateLayout) -> _Shapes:
+    shapes = _Shapes({}, {}, {})
     for leaf in layout:
-        own, path = layout.sharding(leaf.spec).shard_shape(leaf.spec.shape), leaf.path.partition("/")[2]
+        shard_shape = layout.sharding(leaf.spec).shard_shape(leaf.spec.shape)
+        shard_dims = _dims(shard_shape)
+        path = leaf.path.partition("/")[2]
         if leaf.spec.memory_kind != "device":
-            hosted.setdefault(_dims(own), []).append(leaf.path)
+            shapes.hosted.setdefault(shard_dims, []).append(leaf.path)
         if leaf.group == "parameter":
-            layer = int(getattr(leaf.spec, "roles", ())[:1] == ("layer",))
-            for shapes, shape in {(0, _dims(own)), (0, _dims(own[layer:])), (1, _dims(leaf.spec.shape[layer:]))}:
-                if len(shape) >= 2:
-                    (summed, whole)[shapes].setdefault(shape, []).append(path)
-    return summed, whole, hosted
+            is_stacked = getattr(leaf.spec, "roles", ())[:1] == ("layer",)
+            first_axis = int(is_stacked)
+            layer_dims = _dims(shard_shape[first_axis:])
+            # A leaf that is not stacked is its own layer: it counts once.
+            for dims in {shard_dims, layer_dims}:
+                _add_path(shapes.sharded, dims, path)
+            _add_path(shapes.unsharded, _dims(leaf.spec.shape[first_axis:]), path)
+    return shapes
 
 
-def _dims(dims: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(d for d in dims if d > 1))
+def _add_path(paths_by_dims: _PathsByDims, dims: _Dims, path: str) -> None:
+    # Vectors have the size of many other things.
+    if len(dims) >= 2:
+        paths_by_dims.setdefault(dims, []).append(path)
+
+
+def _dims(shape: tuple[int, ...]) -> _Dims:
+    # XLA transposes what it likes, and adds and drops dimensions of size 1.
+    return tuple(sorted(size for size in shape if size > 1))
 
 
 # --- temporaries -----------------------------------------------------------------------------------------------------
 
 
-def _name_block(module: Module, block: Block, summed: _Shapes, whole: _Shapes, hosted: _Shapes) -> Named | None:
+def _name_block(module: Module, block: Block, shapes: _Shapes) -> Named | None:
     values = [value for value in block.values if value.name in module.instructions]
-    array = next(iter(arrays(block.values[0].shape)), None)
-    shape, dims = (str(array), _dims(array.dims)) if array else (block.values[0].shape, ())
-    source = next(filter(None, (_source(module, value) for value in values)), None)
-    group, path = argument(module.parameters.get(source or "", ""))
+    shape = block.values[0].shape
+    dims: _Dims = ()
+    block_arrays = arrays(shape)
+    if block_arrays:
+        shape = str(block_arrays[0])
+        dims = _dims(block_arrays[0].dims)
+    group, path = argument(module.parameters.get(_first_source(module, values), ""))
     if group is not None:
-        # State that lives on the host is here to be updated; a copy of what is here anyway is a temporary.
-        return Named(f"copy of {path}", group if path in hosted.get(dims, []) else "activations", block.size, shape)
+        # State that lives on the host is here to be updated; a copy of what is here anyway is a
+        # temporary.
+        is_hosted = path in shapes.hosted.get(dims, [])
+        return Named(f"copy of {path}", group if is_hosted else "activations", block.size, shape)
     op_names = [name for value in values for name in _op_names(module, value)]
-    backward = [name for name in op_names if "transpose(" in name or "/gradient/" in name]
-    products = any(name.endswith("dot_general") and "rematted" not in name for name in backward)
-    owners = summed.get(dims, [])
-    owners = owners + [path for path in whole.get(dims, []) if products and path not in owners]
-    if backward and owners:
-        owners = [path for path in owners if any(_layer(path) in name for name in backward)] or owners
-        return Named(f"gradient of {_any_of(owners)}", "gradients", block.size, shape)
-    if dims in hosted and all("/update/" in name for name in op_names):
-        group = OF_LAYOUT[hosted[dims][0].split("/")[0]]
-        return Named(f"new {_any_of(hosted[dims])}", group, block.size, shape)
-    # The loop's own name says less than that of what is computed in it.
-    best = min(op_names, key=lambda name: (name.endswith(("/while", "broadcast_in_dim")), -name.count("/")), default="")
-    return Named(place(best), "activations", block.size, shape) if best else None
+    gradient_paths = _gradient_paths(op_names, dims, shapes)
+    if gradient_paths:
+        return Named(f"gradient of {_any_of(gradient_paths)}", "gradients", block.size, shape)
+    if dims in shapes.hosted and all("/update/" in name for name in op_names):
+        hosted_paths = shapes.hosted[dims]
+        group = OF_LAYOUT[hosted_paths[0].split("/")[0]]
+        return Named(f"new {_any_of(hosted_paths)}", group, block.size, shape)
+
+    def vagueness(name: str) -> tuple[bool, int]:
+        # The loop's own name says less than that of what is computed in it.
+        return name.endswith(("/while", "broadcast_in_dim")), -name.count("/")
+
+    best_name = min(op_names, key=vagueness, default="")
+    return Named(place(best_name), "activations", block.size, shape) if best_name else None
+
+
+def _first_source(module: Module, values: list[Value]) -> str:
+    """The argument that one of the values is a copy of; "" if there is none."""
+    for value in values:
+        source = _source(module, value)
+        if source:
+            return source
+    return ""
+
+
+def _gradient_paths(op_names: list[str], dims: _Dims, shapes: _Shapes) -> list[str]:
+    """The parameters whose gradient an array of these dimensions may be, by the operations that write it."""
+    backward_names = [name for name in op_names if "transpose(" in name or "/gradient/" in name]
+    if not backward_names:
+        return []
+    paths = list(shapes.sharded.get(dims, []))
+    # Without sharding activations have such shapes too. Only a product makes a gradient.
+    if any(name.endswith("dot_general") and "rematted" not in name for name in backward_names):
+        paths += [path for path in shapes.unsharded.get(dims, []) if path not in paths]
+    paths_of_layer = [path for path in paths if any(_layer(path) in name for name in backward_names)]
+    return paths_of_layer or paths
 
 
 def _any_of(paths: list[str]) -> str:
-    return paths[0] + (f" (or {len(paths) - 1} more of its shape)" if len(paths) > 1 else "")
+    num_others = len(paths) - 1
+    return paths[0] + (f" (or {num_others} more of its shape)" if num_others else "")
 
 
 def _layer(path: str) -> str:
     """stack/block0/attention/key/weight -> attention/key/, as the scopes inside of a loop over blocks are called."""
-    return "/".join(path.split("/")[2:-1] or path.split("/")[:1]) + "/"
+    keys = path.split("/")
+    return "/".join(keys[2:-1] or keys[:1]) + "/"
 
 
 def _source(module: Module, value: Value) -> str | None:
     """The argument that a value is a copy of, followed through moves, tuples and loops; None if it is computed."""
-    seen, step = set(), (value.name, value.index)
-    while step and step not in seen and step[0] in module.instructions:
-        if step[0] in module.parameters:
-            return step[0]
-        seen.add(step)
-        step = _step_back(module, module.instructions[step[0]], step[1])
+    visited: set[_Place] = set()
+    position: _Place | None = (value.name, value.index)
+    while position and position not in visited:
+        name, index = position
+        if name not in module.instructions:
+            return None
+        if name in module.parameters:
+            return name
+        visited.add(position)
+        position = _step_back(module, module.instructions[name], index)
     return None
 
 
-def _step_back(module: Module, i: Instruction, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-    if i.opcode == "get-tuple-element":
-        return i.operands[0], (int(i.attributes.partition("index=")[2].split(",")[0]), *index)
-    if i.opcode == "tuple" and index:
-        return i.operands[index[0]], index[1:]
-    if i.opcode == "while":
-        return i.operands[0], index
-    if i.opcode == "parameter" and i.computation in module.loops:
-        return module.loops[i.computation].operands[0], index
-    if i.opcode == "fusion":
-        fused = module.computations.get(i.called("calls"), [])
-        if not fused or not i.operands or any(inner.opcode not in _MOVES | _BESIDE for inner in fused):
+def _step_back(module: Module, instruction: Instruction, index: tuple[int, ...]) -> _Place | None:
+    """Where the value comes from that an instruction returns at an index; None if the instruction computes it."""
+    opcode = instruction.opcode
+    operands = instruction.operands
+    if opcode == "get-tuple-element":
+        element = instruction.attributes.partition("index=")[2].split(",")[0]
+        return operands[0], (int(element), *index)
+    if opcode == "tuple" and index:
+        return operands[index[0]], index[1:]
+    if opcode == "while":
+        return operands[0], index
+    if opcode == "parameter" and instruction.computation in module.loops:
+        return module.loops[instruction.computation].operands[0], index
+    if opcode == "fusion":
+        fused = module.computations.get(instruction.called("calls"), [])
+        if not fused or not operands or any(inner.opcode not in _MOVES | _BESIDE for inner in fused):
             return None
-        return max(i.operands, key=lambda name: _largest(module, name)), ()
-    return (i.operands[0], index[1:]) if i.opcode in _MOVES and i.operands else None
+        # The small operands are indices.
+        return max(operands, key=lambda name: _largest(module, name)), ()
+    if opcode in _MOVES and operands:
+        return operands[0], index[1:]
+    return None
 
 
 def _largest(module: Module, name: str) -> int:
-    types = module.instructions[name].type if name in module.instructions else ""
-    return max((array.num_bytes for array in arrays(types)), default=0)
+    """Bytes of the largest array that an instruction returns."""
+    if name not in module.instructions:
+        return 0
+    return max((array.num_bytes for array in arrays(module.instructions[name].type)), default=0)
 
 
 def _op_names(module: Module, value: Value) -> Iterator[str]:
     """The names of the operations that write a value: its own, and, of a loop's carry, what the body makes of it."""
     instruction = module.instructions[value.name]
-    yield from filter(None, [_saved(module, instruction) or _origin(module, value)])
-    loop = instruction if instruction.opcode == "while" else module.loops.get(instruction.computation)
+    writer_name = _saved(module, instruction) or _origin(module, value)
+    if writer_name:
+        yield writer_name
+    is_loop = instruction.opcode == "while"
+    loop = instruction if is_loop else module.loops.get(instruction.computation)
     if instruction.opcode in ("while", "parameter") and loop is not None and value.index:
         root = module.instructions[module.roots[loop.called("body")]]
         if root.opcode == "tuple" and root.operands[value.index[0]] in module.instructions:
-            last = module.instructions[root.operands[value.index[0]]]
-            yield _saved(module, last) or last.op_name or loop.op_name
+            body_result = module.instructions[root.operands[value.index[0]]]
+            yield _saved(module, body_result) or body_result.op_name or loop.op_name
 
 
 def _origin(module: Module, value: Value) -> str:
     """The name of the operation that made a value, or of the nearest before it that has one."""
-    name, index = value.name, value.index
+    name = value.name
+    index = value.index
+    # Farther away than this, a name would say little about the value.
     for _ in range(8):
         instruction = module.instructions.get(name)
-        if instruction is None or instruction.op_name:
-            return instruction.op_name if instruction else ""
-        name, index = _step_back(module, instruction, index) or ((*instruction.operands, "")[0], ())
+        if instruction is None:
+            return ""
+        if instruction.op_name:
+            return instruction.op_name
+        first_operand = (*instruction.operands, "")[0]
+        name, index = _step_back(module, instruction, index) or (first_operand, ())
     return ""
 
 
 def _saved(module: Module, writer: Instruction) -> str | None:
-    """What a loop writes into a row of a stacked array: the operation that made the row."""
+    """The operation that made the row which a loop writes into a stacked array; None if it writes no row."""
     fused = module.computations.get(writer.called("calls"), []) if writer.opcode == "fusion" else []
-    outer, i = writer, next((inner for inner in fused if inner.opcode == "dynamic-update-slice"), writer)
-    row = module.instructions.get(i.operands[1]) if i.opcode == "dynamic-update-slice" else None
+    updates = (inner for inner in fused if inner.opcode == "dynamic-update-slice")
+    update = next(updates, writer)
+    if update.opcode != "dynamic-update-slice":
+        return None
+    row = module.instructions.get(update.operands[1])
+    # While the row is followed inside of the fusion, its parameters are the operands of the fusion.
+    caller = writer
     while row is not None and not _tells(row.op_name):
-        if row.opcode == "parameter" and outer is not i and row.operands[0].isdigit():
-            row, outer = module.instructions.get(outer.operands[int(row.operands[0])]), i
+        if row.opcode == "parameter" and caller is not update and row.operands[0].isdigit():
+            row = module.instructions.get(caller.operands[int(row.operands[0])])
+            caller = update
+        elif row.opcode in _MOVES and row.operands:
+            row = module.instructions.get(row.operands[0])
         else:
-            row = module.instructions.get(row.operands[0]) if row.opcode in _MOVES and row.operands else None
+            row = None
     return f"{row.op_name}{_KEPT}" if row is not None else None
 
 
 def _tells(op_name: str) -> bool:
+    """Whether a name is that of a layer's operation, not of the loop's own bookkeeping."""
     return op_name.count("/") > 1 and not op_name.endswith(("dynamic_update_slice", "broadcast_in_dim", "/while"))
 
 
@@ -190,15 +290,34 @@ def place(op_name: str) -> str:
     """`jit(step)/transpose(jvp(stack))/while/body/mlp/up/dot_general` -> `stack/mlp/up/dot_general, backward`."""
     if op_name.startswith(("state[", "batch[")):
         return f"copy of {argument(op_name)[1]}"
-    when = "update" if "/update/" in op_name else "backward" if "transpose(" in op_name else "forward"
-    if "rematted_computation" in op_name:
-        when = "backward, recomputed"
-    plain = re.sub(r"\b(?:jit|pjit)\([^()]*\)", "", op_name)
-    while plain != (plain := re.sub(r"\b(?:jvp|transpose|vmap|checkpoint|remat)\(([^()]*)\)", r"\1", plain)):
-        pass
-    parts = [part for part in plain.split("/") if part and part not in _NO_PLACE and part != "update"]
+    phase = _phase(op_name)
+    plain_name = _without_transformations(op_name)
+    parts = []
+    for part in plain_name.split("/"):
+        if part and part not in _NO_PLACE and part != "update":
+            parts.append(part)
     if op_name.endswith("/while"):
         parts.append("carried through the loop")
-    elif parts[-1:] == ["dynamic_update_slice"] and when == "forward":
+    elif parts[-1:] == ["dynamic_update_slice"] and phase == "forward":
         parts[-1] = _KEPT.strip("/")
-    return f"{'/'.join(parts) or 'step'}, {when}"
+    path = "/".join(parts) or "step"
+    return f"{path}, {phase}"
+
+
+def _phase(op_name: str) -> str:
+    if "rematted_computation" in op_name:
+        return "backward, recomputed"
+    if "/update/" in op_name:
+        return "update"
+    return "backward" if "transpose(" in op_name else "forward"
+
+
+def _without_transformations(op_name: str) -> str:
+    """`jit(step)/transpose(jvp(stack))/mul` -> `/stack/mul`."""
+    plain_name = re.sub(r"\b(?:jit|pjit)\([^()]*\)", "", op_name)
+    # Transformations are nested, and the pattern matches the innermost ones.
+    while True:
+        unwrapped = re.sub(r"\b(?:jvp|transpose|vmap|checkpoint|remat)\(([^()]*)\)", r"\1", plain_name)
+        if unwrapped == plain_name:
+            return plain_name
+        plain_name = unwrapped

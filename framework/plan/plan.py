@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from framework.checkpoint.storage import read_bytes
 from framework.config import Config
 from framework.devices.executables import HostBytes
-from framework.layout import Leaf, merge
+from framework.layout import Leaf, StateLayout, merge
 from framework.plan import jaxprs, layers
 from framework.plan.cache import versions
 from framework.plan.compiled import Compiled, compile_for
@@ -36,30 +36,54 @@ _COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"),
 _LARGEST = 30
 
 
-def quick(name: str, config: Config, target: Target, limit: int | None) -> Report:
+def quick(
+    name: str,
+    config: Config,
+    target: Target,
+    limit: int | None,
+) -> Report:
     """The report of the closed form alone: no compiler, no devices.
 
     Args:
-        name: of the config. config: resolved for the target. target: where.
+        name: of the config.
+        config: resolved for the target.
+        target: the machine to plan for.
         limit: device memory in bytes; None means unknown.
     """
     experiment: Experiment = config.instantiate()
-    found = closed_form(experiment, target)
-    state, peak = state_bytes(found), found.peak_bytes
-    arguments = state + found.breakdown["batch"]
+    need = closed_form(experiment, target)
+    state = state_bytes(need)
+    peak = need.peak_bytes
+    arguments = state + need.breakdown["batch"]
+    # The results of a step are the new state, which is written in the place of the old one.
+    step = Compiled(
+        0.0,
+        peak,
+        peak,
+        argument=arguments,
+        output=state,
+        alias=state,
+        temp=peak - arguments,
+    )
     report = _head(name, experiment, target, limit)
-    report |= _device_bytes(Compiled(0.0, peak, peak, arguments, state, state, peak - arguments))
+    report |= _device_bytes(step)
     report |= {
         "estimated": True,
         "fits": limit is None or peak <= limit,
-        "breakdown": found.breakdown,
-        "host_breakdown": found.host_breakdown,
-        "estimate": {"device_peak_bytes": peak, "breakdown": found.breakdown, "error": None},
-        **_flops(found.flops, report["tokens_per_step"]),
+        "breakdown": need.breakdown,
+        "host_breakdown": need.host_breakdown,
+        "estimate": {"device_peak_bytes": peak, "breakdown": need.breakdown, "error": None},
+        **_flops(need.flops, report["tokens_per_step"]),
     }
-    _add_host(report, found.host_bytes, 0, target)
+    _add_host(report, need.host_bytes, 0, target)
     if not report["fits"]:
-        report["suggestions"] = suggestions(config, target, limit or 0, peak, seconds=0.0)
+        report["suggestions"] = suggestions(
+            config,
+            target,
+            limit or 0,
+            peak,
+            seconds=0.0,
+        )
     return report
 
 
@@ -83,8 +107,6 @@ def plan(
         ValueError: config and target do not fit each other; the target's compiler is not installed.
     """
     program = Program(config.instantiate(), target.devices())
-    layout = program.layout
-    state, hosted = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
     report = _head(name, program.experiment, target, limit) | {"estimated": False}
     tell("tracing the training step")
     report |= traced(program)
@@ -93,33 +115,81 @@ def plan(
     report |= _step(program, step)
     if step.ledger is not None:
         report |= layers.totals(step.ledger, report["tokens_per_step"])
-    _add_host(report, hosted, step.host_temp, target)
-    found = closed_form(program.experiment, target)
-    error = None if step.message else found.peak_bytes / step.peak - 1.0
-    report["estimate"] = {"device_peak_bytes": found.peak_bytes, "breakdown": found.breakdown, "error": error}
+    _add_host(report, _state_bytes(program).host, step.host_temp, target)
+    report["estimate"] = _compared_estimate(program, target, step)
 
-    peaks = {"train": (step.allocated, report["host_peak_bytes"])} | _save_and_restore(program, target)
+    peaks = {"train": _Peak(step.allocated, report["host_peak_bytes"])}
+    peaks |= _save_and_restore(program, target)
     if phases:
-        tell("compiling initialization")
-        init = _init(program, target, hosted)
-        tell("compiling evaluation")
-        evaluation = _evaluation(program, target)
-        taken = sum(layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "buffer"))
-        # What is no argument of it, the rest of the state, stays too.
-        peaks |= {"init": (init.allocated, hosted), "evaluation": (evaluation.allocated - taken + state, hosted)}
-        report["compile_seconds"] = round(step.seconds + init.seconds + evaluation.seconds, 1)
-        report["message"] = step.message or init.message or evaluation.message
-    report["phases"] = {
-        phase: {"device_peak_bytes": peaks[phase][0], "host_peak_bytes": peaks[phase][1]}
-        for phase in ("init", "restore", "train", "evaluation", "save")
-        if phase in peaks
-    }
-    most = max(device for device, _ in peaks.values())
+        _add_phases(
+            report,
+            peaks,
+            program,
+            target,
+            step,
+            tell,
+        )
+    report["phases"] = _phases(peaks)
+    most = max(peak.device for peak in peaks.values())
     report["fits"] = not step.message and (limit is None or most <= limit)
     if not report["fits"]:
         tell("looking for settings that fit")
         report["suggestions"] = suggestions(config, target, limit or 0, most)
     return report
+
+
+class _Peak(NamedTuple):
+    """Bytes of one device, in its memory and in that of its host."""
+
+    device: int
+    host: int
+
+
+def _state_bytes(program: Program) -> _Peak:
+    """The bytes of the state."""
+    device = program.layout.bytes_per_device(memory_kind="device")
+    host = program.layout.bytes_per_device(memory_kind="pinned_host")
+    return _Peak(device, host)
+
+
+def _phases(peaks: dict[str, _Peak]) -> Report:
+    """The peaks as a report has them, in the order of a run."""
+    phases = {}
+    for phase in ("init", "restore", "train", "evaluation", "save"):
+        if phase in peaks:
+            device, host = peaks[phase]
+            phases[phase] = {"device_peak_bytes": device, "host_peak_bytes": host}
+    return phases
+
+
+def _compared_estimate(program: Program, target: Target, step: Compiled) -> Report:
+    """The closed form beside the compiled step; it has no error if the step was refused."""
+    need = closed_form(program.experiment, target)
+    error = None if step.message else need.peak_bytes / step.peak - 1.0
+    return {"device_peak_bytes": need.peak_bytes, "breakdown": need.breakdown, "error": error}
+
+
+def _add_phases(
+    report: Report,
+    peaks: dict[str, _Peak],
+    program: Program,
+    target: Target,
+    step: Compiled,
+    tell: Callable[[str], None],
+) -> None:
+    """Compiles initialization and evaluation, and adds their peaks."""
+    layout = program.layout
+    state = _state_bytes(program)
+    tell("compiling initialization")
+    init = _init(program, target, state.host)
+    tell("compiling evaluation")
+    evaluation = _evaluation(program, target)
+    # The rest of the state, which is no argument of evaluation, stays on the device too.
+    argument_bytes = sum(layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "buffer"))
+    peaks["init"] = _Peak(init.allocated, state.host)
+    peaks["evaluation"] = _Peak(evaluation.allocated - argument_bytes + state.device, state.host)
+    report["compile_seconds"] = round(step.seconds + init.seconds + evaluation.seconds, 1)
+    report["message"] = step.message or init.message or evaluation.message
 
 
 def _init(program: Program, target: Target, hosted: int) -> Compiled:
@@ -129,10 +199,12 @@ def _init(program: Program, target: Target, hosted: int) -> Compiled:
 
 
 def _evaluation(program: Program, target: Target) -> Compiled:
-    layout, batch = program.layout, program.evaluation_specs
+    layout = program.layout
+    batch = program.evaluation_specs
     if program.in_parts:
         weights = {group: layout.specs[group] for group in ("parameter", "frozen")}
-        return layers.rehearsed(target, None, partial(program.layers.evaluate, weights, layout.specs["buffer"], batch))
+        run = partial(program.layers.evaluate, weights, layout.specs["buffer"], batch)
+        return layers.rehearsed(target, None, run)
     groups = layout.abstract([layout.specs[group] for group in ("parameter", "frozen", "buffer")])
     hosted = sum(layout.bytes_per_device(group, "pinned_host") for group in ("parameter", "frozen"))
     lowered = program.evaluate_jit.lower(*groups, layout.abstract(batch))
@@ -142,10 +214,16 @@ def _evaluation(program: Program, target: Target) -> Compiled:
 # --- the parts of a report -------------------------------------------------------------------------------------------
 
 
-def _head(name: str, experiment: Experiment, target: Target, limit: int | None) -> Report:
+def _head(
+    name: str,
+    experiment: Experiment,
+    target: Target,
+    limit: int | None,
+) -> Report:
+    """The facts of config and target, and every key that a report may lack, empty."""
     tokens = experiment.data.global_batch_size * experiment.data.seq_len
     sizes = experiment.mesh.resolve(target.num_devices)
-    per_token = experiment.model.flops_per_token(experiment.data.seq_len)
+    flops_per_token = experiment.model.flops_per_token(experiment.data.seq_len)
     empty: Report = {key: [] for key in ("largest", "zero_gradients", "suggestions", "notes")}
     empty |= {"collective_bytes": {}, "phases": {}, "host_transfer_bytes": 0, "compile_seconds": 0.0, "message": ""}
     return empty | {
@@ -161,9 +239,9 @@ def _head(name: str, experiment: Experiment, target: Target, limit: int | None) 
         "host_limit_bytes": target.host_limit_bytes,
         "item": experiment.data.item,
         "tokens_per_step": tokens,
-        "model_flops_per_token": per_token,
-        "flops_per_token": per_token,
-        "flops_per_step": per_token * tokens,
+        "model_flops_per_token": flops_per_token,
+        "flops_per_token": flops_per_token,
+        "flops_per_step": flops_per_token * tokens,
         "versions": versions("jax", "jaxlib", *_COMPILERS[target.platform]),
     }
 
@@ -173,42 +251,63 @@ def _device_bytes(step: Compiled) -> Report:
     return {f"device_{name}_bytes": getattr(step, name) for name in names}
 
 
-def _add_host(report: Report, state: int, temporary: int, target: Target) -> None:
-    """Bytes in host memory: no part of the verdict, as which machine has the devices is for people to choose."""
-    need, limit = (state + temporary) * target.num_devices // target.num_processes, target.host_limit_bytes
-    report |= {"host_argument_bytes": state, "host_peak_bytes": state + temporary, "host_process_bytes": need}
-    if limit is not None and need > limit:
-        less = f"less than the {human_bytes(need)} that live there"
-        report["notes"].append(f"a host of this kind has {human_bytes(limit)}, {less}")
+def _add_host(
+    report: Report,
+    state: int,
+    temporary: int,
+    target: Target,
+) -> None:
+    """Adds the bytes in host memory, of one device and of a process.
+
+    They are no part of the verdict, as people choose which machine has the devices.
+    """
+    peak = state + temporary
+    # A process holds the shards of all of its devices.
+    process_bytes = peak * target.num_devices // target.num_processes
+    report |= {"host_argument_bytes": state, "host_peak_bytes": peak, "host_process_bytes": process_bytes}
+    limit = target.host_limit_bytes
+    if limit is not None and process_bytes > limit:
+        difference = f"less than the {human_bytes(process_bytes)} that live there"
+        report["notes"].append(f"a host of this kind has {human_bytes(limit)}, {difference}")
 
 
 def traced(program: Program) -> Report:
-    """FLOPs, and parameters that the loss does not reach."""
+    """The keys of a report that are read off the traced step: FLOPs, and parameters that the loss does not reach."""
     layout = program.whole
+    # A step in layers has no traced program of its own: its FLOPs are counted in the rehearsal,
+    # `layers.totals`.
     count = jaxprs.FlopCount() if program.in_parts else jaxprs.flops(program.traced_step.jaxpr)
-    model, remat = program.experiment.model, program.experiment.memory.remat
+    model = program.experiment.model
+    remat = program.experiment.memory.remat
 
     def loss(params: Any, state: Any, batch: Any) -> jax.Array:
-        ctx = training_context(batch, state["counter"], model, layout, remat)
-        params, frozen = layout.fetch("parameter", params), layout.fetch("frozen", state["frozen"])
-        params, frozen = (model.split_units(group, remat) for group in (params, frozen))
-        return model.loss(merge(params, frozen), ctx, state["buffer"])[0]
+        ctx = training_context(
+            batch,
+            state["counter"],
+            model,
+            layout,
+            remat,
+        )
+        fetched = layout.fetch("parameter", params)
+        frozen = layout.fetch("frozen", state["frozen"])
+        split_params = model.split_units(fetched, remat)
+        split_frozen = model.split_units(frozen, remat)
+        return model.loss(merge(split_params, split_frozen), ctx, state["buffer"])[0]
 
-    state, batch = layout.abstract(), layout.abstract(program.batch_specs)
+    state = layout.abstract()
+    batch = layout.abstract(program.batch_specs)
     leaves = [leaf for leaf in layout if leaf.group == "parameter"]
-    zero = jaxprs.unreached(loss, state["parameter"], state, batch)
-    return {
-        **_flops(count, program.experiment.data.global_batch_size * program.experiment.data.seq_len),
-        "zero_gradients": [
-            {"path": leaf.path.removeprefix("parameter/"), "bytes": leaf.bytes_per_device}
-            for leaf, is_zero in zip(leaves, zero, strict=True)
-            if is_zero
-        ],
-    }
+    are_zero = jaxprs.unreached(loss, state["parameter"], state, batch)
+    zero_gradients = []
+    for leaf, is_zero in zip(leaves, are_zero, strict=True):
+        if is_zero:
+            zero_gradients.append({"path": leaf.path.removeprefix("parameter/"), "bytes": leaf.bytes_per_device})
+    tokens = program.experiment.data.global_batch_size * program.experiment.data.seq_len
+    return {**_flops(count, tokens), "zero_gradients": zero_gradients}
 
 
 def _flops(count: jaxprs.FlopCount, tokens: int) -> Report:
-    """What a report says of them."""
+    """The keys of a report that tell FLOPs."""
     loops = f"{count.uncounted_loops} loops run as often as the data says; their FLOPs are counted once"
     return {
         "flops_per_step": count.flops,
@@ -218,63 +317,91 @@ def _flops(count: jaxprs.FlopCount, tokens: int) -> Report:
 
 
 def _step(program: Program, step: Compiled) -> Report:
-    """What the training step's buffers say."""
-    layout, breakdown, host = program.layout, dict.fromkeys(KEYS, 0), dict.fromkeys(KEYS, 0)
-    state, hosted = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
+    """The keys of a report that the training step's buffers tell."""
+    layout = program.layout
+    breakdown = dict.fromkeys(KEYS, 0)
+    host_breakdown = dict.fromkeys(KEYS, 0)
+    state = _state_bytes(program)
     for leaf in layout:
         if leaf.spec.memory_kind != "device":
-            host[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
-    host["activations"] += step.host_temp
-    moved, rest = {}, "other"
+            host_breakdown[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
+    host_breakdown["activations"] += step.host_temp
+    transfers: Report = {}
+    unnamed_group = "other"
     if step.ledger is not None:
-        named = layers.named(program, step.ledger)
+        named_buffers = layers.named(program, step.ledger)
     elif step.buffers is not None:
-        named = name_buffers(step.buffers, layout)
+        named_buffers = name_buffers(step.buffers, layout)
         module = step.buffers.module
-        # Each host leaf is taken in and out, also where the program's text does not name its memory space (CPU, GPU).
-        transfers = max(module.host_bytes(), 2 * hosted)
-        moved = {"collective_bytes": module.collective_bytes(), "host_transfer_bytes": transfers}
-    else:  # the compiler refused: the state is known, and what it adds up to
-        rest = "activations"
-        named = [
-            Named(leaf.path, OF_LAYOUT[leaf.group], leaf.bytes_per_device, f"{shape}, all shards")
-            for leaf in layout
-            for shape in [Array(str(leaf.spec.dtype), leaf.spec.shape)]
-            if leaf.spec.memory_kind == "device"
-        ]
-    alike: dict[tuple[str, str, str], list[int]] = {}
-    for one in named:
-        breakdown[one.group] += one.bytes
-        alike.setdefault((one.name, one.group, one.shape), []).append(one.bytes)
-    breakdown[rest] += step.peak - sum(breakdown.values())
-    largest = sorted(alike.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
+        # Each host leaf is taken in and out, also where the program's text does not name its memory
+        # space (CPU, GPU).
+        host_transfer_bytes = max(module.host_bytes(), 2 * state.host)
+        transfers = {"collective_bytes": module.collective_bytes(), "host_transfer_bytes": host_transfer_bytes}
+    else:
+        # The compiler refused the program: the state is known, and what everything adds up to.
+        unnamed_group = "activations"
+        named_buffers = _state_buffers(layout)
+    for buffer in named_buffers:
+        breakdown[buffer.group] += buffer.bytes
+    breakdown[unnamed_group] += step.peak - sum(breakdown.values())
     return {
-        **moved,
-        **_device_bytes(replace(step, argument=state) if step.message else step),
+        **transfers,
+        **_device_bytes(replace(step, argument=state.device) if step.message else step),
         "breakdown": breakdown,
-        "host_breakdown": host,
-        "largest": [
-            {"name": name, "group": group, "shape": shape, "count": len(sizes), "bytes": sum(sizes)}
-            for (name, group, shape), sizes in largest
-        ],
+        "host_breakdown": host_breakdown,
+        "largest": _largest(named_buffers),
         "compile_seconds": round(step.seconds, 1),
         "message": step.message,
     }
 
 
-def _save_and_restore(program: Program, target: Target) -> dict[str, tuple[int, int]]:
-    """(device, host) bytes, by the layout. Saving copies to host memory what this process writes, each array once;
-    restoring fills the layout's leaves, with a bounded number of bytes on their way through host memory; but stacks
-    that are in parts are read as whole ones, into host memory, and cut a leaf at a time."""
+def _state_buffers(layout: StateLayout) -> list[Named]:
+    """The leaves of the layout that are on the device, as buffers."""
+    state_buffers = []
+    for leaf in layout:
+        if leaf.spec.memory_kind == "device":
+            array = Array(str(leaf.spec.dtype), leaf.spec.shape)
+            shape = f"{array}, all shards"
+            state_buffers.append(Named(leaf.path, OF_LAYOUT[leaf.group], leaf.bytes_per_device, shape))
+    return state_buffers
+
+
+def _largest(named_buffers: list[Named]) -> list[Report]:
+    """The largest buffers, those of the same name, group and shape as one."""
+    sizes_by_buffer: dict[tuple[str, str, str], list[int]] = {}
+    for buffer in named_buffers:
+        identity = (buffer.name, buffer.group, buffer.shape)
+        sizes_by_buffer.setdefault(identity, []).append(buffer.bytes)
+    largest = sorted(sizes_by_buffer.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
+    rows = []
+    for (name, group, shape), sizes in largest:
+        rows.append({"name": name, "group": group, "shape": shape, "count": len(sizes), "bytes": sum(sizes)})
+    return rows
+
+
+def _save_and_restore(program: Program, target: Target) -> dict[str, _Peak]:
+    """The peaks of saving and restoring, which the layout tells.
+
+    Saving copies to host memory what this process writes, each array once. Restoring fills the layout's leaves, with a
+    bounded number of bytes on their way through host memory; but stacks that are in parts are read as whole ones, into
+    host memory, and cut a leaf at a time.
+    """
     layout = program.layout
-    device, host = (layout.bytes_per_device(memory_kind=kind) for kind in ("device", "pinned_host"))
-    local = target.num_devices // target.num_processes
-    copied = sum(min(leaf.spec.num_bytes, leaf.bytes_per_device * local) for leaf in layout)
+    state = _state_bytes(program)
+    local_devices = target.num_devices // target.num_processes
+    copied = 0
+    for leaf in layout:
+        # Replicas on the devices of a process are written once.
+        copied += min(leaf.spec.num_bytes, leaf.bytes_per_device * local_devices)
     passing = read_bytes(max(leaf.spec.num_bytes for leaf in layout))
     if program.in_parts:
-        passing += local * sum(leaf.bytes_per_device for leaf in layout if _comes_by_host(leaf))
-    passing = min(passing, local * (device + host))  # a process reads the shards of its own devices
-    return {"save": (device, host + copied // local), "restore": (device, host + passing // local)}
+        passing += local_devices * sum(leaf.bytes_per_device for leaf in layout if _comes_by_host(leaf))
+    # A process reads the shards of its own devices.
+    passing = min(passing, local_devices * (state.device + state.host))
+    return {
+        "save": _Peak(state.device, state.host + copied // local_devices),
+        "restore": _Peak(state.device, state.host + passing // local_devices),
+    }
 
 
 def _comes_by_host(leaf: Leaf) -> bool:

@@ -13,24 +13,35 @@ from framework.terminal.tables import Section, start_table
 
 
 def start_report(name: str, program: Program, without_data: str = "") -> list[Section]:
-    """Parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item, data, or
-    why there are none."""
-    layout, experiment = program.layout, program.experiment
-    devices, shape = list(program.mesh.devices.flat), dict(program.mesh.shape)
-    parameters = [
-        (group, layout.size(group), sum(leaf.spec.num_bytes for leaf in layout if leaf.group == group))
-        for group in ("parameter", "frozen")
-        if layout.size(group)
-    ]
+    """The table of a run's start.
+
+    It has parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item, and the
+    data, or `without_data`, the reason why there are none.
+    """
+    layout = program.layout
+    experiment = program.experiment
+    devices = list(program.mesh.devices.flat)
+    mesh_shape = dict(program.mesh.shape)
+    num_slices = len(set(map(island, devices)))
+    parameters = []
+    for group in ("parameter", "frozen"):
+        if layout.size(group):
+            num_bytes = sum(leaf.spec.num_bytes for leaf in layout if leaf.group == group)
+            parameters.append((group, layout.size(group), num_bytes))
     kinds: list[MemoryKind] = sorted({leaf.spec.memory_kind for leaf in layout})
-    sizes = {(group, kind): layout.bytes_per_device(group, kind) for group in GROUPS for kind in kinds}
+    device_bytes = {}
+    for group in GROUPS:
+        for kind in kinds:
+            size = layout.bytes_per_device(group, kind)
+            if size:
+                device_bytes[group, kind] = size
     data: Pipeline = experiment.data
     return start_table(
         config=name,
         accelerator=accelerator_name(devices),
-        mesh=mesh_text(shape, experiment.mesh.cut(shape, len(set(map(island, devices)))), devices[0].platform),
+        mesh=mesh_text(mesh_shape, experiment.mesh.cut(mesh_shape, num_slices), devices[0].platform),
         parameters=parameters,
-        device_bytes={key: size for key, size in sizes.items() if size},
+        device_bytes=device_bytes,
         tokens_per_step=data.global_batch_size * data.seq_len,
         flops_per_token=experiment.model.flops_per_token(data.seq_len),
         device_limit_bytes=spec_for(devices).limit_bytes,

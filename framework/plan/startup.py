@@ -22,13 +22,33 @@ from framework.program.program import Program
 from framework.terminal.tables import Section, human_bytes, render
 
 
-def dry_run(name: str, config: Config, target: Target, folder: Path, limit: int | None) -> bool:
-    """Starts for a target, prints what its processes do, compiles its step; whether that fits in `limit` bytes, by
-    default the target's. The data keeps its tokens in `folder`; a source that is not on this machine is told, and is no
-    error. Raises ValueError: what the run itself would say before its first compile."""
-    jax.config.update("jax_enable_compilation_cache", False)  # what was not compiled for this machine is not kept
+def dry_run(
+    name: str,
+    config: Config,
+    target: Target,
+    folder: Path,
+    limit: int | None,
+) -> bool:
+    """Starts a run for a target, prints what its processes do, and compiles its step.
+
+    Args:
+        name: of the config.
+        config: resolved for the target.
+        target: the machine to start for.
+        folder: the data keeps its tokens there; a source that is not on this machine is told, and is no error.
+        limit: device memory in bytes, by default the target's.
+
+    Returns:
+        Whether the step fits.
+
+    Raises:
+        ValueError: what the run itself would say before its first compile.
+    """
+    # A program that was not compiled for this machine is not kept.
+    jax.config.update("jax_enable_compilation_cache", False)
     program = Program(config.instantiate(), target.devices())
-    experiment, missing = program.experiment, ""
+    experiment = program.experiment
+    missing = ""
     try:
         if experiment.pretrained is not None:
             experiment.pretrained.places(experiment.language_model)
@@ -37,75 +57,104 @@ def dry_run(name: str, config: Config, target: Target, folder: Path, limit: int 
         missing = f"not on this machine: {error}"
     print(render([*start_report(name, program, missing), processes(program)]), flush=True)
     start = time.perf_counter()
-    found = guard.need(program)
-    seconds, limit = time.perf_counter() - start, target.limit_bytes if limit is None else limit
-    refusal = guard.refusal(config, program, found, limit, target)
-    peak = f"its peak is {human_bytes(found.peak)} of {human_bytes(limit)} per device"
-    done = f"dry run: the step compiles for {target.name} in {seconds:.0f} s, and {peak}. Nothing was trained."
-    print(refusal or done)
+    need = guard.need(program)
+    seconds = time.perf_counter() - start
+    if limit is None:
+        limit = target.limit_bytes
+    refusal = guard.refusal(
+        config,
+        program,
+        need,
+        limit,
+        target,
+    )
+    peak = f"its peak is {human_bytes(need.peak)} of {human_bytes(limit)} per device"
+    summary = f"dry run: the step compiles for {target.name} in {seconds:.0f} s, and {peak}. Nothing was trained."
+    print(refusal or summary)
     return refusal is None
 
 
 def processes(program: Program) -> Section:
-    """What each process reads and writes."""
-    held = Counter(device.process_index for device in program.mesh.devices.flat)
-    rows, (written, pieces) = reading(program), writing(program)
-    readers = _span(Counter(row for own in rows.values() for row in own.tolist()).values())
-    leaves, sets = (
-        sum(leaf.group in program.whole.kept for leaf in program.whole),
-        {x.tobytes() for x in rows.values()},
-    )
-    own = f"{_span(map(len, rows.values()))} of {program.experiment.data.global_batch_size} rows for each process"
-    total, least, most = map(human_bytes, (sum(written.values()), min(written.values()), max(written.values())))
+    """The table of what each process reads and writes."""
+    device_counts = Counter(device.process_index for device in program.mesh.devices.flat)
+    rows_by_process = reading(program)
+    written_by_process, pieces = writing(program)
+    reader_counts: Counter[int] = Counter()
+    for rows in rows_by_process.values():
+        reader_counts.update(rows.tolist())
+    readers = _span(reader_counts.values())
+    different_sets = {rows.tobytes() for rows in rows_by_process.values()}
+    row_counts = _span(map(len, rows_by_process.values()))
+    share = f"{row_counts} of {program.experiment.data.global_batch_size} rows for each process"
+    sets = f"{len(different_sets)} different sets"
+    leaves = sum(leaf.group in program.whole.kept for leaf in program.whole)
+    total = human_bytes(sum(written_by_process.values()))
+    least = human_bytes(min(written_by_process.values()))
+    most = human_bytes(max(written_by_process.values()))
     table = [
-        ("processes", f"{len(held)}, of {_span(held.values())} devices each"),
-        ("batch", f"{own}, {len(sets)} different sets; each row is read by {readers}: those whose devices hold it"),
+        ("processes", f"{len(device_counts)}, of {_span(device_counts.values())} devices each"),
+        ("batch", f"{share}, {sets}; each row is read by {readers}: those whose devices hold it"),
         ("checkpoint", f"{total} in {leaves} leaves, {pieces} pieces; each process writes {least} to {most}"),
     ]
     return Section("start", table)
 
 
 def reading(program: Program) -> dict[int, np.ndarray]:
-    """The rows of the global batch that each process reads: `program.rows_of_processes`, which the data pipeline is
-    asked for. They are held against where the devices stand in the mesh; a difference is a bug of ours."""
-    rows, mesh = program.rows_of_processes, program.mesh
-    size = program.experiment.data.global_batch_size
-    blocks = np.arange(size).reshape(*(mesh.shape[axis] for axis in BATCH_AXES), -1)
+    """The rows of the global batch that each process reads: `program.rows_of_processes`.
+
+    The data pipeline is asked for these. They are held against where the devices stand in the mesh; a difference is a
+    bug of ours.
+    """
+    rows_by_process = program.rows_of_processes
+    mesh = program.mesh
+    batch_size = program.experiment.data.global_batch_size
+    # The batch is cut over the batch axes in the order of the mesh, into blocks of consecutive
+    # rows.
+    blocks = np.arange(batch_size).reshape(*(mesh.shape[axis] for axis in BATCH_AXES), -1)
     expected: dict[int, set[int]] = {}
-    for place, device in np.ndenumerate(mesh.devices):
-        own = blocks[tuple(place[mesh.axis_names.index(axis)] for axis in BATCH_AXES)]
-        expected.setdefault(device.process_index, set()).update(own.tolist())
-    assert expected == {process: set(own.tolist()) for process, own in rows.items()}, "rows are read by the wrong ones"
-    return rows
+    for position, device in np.ndenumerate(mesh.devices):
+        block_index = tuple(position[mesh.axis_names.index(axis)] for axis in BATCH_AXES)
+        device_rows = blocks[block_index]
+        expected.setdefault(device.process_index, set()).update(device_rows.tolist())
+    row_sets = {process: set(rows.tolist()) for process, rows in rows_by_process.items()}
+    assert expected == row_sets, "rows are read by the wrong ones"
+    return rows_by_process
 
 
 def writing(program: Program) -> tuple[dict[int, int], int]:
     """Bytes that each process writes of a checkpoint of everything, and the number of pieces of arrays that those are.
 
-    As orbax shares out the work (its replica-parallel saving): the replicas of a shard write equal parts of it, along
-    the first dimension that their number divides; if there is none, the first of them writes it all.
+    Orbax shares out the work (its replica-parallel saving): the replicas of a shard write equal parts of it, along the
+    first dimension that their number divides; if there is none, the first of them writes it all.
     """
-    written, pieces = Counter({device.process_index: 0 for device in program.mesh.devices.flat}), 0
+    # A process that writes nothing is listed too.
+    written_by_process = Counter({device.process_index: 0 for device in program.mesh.devices.flat})
+    pieces = 0
     for leaf in program.whole:
         if leaf.group not in program.whole.kept or not leaf.bytes_per_device:
             continue
         sharding = program.whole.sharding(leaf.spec)
-        shard, owners = sharding.shard_shape(leaf.spec.shape), dict[tuple[object, ...], list[int]]()
+        shard_shape = sharding.shard_shape(leaf.spec.shape)
+        processes_by_shard: dict[tuple[object, ...], list[int]] = {}
         for device, index in sharding.devices_indices_map(leaf.spec.shape).items():
-            owners.setdefault(tuple((part.start, part.stop) for part in index), []).append(device.process_index)
+            # Slices cannot be keys of a dict before Python 3.12.
+            shard = tuple((part.start, part.stop) for part in index)
+            processes_by_shard.setdefault(shard, []).append(device.process_index)
         # Orbax does not cut small arrays in host memory, which may hang (its b/417243451).
-        whole = leaf.spec.memory_kind == "pinned_host" and (
-            len(shard) < 2 or int(np.prod(shard)) % 1024 != 0 or shard[-1] % 128 != 0
-        )
-        for replicas in owners.values():
-            if whole or not any(size % len(replicas) == 0 for size in shard):
+        is_small = len(shard_shape) < 2 or int(np.prod(shard_shape)) % 1024 != 0 or shard_shape[-1] % 128 != 0
+        is_uncut = leaf.spec.memory_kind == "pinned_host" and is_small
+        for replicas in processes_by_shard.values():
+            if is_uncut or not any(size % len(replicas) == 0 for size in shard_shape):
                 replicas = replicas[:1]
             for process in replicas:
-                written[process] += leaf.bytes_per_device // len(replicas)
+                written_by_process[process] += leaf.bytes_per_device // len(replicas)
             pieces += len(replicas)
-    return dict(written), pieces
+    return dict(written_by_process), pieces
 
 
 def _span(numbers: Iterable[int]) -> str:
-    low, *_, high = sorted([*numbers] * 2)
+    """`4`, or `2 to 4`."""
+    values = sorted(numbers)
+    low = values[0]
+    high = values[-1]
     return f"{low}" if low == high else f"{low} to {high}"

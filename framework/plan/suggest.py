@@ -21,7 +21,11 @@ from framework.program.program import Program
 
 
 def check(experiment: Experiment, target: Target) -> dict[str, int]:
-    """The sizes of the mesh's axes. Raises ValueError when experiment and target do not fit each other."""
+    """The sizes of the mesh's axes.
+
+    Raises:
+        ValueError: experiment and target do not fit each other.
+    """
     sizes = experiment.mesh.resolve(target.num_devices)
     experiment.mesh.cut(sizes, target.num_slices)
     experiment.check(AbstractMesh(tuple(sizes.values()), tuple(sizes)), reach=False)
@@ -35,16 +39,22 @@ def closed_form(experiment: Experiment, target: Target) -> Estimate:
 
 
 def compile_step(program: Program, target: Target, limit: int | None) -> Compiled:
-    """The training step. Of a limit (bytes) the compiler is told when it is less than what the target has."""
-    mib = None if limit is None or limit >= (target.limit_bytes or 0) else limit >> 20
+    """Compiles the training step. The compiler is told a limit (bytes) that is less than what the target has."""
+    is_lower = limit is not None and limit < (target.limit_bytes or 0)
+    mib = limit >> 20 if limit is not None and is_lower else None
     if program.in_parts:
         return compile_layers(program, target, mib)
     hosted = program.layout.bytes_per_device(memory_kind="pinned_host")
-    return compile_for(program.traced_step.lower(), target.platform, HostBytes.in_place(hosted), mib)
+    return compile_for(
+        program.traced_step.lower(),
+        target.platform,
+        HostBytes.in_place(hosted),
+        mib,
+    )
 
 
 def state_bytes(need: Estimate) -> int:
-    """Of the estimate, what lives on the device between steps."""
+    """The bytes of an estimate that live on the device between steps."""
     return sum(size for key, size in need.breakdown.items() if key in OF_LAYOUT.values())
 
 
@@ -57,54 +67,112 @@ def suggestions(
     that are left are told as the closed form has them, with `compiled` False.
 
     Args:
-        config, target: what does not fit, and where.
+        config: what does not fit.
+        target: the machine on which it does not.
         limit: device memory in bytes.
-        peak: what it needs. What this is beyond the closed form is taken to grow and shrink with the activations.
+        peak: the bytes that it needs. Those beyond the closed form are taken to grow and shrink with the activations.
         seconds: for compiling.
     """
-    whole = closed_form(config.instantiate(), target)
-    scale = max(peak - state_bytes(whole), 0) / max(whole.peak_bytes - state_bytes(whole), 1)
+    present = closed_form(config.instantiate(), target)
+    present_state = state_bytes(present)
+    # The closed form is scaled to what the compiler said of the present settings.
+    scale = max(peak - present_state, 0) / max(present.peak_bytes - present_state, 1)
     start = time.monotonic()
-    found: list[dict[str, Any]] = []
+    fitting: list[dict[str, Any]] = []
     for choice in _choices(config):
         trial = config.copy()
         for path, value in sorted(choice):
             trial.set_path(path, value)
         try:
             need = closed_form(trial.instantiate(), target)
-            about = int(state_bytes(need) + scale * (need.peak_bytes - state_bytes(need)))
-            compiled = about <= limit and time.monotonic() - start < seconds
+            trial_state = state_bytes(need)
+            trial_peak = int(trial_state + scale * (need.peak_bytes - trial_state))
+            compiled = trial_peak <= limit and time.monotonic() - start < seconds
             if compiled:
-                about = compile_step(Program(trial.instantiate(), target.devices()), target, limit).allocated
+                program = Program(trial.instantiate(), target.devices())
+                trial_peak = compile_step(program, target, limit).allocated
         except ValueError:
-            continue  # the microbatches do not divide, or the schedule is not for this target
-        if about <= limit:
+            # The microbatches do not divide, or the schedule is not for this target.
+            continue
+        if trial_peak <= limit:
             setting = " ".join(f"--config.{path}={value}" for path, value in choice)
-            found.append({"setting": setting, "device_peak_bytes": about, "compiled": compiled})
-        if len(found) == 3:
+            fitting.append({"setting": setting, "device_peak_bytes": trial_peak, "compiled": compiled})
+        if len(fitting) == 3:
             break
-    return found
+    return fitting
 
 
-def _choices(config: Config) -> Iterator[list[tuple[str, Any]]]:
-    """What to change, the mildest first: recompute, smaller microbatches, hosted state, sharded instead of copied, all
-    on the host."""
-    memory, count = config.memory, config.learner.accumulate
-    milder = [
-        ("memory.remat", name) for name in ("dots", "full") if memory.remat in ("none", "dots") and name != memory.remat
-    ]
-    micro = [("learner.accumulate", count * 2**i) for i in range(1, 7) if count * 2**i <= config.data.global_batch_size]
-    hosted = [("memory.optimizer_state", "pinned_host")] if memory.optimizer_state == "device" else []
-    streamed = [*hosted, ("memory.update", "streamed")] if memory.update == "after_backward" else []
-    away = [("memory.gradients", "pinned_host")] if streamed and memory.gradients == "device" else []
-    sharded = [("mesh.data", 1), ("mesh.fsdp", -1)] if config.mesh.data != 1 else []
-    long = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
-    most = [*milder[-1:], *(streamed or hosted)]
-    yield from ([one] for one in [*milder, *micro[:3]])
-    yield from filter(None, [hosted, streamed, sharded, [*milder[-1:], *hosted], most, away and [*most, *away]])
-    yield from ([*most, one] for one in micro)
+_Setting = tuple[str, Any]  # path and value
+
+
+def _choices(config: Config) -> Iterator[list[_Setting]]:
+    """The settings to change together, the mildest first.
+
+    They recompute, split into microbatches, move state to the host, shard it instead of copying it, and at last put
+    everything on the host.
+    """
+    memory = config.memory
+    recompute = _recompute_settings(memory)
+    microbatches = _microbatch_settings(config)
+    hosted: list[_Setting] = []
+    if memory.optimizer_state == "device":
+        hosted = [("memory.optimizer_state", "pinned_host")]
+    streamed: list[_Setting] = []
+    if memory.update == "after_backward":
+        streamed = [*hosted, ("memory.update", "streamed")]
+    # Gradients move to the host together with a streamed update, which takes a part of them at a
+    # time.
+    hosted_gradients: list[_Setting] = []
+    if streamed and memory.gradients == "device":
+        hosted_gradients = [("memory.gradients", "pinned_host")]
+    sharded: list[_Setting] = []
+    if config.mesh.data != 1:
+        sharded = [("mesh.data", 1), ("mesh.fsdp", -1)]
+    # The last recomputation is the one that needs least memory.
+    recompute_most = recompute[-1:]
+    all_hosted = [*recompute_most, *(streamed or hosted)]
+
+    for setting in [*recompute, *microbatches[:3]]:
+        yield [setting]
+    combinations = [hosted, streamed, sharded, [*recompute_most, *hosted], all_hosted]
+    if hosted_gradients:
+        combinations.append([*all_hosted, *hosted_gradients])
+    for combination in combinations:
+        # What the config has already leaves nothing to change.
+        if combination:
+            yield combination
+    for microbatch in microbatches:
+        yield [*all_hosted, microbatch]
     if sharded:
-        yield from ([*most, *sharded, *rest] for rest in [[], *([one] for one in micro)])
-    yield from ([*most, *long, one] for one in micro[:2])  # a sequence is split when there is but one for each device
-    rest = [(f"memory.{field}", "pinned_host") for field in ("parameters", "activations") if memory[field] == "device"]
-    yield [*most, *away, *rest]
+        yield [*all_hosted, *sharded]
+        for microbatch in microbatches:
+            yield [*all_hosted, *sharded, microbatch]
+    # A sequence is split when there is but one for each device.
+    split_sequences: list[_Setting] = [("mesh.fsdp", -1), ("mesh.seq", 2 * config.mesh.seq)]
+    for microbatch in microbatches[:2]:
+        yield [*all_hosted, *split_sequences, microbatch]
+    yield [*all_hosted, *hosted_gradients, *_hosted_weight_settings(memory)]
+
+
+def _hosted_weight_settings(memory: Any) -> list[_Setting]:
+    settings = []
+    for field in ("parameters", "activations"):
+        if memory[field] == "device":
+            settings.append((f"memory.{field}", "pinned_host"))
+    return settings
+
+
+def _recompute_settings(memory: Any) -> list[_Setting]:
+    if memory.remat not in ("none", "dots"):
+        return []
+    return [("memory.remat", name) for name in ("dots", "full") if name != memory.remat]
+
+
+def _microbatch_settings(config: Config) -> list[_Setting]:
+    """Gradient accumulation over up to 64 times as many microbatches, but not over more than the batch has rows."""
+    settings = []
+    for doublings in range(1, 7):
+        count = config.learner.accumulate * 2**doublings
+        if count <= config.data.global_batch_size:
+            settings.append(("learner.accumulate", count))
+    return settings

@@ -1,4 +1,4 @@
-"""Processes: how they find each other, which one speaks, and how they wait for each other and agree."""
+"""Processes of a run: they find each other, wait for each other, agree, and one of them writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,18 +24,30 @@ from framework.processes.rendezvous import bind_host, meet
 from framework.terminal.native_output import leave_out_greetings
 
 PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_SLURM = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+)
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+_OMPI_URI = "OMPI_MCA_orte_hnp_uri"
+# The coordinator's port, where a scheduler names none, is one of the last 2**12, as in JAX.
+_NUM_PORTS = 2**12
+_FIRST_PORT = 65535 - _NUM_PORTS + 1
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which process of how many this is.
+    """The place of this process among those of a run.
 
     Attributes:
-      source: who says so.
+      source: what told it: "flags", "environment", "SLURM" or "Open MPI".
       coordinator: host:port of process 0.
-      local_device_ids: the devices of this machine that are this process's; None: all.
+      num_processes: the number of processes.
+      process_id: the number of this process, from 0.
+      local_device_ids: the devices of this machine that belong to this process; None for all.
     """
 
     source: str
@@ -45,90 +57,165 @@ class Cluster:
     local_device_ids: tuple[int, ...] | None = None
 
 
-def detect(environment: Mapping[str, str], flags: Sequence[Any] = (None, None, None)) -> Cluster | None:
-    """The processes that the command line speaks of, or a scheduler's environment; None: this is the only one.
+class _Task(NamedTuple):
+    """What a scheduler says of this process."""
 
-    In this order: `flags` (coordinator, number of processes, process id), JAX_COORDINATOR_ADDRESS with
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID, SLURM (a task of srun), Open MPI (mpirun). With the last two,
+    source: str
+    num_tasks: int
+    rank: int
+    local_rank: int  # among the tasks of this machine
+    address: str | None  # host:port of process 0, if known
+    is_alone: bool  # the only task on its machine
+
+
+def detect(
+    environment: Mapping[str, str],
+    flags: Sequence[Any] = (None, None, None),
+) -> Cluster | None:
+    """Finds the processes of the run; None if this is the only one.
+
+    In this order, it asks `flags`, then JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, SLURM (a task of srun), and Open MPI (mpirun). With the last two,
     JAX_COORDINATOR_ADDRESS says where process 0 listens if the scheduler does not.
 
+    Args:
+        environment: environment variables.
+        flags: (coordinator, number of processes, process id) of the command line.
+
     Raises:
-        ValueError: only some of what belongs together is given, or it makes no sense; Open MPI does not say where
-            process 0 is.
+        ValueError: some of the values that belong together are missing, or make no sense; or Open
+            MPI does not say where process 0 is.
     """
-    get, tasks = environment.get, _all(environment, _SLURM)
-    ranks = _all(environment, _OMPI)
     if any(flag is not None for flag in flags):
-        return _plain("flags", ("--coordinator", "--num_processes", "--process_id"), flags)
-    if get(PLAIN[1]) is not None or get(PLAIN[2]) is not None or (get(PLAIN[0]) and not tasks and not ranks):
-        return _plain("environment", PLAIN, [get(name) for name in PLAIN])
-    address, local = get(PLAIN[0]), None
-    if tasks:
-        source, size, rank, local_rank = "SLURM", *map(int, tasks[2:])
-        # As JAX does: the first host of the step, and a port that follows from the job.
-        first = re.sub(r"\[(\w+)[^]]*\].*", r"\1", re.split(r",(?![^[]*\])", tasks[1])[0])
-        address = address or f"{first}:{int(tasks[0]) % 2**12 + 65535 - 2**12 + 1}"
-        alone = get("SLURM_NTASKS_PER_NODE", get("SLURM_STEP_TASKS_PER_NODE", "1")).partition("(")[0] == "1"
+        flag_names = ("--coordinator", "--num_processes", "--process_id")
+        return _plain("flags", flag_names, flags)
+    slurm_values = _values(environment, _SLURM)
+    ranks = _values(environment, _OMPI)
+    plain_values = [environment.get(name) for name in PLAIN]
+    address, num_processes, process_id = plain_values
+    has_scheduler = slurm_values is not None or ranks is not None
+    is_plain = num_processes is not None or process_id is not None
+    # An address alone, where no scheduler counts the processes, is an error that `_plain` raises.
+    if is_plain or (address and not has_scheduler):
+        return _plain("environment", PLAIN, plain_values)
+    if slurm_values:
+        task = _slurm_task(environment, slurm_values, address)
     elif ranks:
-        source, size, rank, local_rank = "Open MPI", *map(int, ranks)
-        alone = get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") == "1"
-        uri = re.search(r"tcp6?://\[?([^,:\]]+)", get("OMPI_MCA_orte_hnp_uri", ""))
-        if address is None and uri is not None:
-            address = f"{uri[1]}:{int(get('OMPI_MCA_orte_hnp_uri', '0').partition('.')[0]) // 2**12 % 2**12 + 61440}"
+        task = _open_mpi_task(environment, ranks, address)
     else:
         return None
-    if size == 1:
+    if task.num_tasks == 1:
         return None
-    if address is None:
-        raise ValueError(f"{source} does not say where process 0 is; set JAX_COORDINATOR_ADDRESS=HOST:PORT for all")
-    # Tasks that share a machine have one GPU each, unless the scheduler shows each of them only its own.
-    if not alone and len(get("CUDA_VISIBLE_DEVICES", "0,1").split(",")) > 1:
-        local = (local_rank,)
-    return Cluster(source, address, size, rank, local)
+    if task.address is None:
+        advice = "set JAX_COORDINATOR_ADDRESS=HOST:PORT for all"
+        raise ValueError(f"{task.source} does not say where process 0 is; {advice}")
+    # Tasks that share a machine have one GPU each, unless the scheduler shows each of them only its
+    # own.
+    local_device_ids = None
+    visible_devices = environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    if not task.is_alone and len(visible_devices) > 1:
+        local_device_ids = (task.local_rank,)
+    return Cluster(task.source, task.address, task.num_tasks, task.rank, local_device_ids)
 
 
-def _all(environment: Mapping[str, str], names: Sequence[str]) -> list[str] | None:
-    return [environment[name] for name in names] if all(name in environment for name in names) else None
+def _values(environment: Mapping[str, str], names: Sequence[str]) -> list[str] | None:
+    """Returns the values of these variables; None if any of them is not set."""
+    if all(name in environment for name in names):
+        return [environment[name] for name in names]
+    return None
+
+
+def _slurm_task(environment: Mapping[str, str], values: list[str], address: str | None) -> _Task:
+    """Reads the task from the values of _SLURM."""
+    num_tasks, rank, local_rank = map(int, values[2:])
+    if not address:
+        # As JAX does: the first host of the step, and a port that follows from the job. A list of
+        # nodes is written like "a[01-03,07],b", with commas inside brackets too.
+        first_nodes = re.split(r",(?![^[]*\])", values[1])[0]
+        first_host = re.sub(r"\[(\w+)[^]]*\].*", r"\1", first_nodes)
+        port = int(values[0]) % _NUM_PORTS + _FIRST_PORT
+        address = f"{first_host}:{port}"
+    # The form is "4(x2),3": four tasks on each of two machines, then three.
+    step_tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    tasks_per_node = environment.get("SLURM_NTASKS_PER_NODE", step_tasks)
+    is_alone = tasks_per_node.partition("(")[0] == "1"
+    return _Task("SLURM", num_tasks, rank, local_rank, address, is_alone)
+
+
+def _open_mpi_task(environment: Mapping[str, str], ranks: list[str], address: str | None) -> _Task:
+    """Reads the task from the values of _OMPI."""
+    num_tasks, rank, local_rank = map(int, ranks)
+    is_alone = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") == "1"
+    # The address of mpirun itself, which older versions pass on: "JOB.0;tcp://HOST,HOST:PORT".
+    uri = environment.get(_OMPI_URI, "")
+    match = re.search(r"tcp6?://\[?([^,:\]]+)", uri)
+    if address is None and match is not None:
+        job = int(uri.partition(".")[0])
+        # As JAX does: Open MPI's numbers of jobs are multiples of 2**12.
+        port = job // 2**12 % _NUM_PORTS + _FIRST_PORT
+        address = f"{match[1]}:{port}"
+    return _Task("Open MPI", num_tasks, rank, local_rank, address, is_alone)
 
 
 def _plain(source: str, names: Sequence[str], values: Sequence[Any]) -> Cluster | None:
-    missing = [name for name, value in zip(names, values, strict=True) if value is None]
-    if missing:
-        raise ValueError(f"several processes need {', '.join(names)}; missing: {', '.join(missing)}")
+    """Reads a cluster of the three values that PLAIN names, or flags of the same meaning."""
+    missing_names = [name for name, value in zip(names, values, strict=True) if value is None]
+    if missing_names:
+        problem = f"missing: {', '.join(missing_names)}"
+        raise ValueError(f"several processes need {', '.join(names)}; {problem}")
+    address, size_value, rank_value = values
+    _, size_name, rank_name = names
     try:
-        size, rank = int(values[1]), int(values[2])
+        size = int(size_value)
+        rank = int(rank_value)
     except ValueError:
-        raise ValueError(f"{names[1]} and {names[2]}: expected numbers, given {values[1]!r}, {values[2]!r}") from None
+        problem = f"expected numbers, given {size_value!r}, {rank_value!r}"
+        raise ValueError(f"{size_name} and {rank_name}: {problem}") from None
     if not 0 <= rank < size:
-        raise ValueError(f"{names[2]} = {rank} is not in 0 .. {size - 1}")
-    return Cluster(source, values[0], size, rank) if size > 1 else None
+        raise ValueError(f"{rank_name} = {rank} is not in 0 .. {size - 1}")
+    return Cluster(source, address, size, rank) if size > 1 else None
 
 
 def on_tpu_pod(environment: Mapping[str, str]) -> bool:
-    """Whether this machine has TPU chips that may be part of a larger slice, which JAX then finds out by itself."""
+    """Tells whether this machine has TPU chips that may be part of a larger slice.
+
+    JAX then finds out by itself whether they are.
+    """
     if "JAX_PLATFORMS" in environment and "tpu" not in environment["JAX_PLATFORMS"]:
         return False
-    vendors = glob.glob("/sys/bus/pci/devices/*/vendor")
-    has_chips = find_spec("libtpu") is not None and any(Path(v).read_text().strip() == "0x1ae0" for v in vendors)
+    has_chips = find_spec("libtpu") is not None and _has_google_device()
+    # Without the metadata server of Google Cloud, only these variables tell of other machines.
     on_cloud = environment.get("TPU_SKIP_MDS_QUERY") is None
-    several = (
-        "," in environment.get("TPU_WORKER_HOSTNAMES", "") or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1
-    )
-    return has_chips and (on_cloud or several)
+    has_several_hosts = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+    is_multihost = has_several_hosts or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1
+    return has_chips and (on_cloud or is_multihost)
 
 
-def initialize(cluster: Cluster | None, *, connect_seconds: float, heartbeat_seconds: float) -> None:
-    """Joins the processes of one run; nothing to do for one.
+def _has_google_device() -> bool:
+    # 0x1ae0 is Google's PCI vendor id.
+    vendor_files = glob.glob("/sys/bus/pci/devices/*/vendor")
+    return any(Path(file).read_text().strip() == "0x1ae0" for file in vendor_files)
+
+
+def initialize(
+    cluster: Cluster | None,
+    *,
+    connect_seconds: float,
+    heartbeat_seconds: float,
+) -> None:
+    """Joins the processes of one run; does nothing for a single process.
 
     Args:
-        cluster: see `detect`; None joins those of a TPU pod, if this is one of its machines.
-        connect_seconds: all must be there within that time.
-        heartbeat_seconds: a process that JAX has not heard of for so long is taken for dead, and ends all others.
+        cluster: what `detect` returned; None joins the processes of a TPU pod, if this is one of
+            its machines.
+        connect_seconds: all processes must have joined within that time.
+        heartbeat_seconds: a process that JAX has not heard of for so long is taken for dead, and
+            ends all others.
 
     Raises:
-        ProcessesMissingError: they did not find each other.
+        ProcessesMissingError: the processes did not find each other.
     """
-    # Signals are this house's affair: framework.run.trainer's handlers, and one agreed last step.
+    # framework.run.trainer handles signals itself, and has all processes agree on one last step.
     jax.config.update("jax_enable_preemption_service", False)
     times: dict[str, Any] = {
         "initialization_timeout": int(connect_seconds),
@@ -141,8 +228,9 @@ def initialize(cluster: Cluster | None, *, connect_seconds: float, heartbeat_sec
     leave_out_greetings()
     meet(cluster.coordinator, cluster.num_processes, cluster.process_id, seconds=connect_seconds)
     host, _, port = cluster.coordinator.rpartition(":")
+    # JAX would try once, and then again after a second.
     if cluster.process_id:
-        _wait_for(host, int(port), connect_seconds)  # JAX would try once, and then again after a second
+        _wait_for(host, int(port), connect_seconds)
     jax.distributed.initialize(
         cluster.coordinator,
         cluster.num_processes,
@@ -155,6 +243,7 @@ def initialize(cluster: Cluster | None, *, connect_seconds: float, heartbeat_sec
 
 
 def _wait_for(host: str, port: int, seconds: float) -> None:
+    """Waits until somebody listens at an address. Where nobody does, JAX reports it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
@@ -163,62 +252,88 @@ def _wait_for(host: str, port: int, seconds: float) -> None:
 
 
 def is_primary() -> bool:
-    """Whether this process writes what is written once."""
+    """Tells whether this process writes the files that a run writes once."""
     return jax.process_index() == 0
 
 
 def barrier(name: str, *, minutes: int = 120) -> None:
-    """Waits until every process is here, through the coordinator. Not by a collective on the devices: that gives up
-    after half a minute on CPU, and one may have a corpus to tokenize, or to compile what others have in their cache."""
+    """Waits until every process is here, through the coordinator.
+
+    A collective on the devices would give up after half a minute on CPU, and one process may have a
+    corpus to tokenize, or to compile what others have in their cache.
+
+    Args:
+        name: names the barrier; all processes must give the same name.
+        minutes: the longest wait.
+    """
     if jax.process_count() > 1:
-        from orbax.checkpoint import multihost  # its door to the coordinator's barrier, which JAX keeps private
+        # orbax has a way to the coordinator's barrier, which JAX keeps private.
+        from orbax.checkpoint import multihost
 
         multihost.get_barrier_sync_fn()(key=name, timeout_ms=minutes * 60_000)
 
 
 def everywhere(condition: bool) -> bool:
-    """Whether the condition holds in every process. Collective."""
+    """Tells whether the condition holds in every process. Collective."""
     from jax.experimental import multihost_utils
 
-    return bool(np.all(multihost_utils.process_allgather(np.array(condition))))
+    conditions = multihost_utils.process_allgather(np.array(condition))
+    return bool(np.all(conditions))
 
 
 def greatest(number: int) -> int:
-    """The greatest number of all processes'. Collective."""
+    """Returns the greatest of the processes' numbers. Collective."""
     if jax.process_count() == 1:
         return number
     from jax.experimental import multihost_utils
 
-    return int(np.max(multihost_utils.process_allgather(np.array(number))))
+    numbers = multihost_utils.process_allgather(np.array(number))
+    return int(np.max(numbers))
 
 
 def from_primary(value: Any) -> Any:
-    """A JSON value of the primary process, for all. Collective."""
+    """Returns the primary process's JSON value in every process. Collective."""
     if jax.process_count() == 1:
         return value
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    padded = np.resize(mine, int(broadcast_one_to_all(np.array(mine.size))))  # others' contents do not matter
-    return json.loads(bytes(broadcast_one_to_all(padded)))
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    primary_size = int(broadcast_one_to_all(np.array(data.size)))
+    # All must bring an array of the same shape; the content of the other processes does not matter.
+    padded_data = np.resize(data, primary_size)
+    return json.loads(bytes(broadcast_one_to_all(padded_data)))
 
 
 class Ballot:
-    """How processes agree without waiting: each casts numbers after a step, and the greatest of each arrive with that
-    step's metrics. So a decision is taken by all at the same step, one after the wish."""
+    """Lets processes agree without waiting.
+
+    Each process casts numbers after a step, and the greatest of each arrive with that step's
+    metrics. So all take a decision at the same step, one step after the wish.
+    """
 
     def __init__(self, mesh: Mesh):
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
         def greatest(votes: jax.Array, after: jax.Array) -> list[jax.Array]:
-            votes, _ = lax.optimization_barrier((votes, after))  # collectives run in one order everywhere
+            # With the barrier, collectives run in one order everywhere.
+            votes, _ = lax.optimization_barrier((votes, after))
             return list(votes.max(axis=0))
 
         self._greatest = jax.jit(greatest, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def cast(self, votes: Mapping[str, int], after: jax.Array) -> dict[str, jax.Array]:
-        """The greatest vote of each name, int32 scalars that may still be on their way. `after`: a result, on all
-        devices of the mesh, of the step that this follows. Collective."""
-        own = np.tile(np.array([*votes.values()], np.int32), (len(self._sharding.addressable_devices), 1))
-        counted = self._greatest(jax.make_array_from_process_local_data(self._sharding, own), after)
-        return dict(zip(votes, counted, strict=True))
+        """Returns the greatest vote of each name. Collective.
+
+        The votes are int32 scalars, which may not be computed yet.
+
+        Args:
+            votes: this process's numbers; all processes have the same names.
+            after: a result, on all devices of the mesh, of the step that this follows.
+        """
+        numbers = np.array([*votes.values()], np.int32)
+        # One row for each device, since the array is sharded over all devices of the mesh.
+        num_local_devices = len(self._sharding.addressable_devices)
+        local_rows = np.tile(numbers, (num_local_devices, 1))
+        all_rows = jax.make_array_from_process_local_data(self._sharding, local_rows)
+        greatest_votes = self._greatest(all_rows, after)
+        return dict(zip(votes, greatest_votes, strict=True))

@@ -1,7 +1,7 @@
-"""Health: what each process says of itself while it runs, and what ends it when it no longer moves.
+"""Health: each process reports on itself while it runs, and ends when its loop no longer moves.
 
-A thread writes WORKDIR/health/process-00000.json every few seconds, for `launch.status` and for the next start, and
-looks whether the loop still moves.
+A thread writes WORKDIR/health/process-00000.json every few seconds, for `launch.status` and for the
+next start, and looks whether the loop still moves.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from framework.files.workdir import write_json
 from framework.metrics.goodput import Goodput
 from framework.terminal import interrupts
 
-_STDERR = 2  # the descriptor: sys.stderr may be a test's
-EXIT_PEER, EXIT_HANG, EXIT_REPLICAS = 5, 6, 7
-# What takes as long as it takes: a corpus to tokenize, a large program to compile, weights to be read.
+# The descriptor, since sys.stderr may be a test's object without one.
+_STDERR = 2
+EXIT_PEER = 5
+EXIT_HANG = 6
+EXIT_REPLICAS = 7
+# Phases that may take any time: a corpus to tokenize, a large program to compile, weights to read.
 UNLIMITED = ("start", "data", "compile", "restore")
 
 
@@ -57,20 +60,24 @@ class Health:
         status_seconds: PositiveFloat = 10.0,
         canary: bool = True,
     ):
-        self.connect_seconds, self.heartbeat_seconds = connect_seconds, heartbeat_seconds
-        self.hang_seconds, self.replica_check_every = hang_seconds, replica_check_every
-        self.status_seconds, self.canary = status_seconds, canary
+        self.connect_seconds = connect_seconds
+        self.heartbeat_seconds = heartbeat_seconds
+        self.hang_seconds = hang_seconds
+        self.replica_check_every = replica_check_every
+        self.status_seconds = status_seconds
+        self.canary = canary
 
 
 class Pulse:
-    """A process's sign of life, in a thread of its own, as a context.
+    """Writes a process's sign of life in a thread of its own. Use as a context manager.
 
     Args:
         folder: WORKDIR/health.
-        process: which one, of how many.
+        process: the number of this process.
+        num_processes: the number of processes.
         health: the options.
-        goodput: where its time goes; a phase that starts is a move of the loop.
-        last_words: called before the process ends for a hang, to let go of what it holds.
+        goodput: counts the time of the process; a phase that starts is a move of the loop.
+        last_words: called before the process ends for a hang, to release what it holds.
     """
 
     def __init__(
@@ -83,83 +90,124 @@ class Pulse:
         last_words: Callable[[], object] = lambda: None,
     ):
         self.path = folder / f"process-{process:05d}.json"
-        if before := read(self.path):  # what the last start of this process said at its end
-            stopped = before.get("exit") in (0, 128 + signal.SIGINT)  # as somebody wished: not for us to count
-            goodput.carry_over(before.get("goodput", {}), 0.0 if stopped else time.time() - before["time"])
-        self._health, self._goodput, self._last_words = health, goodput, last_words
+        # What the last start of this process said at its end.
+        previous = read(self.path)
+        if previous:
+            # A run that somebody has ended was not down: the time until this start does not count.
+            is_stopped = previous.get("exit") in (0, 128 + signal.SIGINT)
+            down_seconds = 0.0 if is_stopped else time.time() - previous["time"]
+            goodput.carry_over(previous.get("goodput", {}), down_seconds)
+        previous_attempt = previous.get("attempt", 0) if previous else 0
+        self._health = health
+        self._goodput = goodput
+        self._last_words = last_words
         self._facts: dict[str, Any] = {
             "process": process,
             "num_processes": num_processes,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": time.time(),
-            "attempt": 1 + (before or {}).get("attempt", 0),
+            "attempt": 1 + previous_attempt,
             "interval": health.status_seconds,
             "hang_seconds": health.hang_seconds,
         }
-        self._moved, self._seen = time.monotonic(), goodput.entered
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        # When the loop has moved last, by the monotonic clock.
+        self._moved = time.monotonic()
+        # The number of phases that the loop had entered when the thread looked last.
+        self._seen = goodput.entered
+        # The thread and the loop both write the file.
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
     def note(self, **facts: Any) -> None:
-        """The loop has moved; `facts` are said from now on: step, loss, tokens_per_second, saved, ..."""
+        """Notes that the loop has moved, and facts that the file has from now on.
+
+        Facts are step, loss, tokens_per_second, saved, and others.
+        """
         self._facts |= facts
         self._moved = time.monotonic()
 
     def write(self, **facts: Any) -> None:
-        """Writes the file now. One that cannot be written is no reason to end a run: it is out of date, and says so."""
+        """Writes the file now, with more facts.
+
+        A file that cannot be written is no reason to end a run: its time shows that it is out of
+        date.
+        """
         self._facts |= facts
         with self._lock, contextlib.suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)
-            phase, still = self._goodput.phase, self.still_for()
-            now = {
-                "time": time.time(),
-                "moved": time.time() - still,
-                "phase": phase,
-                "limited": phase not in UNLIMITED,
-            }
-            facts = {**self._facts, **now, "goodput": self._goodput.totals()}
-            special = {name for name, value in facts.items() if isinstance(value, float) and not math.isfinite(value)}
-            write_json(self.path, {name: str(x) if name in special else x for name, x in facts.items()})
+            phase = self._goodput.phase
+            still_seconds = self.still_for()
+            report = dict(self._facts)
+            report["time"] = time.time()
+            # By the wall clock, as other processes read it.
+            report["moved"] = time.time() - still_seconds
+            report["phase"] = phase
+            report["limited"] = phase not in UNLIMITED
+            report["goodput"] = self._goodput.totals()
+            # JSON has no NaN and no infinity, which a loss may be.
+            for name, value in report.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    report[name] = str(value)
+            write_json(self.path, report)
 
     def still_for(self) -> float:
-        """Seconds since the loop moved."""
+        """Returns the seconds since the loop moved."""
         return time.monotonic() - self._moved
 
     def __enter__(self) -> Pulse:
-        with contextlib.suppress(ValueError, OSError):  # it may be closed
-            faulthandler.enable(_STDERR)  # stacks for SIGABRT, which is how JAX ends a process
-            faulthandler.register(signal.SIGUSR1, _STDERR)  # and when somebody asks
+        # The descriptor may be closed.
+        with contextlib.suppress(ValueError, OSError):
+            # Shows stacks for SIGABRT, which is how JAX ends a process.
+            faulthandler.enable(_STDERR)
+            # Shows them when somebody asks.
+            faulthandler.register(signal.SIGUSR1, _STDERR)
         self.write()
         self._thread.start()
-        self._take_back = interrupts.at_end(lambda number, line: self.write(exit=128 + number, reason=line))
+
+        def write_end(number: int, line: str) -> None:
+            self.write(exit=128 + number, reason=line)
+
+        self._cancel_write_end = interrupts.at_end(write_end)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._take_back()
+        self._cancel_write_end()
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
-        limit, written = self._health.hang_seconds, time.monotonic()
+        limit = self._health.hang_seconds
+        written_at = time.monotonic()
+        # A tenth of the limit, so that a hang is found soon after it.
         pause = min(1.0, self._health.status_seconds, (limit or 10.0) / 10)
         while not self._stop.wait(pause):
-            before, self._seen = self._seen, self._goodput.entered
-            if self._seen != before:
+            seen = self._seen
+            self._seen = self._goodput.entered
+            if self._seen != seen:
                 self._moved = time.monotonic()
-            if limit is not None and self._goodput.phase not in UNLIMITED and self.still_for() > limit:
+            phase = self._goodput.phase
+            if limit is not None and phase not in UNLIMITED and self.still_for() > limit:
                 self._end(limit)
-            if time.monotonic() - written > self._health.status_seconds:
+            if time.monotonic() - written_at > self._health.status_seconds:
                 self.write()
-                written = time.monotonic()
+                written_at = time.monotonic()
 
     def _end(self, limit: float) -> None:
-        """Every thread's stack to stderr and into a file, then the process is gone, as what hangs cannot be unwound."""
+        """Writes every thread's stack to stderr and into a file, and ends the process.
+
+        It ends at once, as a thread that hangs cannot be unwound.
+        """
         where = f"in phase {self._goodput.phase!r}, after step {self._facts.get('step', 0)}"
-        message = f"process {self._facts['process']} has not moved for {limit:g} s (health.hang_seconds) {where}"
+        process = self._facts["process"]
+        message = f"process {process} has not moved for {limit:g} s (health.hang_seconds) {where}"
         print(f"error: {message}; the stacks of its threads:", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError), open(self.path.with_suffix(".stacks.txt"), "a") as file:
-            print(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {message}", file=file, flush=True)
+        stacks_path = self.path.with_suffix(".stacks.txt")
+        with contextlib.suppress(OSError), open(stacks_path, "a") as file:
+            now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            # Flushed, since faulthandler writes to the descriptor and past Python's buffer.
+            print(f"{now} {message}", file=file, flush=True)
             faulthandler.dump_traceback(file)
         with contextlib.suppress(ValueError, OSError):
             faulthandler.dump_traceback(_STDERR)
@@ -170,9 +218,10 @@ class Pulse:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """What a process said last; None: nothing that makes sense."""
+    """Returns what a process said last; None if there is nothing that makes sense."""
     try:
         facts = json.loads(path.read_bytes())
-        return facts if facts["time"] and facts["attempt"] else None
+        is_complete = facts["time"] and facts["attempt"]
+        return facts if is_complete else None
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -1,7 +1,8 @@
-"""Where the processes of a run meet before JAX connects them, so that who is missing can be told by name.
+"""Lets the processes of a run meet before JAX connects them, so that a missing one can be named.
 
-JAX's own wait ends, when it is over, with an abort in C++ that names nobody. Here process 0 listens at the address of
-the coordinator until every process has said who it is, tells all of them to go on, and leaves the address to JAX.
+JAX's own wait ends, when it is over, with an abort in C++ that names nobody. Here process 0 listens
+at the address of the coordinator until every process has said who it is, tells all of them to go
+on, and leaves the address to JAX.
 """
 
 from __future__ import annotations
@@ -11,15 +12,27 @@ import os
 import select
 import socket
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
 
 
 class ProcessesMissingError(RuntimeError):
     """The processes of a run did not find each other in time, or are not those of one run."""
 
 
+class _Arrival(NamedTuple):
+    """A process that has said who it is."""
+
+    words: str  # "process PID on host NAME"
+    connection: socket.socket | None  # None for process 0, which listens itself
+
+
 def bind_host(host: str) -> str:
-    """Where the coordinator listens: at nothing but this machine's own loopback when that is its address."""
+    """Returns the address at which the coordinator of that host listens; "" stands for all.
+
+    If the host is this machine's own loopback, nobody else can connect.
+    """
     with suppress(OSError):
         if socket.gethostbyname(host).startswith("127."):
             return "127.0.0.1"
@@ -27,15 +40,18 @@ def bind_host(host: str) -> str:
 
 
 def meet(address: str, num_processes: int, process_id: int, *, seconds: float) -> None:
-    """Returns in every process once all are there.
+    """Waits in every process until all are there.
 
     Args:
         address: host:port of process 0.
-        seconds: how long is waited.
+        num_processes: the number of processes.
+        process_id: the number of this process.
+        seconds: the longest wait.
 
     Raises:
         ValueError: the address is no host:port.
-        ProcessesMissingError: names who is missing, or comes twice, or counts otherwise; or says that nobody answers.
+        ProcessesMissingError: the error names the processes that are missing, come twice, or count
+            otherwise; or says that nobody answers.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -47,85 +63,131 @@ def meet(address: str, num_processes: int, process_id: int, *, seconds: float) -
 
 
 def _serve(host: str, port: int, num_processes: int, seconds: float) -> None:
+    """Listens, as process 0, until all have said who they are, and tells them to go on."""
     deadline = time.monotonic() + seconds
-    came: dict[int, tuple[str, socket.socket | None]] = {0: (_me(), None)}
+    arrivals = {0: _Arrival(_own_words(), None)}
+    # The connections stay open until the end, when all are answered at once.
     with ExitStack() as stack:
+        address = (bind_host(host), port)
         try:
-            server = stack.enter_context(socket.create_server((bind_host(host), port), backlog=1024))
+            server = stack.enter_context(socket.create_server(address, backlog=1024))
         except OSError as error:
-            raise ProcessesMissingError(f"process 0 cannot listen at {host}:{port}: {error.strerror}") from None
-        while len(came) < num_processes:
-            if not select.select([server], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                there = ", ".join(f"{i} ({who})" for i, (who, _) in sorted(came.items())[:8])
-                missing = sorted({*range(num_processes)} - came.keys())
-                names = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-                problem = f"after {seconds:g} s, {len(missing)} of {num_processes} processes are missing: {names}; "
-                problem += f"there are {there}{', ...' if len(came) > 8 else ''}"
-                _tell(came, problem)
+            problem = f"process 0 cannot listen at {host}:{port}: {error.strerror}"
+            raise ProcessesMissingError(problem) from None
+        while len(arrivals) < num_processes:
+            remaining_seconds = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([server], [], [], remaining_seconds)
+            if not ready:
+                problem = _who_is_missing(arrivals, num_processes, seconds)
+                _tell(arrivals.values(), problem)
                 raise ProcessesMissingError(problem)
             connection = stack.enter_context(server.accept()[0])
-            if (card := _read(connection, 5.0)) is None:  # no process of ours
+            card = _read(connection, 5.0)
+            # Whoever sends anything else is no process of this run.
+            if card is None:
                 connection.close()
                 continue
-            problem, known = "", came.get(card["id"])
-            if card["of"] != num_processes:
-                problem = f"process {card['id']} ({card['who']}) counts {card['of']} processes, and process 0 "
-                problem += str(num_processes)
-            elif known is not None and (known[1] is None or _open(known[1])):
-                problem = f"two processes say that they are process {card['id']}: {known[0]} and {card['who']}"
+            problem = _contradiction(card, arrivals, num_processes)
+            arrival = _Arrival(card["who"], connection)
             if problem:
-                _tell({**came, -1: (card["who"], connection)}, problem)
+                _tell([*arrivals.values(), arrival], problem)
                 raise ProcessesMissingError(problem)
-            came[card["id"]] = (card["who"], connection)
+            arrivals[card["id"]] = arrival
+        # Before the others go on, as JAX in this process is to listen at the same port.
         server.close()
-        _tell(came, "")
+        _tell(arrivals.values(), "")
+
+
+def _who_is_missing(arrivals: dict[int, _Arrival], num_processes: int, seconds: float) -> str:
+    """Describes, when the time is up, which processes are missing and which are there."""
+    # Of thousands of processes only so many are named: the text is one line of a log.
+    missing_ids = sorted({*range(num_processes)} - arrivals.keys())
+    missing = ", ".join(map(str, missing_ids[:16]))
+    if len(missing_ids) > 16:
+        missing += ", ..."
+    present = ", ".join(f"{i} ({arrival.words})" for i, arrival in sorted(arrivals.items())[:8])
+    if len(arrivals) > 8:
+        present += ", ..."
+    count = f"{len(missing_ids)} of {num_processes} processes are missing"
+    return f"after {seconds:g} s, {count}: {missing}; there are {present}"
+
+
+def _contradiction(card: dict[str, Any], arrivals: dict[int, _Arrival], num_processes: int) -> str:
+    """Describes how a process contradicts those that are there; "" if it does not."""
+    process_id = card["id"]
+    if card["of"] != num_processes:
+        words = f"process {process_id} ({card['who']})"
+        return f"{words} counts {card['of']} processes, and process 0 {num_processes}"
+    earlier = arrivals.get(process_id)
+    # A process whose connection has ended was started again.
+    if earlier is not None and (earlier.connection is None or _is_open(earlier.connection)):
+        pair = f"{earlier.words} and {card['who']}"
+        return f"two processes say that they are process {process_id}: {pair}"
+    return ""
 
 
 def _call(host: str, port: int, num_processes: int, process_id: int, seconds: float) -> None:
-    deadline, nobody = time.monotonic() + seconds, f"nobody answers at {host}:{port}"
-    card = json.dumps({"id": process_id, "of": num_processes, "who": _me()}).encode() + b"\n"
-    while (left := deadline - time.monotonic()) > 0:
+    """Tells process 0 who this is, and waits until it says to go on."""
+    deadline = time.monotonic() + seconds
+    problem = f"nobody answers at {host}:{port}"
+    card = {"id": process_id, "of": num_processes, "who": _own_words()}
+    message = json.dumps(card).encode() + b"\n"
+    while (remaining_seconds := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((host, port), timeout=left) as connection:
-                connection.sendall(card)
-                # Process 0 knows better who is missing, so its answer is waited for a little longer.
-                answer = _read(connection, max(0.1, deadline - time.monotonic()) + 5.0)
+            with socket.create_connection((host, port), timeout=remaining_seconds) as connection:
+                connection.sendall(message)
+                # Process 0 knows better who is missing, so its answer is waited for a little
+                # longer.
+                answer_seconds = max(0.1, deadline - time.monotonic()) + 5.0
+                answer = _read(connection, answer_seconds)
         except OSError as error:
-            nobody, answer = f"nobody answers at {host}:{port} ({error.strerror or error})", None
-        if answer is None:  # process 0 is not up yet, or was started again
+            answer = None
+            problem = f"nobody answers at {host}:{port} ({error.strerror or error})"
+        # Without an answer, process 0 is not up yet, or was started again.
+        if answer is None:
             time.sleep(0.05)
         elif answer["problem"]:
             raise ProcessesMissingError(answer["problem"])
         else:
             return
-    raise ProcessesMissingError(f"process {process_id} has waited for {seconds:g} s: {nobody}; is process 0 started?")
+    waiting = f"process {process_id} has waited for {seconds:g} s"
+    raise ProcessesMissingError(f"{waiting}: {problem}; is process 0 started?")
 
 
-def _me() -> str:
+def _own_words() -> str:
     return f"process {os.getpid()} on host {socket.gethostname()}"
 
 
-def _open(connection: socket.socket) -> bool:
-    """Whether the other side is still there: its end would be read as b""."""
-    if not select.select([connection], [], [], 0)[0]:
+def _is_open(connection: socket.socket) -> bool:
+    """Tells whether the other side is still there: its end would be read as b""."""
+    readable, _, _ = select.select([connection], [], [], 0)
+    if not readable:
         return True
+    # A look at the next byte leaves it to be read.
     with suppress(OSError):
         return bool(connection.recv(1, socket.MSG_PEEK))
     return False
 
 
-def _tell(came: dict[int, tuple[str, socket.socket | None]], problem: str) -> None:
-    for _, connection in came.values():
+def _tell(arrivals: Iterable[_Arrival], problem: str) -> None:
+    """Answers all that have come: "" lets them go on, a problem ends them."""
+    for arrival in arrivals:
+        # One that has gone must not keep the answer from the next.
         with suppress(OSError):
-            if connection is not None:
-                connection.sendall(json.dumps({"problem": problem}).encode() + b"\n")
+            if arrival.connection is not None:
+                message = json.dumps({"problem": problem}).encode() + b"\n"
+                arrival.connection.sendall(message)
 
 
 def _read(connection: socket.socket, seconds: float) -> dict | None:
-    """One line of JSON with the keys that are expected; None for anything else."""
+    """Reads one line of JSON with the keys that are expected; None for anything else."""
     connection.settimeout(seconds)
     with suppress(OSError, ValueError, TypeError, KeyError):
-        message = json.loads(connection.makefile("rb").readline(65536))
-        if "problem" in message or (isinstance(message["id"], int) and message["of"] and message["who"]):
+        # With a limit, since anybody on the network may send anything.
+        line = connection.makefile("rb").readline(65536)
+        message = json.loads(line)
+        if "problem" in message:
+            return message
+        if isinstance(message["id"], int) and message["of"] and message["who"]:
             return message
     return None

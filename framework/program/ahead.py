@@ -22,26 +22,35 @@ class Ahead:
         self._programs: dict[Hashable, Future[Any]] = {}
 
     def begin(self, name: Hashable, compile_program: Callable[[], Any]) -> None:
-        """Has `compile_program()` called in the thread. Nothing happens where that name was asked for before."""
+        """Calls `compile_program()` in the thread. A name that was asked for before is not compiled again."""
         if name in self._programs:
             return
+        # The thread starts with the first program, so a run that compiles nothing ahead has none.
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile-ahead")
         self._programs[name] = self._thread.submit(compile_program)
 
     def program(self, name: Hashable) -> Any:
-        """The program, as soon as it is compiled; None: nobody asked for it. Raises what compiling it raised."""
+        """The program, as soon as it is compiled; None if nobody asked for it. Raises what compiling it raised."""
         future = self._programs.get(name)
-        return None if future is None else future.result()
+        if future is None:
+            return None
+        return future.result()
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._programs
 
     def close(self) -> None:
-        """Programs that have not begun are not compiled by the thread any more: whoever needs one compiles it."""
+        """Cancels the programs that the thread has not begun: whoever needs one of them compiles it."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
-        self._programs = {name: future for name, future in self._programs.items() if not future.cancelled()}
+        # A cancelled program is forgotten, so that `program` answers None instead of raising
+        # CancelledError.
+        started_programs = {}
+        for name, future in self._programs.items():
+            if not future.cancelled():
+                started_programs[name] = future
+        self._programs = started_programs
         self._thread = None
 
 

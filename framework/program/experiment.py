@@ -24,8 +24,9 @@ from framework.schedules.layerwise.storage import STACK, in_parts
 from framework.schedules.memory import Memory
 
 Part = TypeVar("Part")
-# The length of a run while its epochs' steps are not known: bytes and FLOPs, which are asked for by then, do not depend
-# on it, and `framework.program.run_length.set_length` gives the real one before anything is compiled.
+# The length of a run while its epochs' steps are not known: bytes and FLOPs, which are asked for by
+# then, do not depend on it, and `framework.program.run_length.set_length` gives the real one before
+# anything is compiled.
 _NOMINAL_STEPS = 1000
 
 
@@ -39,7 +40,8 @@ class AcceleratorRule:
     """
 
     def __init__(self, *, pattern: str, set: dict[str, Any]):
-        self.pattern, self.set = pattern, set
+        self.pattern = pattern
+        self.set = set
 
 
 @component
@@ -73,18 +75,23 @@ class Experiment:
         pretrained: Config | None = None,
         accelerator_rules: list[Config] = [],  # noqa: B006
     ):
+        # Rules are applied to the config before it is built. Building them here only finds mistakes
+        # in them.
         for rule in accelerator_rules:
             rule.instantiate()
         self.model = _built("model", model, Chain)
         self.data = _built("data", data, Pipeline)
         self.mesh = _built("mesh", mesh, MeshShape)
         self.trainer = _built("trainer", trainer, TrainerOptions)
-        scheduled = with_run_length(learner, self.trainer.known_steps or _NOMINAL_STEPS)
+        num_steps = self.trainer.known_steps or _NOMINAL_STEPS
+        scheduled = with_run_length(learner, num_steps)
         self.learner = _built("learner", scheduled, Learner, specs=self.model.parameter_specs())
         self.memory = _built("memory", memory, Memory)
         self.compiler = _built("compiler", compiler, Compiler)
         self.health = _built("health", health, Health)
-        self.pretrained = None if pretrained is None else pretrained.instantiate()
+        self.pretrained = None
+        if pretrained is not None:
+            self.pretrained = pretrained.instantiate()
 
     def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
         """Raises ValueError, naming both numbers, when mesh, batch, model, memory and data do not fit each other.
@@ -101,7 +108,8 @@ class Experiment:
             )
         for stack in self.model.stacks.values():
             stack.check_remat(self.memory.remat)
-            hosted, units = self.memory.hosted_layers, stack.num_units
+            hosted = self.memory.hosted_layers
+            units = stack.num_units
             if hosted is not None and hosted >= units:
                 raise ValueError(
                     f"memory.hosted_layers = {hosted}: the stack has {units} units; expected less, or none for all "
@@ -109,34 +117,48 @@ class Experiment:
                 )
         if reach:
             self.learner.check_reach()
-        batch, accumulate = self.data.global_batch_size, self.learner.accumulate
+        self._check_batch(mesh)
+
+    def _check_batch(self, mesh: Mesh | AbstractMesh) -> None:
+        """Raises ValueError: the batch cannot be split into microbatches, or these into shards."""
+        batch = self.data.global_batch_size
+        accumulate = self.learner.accumulate
+        # The axes that split a batch; the others split the tensors of a model.
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         if batch % accumulate:
             raise ValueError(
                 f"learner.accumulate = {accumulate} does not divide data.global_batch_size = {batch}; "
                 f"nearest: {nearest_divisors(batch, accumulate)}"
             )
-        if batch // accumulate % shards:
+        microbatch = batch // accumulate
+        if microbatch % shards:
             step = shards * accumulate
-            below, above = batch // step * step, -(-batch // step) * step
+            below = batch // step * step
+            above = -(-batch // step) * step
+            # The next multiple below may be zero, which is no batch.
+            nearest_sizes = [size for size in (below, above) if size]
             raise ValueError(
-                f"mesh.data * mesh.fsdp = {shards} does not divide the {batch // accumulate} sequences of a "
+                f"mesh.data * mesh.fsdp = {shards} does not divide the {microbatch} sequences of a "
                 f"microbatch (data.global_batch_size = {batch}, learner.accumulate = {accumulate}); "
-                f"nearest global_batch_size: {[size for size in (below, above) if size]}"
+                f"nearest global_batch_size: {nearest_sizes}"
             )
 
     @property
     def language_model(self) -> CausalLM:
-        """The model, for what concerns text. Raises ValueError: it is another kind."""
+        """The model as a language model. Raises ValueError: it is a model of another kind."""
         if not isinstance(self.model, CausalLM):
             raise ValueError(f"model is a {type(self.model).__name__}; this is for language models (CausalLM)")
         return self.model
 
     def state_specs(self) -> Nested:
         """The specs of everything that training keeps, by group, as checkpoints have it."""
-        hosted = self.memory.gradients == "pinned_host"
+        # Gradients are part of the state only in host memory: on the device they live within a
+        # step.
+        gradients = {}
+        if self.memory.gradients == "pinned_host":
+            gradients["gradient"] = self.learner.gradient_specs("pinned_host")
         return {
-            **({"gradient": self.learner.gradient_specs("pinned_host")} if hosted else {}),
+            **gradients,
             "parameter": self._placed(self.learner.specs),
             "frozen": self._placed(self.learner.frozen_specs),
             "buffer": self.model.buffer_specs(),
@@ -146,9 +168,11 @@ class Experiment:
         }
 
     def run_specs(self) -> Nested:
-        """The same as the run holds it: with `memory.update = layer_programs` the stack is in parts. Raises ValueError:
-        the model has other stages than that runs."""
-        specs, memory, stages = self.state_specs(), self.memory, list(self.model.stages)
+        """`state_specs` as the run holds the state: `memory.update = layer_programs` has the stack in parts. Raises
+        ValueError: the model has other stages than that schedule runs."""
+        specs = self.state_specs()
+        memory = self.memory
+        stages = list(self.model.stages)
         if memory.update != "layer_programs":
             return specs
         if stages != ["embed", STACK, "head"]:
@@ -156,15 +180,23 @@ class Experiment:
                 f"memory.update = layer_programs runs embed, {STACK} and head; the model has {', '.join(stages)}; "
                 "expected memory.update = in_backward, streamed or after_backward"
             )
-        return in_parts(specs, self.model.stacks[STACK].num_units, memory.hosted_layers)
+        num_units = self.model.stacks[STACK].num_units
+        return in_parts(specs, num_units, memory.hosted_layers)
 
     def _placed(self, weights: Nested) -> Nested:
         """The specs of weights, large ones tagged with where `memory.parameters` has them."""
-        kind, some, stacks = self.memory.parameters, self.memory.hosted_layers is not None, self.model.stacks
-        return {
-            name: specs if some and name not in stacks else move_to_host(specs, kind, stacked=name in stacks)
-            for name, specs in weights.items()
-        }
+        kind = self.memory.parameters
+        stacks = self.model.stacks
+        # `memory.hosted_layers` counts layers of stacks, so the other stages stay on the device
+        # then.
+        only_stacks = self.memory.hosted_layers is not None
+        placed_specs = {}
+        for stage, specs in weights.items():
+            in_stack = stage in stacks
+            if in_stack or not only_stacks:
+                specs = move_to_host(specs, kind, stacked=in_stack)
+            placed_specs[stage] = specs
+        return placed_specs
 
 
 def _built(name: str, config: Config, kind: type[Part], **late: Any) -> Part:
@@ -175,8 +207,8 @@ def _built(name: str, config: Config, kind: type[Part], **late: Any) -> Part:
         raise ConfigError(f"expected a config of {kind.__name__}, given that of {target.__name__}", path=name)
     part = config.instantiate(**late)
     if not isinstance(part, kind):
-        given = f"that of {target.__name__}, which returns a {type(part).__name__}"
-        raise ConfigError(f"expected a config of {kind.__name__}, given {given}", path=name)
+        actual = f"that of {target.__name__}, which returns a {type(part).__name__}"
+        raise ConfigError(f"expected a config of {kind.__name__}, given {actual}", path=name)
     return part
 
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from framework.config import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, component
+from framework.config import (
+    Config,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    component,
+)
 
 
 @component
@@ -55,14 +63,25 @@ class TrainerOptions:
             raise ValueError(f"profile: expected [] or [first, last] with 1 <= first <= last, given {profile}")
         if max_steps is None and max_epochs is None:
             raise ValueError("expected max_steps, max_epochs, or both: the run ends with what comes first")
-        self.known_steps, self.max_epochs, self.seed = max_steps, max_epochs, seed
-        self.log_every, self.eval_every, self.eval_batches = log_every, eval_every, eval_batches
-        self.save_every, self.save_every_minutes = save_every, save_every_minutes
-        self.keep, self.keep_every = keep, keep_every
+        # `max_steps` is a property, which refuses to answer while the length of the epochs is not
+        # known.
+        self.known_steps = max_steps
+        self.max_epochs = max_epochs
+        self.seed = seed
+        self.log_every = log_every
+        self.eval_every = eval_every
+        self.eval_batches = eval_batches
+        self.save_every = save_every
+        self.save_every_minutes = save_every_minutes
+        self.keep = keep
+        self.keep_every = keep_every
+        # Lists are copied, as the defaults of the arguments are shared between calls.
         self.profile = list(profile)
-        self.sample_tokens, self.sample_prompt = sample_tokens, sample_prompt
+        self.sample_tokens = sample_tokens
+        self.sample_prompt = sample_prompt
         self.sample_temperature = sample_temperature
-        self.compilation_cache, self.wandb_project = compilation_cache, wandb_project
+        self.compilation_cache = compilation_cache
+        self.wandb_project = wandb_project
         self.hooks = list(hooks)
 
     @property

@@ -39,9 +39,22 @@ from framework.schedules.layerwise import schedule as layer_programs
 from framework.schedules.layerwise import storage as parts
 from framework.schedules.layerwise.programs import Compile, Compiled, Ledger, Programs
 from framework.schedules.layerwise.schedule import LayerPrograms
-from framework.schedules.step import Metrics, State, evaluation_context, microbatches, training_context
+from framework.schedules.step import (
+    Metrics,
+    State,
+    evaluation_context,
+    microbatches,
+    training_context,
+)
 
-SCHEDULES = {  # (memory.update, memory.gradients)
+Arrays = dict[str, jax.Array]  # by the name of a batch's array, or by the path of a parameter
+GroupedArrays = dict[str, Arrays]  # {group of the state: {path: array}}
+Paths = tuple[str, ...]
+
+# The builder of the training step, by (memory.update, memory.gradients). `layer_programs` is
+# missing on purpose: its step is several compiled programs that Python calls, not one function
+# (see `Program.layers`).
+SCHEDULES = {
     ("after_backward", "device"): after_backward.build_step,
     ("streamed", "device"): streamed.build_step,
     ("streamed", "pinned_host"): streamed.build_step,
@@ -50,20 +63,28 @@ SCHEDULES = {  # (memory.update, memory.gradients)
 
 
 class Program:
-    """What runs on the devices.
+    """An experiment on a device mesh: the layout of its state, and its compiled functions.
 
     Args:
         experiment: what to train.
-        devices: where; all devices of all processes by default.
+        devices: the devices of the mesh; all devices of all processes by default.
         training: whether the step is to run; otherwise only what concerns the model is checked.
 
     Raises:
         ValueError: experiment and devices do not fit each other.
     """
 
-    def __init__(self, experiment: Experiment, devices: Sequence[Any] | None = None, *, training: bool = True):
+    def __init__(
+        self,
+        experiment: Experiment,
+        devices: Sequence[Any] | None = None,
+        *,
+        training: bool = True,
+    ):
         self.experiment = experiment
-        self.mesh = experiment.mesh.build(jax.devices() if devices is None else devices)
+        if devices is None:
+            devices = jax.devices()
+        self.mesh = experiment.mesh.build(devices)
         if training:
             experiment.check(self.mesh)
         else:
@@ -71,15 +92,16 @@ class Program:
         experiment.compiler.check(self.mesh)
         # Whether a first batch decides first values (Salimans and Kingma 2016, arXiv 1602.07868).
         self.calibrates = training and experiment.model.calibrates
-        for path, spec in flatten(experiment.model.parameter_specs()).items() if self.calibrates else ():
-            if spec.dtype.itemsize < 4:
-                raise ValueError(
-                    f"{path} is {spec.dtype}; what a first batch decides is to be float32 (model.param_dtype)"
-                )
+        if self.calibrates:
+            self._check_calibrated_dtypes()
         self.compiler_options = experiment.compiler.options_for(self.mesh)
-        self.jit = functools.partial(jax.jit, compiler_options=self.compiler_options or None)
-        # What checkpoints hold; and what the state is, where the stack may be in parts.
-        self.layout = self.whole = StateLayout(experiment.state_specs(), self.mesh)
+        jit_options = self.compiler_options or None
+        self.jit = functools.partial(jax.jit, compiler_options=jit_options)
+        # `whole` is the layout of checkpoints, which are the same for every schedule. `layout` is
+        # that of the state in memory, where `memory.update = layer_programs` holds each layer of
+        # the stack as arrays of its own.
+        self.whole = StateLayout(experiment.state_specs(), self.mesh)
+        self.layout = self.whole
         self.in_parts = training and experiment.memory.update == "layer_programs"
         if self.in_parts:
             layer_programs.check(experiment.learner, experiment.memory)
@@ -87,21 +109,29 @@ class Program:
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.ahead = Ahead()
 
+    def _check_calibrated_dtypes(self) -> None:
+        """Raises ValueError: a parameter is narrower than 32 bits, in a model whose first batch decides values."""
+        for path, spec in flatten(self.experiment.model.parameter_specs()).items():
+            if spec.dtype.itemsize < 4:
+                raise ValueError(
+                    f"{path} is {spec.dtype}; what a first batch decides is to be float32 (model.param_dtype)"
+                )
+
     # --- batches -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def batch_specs(self) -> dict[str, TensorSpec]:
-        """The arrays of one global batch."""
+        """The specs of the arrays of one global training batch, by name."""
         return batch_specs(self.experiment.data.arrays())
 
     @property
     def evaluation_specs(self) -> dict[str, TensorSpec]:
-        """Those of a batch of evaluation."""
+        """The specs of the arrays of one global evaluation batch, by name."""
         return batch_specs(self.experiment.data.arrays(evaluation=True))
 
     @cached_property
     def batch_sharding(self) -> dict[str, NamedSharding]:
-        """The sharding of each array of a batch."""
+        """The sharding of each array of a batch, for training and evaluation."""
         return {name: self.layout.sharding(spec) for name, spec in self.evaluation_specs.items()}
 
     @cached_property
@@ -111,100 +141,135 @@ class Program:
 
     @cached_property
     def rows_of_processes(self) -> dict[int, np.ndarray]:
-        """`rows` of every process that has devices of the mesh."""
-        shape, found = self.batch_specs["weights"].shape, dict[int, list[np.ndarray]]()
-        for device, index in self.batch_sharding["weights"].devices_indices_map(shape).items():
-            found.setdefault(device.process_index, []).append(np.arange(shape[0])[index[0]])
-        return {process: np.unique(np.concatenate(rows)) for process, rows in sorted(found.items())}
+        """`rows` of every process that has devices of the mesh, by process index."""
+        shape = self.batch_specs["weights"].shape
+        all_rows = np.arange(shape[0])
+        rows_by_process = dict[int, list[np.ndarray]]()
+        indices = self.batch_sharding["weights"].devices_indices_map(shape)
+        for device, index in indices.items():
+            device_rows = all_rows[index[0]]
+            rows_by_process.setdefault(device.process_index, []).append(device_rows)
+        # Devices along the axes that do not split a batch hold the same rows, so a row may come up
+        # several times.
+        unique_rows = {}
+        for process, rows in sorted(rows_by_process.items()):
+            unique_rows[process] = np.unique(np.concatenate(rows))
+        return unique_rows
 
-    def put(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    def put(self, local: dict[str, np.ndarray]) -> Arrays:
         """This process's rows of a batch (host arrays [R, ...]) as global arrays [B, ...]."""
-        size, shardings = self.experiment.data.global_batch_size, {name: self.batch_sharding[name] for name in local}
+        size = self.experiment.data.global_batch_size
+        shardings = {name: self.batch_sharding[name] for name in local}
         if len(self.rows) == size:
             return jax.device_put(local, shardings)
 
         def shard(name: str, array: np.ndarray) -> jax.Array:
             def piece(index: Any) -> np.ndarray:
-                rows = np.searchsorted(self.rows, np.arange(size)[index[0]])
-                return array[(rows, *index[1:])]
+                # The index counts rows of the global batch, the host array has only those of this
+                # process.
+                global_rows = np.arange(size)[index[0]]
+                local_rows = np.searchsorted(self.rows, global_rows)
+                return array[(local_rows, *index[1:])]
 
-            return jax.make_array_from_callback((size, *array.shape[1:]), shardings[name], piece)
+            global_shape = (size, *array.shape[1:])
+            return jax.make_array_from_callback(global_shape, shardings[name], piece)
 
         return {name: shard(name, array) for name, array in local.items()}
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def values_of(self, precise: dict[str, jax.Array], *, unit: bool) -> dict[str, dict[str, jax.Array]]:
-        """Inside jit: all that the state holds of some parameters, {group: {path: array}}, cast as the layout says, and
-        not moved yet.
+    def values_of(self, precise: Arrays, *, unit: bool) -> GroupedArrays:
+        """Inside jit: all that the state holds of some parameters, {group: {path: array}}. The arrays are cast as the
+        layout says, and are not moved to host memory yet.
 
         Args:
             precise: by path, float32 or wider; those of one of `learner.init_parts`, or a frozen one.
             unit: they are one layer's, without the leading axis.
         """
         groups = self._groups
-        if next(iter(precise)) in groups["frozen"]:
-            made = {"frozen": precise}
+        first_path = next(iter(precise))
+        if first_path in groups["frozen"]:
+            values_by_group = {"frozen": precise}
         else:
-            made = self.experiment.learner.init_part(precise, unit=unit)
-        if "gradient" in groups and "parameter" in made:
-            made["gradient"] = jax.tree.map(jnp.zeros_like, made["parameter"])
-        return {
-            name: {path: x.astype(groups[name][path].dtype) for path, x in own.items()} for name, own in made.items()
-        }
+            values_by_group = self.experiment.learner.init_part(precise, unit=unit)
+        if "gradient" in groups and "parameter" in values_by_group:
+            values_by_group["gradient"] = jax.tree.map(jnp.zeros_like, values_by_group["parameter"])
+        cast_values = {}
+        for group, values in values_by_group.items():
+            specs = groups[group]
+            cast_values[group] = {path: x.astype(specs[path].dtype) for path, x in values.items()}
+        return cast_values
 
     @cached_property
     def _groups(self) -> dict[str, dict[str, TensorSpec]]:
+        """{group: {path: spec}} of the state with whole stacks."""
         return {name: flatten(tree) for name, tree in self.whole.specs.items()}
 
-    def nested(self, flat: dict[str, dict[str, jax.Array]]) -> State:
+    def nested(self, flat: GroupedArrays) -> State:
         """{group: {path: array}} as the state's own tree."""
         return {name: in_structure(tree, flat[name]) for name, tree in self.layout.specs.items()}
 
-    def _init_order(self) -> Iterator[tuple[tuple[str, ...], int | None]]:
-        """Paths of parameters that are made together, and for how many layers of a stack."""
-        specs, learner = flatten(self.experiment.model.parameter_specs()), self.experiment.learner
-        for paths in [*learner.init_parts(), *((path,) for path in self._groups["frozen"])]:
+    def _init_order(self) -> Iterator[tuple[Paths, int | None]]:
+        """(paths of parameters that are made together, the number of layers that they are made for one by one). The
+        number is None where an optimizer spans layers, or where the parameters are of no stack."""
+        specs = flatten(self.experiment.model.parameter_specs())
+        learner = self.experiment.learner
+        frozen_parts = [(path,) for path in self._groups["frozen"]]
+        for paths in [*learner.init_parts(), *frozen_parts]:
             yield paths, specs[paths[0]].num_layers if learner.scope == "unit" else None
 
-    def _first_values(self, given: Collection[str]) -> Callable[..., dict[str, Any]]:
-        """(key, paths, layer) -> what the state holds of these parameters, not moved; `given` ones are zeros."""
-        specs = flatten(_uncast(self.experiment.model.parameter_specs()))
-        specs = {p: replace(s, initializer=jax.nn.initializers.zeros) if p in given else s for p, s in specs.items()}
+    def _first_values(self, given_paths: Collection[str]) -> Callable[..., GroupedArrays]:
+        """The function (key, paths, layer) -> what the state holds of these parameters, not moved to host memory yet.
+        Parameters among `given_paths` are zeros."""
+        specs = {}
+        for path, spec in flatten(_uncast(self.experiment.model.parameter_specs())).items():
+            if path in given_paths:
+                spec = replace(spec, initializer=jax.nn.initializers.zeros)
+            specs[path] = spec
 
-        def make(key: jax.Array, paths: tuple[str, ...], layer: jax.Array | None = None) -> dict[str, Any]:
-            precise = flatten(initialize(unflatten({path: specs[path] for path in paths}), key, layer))
+        def make(key: jax.Array, paths: Paths, layer: jax.Array | None = None) -> GroupedArrays:
+            part_specs = unflatten({path: specs[path] for path in paths})
+            precise = flatten(initialize(part_specs, key, layer))
             return self.values_of(precise, unit=layer is not None)
 
         return make
 
-    def init_function(self, seed: int, given: Collection[str] = ()) -> Callable[[], State]:
+    def init_function(self, seed: int, given_paths: Collection[str] = ()) -> Callable[[], State]:
         """The function that makes the first state, straight into the layout when jitted with its shardings.
 
         A stack is made a layer at a time, and what lives on the host goes there at once: nothing is held twice.
-        Parameters that are `given` are zeros: who gives them overwrites them.
+        Parameters among `given_paths` are zeros: the caller overwrites them.
         """
-        groups, make = self._groups, self._first_values(given)
+        groups = self._groups
+        make = self._first_values(given_paths)
 
-        def part(key: jax.Array, paths: tuple[str, ...], layer: jax.Array | None = None) -> dict[str, Any]:
-            made = make(key, paths, layer)
-            return {name: {p: store_leaf(groups[name][p], x) for p, x in own.items()} for name, own in made.items()}
+        def part(key: jax.Array, paths: Paths, layer: jax.Array | None = None) -> GroupedArrays:
+            stored_values = {}
+            for name, values in make(key, paths, layer).items():
+                specs = groups[name]
+                stored_values[name] = {path: store_leaf(specs[path], x) for path, x in values.items()}
+            return stored_values
 
         def init() -> State:
             key, run_key = jax.random.split(jax.random.key(seed))
-            flat: dict[str, dict[str, Any]] = {name: {} for name in groups}
-            made: dict[str, Any] = {}
-            for paths, layers in self._init_order():
-                # One after the other: many at once would be many float32 copies at once.
-                key, made = jax.lax.optimization_barrier((key, made))
-                for name, own in made.items():
-                    flat[name] |= own
-                one = functools.partial(part, key, paths)
-                made = one() if layers is None else jax.lax.map(one, jnp.arange(layers))
-            for name, own in made.items():
-                flat[name] |= own
+            flat: GroupedArrays = {name: {} for name in groups}
+            part_values: GroupedArrays = {}
+            for paths, num_layers in self._init_order():
+                # The barrier makes each part wait for the previous one. Otherwise XLA may make
+                # several at once, with float32 copies of all of them alive together.
+                key, part_values = jax.lax.optimization_barrier((key, part_values))
+                for name, values in part_values.items():
+                    flat[name] |= values
+                make_part = functools.partial(part, key, paths)
+                if num_layers is None:
+                    part_values = make_part()
+                else:
+                    part_values = jax.lax.map(make_part, jnp.arange(num_layers))
+            for name, values in part_values.items():
+                flat[name] |= values
             for name in ("buffer", "counter"):
-                flat[name] = {path: jnp.zeros(spec.shape, spec.dtype) for path, spec in groups[name].items()}
+                for path, spec in groups[name].items():
+                    flat[name][path] = jnp.zeros(spec.shape, spec.dtype)
             flat["counter"]["rng"] = jax.random.key_data(run_key)
             return self.nested(flat)
 
@@ -212,94 +277,136 @@ class Program:
 
     @cached_property
     def scratch_jit(self) -> Any:
-        """The groups of the state that no checkpoint holds, as zeros."""
+        """The jitted function that makes the groups of the state that no checkpoint holds, as zeros."""
         specs = {name: tree for name, tree in self.layout.specs.items() if name not in self.layout.kept}
         zeros = lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)  # noqa: E731
         return jax.jit(zeros, out_shardings=self.layout.shardings(specs))
 
-    def init_jit(self, seed: int | None = None, given: Collection[str] = ()) -> Any:
+    def init_jit(self, seed: int | None = None, given_paths: Collection[str] = ()) -> Any:
         """`init_function`, jitted with the layout's shardings; the config's seed by default."""
         seed = self.experiment.trainer.seed if seed is None else seed
-        return self.jit(self.init_function(seed, given), out_shardings=self.layout.shardings())
+        return self.jit(self.init_function(seed, given_paths), out_shardings=self.layout.shardings())
 
     def init(self, seed: int | None = None, given: Collection[str] = ()) -> State:
-        """The state at step 0."""
-        if self.in_parts:
-            return self._init_parts(self.experiment.trainer.seed if seed is None else seed, given)
-        compiled = None if given or seed is not None else self.ahead.program(FIRST_VALUES)
-        return compiled() if compiled is not None else self.init_jit(seed, given)()
+        """The state at step 0.
 
-    def calibrated(self, state: State, batch: dict[str, jax.Array]) -> State:
-        """The first state with the values that the model gives its parameters for this batch, the run's first; with all
-        that the state keeps of them. The given one is gone afterwards."""
-        learner, layout, groups = self.experiment.learner, self.layout, self._groups
+        Args:
+            seed: of the initialization; the config's seed by default.
+            given: paths of parameters that are zeros, because the caller overwrites them.
+        """
+        if self.in_parts:
+            init_seed = self.experiment.trainer.seed if seed is None else seed
+            return self._init_parts(init_seed, given)
+        compiled = None
+        # The thread compiles the first values of the config's seed, with every parameter drawn.
+        if not given and seed is None:
+            compiled = self.ahead.program(FIRST_VALUES)
+        if compiled is None:
+            compiled = self.init_jit(seed, given)
+        return compiled()
+
+    def calibrated(self, state: State, batch: Arrays) -> State:
+        """The first state with the values that the model gives its parameters for this batch, the run's first, and with
+        optimizer state and averages that fit them. The state that was passed in is gone afterwards."""
+        learner = self.experiment.learner
+        layout = self.layout
+        groups = self._groups
         model: Any = self.experiment.model
 
         def calibrate(weights: Nested, counter: Nested, buffers: Nested, batch: Nested) -> Nested:
             ctx = training_context(batch, counter, model, layout, "none")
-            params = merge(layout.fetch("parameter", weights["parameter"]), layout.fetch("frozen", weights["frozen"]))
-            found = flatten(model.calibrate(params, ctx, buffers))
-            own = {group: {path: found[path] for path in groups[group]} for group in weights}
-            made = learner.init_part(own["parameter"]) | {"frozen": own["frozen"]}
-            return {
-                group: in_structure(layout.specs[group], {p: store_leaf(groups[group][p], x) for p, x in flat.items()})
-                for group, flat in made.items()
-            }
+            trainable = layout.fetch("parameter", weights["parameter"])
+            frozen = layout.fetch("frozen", weights["frozen"])
+            params = merge(trainable, frozen)
+            calibrated_params = flatten(model.calibrate(params, ctx, buffers))
+            params_by_group = {}
+            for group in weights:
+                params_by_group[group] = {path: calibrated_params[path] for path in groups[group]}
+            values_by_group = learner.init_part(params_by_group["parameter"]) | {"frozen": params_by_group["frozen"]}
+            trees = {}
+            for group, values in values_by_group.items():
+                specs = groups[group]
+                stored_values = {path: store_leaf(specs[path], x) for path, x in values.items()}
+                trees[group] = in_structure(layout.specs[group], stored_values)
+            return trees
 
         weights = {group: state[group] for group in ("parameter", "frozen")}
-        made = {group: layout.specs[group] for group in (*weights, "optimizer", "ema")}
-        for leaf in jax.tree.leaves([state[group] for group in made if group not in weights]):
+        derived_groups = ("optimizer", "ema")
+        # Optimizer state and averages are made anew from the weights, so the old ones go before the
+        # new ones are made.
+        for leaf in jax.tree.leaves([state[group] for group in derived_groups]):
             leaf.delete()
-        run = self.jit(calibrate, out_shardings=layout.shardings(made), donate_argnums=0)
+        result_specs = {group: layout.specs[group] for group in (*weights, *derived_groups)}
+        run = self.jit(calibrate, out_shardings=layout.shardings(result_specs), donate_argnums=0)
         return {**state, **run(weights, state["counter"], state["buffer"], batch)}
 
     @cached_property
     def _init_programs(self) -> Programs:
         return Programs(self.jit, self._compiled, self.layout)
 
-    def rehearse_init(self, compile: Compile | None = None, given: Collection[str] = ()) -> Ledger:
-        """Compiles what makes the first state of a stack in parts; what that needs."""
-        self._init_programs.compile = compile or self._compiled
-        words, number = TensorSpec((2,), "uint32"), TensorSpec((), "int32")
-        return self._init_programs.rehearse(lambda *args: self._make_parts(given, *args), words, number)
+    def rehearse_init(self, compile: Compile | None = None, given_paths: Collection[str] = ()) -> Ledger:
+        """Compiles the programs that make the first state of a stack in parts, and counts the memory that they need.
 
-    def _init_parts(self, seed: int, given: Collection[str]) -> State:
-        """The same values for a stack in parts, by one program for each kind of leaf."""
-        self.rehearse_init(given=given)
-        words = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(seed))))
-        words, run_words, number = jax.device_put((words[0], words[1], np.int32(0)), self.replicated)
-        flat = self._make_parts(given, words, number)
+        Args:
+            compile: compiles in place of this program's compiler, for a machine that is not here.
+            given_paths: of parameters that are zeros, because the caller overwrites them.
+        """
+        self._init_programs.compile = compile or self._compiled
+        words = TensorSpec((2,), "uint32")
+        number = TensorSpec((), "int32")
+        return self._init_programs.rehearse(lambda *args: self._make_parts(given_paths, *args), words, number)
+
+    def _init_parts(self, seed: int, given_paths: Collection[str]) -> State:
+        """The state at step 0 of a stack in parts: the same values, by one program for each kind of leaf."""
+        self.rehearse_init(given_paths=given_paths)
+        # The keys go to the devices as their data: uint32[2] words each (threefry).
+        keys = jax.random.split(jax.random.key(seed))
+        key_words = np.asarray(jax.random.key_data(keys))
+        host_arguments = (key_words[0], key_words[1], np.int32(0))
+        words, run_words, number = jax.device_put(host_arguments, self.replicated)
+        flat = self._make_parts(given_paths, words, number)
         for name in ("buffer", "counter"):
             for path, spec in flatten(self.layout.specs[name]).items():
-                flat[name][path] = jnp.zeros(spec.shape, spec.dtype, device=self.layout.sharding(spec))
+                sharding = self.layout.sharding(spec)
+                flat[name][path] = jnp.zeros(spec.shape, spec.dtype, device=sharding)
         flat["counter"]["rng"] = run_words
         return self.nested(flat)
 
-    def _make_parts(self, given: Collection[str], words: Any, number: Any) -> dict[str, dict[str, Any]]:
-        """{group: {path: array}} of all that is made of parameters; `words` are a key's data, `number` is 0."""
-        make, specs = self._first_values(given), {name: flatten(tree) for name, tree in self.layout.specs.items()}
-        flat: dict[str, dict[str, Any]] = {name: {} for name in specs}
-        for paths, layers in self._init_order():
-            layer = None if layers is None else jnp.int32(0)
-            abstract = jax.eval_shape(lambda k, i, p=paths: make(k, p, i), jax.random.key(0), layer)
-            for index in range(layers or 1):
+    def _make_parts(self, given_paths: Collection[str], words: Any, number: Any) -> GroupedArrays:
+        """{group: {path: array}} of all that is made of parameters.
 
-                def at(path: str, index: int | None = None if layers is None else index) -> str:
-                    return path if index is None else parts.part_path(path, index)
-
-                places = {name: {path: specs[name][at(path)] for path in own} for name, own in abstract.items()}
+        Args:
+            given_paths: of parameters that are zeros.
+            words: uint32[2], the data of the key.
+            number: int32[], the number of the first layer: 0.
+        """
+        make = self._first_values(given_paths)
+        specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
+        flat: GroupedArrays = {name: {} for name in specs}
+        for paths, num_layers in self._init_order():
+            stacked = num_layers is not None
+            layer = jnp.int32(0) if stacked else None
+            key = jax.random.key(0)
+            abstract = jax.eval_shape(lambda k, i, p=paths: make(k, p, i), key, layer)
+            for index in range(num_layers or 1):
+                layer_index = index if stacked else None
+                places = {}
+                for name, values in abstract.items():
+                    places[name] = {path: specs[name][_path_in_state(path, layer_index)] for path in values}
                 kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(places))
-                run = functools.partial(_placed_values, make, paths, places, layers is not None)
-                made, number = self._init_programs(
-                    (paths, kinds, paths[0] in given),
+                run = functools.partial(_placed_values, make, paths, places, stacked)
+                # The number of the layer is an argument on the device, so all layers whose leaves
+                # are in the same kind of memory share one program.
+                layer_values, number = self._init_programs(
+                    (paths, kinds, paths[0] in given_paths),
                     run,
                     words,
                     number,
                     donate=(1,),
                     out=(places, TensorSpec((), "int32")),
                 )
-                for name, own in made.items():
-                    flat[name] |= {at(path): x for path, x in own.items()}
+                for name, values in layer_values.items():
+                    flat[name] |= {_path_in_state(path, layer_index): x for path, x in values.items()}
             number = self._init_programs("zero", jnp.zeros_like, number, out=TensorSpec((), "int32"))
         return flat
 
@@ -309,12 +416,17 @@ class Program:
     def step_jit(self) -> Any:
         """The jitted training step: in and out shardings from the layout, the state donated."""
         experiment = self.experiment
-        build = SCHEDULES[experiment.memory.update, experiment.memory.gradients]
-        check_platform(experiment.memory.remat, self.mesh.devices.flat[0].platform)
-        step = build(experiment.model, experiment.learner, self.layout, experiment.memory)
+        memory = experiment.memory
+        build = SCHEDULES[memory.update, memory.gradients]
+        platform = self.mesh.devices.flat[0].platform
+        check_platform(memory.remat, platform)
+        step = build(experiment.model, experiment.learner, self.layout, memory)
+        # `batch_sharding` also has the arrays that only evaluation reads, which are no arguments of
+        # the step.
+        batch_sharding = {name: self.batch_sharding[name] for name in self.batch_specs}
         return self.jit(
             step,
-            in_shardings=(self.layout.shardings(), {name: self.batch_sharding[name] for name in self.batch_specs}),
+            in_shardings=(self.layout.shardings(), batch_sharding),
             out_shardings=(self.layout.shardings(), self.replicated),
             donate_argnums=0,
         )
@@ -322,36 +434,50 @@ class Program:
     @cached_property
     def traced_step(self) -> Any:
         """The step as jax traces it, before any state exists: has its jaxpr, and is lowered from here."""
-        return self.step_jit.trace(self.layout.abstract(), self.layout.abstract(self.batch_specs))
+        state = self.layout.abstract()
+        batch = self.layout.abstract(self.batch_specs)
+        return self.step_jit.trace(state, batch)
 
     @cached_property
     def compiled_step(self) -> Any:
         """The step compiled ahead of time."""
-        return executables.compiled(self.traced_step.lower(), self.compiler_options)
+        lowered = self.traced_step.lower()
+        return executables.compiled(lowered, self.compiler_options)
 
     @cached_property
     def layers(self) -> LayerPrograms:
         """The step of a stack in parts; its programs are compiled by `compile`."""
         experiment = self.experiment
         return LayerPrograms(
-            experiment.language_model, experiment.learner, self.layout, experiment.memory, self.jit, self._compiled
+            experiment.language_model,
+            experiment.learner,
+            self.layout,
+            experiment.memory,
+            self.jit,
+            self._compiled,
         )
 
     def _compiled(self, lowered: Any, hosted: executables.HostBytes) -> Compiled:
+        """A lowered program compiled for the mesh, with its peak in bytes of one device."""
         run = executables.compiled(lowered, self.compiler_options)
         platform = self.mesh.devices.flat[0].platform
-        return Compiled(run, executables.peak_bytes(run.memory_analysis(), platform, hosted))
+        peak = executables.peak_bytes(run.memory_analysis(), platform, hosted)
+        return Compiled(run, peak)
 
     @cached_property
     def layers_ledger(self) -> Ledger:
-        """What a step of a stack in parts needs; all its programs are compiled then."""
+        """The memory that a step of a stack in parts needs. Counting it compiles all programs of the step."""
         return self.layers.rehearse(self.layout.specs, self.batch_specs)
 
     def compile(self) -> None:
         """Compiles the step ahead of time."""
-        self.layers_ledger if self.in_parts else self.compiled_step  # noqa: B018
+        # Both are cached properties that compile when they are first read.
+        if self.in_parts:
+            self.layers_ledger  # noqa: B018
+        else:
+            self.compiled_step  # noqa: B018
 
-    def step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+    def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         """One training step; the old state is gone afterwards."""
         if not self.in_parts:
             return self.compiled_step(state, batch)
@@ -361,17 +487,21 @@ class Program:
     # --- what checkpoints hold ---------------------------------------------------------------------------------------
 
     def stored(self, state: State) -> State:
-        """What a checkpoint holds of a state; stacks in parts as whole ones, in host memory."""
-        kept = {group: state[group] for group in self.layout.kept}
-        return parts.joined(kept, self.whole) if self.in_parts else kept
+        """The part of a state that a checkpoint holds; stacks in parts are joined to whole ones, in host memory."""
+        saved_groups = {group: state[group] for group in self.layout.kept}
+        if not self.in_parts:
+            return saved_groups
+        return parts.joined(saved_groups, self.whole)
 
     @property
     def abstract_stored(self) -> Nested:
-        """What a checkpoint is read into."""
-        return self.whole.abstract(parts.before_cut(self.whole) if self.in_parts else self.whole.kept)
+        """The abstract arrays that a checkpoint is read into."""
+        # Stacks that are to be cut into parts are read into host memory.
+        specs = parts.before_cut(self.whole) if self.in_parts else self.whole.kept
+        return self.whole.abstract(specs)
 
     def restored(self, stored: State) -> State:
-        """The state, of what was read, which is gone afterwards."""
+        """The state that a checkpoint's arrays make. `stored` is gone afterwards."""
         state = parts.cut(stored, self.layout) if self.in_parts else stored
         return {**state, **self.scratch_jit()}
 
@@ -379,12 +509,16 @@ class Program:
         """Weights, averages and buffers with whole stacks, for generation; the state is gone afterwards."""
         if not self.in_parts:
             return state
-        kept = {group: state[group] for group in ("parameter", "frozen", "ema", "buffer")}
-        whole = parts.joined(kept, self.whole)
-        for leaf in jax.tree.leaves([kept[group].get(parts.STACK, {}) for group in kept] + [state["optimizer"]]):
+        model_state = {group: state[group] for group in ("parameter", "frozen", "ema", "buffer")}
+        joined_state = parts.joined(model_state, self.whole)
+        # The parts and the optimizer's state go before the whole stacks come to the devices, which
+        # may not have room for both. Leaves outside of stacks are the same arrays in the joined
+        # state, and stay.
+        layer_parts = [groups.get(parts.STACK, {}) for groups in model_state.values()]
+        for leaf in jax.tree.leaves(layer_parts + [state["optimizer"]]):
             leaf.delete()
-        specs = {group: self.whole.specs[group] for group in kept}
-        return jax.device_put(whole, self.whole.shardings(specs))
+        specs = {group: self.whole.specs[group] for group in model_state}
+        return jax.device_put(joined_state, self.whole.shardings(specs))
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
@@ -403,7 +537,9 @@ class Program:
         return self._evaluation("ema")
 
     def _evaluation(self, group: str) -> Any:
-        model, count = self.experiment.model, self.experiment.learner.accumulate
+        """The jitted evaluation with the weights of a group of the state, "parameter" or "ema"."""
+        model = self.experiment.model
+        num_microbatches = self.experiment.learner.accumulate
         places = model.stage_specs(self.layout.specs[group], self.layout.specs["frozen"])
 
         def sums(params: Nested, buffers: Nested, batch: Nested) -> Metrics:
@@ -412,59 +548,101 @@ class Program:
 
         def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
             params = merge(params, frozen)
-            if count == 1:
+            if num_microbatches == 1:
                 return sums(params, buffers, batch)
             # A batch that is trained on in parts would not fit in one piece here either.
-            parts = microbatches(batch, count, self.evaluation_context(batch))
-            return jax.tree.map(jnp.sum, jax.lax.map(lambda part: sums(params, buffers, part), parts))
+            stacked_batches = microbatches(batch, num_microbatches, self.evaluation_context(batch))
+            stacked_sums = jax.lax.map(lambda part: sums(params, buffers, part), stacked_batches)
+            return jax.tree.map(jnp.sum, stacked_sums)
 
         return self.jit(evaluate, out_shardings=self.replicated)
 
-    def evaluate(self, state: State, batch: dict[str, jax.Array], *, averaged: bool = False) -> Metrics:
+    def evaluate(
+        self,
+        state: State,
+        batch: Arrays,
+        *,
+        averaged: bool = False,
+    ) -> Metrics:
         """Sums over a batch, those of the model's `scores`.
 
         Args:
             state: the training state; it stays.
-            batch: global arrays.
+            batch: global arrays [B, ...].
             averaged: use the moving averages of the trainable parameters.
         """
-        if self.in_parts:
-            weights = {"parameter": state["ema" if averaged else "parameter"], "frozen": state["frozen"]}
-            return self.layers.evaluate(weights, state["buffer"], batch)
         group = "ema" if averaged else "parameter"
+        if self.in_parts:
+            weights = {"parameter": state[group], "frozen": state["frozen"]}
+            return self.layers.evaluate(weights, state["buffer"], batch)
         evaluate = self.ahead.program(evaluation_of(group))
         if evaluate is None:
             evaluate = self.evaluate_averages_jit if averaged else self.evaluate_jit
         return evaluate(state[group], state["frozen"], state["buffer"], batch)
 
     def compile_evaluation(self, state: State) -> None:
-        """Has evaluation compiled, by a batch of nothing; where a thread does it, nobody waits for that yet."""
+        """Compiles the evaluation by evaluating a batch of zeros. Does nothing where a thread compiles it already."""
         if evaluation_of("parameter") in self.ahead:
             return
-        specs = self.evaluation_specs
-        rows = len(self.rows)
-        batch = {name: np.zeros((rows, *spec.shape[1:]), spec.dtype) for name, spec in specs.items()}
-        for averaged in [False, True] if state["ema"] else [False]:
-            jax.block_until_ready(self.evaluate(state, self.put(batch), averaged=averaged))
+        num_rows = len(self.rows)
+        batch = {}
+        for name, spec in self.evaluation_specs.items():
+            batch[name] = np.zeros((num_rows, *spec.shape[1:]), spec.dtype)
+        weight_kinds = [False, True] if state["ema"] else [False]
+        for averaged in weight_kinds:
+            metrics = self.evaluate(state, self.put(batch), averaged=averaged)
+            jax.block_until_ready(metrics)
 
     def weights(self, state: State, *, averaged: bool = False) -> Nested:
         """All parameters as the model takes them; no copies."""
-        return merge(state["ema" if averaged else "parameter"], state["frozen"])
+        group = "ema" if averaged else "parameter"
+        return merge(state[group], state["frozen"])
 
 
-def _placed_values(make: Any, paths: Any, places: Nested, stacked: bool, words: jax.Array, number: jax.Array) -> Any:
+def _placed_values(
+    make: Any,
+    paths: Paths,
+    places: Nested,
+    stacked: bool,
+    words: jax.Array,
+    number: jax.Array,
+) -> Any:
     """(values of one layer where they belong, the number of the next layer)."""
-    values = make(jax.random.wrap_key_data(words), paths, number if stacked else None)
-    return jax.tree.map(lambda spec, x: store_leaf(spec, x.reshape(spec.shape)), places, values), number + 1
+    key = jax.random.wrap_key_data(words)
+    values = make(key, paths, number if stacked else None)
+
+    def place(spec: TensorSpec, x: jax.Array) -> jax.Array:
+        return store_leaf(spec, x.reshape(spec.shape))
+
+    placed_values = jax.tree.map(place, places, values)
+    return placed_values, number + 1
+
+
+def _path_in_state(path: str, layer: int | None) -> str:
+    """The path of a parameter's array in a state in parts; `layer` is None for a parameter of no stack."""
+    if layer is None:
+        return path
+    return parts.part_path(path, layer)
 
 
 def _uncast(specs: Nested) -> Nested:
     """Parameters are drawn in float32 (or wider) and cast afterwards, so that a master copy holds what was drawn."""
-    return jax.tree.map(lambda s: s if s.quantized else replace(s, dtype=jnp.promote_types(s.dtype, "float32")), specs)
+
+    def uncast(spec: Any) -> Any:
+        if spec.quantized:
+            return spec
+        return replace(spec, dtype=jnp.promote_types(spec.dtype, "float32"))
+
+    return jax.tree.map(uncast, specs)
 
 
-def inference_program(experiment: Experiment, *, host_weights: bool, tell: Callable[[str], None]) -> Program:
-    """The experiment on all devices, to be asked and not trained. A mesh that does not fit them becomes fsdp = -1.
+def inference_program(
+    experiment: Experiment,
+    *,
+    host_weights: bool,
+    tell: Callable[[str], None],
+) -> Program:
+    """The experiment's program on all devices, for inference. A mesh that does not fit them becomes fsdp = -1.
 
     Args:
         experiment: its mesh may be replaced.
@@ -482,7 +660,10 @@ def inference_program(experiment: Experiment, *, host_weights: bool, tell: Calla
     program = Program(experiment, training=False)
     if host_weights:
         specs = {group: dict(tree) for group, tree in program.layout.specs.items()}
-        for tree in (specs[group] for group in ("parameter", "frozen", "ema") if "stack" in specs[group]):
-            tree["stack"] = move_to_host(tree["stack"], "pinned_host", stacked=True, min_bytes=0)
+        for group in ("parameter", "frozen", "ema"):
+            tree = specs[group]
+            if "stack" in tree:
+                # Small matrices move too: the flag promises a stack in host memory.
+                tree["stack"] = move_to_host(tree["stack"], "pinned_host", stacked=True, min_bytes=0)
         program.layout = StateLayout(specs, program.mesh)
     return program

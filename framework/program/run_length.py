@@ -16,11 +16,19 @@ import numpy as np
 from framework.config import Config, ConfigError, diff, target_of
 from framework.config.names import join
 from framework.optimizers.learning_rates import warmup_cosine, warmup_linear, warmup_stable_decay
-from framework.optimizers.schedule_steps import following, own_length, scale, schedules, step_arguments, with_run_length
+from framework.optimizers.schedule_steps import (
+    following,
+    own_length,
+    scale,
+    schedules,
+    step_arguments,
+    with_run_length,
+)
 
 # Rates are looked at in at most so many steps of a run.
 _SAMPLES = 1024
-# A run that ends at 99% of the peak, or with 1% of its steps at a rate of zero, is one that somebody meant.
+# A run that ends at 99% of the peak, or with 1% of its steps at a rate of zero, is one that
+# somebody meant.
 _NEARLY = 0.99
 
 
@@ -34,16 +42,24 @@ def set_length(config: Config, epoch_steps: int) -> list[str]:
         config: has trainer.max_epochs.
         epoch_steps: the steps that those epochs take.
     """
-    before = config.copy()
-    written, epochs = config.trainer.max_steps, f"trainer.max_epochs = {config.trainer.max_epochs:g}"
+    config_before = config.copy()
+    written = config.trainer.max_steps
+    epochs = f"trainer.max_epochs = {config.trainer.max_epochs:g}"
     if written is not None and written <= epoch_steps:
         if written == epoch_steps:
             return []
         return [f"{epochs} would be {epoch_steps} steps: trainer.max_steps = {written} ends the run before"]
     config.trainer.max_steps = epoch_steps
-    unknown = [] if written is None else scale(config.learner, epoch_steps, written)
-    changes = [f"{epochs}: {path} {_text(old)} -> {_text(new)}" for path, old, new in diff(before, config)]
-    return changes + [f"{epochs}: learner.{line}" for line in unknown]
+    # Without `trainer.max_steps`, no schedule was written for another length than that of the run.
+    unscaled_lines = []
+    if written is not None:
+        unscaled_lines = scale(config.learner, epoch_steps, written)
+    messages = []
+    for path, old, new in diff(config_before, config):
+        messages.append(f"{epochs}: {path} {_text(old)} -> {_text(new)}")
+    for line in unscaled_lines:
+        messages.append(f"{epochs}: learner.{line}")
+    return messages
 
 
 def changed_length(stored: dict[str, Any], config: Config) -> list[str]:
@@ -53,11 +69,12 @@ def changed_length(stored: dict[str, Any], config: Config) -> list[str]:
         stored: the config of the checkpoint, as JSON.
         config: of the run that goes on.
     """
-    old, new = stored["trainer"].get("max_steps"), config.trainer.max_steps
+    old = stored["trainer"].get("max_steps")
+    new = config.trainer.max_steps
     if old is None or old == new:
         return []
-    told = f"none, so the rates from here on are those of a run of {new} steps; {old} keeps those of before"
-    return [f"learner.{path}: {told}" for path in following(config.learner)]
+    consequence = f"none, so the rates from here on are those of a run of {new} steps; {old} keeps those of before"
+    return [f"learner.{path}: {consequence}" for path in following(config.learner)]
 
 
 def _text(value: Any) -> str:
@@ -72,21 +89,33 @@ def rate_notes(learner: Config, steps: int) -> list[str]:
         ConfigError: a rate is negative, or not finite.
     """
     notes = []
-    for inner, schedule in schedules(with_run_length(learner, steps)):
-        path, function = join("learner", inner), schedule.instantiate()
+    for inner_path, schedule in schedules(with_run_length(learner, steps)):
+        path = join("learner", inner_path)
+        function = schedule.instantiate()
         length = own_length(schedule)
-        _, whole = _rates(function, max(steps, (length or 0) + 1))
-        places, rates = _rates(function, steps)
-        if (bad := np.flatnonzero(~(np.isfinite(rates) & (rates >= 0)))).size:
-            step = places[bad[0]]
-            raise ConfigError(f"expected finite rates >= 0, given {rates[bad[0]]} before step {step + 1}", path=path)
-        if rates.max() < _NEARLY * whole.max():
+        # The peak of a schedule that is longer than the run may lie behind the run's end.
+        schedule_steps = max(steps, (length or 0) + 1)
+        _, schedule_rates = _rates(function, schedule_steps)
+        counts, rates = _rates(function, steps)
+        valid = np.isfinite(rates) & (rates >= 0)
+        invalid_indices = np.flatnonzero(~valid)
+        if invalid_indices.size:
+            first = invalid_indices[0]
+            step = counts[first]
+            raise ConfigError(
+                f"expected finite rates >= 0, given {rates[first]} before step {step + 1}",
+                path=path,
+            )
+        if rates.max() < _NEARLY * schedule_rates.max():
             notes.append(
                 f"{path}: the rate gets to {rates.max():.3g} in {steps} steps, and never to its peak of "
-                f"{whole.max():.3g}; {_remedy(schedule, path, steps)}"
+                f"{schedule_rates.max():.3g}; {_remedy(schedule, path, steps)}"
             )
-        above = np.flatnonzero(rates > 0)
-        last_above = places[above[-1]] + 1 if above.size else steps
+        positive_indices = np.flatnonzero(rates > 0)
+        last_above = steps
+        if positive_indices.size:
+            last_above = counts[positive_indices[-1]] + 1
+        # A schedule without a length of its own (a constant zero, say) is zero on purpose.
         if length is not None and last_above < _NEARLY * steps:
             notes.append(
                 f"{path}: the rate is 0 after about {last_above} of {steps} steps; {_remedy(schedule, path, steps)}"
@@ -95,16 +124,21 @@ def rate_notes(learner: Config, steps: int) -> list[str]:
 
 
 def _rates(function: Callable[[Any], Any], steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """(counts of updates before a step, the rate of that step) over a run, evenly spaced."""
-    places = np.unique(np.linspace(0, steps - 1, _SAMPLES).round().astype(np.int32))
-    rates = jax.jit(jax.vmap(lambda count: jnp.asarray(function(count), jnp.float32)))(places)
-    return places, np.asarray(rates)
+    """(int32[N] counts of updates before a step, float32[N] rates of these steps) over a run, evenly spaced."""
+    samples = np.linspace(0, steps - 1, _SAMPLES).round()
+    # A run with fewer steps than samples has some of them twice.
+    counts = np.unique(samples.astype(np.int32))
+    rates_of = jax.jit(jax.vmap(lambda count: jnp.asarray(function(count), jnp.float32)))
+    rates = rates_of(counts)
+    return counts, np.asarray(rates)
 
 
 def _remedy(schedule: Config, path: str, steps: int) -> str:
     """What to set so that a schedule fits the run."""
     if target_of(schedule) in (warmup_cosine, warmup_linear, warmup_stable_decay):
-        length = "" if schedule.steps == steps else f", and {path}.steps=none"
+        length = ""
+        if schedule.steps != steps:
+            length = f", and {path}.steps=none"
         return f"set {path}.warmup below {steps}, or to a fraction of the run (0.05, say){length}"
     names = [f"{path}.{name}" for name in step_arguments(schedule) or {}]
     fields = " and ".join(names) or path

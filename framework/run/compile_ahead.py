@@ -1,4 +1,4 @@
-"""Which programs of a run a thread compiles ahead. `framework.program.ahead` has the thread."""
+"""Chooses the programs of a run that a thread compiles ahead. `framework.program.ahead` has the thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from framework.program.program import Program
 
 
 def begin_first_values(program: Program) -> None:
-    """Has the thread compile what draws the first values."""
+    """Has the thread compile the program that draws the first values."""
     if _compiles_ahead(program):
         program.ahead.begin(FIRST_VALUES, lambda: program.init_jit().lower().compile())
 
@@ -21,8 +21,12 @@ def begin_evaluation(program: Program) -> None:
     """Has the thread compile evaluation of the weights and, where there are any, of their averages."""
     if not _compiles_ahead(program):
         return
-    for group in ("parameter", "ema") if program.layout.specs["ema"] else ("parameter",):
-        program.ahead.begin(evaluation_of(group), partial(_compile_evaluation, program, group))
+    groups = ["parameter"]
+    if program.layout.specs["ema"]:
+        groups.append("ema")
+    for group in groups:
+        compile_group = partial(_compile_evaluation, program, group)
+        program.ahead.begin(evaluation_of(group), compile_group)
 
 
 def _compiles_ahead(program: Program) -> bool:
@@ -33,6 +37,7 @@ def _compiles_ahead(program: Program) -> bool:
 
 
 def _compile_evaluation(program: Program, group: str) -> Any:
+    """The compiled evaluation of the weights in `group`, from specs alone: there are no arrays yet."""
     jitted = program.evaluate_averages_jit if group == "ema" else program.evaluate_jit
     layout = program.layout
     weights = [layout.abstract(layout.specs[name]) for name in (group, "frozen", "buffer")]

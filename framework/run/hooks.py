@@ -1,5 +1,5 @@
-"""Hooks: what happens between steps. A short list, run in order: guard, report, evaluate, agree, save, profile, and the
-user's own (`config.trainer.hooks`).
+"""Hooks: what happens between steps. They run in order: guard, report, evaluate, agree, save, profile, prediction, and
+then the user's own (`config.trainer.hooks`).
 
 A hook sees the run (`Run`) at a few moments: before and after a step is dispatched, when the metrics of an
 earlier step arrive, and at the end.
@@ -20,7 +20,12 @@ from framework.models.chain import Chain
 from framework.plan.guard import Need, compare
 from framework.run.run import Run
 
+# Metrics of one step by name, as they are written to a row of metrics.jsonl.
 Row = dict[str, float]
+# What the line about an evaluation leaves out: they are in the row, and are no losses.
+_NOT_LOSSES = ("tokens", "images", "nll")
+# The first steps still have buffers of compilation and initialization.
+_STEPS_BEFORE_MEASURING = 2
 
 
 class NonFiniteError(RuntimeError):
@@ -65,39 +70,51 @@ def own_hooks(configs: list[Config]) -> list[Hook]:
 class Guard(Hook):
     """Acts as learner.nonfinite says on steps that were not finite: they updated nothing, and the state counts them."""
 
-    in_a_row = rollbacks = 0
+    in_a_row = 0
+    rollbacks = 0
 
     def on_metrics(self, run: Run, step: int, metrics: Row) -> None:
         self.in_a_row = self.in_a_row + 1 if metrics["skipped"] else 0
         if not metrics["skipped"]:
             return
-        policy, limit = run.experiment.learner.nonfinite, run.experiment.learner.max_nonfinite
-        moved = _moved(run.experiment.model, int(metrics.get("updated_units", 0)))
-        what = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; {moved} updated"
-        if spike := math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
-            what = f"{what} (a spike: learner.spike = {run.experiment.learner.spike})"
-        run.progress.print(what)
-        if policy == "stop" and not spike:
-            raise NonFiniteError(f"{what}; stopped (learner.nonfinite = stop)")
-        if policy == "rollback" and not spike:
+        learner = run.experiment.learner
+        policy = learner.nonfinite
+        limit = learner.max_nonfinite
+        num_updated = int(metrics.get("updated_units", 0))
+        moved = _moved(run.experiment.model, num_updated)
+        message = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; {moved} updated"
+        # A finite step that was skipped is a spike. The policy is for steps that are not finite: a
+        # spike is only counted.
+        is_spike = math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+        if is_spike:
+            message = f"{message} (a spike: learner.spike = {learner.spike})"
+        run.progress.print(message)
+        if policy == "stop" and not is_spike:
+            raise NonFiniteError(f"{message}; stopped (learner.nonfinite = stop)")
+        if policy == "rollback" and not is_spike:
             self.rollbacks += 1
             if self.rollbacks > limit:
-                raise NonFiniteError(f"{what}; stopped after {limit} rollbacks (learner.max_nonfinite)")
+                raise NonFiniteError(f"{message}; stopped after {limit} rollbacks (learner.max_nonfinite)")
             raise RollBack(step)
         if self.in_a_row >= limit:
-            raise NonFiniteError(f"{what}; stopped after {self.in_a_row} such steps in a row (learner.max_nonfinite)")
+            count = self.in_a_row
+            raise NonFiniteError(f"{message}; stopped after {count} such steps in a row (learner.max_nonfinite)")
 
 
 def _moved(model: Chain, count: int) -> str:
-    """What an update in the backward pass had changed when it met the first gradient that is not finite."""
+    """Names the parts of the model that an update in the backward pass had changed before it met a gradient that is
+    not finite: the last `count` units and stages. "nothing was" with any other schedule."""
     if not count:
         return "nothing was"
     if "head" not in model.stages:
         return f"the last {count} of the model's units and stages had been"
     if count == 1:
         return "the head had been"
-    units = sum(stack.num_units for stack in model.stacks.values())
-    return f"the head and units {units - 1} to {max(units - count + 1, 0)} of the stack had been"
+    num_units = sum(stack.num_units for stack in model.stacks.values())
+    last_unit = num_units - 1
+    # The backward pass begins with the head, which counts as one.
+    first_unit = max(num_units - count + 1, 0)
+    return f"the head and units {last_unit} to {first_unit} of the stack had been"
 
 
 class Report(Hook):
@@ -107,14 +124,18 @@ class Report(Hook):
         run.throughput.step()
 
     def on_metrics(self, run: Run, step: int, metrics: Row) -> None:
-        if step % run.options.log_every == 0 or step == run.options.max_steps:
-            row = {f"train/{name}": value for name, value in metrics.items()}
-            row |= run.throughput.metrics() | memory_in_use(run.program.mesh.local_devices).metrics()
-            row["run/goodput"] = run.goodput.fraction()
-            speed = f"{run.data.item}s_per_second"
-            run.pulse.note(**{speed: row.get(f"train/{speed}")})
-            run.writer.write(step, row)
-            run.progress.update(step, row)
+        if step % run.options.log_every != 0 and step != run.options.max_steps:
+            return
+        row = {f"train/{name}": value for name, value in metrics.items()}
+        speeds = run.throughput.metrics()
+        memory = memory_in_use(run.program.mesh.local_devices)
+        row |= speeds | memory.metrics()
+        row["run/goodput"] = run.goodput.fraction()
+        # tokens_per_second or images_per_second: the sign of life has it under that name, too.
+        speed_name = f"{run.data.item}s_per_second"
+        run.pulse.note(**{speed_name: row.get(f"train/{speed_name}")})
+        run.writer.write(step, row)
+        run.progress.update(step, row)
 
 
 class Evaluate(Hook):
@@ -134,36 +155,48 @@ class Evaluate(Hook):
     def evaluate(self, run: Run, step: int, limit: int | None) -> None:
         """Writes `eval/SET/loss`, of text `eval/SET/bits_per_byte` too, ...; `eval_ema/...` with averaged weights."""
         row: Row = {}
-        for averaged in [False, True] if run.state["ema"] else [False]:
+        weight_kinds = [("eval", False)]
+        if run.state["ema"]:
+            weight_kinds.append(("eval_ema", True))
+        for prefix, averaged in weight_kinds:
             for name in run.data.validation_names:
-                prefix = f"{'eval_ema' if averaged else 'eval'}/{name}"
                 run.progress.status(f"evaluating {name}")
-                found = self.evaluate_set(run, name, limit, averaged)
+                summary = self.evaluate_set(run, name, limit, averaged)
+                # Part of an evaluation is not written: its numbers would be of fewer batches.
                 if run.stopping:
                     run.progress.print(f"step {step}: not evaluated, as the run is to stop")
                     return
-                row |= {f"{prefix}/{key}": v for key, v in found.items()}
+                for key, value in summary.items():
+                    row[f"{prefix}/{name}/{key}"] = value
         run.progress.status("")
-        if row:
-            run.writer.write(step, row)
-            run.evaluation = row
-            losses = (
-                f"{key} {value:.4f}" for key, value in row.items() if not key.endswith(("tokens", "images", "nll"))
-            )
-            run.progress.print(f"step {step}: " + ", ".join(losses))
+        if not row:
+            return
+        run.writer.write(step, row)
+        run.evaluation = row
+        losses = [f"{key} {value:.4f}" for key, value in row.items() if not key.endswith(_NOT_LOSSES)]
+        run.progress.print(f"step {step}: " + ", ".join(losses))
 
     @staticmethod
-    def evaluate_set(run: Run, name: str, limit: int | None, averaged: bool) -> Row:
-        """One set: what the model makes of its sums over it, "loss" among them."""
+    def evaluate_set(
+        run: Run,
+        name: str,
+        limit: int | None,
+        averaged: bool,
+    ) -> Row:
+        """The model's summary of its sums over one validation set, "loss" among them; {} if the run is to stop."""
         buffer = MetricsBuffer()
         totals: Counter[str] = Counter()
         with run.data.eval_batches(name, run.program.rows, limit) as batches:
             for number, batch in enumerate(batches):
-                buffer.put(number, run.program.evaluate(run.state, run.program.put(batch), averaged=averaged))
-                run.pulse.note()  # a batch is a move
+                # The batch on the device has no name here, so that it goes before the next one comes.
+                batch_sums = run.program.evaluate(run.state, run.program.put(batch), averaged=averaged)
+                buffer.put(number, batch_sums)
+                # A sign of life, as an evaluation may take longer than a hang is waited for.
+                run.pulse.note()
                 if run.stopping:
                     return {}
-                for _, sums in buffer.take(keep=1):  # one behind: the device always has work, and memory is bounded
+                # One batch behind: the device always has work, and memory is bounded.
+                for _, sums in buffer.take(keep=1):
                     totals.update(sums)
         for _, sums in buffer.take(keep=0):
             totals.update(sums)
@@ -173,6 +206,7 @@ class Evaluate(Hook):
 class Agree(Hook):
     """Compares replicas every health.replica_check_every steps, and before what they hold is saved."""
 
+    # The step whose replicas were compared last.
     checked: int | None = None
 
     def after_step(self, run: Run, step: int) -> None:
@@ -181,19 +215,23 @@ class Agree(Hook):
             self.at_end(run, step)
 
     def at_end(self, run: Run, step: int) -> None:
-        if step != self.checked and run.experiment.health.replica_check_every:
-            with run.throughput.paused():
-                replicas.check(run.state, step)
-            self.checked = step
+        # The last step may have been checked already, as one that is saved.
+        if step == self.checked or not run.experiment.health.replica_check_every:
+            return
+        with run.throughput.paused():
+            replicas.check(run.state, step)
+        self.checked = step
 
     def on_roll_back(self, run: Run, step: int) -> None:
-        self.checked = None  # the same number is of another state now
+        # The same step number is of another state from here on.
+        self.checked = None
 
 
 class Save(Hook):
     """Saves a checkpoint every save_every steps, when save_every_minutes are over, and of the last step, finished or
     interrupted. What was restored and has not moved since is not written again."""
 
+    # The step that was saved last, and whether a step was trained since the start.
     last: int | None = None
     has_moved = False
 
@@ -211,31 +249,37 @@ class Save(Hook):
             self.last = step
 
     def on_roll_back(self, run: Run, step: int) -> None:
-        self.last = None  # a step after this one is to be saved when the run comes to it again
+        # A step after this one is to be saved when the run comes to it again.
+        self.last = None
 
 
 class Prediction(Hook):
     """Shows what memory was predicted and what is measured, once buffers of compilation and initialization are gone."""
 
     def __init__(self, need: Need) -> None:
-        self.need, self.steps = need, 0
+        self.need = need
+        self.steps = 0
 
     def on_metrics(self, run: Run, step: int, metrics: Row) -> None:
         self.steps += 1
-        if self.steps == 2:
-            run.progress.print(compare(self.need, memory_in_use(run.program.mesh.local_devices)))
+        if self.steps == _STEPS_BEFORE_MEASURING:
+            memory = memory_in_use(run.program.mesh.local_devices)
+            run.progress.print(compare(self.need, memory))
 
 
 class Profile(Hook):
     """Traces the chosen steps into WORKDIR/profile, for TensorBoard, XProf or Perfetto; a run that ends early leaves a
     whole trace too."""
 
+    # Whether a trace is being taken.
     on = False
 
     def before_step(self, run: Run, step: int) -> None:
         if run.options.profile and step == run.options.profile[0]:
+            # Waits for the steps before this one, so that the trace holds none of them.
             jax.block_until_ready(run.state)
-            jax.profiler.start_trace(str(run.workdir.path / "profile"))
+            folder = run.workdir.path / "profile"
+            jax.profiler.start_trace(str(folder))
             self.on = True
 
     def after_step(self, run: Run, step: int) -> None:
@@ -243,15 +287,20 @@ class Profile(Hook):
             self.at_end(run, step)
 
     def at_end(self, run: Run, step: int) -> None:
-        if self.on:
-            jax.block_until_ready(run.state)  # so that the trace holds whole steps
-            self.on = False
-            try:
-                jax.profiler.stop_trace()
-            except (OSError, RuntimeError) as error:  # a full disk, say: no reason to end a run
-                run.progress.print(f"the profile of steps {run.options.profile} was not written: {error}")
-                return
-            run.progress.print(f"profile of steps {run.options.profile}: {run.workdir.path / 'profile'}")
+        if not self.on:
+            return
+        # The last of the chosen steps may still be running: the trace is to hold all of it.
+        jax.block_until_ready(run.state)
+        self.on = False
+        steps = run.options.profile
+        try:
+            jax.profiler.stop_trace()
+        # A full disk, for one, is no reason to end a run.
+        except (OSError, RuntimeError) as error:
+            run.progress.print(f"the profile of steps {steps} was not written: {error}")
+            return
+        run.progress.print(f"profile of steps {steps}: {run.workdir.path / 'profile'}")
 
     def on_roll_back(self, run: Run, step: int) -> None:
-        self.at_end(run, step)  # a trace that is open would meet the start of another when its steps come again
+        # A trace that is open would meet the start of another when its steps come again.
+        self.at_end(run, step)

@@ -1,4 +1,4 @@
-"""Run: what one run has in its workdir and on the devices. It starts there, or goes on, and is saved."""
+"""Run: the state, checkpoints and records of one run, which starts in a workdir or goes on there, and is saved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from framework.terminal.progress import Progress
 
 
 class Run:
-    """One run in one workdir: its state, its checkpoints, and all that is told of it. Hooks see it.
+    """One run in one workdir: its state, its checkpoints, and all that is reported of it. Hooks see it.
 
     Args:
         config: the resolved config; stored with every checkpoint.
@@ -70,19 +70,26 @@ class Run:
         self.evaluation: dict[str, float] = {}
         self.signals: list[int] = []
         self.save_is_due = False
-        self.batch_order = BatchOrder()  # only a roll back leaves a batch out
+        # Only a roll back leaves a batch out.
+        self.batch_order = BatchOrder()
         self._saved_at = time.monotonic()
         # Both write to the workdir as soon as they are made: not before `start` has found that the run may go on there.
         self.checkpointer = Checkpointer(directory=workdir.checkpoints, read_only=True)
         self.writer: Writer = MultiWriter([])
-        peak = spec_for(list(program.mesh.devices.flat)).peak_flops(str(experiment.model.compute_dtype))
-        self.throughput = Throughput(
-            self.data.global_batch_size * self.data.seq_len,
-            experiment.model.flops_per_token(self.data.seq_len),
-            peak * program.mesh.size if peak else None,
-            item=self.data.item,
-        )
+        self.throughput = self._throughput()
         pulse.note(max_steps=self.options.max_steps)
+
+    def _throughput(self) -> Throughput:
+        """The meter of speed, in tokens or images and in model FLOPs beside the peak of all devices (MFU)."""
+        model = self.experiment.model
+        mesh = self.program.mesh
+        spec = spec_for(list(mesh.devices.flat))
+        # Not known for every accelerator; the run then shows no MFU.
+        peak_per_device = spec.peak_flops(str(model.compute_dtype))
+        peak = peak_per_device * mesh.size if peak_per_device else None
+        tokens_per_step = self.data.global_batch_size * self.data.seq_len
+        flops_per_token = model.flops_per_token(self.data.seq_len)
+        return Throughput(tokens_per_step, flops_per_token, peak, item=self.data.item)
 
     @property
     def stopping(self) -> bool:
@@ -92,8 +99,11 @@ class Run:
     def start(self, *, force: bool = False) -> int:
         """Fills the state, from the newest valid checkpoint or from initialization; returns its step.
 
-        What the workdir holds was looked at by `remains.check`. Raises an error before anything is written there: the
-        newest checkpoint is of another model, or, without `force`, of other data.
+        `remains.check` has looked at the workdir before. Errors are raised before anything is written there.
+
+        Raises:
+            CheckpointMismatchError: the newest checkpoint is of another model.
+            ValueError: the newest checkpoint is of other data, and `force` is not set.
         """
         with self.goodput.during("restore"):
             return self._start(force)
@@ -101,15 +111,22 @@ class Run:
     def _start(self, force: bool) -> int:
         newest = max(self.checkpointer.steps(), default=None)
         if newest is not None:
-            with suppress(CheckpointCorruptError):  # then one before may do, which is looked at below
-                self._refuse_other_data(self.checkpointer.compare(newest, self.program.abstract_stored).extra, force)
+            # If it is corrupt an older one may do, which `restore` looks at below.
+            with suppress(CheckpointCorruptError):
+                manifest = self.checkpointer.compare(newest, self.program.abstract_stored)
+                self._refuse_other_data(manifest.extra, force)
         self._open()
         if not self.checkpointer.steps():
             self.goodput.go_back({})
+            # Rows of a run that was killed before its first checkpoint are dropped.
             if self.workdir.metrics.exists() and self.workdir.metrics.stat().st_size:
                 self.writer.resume(0)
             self.initialize()
             return 0
+        return self._resume(force)
+
+    def _resume(self, force: bool) -> int:
+        """Restores the newest valid checkpoint, says what has changed since it was saved, and returns its step."""
         for problem in self.checkpointer.problems():
             self.progress.print(f"checkpoint: {problem}")
         step = self.restore()
@@ -117,35 +134,46 @@ class Run:
             self.progress.print(f"config changed since the checkpoint: {change}")
         for line in changed_length(self._extra["config"], self.config):
             self.progress.print(line)
-        if difference := self._refuse_other_data(self._extra, force):
+        # Checked again: the checkpoint that was restored may be older than the one looked at first.
+        difference = self._refuse_other_data(self._extra, force)
+        if difference:
             self.progress.print(f"{difference}; going on, as --force says")
         self.pulse.note(step=step)
         self.progress.print(f"resumed from step {step}")
         return step
 
     def _open(self) -> None:
-        """From here on the workdir is this run's to write."""
-        record = partial(remains.record_saved, self.workdir.path)
-        options = {"keep": self.options.keep, "keep_every": self.options.keep_every}
-        hooks = {"before_commit": self.workdir.sync, "after_commit": record}
-        self.checkpointer = Checkpointer(directory=self.workdir.checkpoints, **options, **hooks)
+        """Begins to write to the workdir, which is this run's from here on."""
+        self.checkpointer = Checkpointer(
+            directory=self.workdir.checkpoints,
+            keep=self.options.keep,
+            keep_every=self.options.keep_every,
+            # Uploads the other files of a workdir that is a URL: none is to be older than a checkpoint.
+            before_commit=self.workdir.sync,
+            after_commit=partial(remains.record_saved, self.workdir.path),
+        )
         self.writer = self._writers()
         self.workdir.keep()
         self.progress.write_log()
 
     def _refuse_other_data(self, extra: dict[str, Any], force: bool) -> str | None:
-        """How the data differ from those of a checkpoint; None: they do not. Raises ValueError: they do, and there is
-        no `force`."""
-        old, new = extra["data"]["fingerprint"], self.data.fingerprint()
-        if old == new:
+        """Compares the data with those of a checkpoint. Returns a line about the difference, None if there is none.
+
+        Raises:
+            ValueError: the data differ, and `force` is not set.
+        """
+        old_fingerprint = extra["data"]["fingerprint"]
+        fingerprint = self.data.fingerprint()
+        if old_fingerprint == fingerprint:
             return None
-        message = f"the data differs from the checkpoint's (fingerprint {new[:12]}, was {old[:12]})"
+        message = f"the data differs from the checkpoint's (fingerprint {fingerprint[:12]}, was {old_fingerprint[:12]})"
         if not force:
             raise ValueError(f"{message}: batches would not continue where they stopped; --force goes on anyway")
         return message
 
     def initialize(self) -> None:
-        """Fills the state as a run starts."""
+        """Fills the state with the values that a run starts from: initial ones, or pretrained weights."""
+        # After a roll back to the start, the old arrays go before the new ones come.
         self.state = {}
         pretrained = self.experiment.pretrained
         if pretrained is not None:
@@ -153,16 +181,19 @@ class Run:
             return
         self.state = self.program.init()
         if self.program.calibrates:
-            first = self.data.train_batch(self.batch_order.batch_after(0), self.program.rows)
-            self.state = self.program.calibrated(self.state, self.program.put(first))
+            first_index = self.batch_order.batch_after(0)
+            first_batch = self.data.train_batch(first_index, self.program.rows)
+            self.state = self.program.calibrated(self.state, self.program.put(first_batch))
 
     def restore(self) -> int:
         """Fills the state from the newest valid checkpoint; returns its step."""
-        self.state = {}  # the old arrays go before the new ones come: there is never a second copy
+        # The old arrays go before the new ones come: there is never a second copy.
+        self.state = {}
         restored = self.checkpointer.restore_latest(self.program.abstract_stored)
         for problem in restored.problems:
             self.progress.print(f"checkpoint: {problem}")
-        self.state, self._extra = self.program.restored(restored.state), restored.extra
+        self.state = self.program.restored(restored.state)
+        self._extra = restored.extra
         self.program.layout.check(self.state)
         self.goodput.go_back(self._extra.get("goodput", {}))
         self.batch_order = BatchOrder.stored(self._extra["data"])
@@ -177,26 +208,36 @@ class Run:
     def _save(self, step: int) -> None:
         self.progress.status("saving")
         self._saved_at = time.monotonic()
-        data = {"fingerprint": self.data.fingerprint(), "next": self.batch_order.batch_after(step)}
+        data = {
+            "fingerprint": self.data.fingerprint(),
+            "next": self.batch_order.batch_after(step),
+        }
         data |= self.batch_order.to_json()
-        extra = {"config": self.config.to_dict(), "data": data, "seed": self.options.seed}
-        extra["goodput"] = self.goodput.totals()
+        extra = {
+            "config": self.config.to_dict(),
+            "data": data,
+            "seed": self.options.seed,
+            "goodput": self.goodput.totals(),
+        }
+        # The save before this one may have failed in the background. That is reported by itself:
+        # `save` would raise its error too, and then save nothing.
         with self._failures_told(step):
-            self.checkpointer.wait()  # the save before this one may have failed in the background
+            self.checkpointer.wait()
         with self._failures_told(step):
             self.checkpointer.save(step, self.program.stored(self.state), extra)
         self.progress.status("")
 
     @contextmanager
     def _failures_told(self, step: int) -> Iterator[None]:
+        """Reports a save that failed, in place of raising its error."""
         try:
             yield
         except CheckpointSaveError as error:
-            kept = self.checkpointer.steps()
-            self.progress.print(f"NOT SAVED at step {step}: {error}. Kept: {kept or 'none'}. Training goes on.")
+            saved_steps = self.checkpointer.steps()
+            self.progress.print(f"NOT SAVED at step {step}: {error}. Kept: {saved_steps or 'none'}. Training goes on.")
 
     def saved(self, step: int) -> bool:
-        """Waits for pending saves; whether this step is on disk."""
+        """Waits for pending saves. Returns whether this step is on disk."""
         with self.goodput.during("save"), self._failures_told(step):
             self.checkpointer.wait()
         return step in self.checkpointer.steps()
@@ -204,9 +245,13 @@ class Run:
     def wishes_save(self) -> bool:
         """Whether this process wishes a save by the clock. Only the first one has a clock that counts."""
         minutes = self.options.save_every_minutes
-        if minutes is None or not distributed.is_primary() or time.monotonic() - self._saved_at < 60 * minutes:
+        if minutes is None or not distributed.is_primary():
             return False
-        self._saved_at = time.monotonic()  # one wish is enough; `save` sets it again
+        seconds = time.monotonic() - self._saved_at
+        if seconds < 60 * minutes:
+            return False
+        # One wish is enough; `save` sets the time again.
+        self._saved_at = time.monotonic()
         return True
 
     def close(self) -> None:
@@ -217,14 +262,18 @@ class Run:
             self.writer.close()
 
     def _writers(self) -> Writer:
+        # All processes have the same metrics, so one of them writes.
         if not distributed.is_primary():
             return MultiWriter([])
         say = self.progress.print
-        writers: list[Writer] = [
-            PatientWriter(JsonlWriter(self.workdir.metrics), "metrics.jsonl", say),
-            PatientWriter(TensorBoardWriter(self.workdir.tensorboard), "tensorboard", say),
-        ]
-        if (project := self.options.wandb_project) is not None:
+        jsonl = JsonlWriter(self.workdir.metrics)
+        # A full disk does not end a run: rows wait in memory until there is room.
+        writers: list[Writer] = [PatientWriter(jsonl, "metrics.jsonl", say)]
+        tensorboard = TensorBoardWriter(self.workdir.tensorboard)
+        writers.append(PatientWriter(tensorboard, "tensorboard", say))
+        project = self.options.wandb_project
+        if project is not None:
             path = self.workdir.path
-            writers.append(WandbWriter(project, path.name, workdir=path, config=self.config.to_dict()))
+            config = self.config.to_dict()
+            writers.append(WandbWriter(project, path.name, workdir=path, config=config))
         return MultiWriter(writers)

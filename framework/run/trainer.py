@@ -1,4 +1,4 @@
-"""Trainer: the loop. It dispatches steps, asks the hooks between them, stops and rolls back."""
+"""Trainer: the training loop. It dispatches steps, calls the hooks between them, stops and rolls back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import jax
 from framework.metrics.throughput import MetricsBuffer
 from framework.plan.guard import Need
 from framework.processes import distributed
-from framework.run.hooks import Agree, Evaluate, Guard, Hook, Prediction, Profile, Report, RollBack, Save
+from framework.run.hooks import (
+    Agree,
+    Evaluate,
+    Guard,
+    Hook,
+    Prediction,
+    Profile,
+    Report,
+    RollBack,
+    Save,
+)
 from framework.run.run import Run
 from framework.terminal.interrupts import stop_signals
 
@@ -29,39 +39,68 @@ class Trainer:
 
     def __init__(self, run: Run, need: Need, hooks: Sequence[Hook] = ()):
         self.run = run
-        self.hooks: list[Hook] = [Guard(), Report(), Evaluate(), Agree(), Save(), Profile(), Prediction(need), *hooks]
+        # The order counts: Guard ends the run or rolls it back before anything is written of a bad
+        # step, and Agree finds replicas that differ before Save writes them.
+        self.hooks: list[Hook] = [
+            Guard(),
+            Report(),
+            Evaluate(),
+            Agree(),
+            Save(),
+            Profile(),
+            Prediction(need),
+            *hooks,
+        ]
         self.ballot = distributed.Ballot(run.program.mesh)
         # What the processes have agreed on: the signal that ends the run, whether to save by the clock.
         self.agreed = {"stop": 0, "save": 0}
-        self._begun = False  # whether a step was trained, which a signal would lose
+        # Whether a step was trained, which a signal would lose.
+        self._begun = False
 
     def train(self, step: int) -> int | None:
         """Trains from `step` to max_steps. Returns the signal that stopped it early, after saving; None at its end. A
         signal that one process gets stops all of them, after the same step.
-        Raises LastStepNotSavedError; NonFiniteError: learner.nonfinite ended the run; ReplicaMismatchError."""
+
+        Raises:
+            LastStepNotSavedError: the checkpoint of the last step is not on disk.
+            NonFiniteError: loss or gradients were not finite, and learner.nonfinite ended the run.
+            ReplicaMismatchError: copies of the state differ.
+        """
+        run = self.run
+        self._compile()
+        with stop_signals(lambda: self._begun) as run.signals:
+            step = self._train_through_roll_backs(step)
+            for hook in self.hooks:
+                hook.at_end(run, step)
+            if not run.saved(step):
+                saved_steps = run.checkpointer.steps()
+                raise LastStepNotSavedError(f"the last step was not saved; checkpoints: {saved_steps or 'none'}")
+            if self.agreed["stop"]:
+                return self.agreed["stop"]
+            # A signal may have come after the last vote: evaluating and saving take a while.
+            last_signal = distributed.greatest(next(iter(run.signals), 0))
+            return last_signal or None
+
+    def _compile(self) -> None:
         run = self.run
         run.progress.status("compiling")
         with run.goodput.during("compile"):
-            run.program.compile()  # before the first batch is read
+            # Before the first batch is read, and in all processes before any of them goes on.
+            run.program.compile()
             distributed.barrier("compiled")
             if run.data.validation_names:
                 # Before there are steps to lose: who interrupts a compiler need not wait for it.
                 run.program.compile_evaluation(run.state)
         run.progress.status("")
-        with stop_signals(lambda: self._begun) as run.signals:
-            while True:
-                try:
-                    step = self._steps(step)
-                    break
-                except RollBack as request:
-                    with run.goodput.during("restore"):
-                        step = self._roll_back(*request.args)
-            for hook in self.hooks:
-                hook.at_end(run, step)
-            if not run.saved(step):
-                kept = run.checkpointer.steps()
-                raise LastStepNotSavedError(f"the last step was not saved; checkpoints: {kept or 'none'}")
-            return self.agreed["stop"] or distributed.greatest(next(iter(run.signals), 0)) or None
+
+    def _train_through_roll_backs(self, step: int) -> int:
+        """Trains until max_steps or a stop, from an earlier step again after each roll back; returns the last step."""
+        while True:
+            try:
+                return self._steps(step)
+            except RollBack as request:
+                with self.run.goodput.during("restore"):
+                    step = self._roll_back(*request.args)
 
     def _roll_back(self, bad_step: int) -> int:
         """Goes back to the newest checkpoint, or to the start where there is none, for a course of the run in which
@@ -70,7 +109,9 @@ class Trainer:
         bad_batch = run.batch_order.batch_after(bad_step - 1)
         # The checkpoint may be older than the roll backs before this one: what they left out stays out.
         left_out = (*run.batch_order.left_out, bad_batch)
-        run.saved(bad_step)  # a checkpoint that is being written counts
+        # A checkpoint that is being written counts.
+        run.saved(bad_step)
+        # The processes must take the same branch, whatever each sees of the directory.
         if distributed.from_primary(bool(run.checkpointer.steps())):
             step = run.restore()
             run.batch_order = run.batch_order.without(*left_out)
@@ -82,13 +123,15 @@ class Trainer:
             run.initialize()
         for hook in self.hooks:
             hook.on_roll_back(run, step)
-        again = bad_step - 1 - step
+        num_repeated = bad_step - 1 - step
         run.progress.print(
-            f"rolled back to step {step}; batch {bad_batch} is left out, and the {again} batches before it come again"
+            f"rolled back to step {step}; batch {bad_batch} is left out, "
+            f"and the {num_repeated} batches before it come again"
         )
         return step
 
     def _steps(self, step: int) -> int:
+        """Trains from `step` until max_steps or a stop; returns the last step. Raises RollBack: a hook asks for it."""
         run = self.run
         buffer = MetricsBuffer()
         batches = run.data.train_iterator(step, run.program.rows, run.batch_order)
@@ -102,12 +145,7 @@ class Trainer:
                     _, batch = next(batches)
                 self._begun = True
                 run.state, metrics = run.program.step(run.state, run.program.put(batch))
-                votes = {"stop": next(iter(run.signals), 0), "save": int(run.wishes_save())}
-                if jax.process_count() == 1:
-                    self.agreed = votes
-                else:
-                    metrics = {**metrics, **self.ballot.cast(votes, after=metrics["loss"])}
-                buffer.put(step, metrics)
+                buffer.put(step, self._with_votes(metrics))
                 # Waits for the step before this one, which bounds how far Python runs ahead of the device.
                 self._metrics(buffer.take(keep=1))
                 run.save_is_due = step % run.options.save_every == 0 or bool(self.agreed["save"])
@@ -122,9 +160,25 @@ class Trainer:
             run.goodput.enter("evaluate")
         return step
 
+    def _with_votes(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Casts this process's votes on stopping and saving. Of several processes the result comes with the metrics of
+        the step, one step late, so that all of them learn it after the same step."""
+        run = self.run
+        votes = {
+            "stop": next(iter(run.signals), 0),
+            "save": int(run.wishes_save()),
+        }
+        if jax.process_count() == 1:
+            self.agreed = votes
+            return metrics
+        cast_votes = self.ballot.cast(votes, after=metrics["loss"])
+        return {**metrics, **cast_votes}
+
     def _metrics(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        """Takes the votes out of metrics that have arrived, and hands the rest to the hooks."""
         for step, metrics in rows:
-            self.agreed = {name: int(metrics.pop(name, vote)) for name, vote in self.agreed.items()}
+            for name, vote in self.agreed.items():
+                self.agreed[name] = int(metrics.pop(name, vote))
             self.run.pulse.note(step=step, loss=metrics["loss"])
             for hook in self.hooks:
                 hook.on_metrics(self.run, step, metrics)

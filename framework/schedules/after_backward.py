@@ -21,12 +21,20 @@ from framework.schedules.memory import Memory
 from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
 
 
-def update_whole(learner: Learner, layout: StateLayout, state: State, grads: Nested, decision: Decision) -> Update:
-    """All units at once, and all of the state on the device for it."""
+def update_whole(
+    learner: Learner,
+    layout: StateLayout,
+    state: State,
+    grads: Nested,
+    decision: Decision,
+) -> Update:
+    """Updates all units at once, and takes all of the state to the device for it."""
     optimizer = layout.fetch("optimizer", state["optimizer"])
     ema = layout.fetch("ema", state["ema"])
     params, optimizer, ema = learner.update(state["parameter"], grads, optimizer, ema, decision)
-    return params, layout.store("optimizer", optimizer), layout.store("ema", ema)
+    new_optimizer = layout.store("optimizer", optimizer)
+    new_ema = layout.store("ema", ema)
+    return params, new_optimizer, new_ema
 
 
 def build_step(
@@ -35,7 +43,16 @@ def build_step(
     layout: StateLayout,
     memory: Memory,
     *,
-    update: Callable[[Learner, StateLayout, State, Nested, Decision], Update] = update_whole,
+    update: Callable[
+        [
+            Learner,
+            StateLayout,
+            State,
+            Nested,
+            Decision,
+        ],
+        Update,
+    ] = update_whole,
 ) -> Step:
     """The training step, to be jitted with the layout's shardings and a donated state.
 
@@ -53,7 +70,8 @@ def build_step(
         ctx = training_context(batch, state["counter"], model, layout, memory.remat)
         (loss, out), grads = accumulated_gradients(model, learner, state, ctx)
         with jax.named_scope("update"):
-            decision = learner.decide(loss, learner.norm(grads), state["counter"])
+            norm = learner.norm(grads)
+            decision = learner.decide(loss, norm, state["counter"])
             new = update(learner, layout, state, grads, decision)
         return finish(learner, state, new, decision, loss, out)
 
@@ -61,7 +79,10 @@ def build_step(
 
 
 def accumulated_gradients(
-    model: Chain, learner: Learner, state: State, ctx: Context
+    model: Chain,
+    learner: Learner,
+    state: State,
+    ctx: Context,
 ) -> tuple[tuple[jax.Array, Out], Nested]:
     """((loss, out), gradients of the trainable parameters), summed over the learner's microbatches.
 
@@ -73,28 +94,36 @@ def accumulated_gradients(
     def loss_of(params: Nested, ctx: Context, buffers: Nested) -> tuple[jax.Array, Out]:
         return model.loss(merge(params, frozen), ctx, buffers)
 
-    def grad_of(params: Nested, ctx: Context, buffers: Nested) -> Any:
-        results, grads = jax.value_and_grad(loss_of, has_aux=True)(model.split_units(params, ctx.remat), ctx, buffers)
+    loss_and_grad = jax.value_and_grad(loss_of, has_aux=True)
+
+    def grad_of(params: Nested, ctx: Context, buffers: Nested) -> tuple[tuple[jax.Array, Out], Nested]:
+        # The units of an unrolled stack are arguments of their own: the gradient of a slice of a stack
+        # would be a stack of zeros but for that slice, one for each unit.
+        results, grads = loss_and_grad(model.split_units(params, ctx.remat), ctx, buffers)
         return results, model.join_units(grads)
 
     count = learner.accumulate
     if count == 1:
         return grad_of(state["parameter"], ctx, state["buffer"])
 
-    def body(carry: Any, micro: tuple[Nested, jax.Array]) -> tuple[Any, tuple[jax.Array, Metrics]]:
-        grads, buffers = carry
+    def body(carry: tuple[Nested, Nested], micro: tuple[Nested, jax.Array]) -> Any:
+        grad_sums, buffers = carry
         batch, rows = micro
-        (loss, out), more = grad_of(state["parameter"], replace(ctx, batch=batch, rows=rows), buffers)
+        micro_ctx = replace(ctx, batch=batch, rows=rows)
+        (loss, out), grads = grad_of(state["parameter"], micro_ctx, buffers)
+        # The scope names these sums in profiles and plans.
         with jax.named_scope("gradient"):
-            grads = jax.tree.map(jnp.add, grads, more)
-        return (grads, out.layer_state), (loss, out.metrics)
+            grad_sums = jax.tree.map(jnp.add, grad_sums, grads)
+        return (grad_sums, out.layer_state), (loss, out.metrics)
 
     assert ctx.rows is not None
+    # Sums are in the dtype of the update: adding in bfloat16 would lose what small gradients add.
     zeros = jax.tree.map(
         lambda p, spec: jnp.zeros(p.shape, learner.gradient_dtype(spec)), state["parameter"], learner.specs
     )
-    (grads, buffers), (losses, metrics) = jax.lax.scan(
-        body, (zeros, state["buffer"]), microbatches((ctx.batch, ctx.rows), count, ctx)
-    )
-    out = Out(metrics={name: jnp.sum(values) for name, values in metrics.items()}, layer_state=buffers)
+    carry = zeros, state["buffer"]
+    micro = microbatches((ctx.batch, ctx.rows), count, ctx)
+    (grads, buffers), (losses, metrics) = jax.lax.scan(body, carry, micro)
+    summed_metrics = {name: jnp.sum(values) for name, values in metrics.items()}
+    out = Out(metrics=summed_metrics, layer_state=buffers)
     return (jnp.sum(losses), out), grads

@@ -8,7 +8,7 @@ updated, nor are those after it; the units before it were, and the metric `updat
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ from framework.schedules.step import Metrics, State, Step, finish, training_cont
 from framework.schedules.streamed import bundle_specs
 from framework.schedules.streamed import check as check_platform
 
-# In the work of a backward pass whose units' state moves ahead, besides the groups of the state: the UnitState of the
-# unit that was updated last.
+# A key of the work of a backward pass whose units' state moves ahead: the UnitState of the unit that was
+# updated last.
 _UNIT = "unit state"
 
 
@@ -48,28 +48,35 @@ def check(learner: Learner, setting: str = "memory.update = in_backward") -> Non
 
 
 def _turns(ahead: StateAhead) -> Turns:
-    """What fetches and stores the state of a stack's units: in the work, the unit that was updated last."""
+    """Fetches and stores the state of a stack's units: the work has that of the unit that was updated last."""
 
-    def before(work: Work, stack: str, index: jax.Array) -> Work:
+    def begin_loop(work: Work, stack: str, index: jax.Array) -> Work:
         return {**work, _UNIT: ahead.fetched(work, stack, index)}
 
-    def begin(work: Work, stack: str, index: jax.Array) -> Work:
+    def begin_unit(work: Work, stack: str, index: jax.Array) -> Work:
         work, unit = ahead.exchanged(work, stack, work[_UNIT], index)
         return {**work, _UNIT: unit}
 
-    def after(work: Work, stack: str) -> Work:
+    def end_loop(work: Work, stack: str) -> Work:
         stored = ahead.stored(work, stack, work[_UNIT])
+        # The next stack's units have other shapes, so the key goes with the loop.
         return {group: tree for group, tree in stored.items() if group != _UNIT}
 
-    return Turns(before, begin, after)
+    return Turns(begin_loop, begin_unit, end_loop)
 
 
-def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memory) -> Step:
+def build_step(
+    model: Chain,
+    learner: Learner,
+    layout: StateLayout,
+    memory: Memory,
+) -> Step:
     """The training step; see `after_backward.build_step`, and `check` and `streamed.check` for what is raised."""
     check(learner)
     platform = layout.mesh.devices.flat[0].platform
     check_platform(layout, memory, platform)
     ahead = _state_ahead(learner, layout, memory, platform)
+    turns = Turns() if ahead is None else _turns(ahead)
 
     def step(state: State, batch: Nested) -> tuple[State, Metrics]:
         ctx = training_context(batch, state["counter"], model, layout, memory.remat)
@@ -79,23 +86,45 @@ def build_step(model: Chain, learner: Learner, layout: StateLayout, memory: Memo
         norm = zero
         if learner.clip_mode == "two_pass":
             measured = pull({**weights, "squares": zero}, _measuring(learner))
+            # A backward loop carries the weights and gives them back, though nothing changed them.
             weights = {group: measured[group] for group in weights}
             norm = jnp.sqrt(measured["squares"])
+        # In one pass the norm is not known yet: with zero for it, the loss alone decides whether the step counts.
         decision = learner.decide(loss, norm, state["counter"])
-        optimizer_and_averages = {"optimizer": state["optimizer"], "ema": state["ema"]}
-        counts = {"squares": zero, "ok": decision.ok, "updated": jnp.int32(0)}
-        work = {**weights, **optimizer_and_averages, **counts}
-        work = pull(work, _updating(learner, layout, ahead, decision), Turns() if ahead is None else _turns(ahead))
+        work = {
+            **weights,
+            "optimizer": state["optimizer"],
+            "ema": state["ema"],
+            "squares": zero,
+            "ok": decision.ok,
+            "updated": jnp.int32(0),
+        }
+        work = pull(work, _Updating(learner, layout, ahead, decision), turns)
         decision = decision._replace(norm=jnp.sqrt(work["squares"]), ok=work["ok"])
-        out = replace(out, metrics={**out.metrics, "updated_units": work["updated"]})
+        metrics = {**out.metrics, "updated_units": work["updated"]}
         update = work["parameter"], work["optimizer"], work["ema"]
-        return finish(learner, state, update, decision, loss, out, frozen=work["frozen"])
+        return finish(
+            learner,
+            state,
+            update,
+            decision,
+            loss,
+            replace(out, metrics=metrics),
+            frozen=work["frozen"],
+        )
 
     return step
 
 
-def _state_ahead(learner: Learner, layout: StateLayout, memory: Memory, platform: str) -> StateAhead | None:
+def _state_ahead(
+    learner: Learner,
+    layout: StateLayout,
+    memory: Memory,
+    platform: str,
+) -> StateAhead | None:
     """What moves the state of whole units; None: each unit's update takes its state from the stacks, piece by piece."""
+    # On CPU moving whole units is not for the link but for the loop: XLA would copy a stack that one
+    # operation reads and another one writes.
     if platform == "cpu" and (memory.optimizer_state == "device" or memory.prefetch == "unit"):
         return StateAhead(learner, layout, moves_all=True)
     return StateAhead(learner, layout) if memory.prefetch == "unit" else None
@@ -104,26 +133,44 @@ def _state_ahead(learner: Learner, layout: StateLayout, memory: Memory, platform
 def _measuring(learner: Learner) -> Visit:
     """Adds the square of a unit's gradient norm to the work, and lets the gradients go."""
 
-    def visit(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
-        return {**work, "squares": work["squares"] + jnp.square(learner.norm(grads))}
+    def visit(
+        work: Work,
+        stage: str,
+        grads: Nested,
+        index: jax.Array | None,
+    ) -> Work:
+        # The squares of units' norms add up to that of the whole norm.
+        squares = work["squares"] + jnp.square(learner.norm(grads))
+        return {**work, "squares": squares}
 
     return visit
 
 
-def _updating(learner: Learner, layout: StateLayout, ahead: StateAhead | None, decision: Decision) -> Visit:
-    """Updates a unit by its gradients, unless these, or those of a unit before it, are not finite."""
+@dataclass(frozen=True)
+class _Updating:
+    """A visit that updates a unit by its gradients, unless these, or those of a unit before it, are not finite."""
 
-    def visit(work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
+    learner: Learner
+    layout: StateLayout
+    ahead: StateAhead | None
+    decision: Decision
+
+    def __call__(self, work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
+        """See `Visit`."""
+        learner = self.learner
         squares = jnp.square(learner.norm(grads))
+        # Once not ok, always not ok: what comes later in the backward pass is made of the same cotangents.
         ok = work["ok"] & jnp.isfinite(squares)
         leaving: dict[str, Moving] = {}
 
         def run(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
-            if ahead is not None and index is not None:
-                new_stacks, leaving[group.label] = ahead.update(group, update, bundle, decision, work[_UNIT])
+            # Stages outside of stacks have no unit whose state could come ahead.
+            if self.ahead is not None and index is not None:
+                unit_state = work[_UNIT]
+                new_stacks, leaving[group.label] = self.ahead.update(group, update, bundle, decision, unit_state)
                 return new_stacks
-            specs = bundle_specs(layout, learner, group, learner.unit_specs(group))
-            return update_group(learner, layout.mesh, group, bundle, specs, decision, index)
+            specs = bundle_specs(self.layout, learner, group, learner.unit_specs(group))
+            return update_group(learner, self.layout.mesh, group, bundle, specs, decision, index)
 
         with jax.named_scope("update"):
             params, optimizer, ema = learner.update(
@@ -131,12 +178,20 @@ def _updating(learner: Learner, layout: StateLayout, ahead: StateAhead | None, d
                 {stage: grads},
                 work["optimizer"],
                 work["ema"],
-                decision._replace(ok=ok),
+                self.decision._replace(ok=ok),
                 run,
                 stage,
             )
-        counts = {"squares": work["squares"] + squares, "ok": ok, "updated": work["updated"] + ok}
-        updated = {**work, "parameter": params, "optimizer": optimizer, "ema": ema, **counts}
-        return {**updated, _UNIT: UnitState(leaving, index)} if leaving and index is not None else updated
-
-    return visit
+        updated = {
+            **work,
+            "parameter": params,
+            "optimizer": optimizer,
+            "ema": ema,
+            "squares": work["squares"] + squares,
+            "ok": ok,
+            "updated": work["updated"] + ok,
+        }
+        # The new state waits here for the next unit's turn, when it is stored.
+        if leaving and index is not None:
+            updated[_UNIT] = UnitState(leaving, index)
+        return updated

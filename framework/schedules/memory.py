@@ -50,28 +50,11 @@ class Memory:
         activations: MemoryKind = "device",
         remat: str = "none",
     ):
-        if gradients == "pinned_host" and update not in ("streamed", "layer_programs"):
-            raise ValueError(
-                f"memory.gradients = pinned_host needs memory.update = streamed or layer_programs, given {update}"
-            )
-        if gradients == "none" and update != "layer_programs":
-            raise ValueError(f"memory.gradients = none needs memory.update = layer_programs, given {update}")
-        for name, kind in (("parameters", parameters), ("activations", activations)):
-            if kind != "device" and update == "after_backward":
-                raise ValueError(
-                    f"memory.{name} = {kind} needs memory.update = streamed, in_backward or layer_programs: "
-                    "after_backward has everything on the device at once"
-                )
-        if prefetch == "unit" and (update != "in_backward" or optimizer_state == "device"):
-            raise ValueError(
-                "memory.prefetch = unit needs memory.update = in_backward and memory.optimizer_state = pinned_host, "
-                f"given {update} and {optimizer_state}"
-            )
-        if hosted_layers is not None and (parameters == "device" or update != "layer_programs"):
-            raise ValueError(
-                f"memory.hosted_layers = {hosted_layers} needs memory.parameters = pinned_host and memory.update = "
-                f"layer_programs, given {parameters} and {update}: elsewhere a stack lives in one place"
-            )
+        _check_gradients(gradients, update)
+        _check_needs_own_backward("parameters", parameters, update)
+        _check_needs_own_backward("activations", activations, update)
+        _check_prefetch(prefetch, update, optimizer_state)
+        _check_hosted_layers(hosted_layers, parameters, update)
         self.update: str = update
         self.gradients: str = gradients
         self.optimizer_state: MemoryKind = optimizer_state
@@ -79,13 +62,56 @@ class Memory:
         self.parameters: MemoryKind = parameters
         self.hosted_layers = hosted_layers
         self.activations: MemoryKind = activations
-        try:
-            remat_policies.check(remat)
-        except ValueError as error:
-            raise ValueError(f"remat: {error}") from None
-        if remat == "invert" and activations != "device":
-            raise ValueError(
-                f"memory.activations = {activations} with memory.remat = invert: nothing is kept of the units that "
-                "could go there; expected device"
-            )
+        _check_remat(remat, activations)
         self.remat = remat
+
+
+def _check_gradients(gradients: str, update: str) -> None:
+    # Under after_backward all gradients are on the device at once, and under in_backward each is gone once
+    # its unit is updated: only the other two write them to buffers.
+    if gradients == "pinned_host" and update not in ("streamed", "layer_programs"):
+        raise ValueError(
+            f"memory.gradients = pinned_host needs memory.update = streamed or layer_programs, given {update}"
+        )
+    if gradients == "none" and update != "layer_programs":
+        raise ValueError(f"memory.gradients = none needs memory.update = layer_programs, given {update}")
+
+
+def _check_needs_own_backward(name: str, kind: MemoryKind, update: str) -> None:
+    """Raises ValueError for a field whose host memory needs a backward pass that goes unit by unit."""
+    if kind != "device" and update == "after_backward":
+        raise ValueError(
+            f"memory.{name} = {kind} needs memory.update = streamed, in_backward or layer_programs: "
+            "after_backward has everything on the device at once"
+        )
+
+
+def _check_prefetch(prefetch: str, update: str, optimizer_state: MemoryKind) -> None:
+    # Only a state that is on the host has to come, and only in_backward takes it a unit at a time.
+    if prefetch == "unit" and (update != "in_backward" or optimizer_state == "device"):
+        raise ValueError(
+            "memory.prefetch = unit needs memory.update = in_backward and memory.optimizer_state = pinned_host, "
+            f"given {update} and {optimizer_state}"
+        )
+
+
+def _check_hosted_layers(hosted_layers: int | None, parameters: MemoryKind, update: str) -> None:
+    # Only layer_programs has a stack as arrays of single layers, of which each may live elsewhere.
+    if hosted_layers is not None and (parameters == "device" or update != "layer_programs"):
+        raise ValueError(
+            f"memory.hosted_layers = {hosted_layers} needs memory.parameters = pinned_host and memory.update = "
+            f"layer_programs, given {parameters} and {update}: elsewhere a stack lives in one place"
+        )
+
+
+def _check_remat(remat: str, activations: MemoryKind) -> None:
+    # The error names the field, which the policies' own check does not know.
+    try:
+        remat_policies.check(remat)
+    except ValueError as error:
+        raise ValueError(f"remat: {error}") from None
+    if remat == "invert" and activations != "device":
+        raise ValueError(
+            f"memory.activations = {activations} with memory.remat = invert: nothing is kept of the units that "
+            "could go there; expected device"
+        )

@@ -1,4 +1,4 @@
-"""What every schedule's step is made of: types, context, microbatches, and the state and metrics that it returns."""
+"""Parts of every schedule's step: types, context, microbatches, and the state and metrics that it returns."""
 
 from __future__ import annotations
 
@@ -19,14 +19,24 @@ Metrics = dict[str, jax.Array]
 Step = Callable[[State, Nested], tuple[State, Metrics]]
 
 
-def training_context(batch: Nested, counter: Nested, model: Chain, layout: StateLayout, remat: str) -> Context:
+def training_context(
+    batch: Nested,
+    counter: Nested,
+    model: Chain,
+    layout: StateLayout,
+    remat: str,
+) -> Context:
     """The context of one step: its key is the run's, folded by the step; rows are numbered in the global batch."""
-    key = jax.random.wrap_key_data(counter["rng"])
+    run_key = jax.random.wrap_key_data(counter["rng"])
+    step_key = jax.random.fold_in(run_key, counter["step"])
+    rows = jnp.arange(batch["weights"].shape[0])
+    counted_targets = jnp.sum(batch["weights"])
     return Context(
         batch=batch,
-        rng=jax.random.fold_in(key, counter["step"]),
-        rows=jnp.arange(batch["weights"].shape[0]),
-        num_targets=jnp.maximum(jnp.sum(batch["weights"]), 1.0),
+        rng=step_key,
+        rows=rows,
+        # A batch without a counted target has the loss zero, not NaN.
+        num_targets=jnp.maximum(counted_targets, 1.0),
         training=True,
         mesh=layout.mesh,
         compute_dtype=model.compute_dtype,
@@ -36,22 +46,36 @@ def training_context(batch: Nested, counter: Nested, model: Chain, layout: State
 
 def evaluation_context(batch: Nested, model: Chain, layout: StateLayout) -> Context:
     """The context of everything that is no training: no dropout, sums instead of means."""
-    return Context(batch=batch, num_targets=jnp.float32(1.0), mesh=layout.mesh, compute_dtype=model.compute_dtype)
+    return Context(
+        batch=batch,
+        num_targets=jnp.float32(1.0),
+        mesh=layout.mesh,
+        compute_dtype=model.compute_dtype,
+    )
 
 
 def microbatches(batch: Any, count: int, ctx: Context) -> Any:
-    """Arrays [B, ...] as [count, B / count, ...]. Strided: each device keeps its own rows, and every microbatch holds
-    an equal part of them."""
+    """Splits arrays [B, ...] into [count, B / count, ...]. Strided: each device keeps its own rows, and every
+    microbatch holds an equal part of them."""
 
     def split(x: jax.Array) -> jax.Array:
-        parts = jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
-        return ctx.constrain(parts, None, BATCH_AXES, *(None,) * (parts.ndim - 2))
+        part_rows = x.shape[0] // count
+        parts = x.reshape(part_rows, count, *x.shape[1:])
+        parts = jnp.moveaxis(parts, 1, 0)
+        feature_axes = (None,) * (parts.ndim - 2)
+        return ctx.constrain(parts, None, BATCH_AXES, *feature_axes)
 
     return jax.tree.map(split, batch)
 
 
 def finish(
-    learner: Learner, state: State, update: Update, decision: Decision, loss: jax.Array, out: Out, **changed: Nested
+    learner: Learner,
+    state: State,
+    update: Update,
+    decision: Decision,
+    loss: jax.Array,
+    out: Out,
+    **changed: Nested,
 ) -> tuple[State, Metrics]:
     """The new state and the metrics of a step whose update is done.
 
@@ -63,23 +87,33 @@ def finish(
         changed: other groups of the state that are new.
     """
     params, optimizer, ema = update
-    counter, ok = state["counter"], decision.ok
+    counter = state["counter"]
+    ok = decision.ok
+    # A bad batch is not to leave its traces in buffers either.
+    buffers = jax.tree.map(lambda new, old: jnp.where(ok, new, old), out.layer_state, state["buffer"])
+    new_counter = {
+        **counter,
+        "step": counter["step"] + 1,
+        "skipped": counter["skipped"] + jnp.where(ok, 0, 1),
+        # A skipped step's norm may be NaN, and clip_mode = previous_norm would divide by it.
+        "grad_norm": jnp.where(ok, decision.norm.astype(jnp.float32), counter["grad_norm"]),
+        **learner.count_loss(counter, loss.astype(jnp.float32), ok),
+    }
     new_state = {
         **state,
         **changed,
         "parameter": params,
         "optimizer": optimizer,
         "ema": ema,
-        "buffer": jax.tree.map(lambda new, old: jnp.where(ok, new, old), out.layer_state, state["buffer"]),
-        "counter": {
-            **counter,
-            "step": counter["step"] + 1,
-            "skipped": counter["skipped"] + jnp.where(ok, 0, 1),
-            "grad_norm": jnp.where(ok, decision.norm.astype(jnp.float32), counter["grad_norm"]),
-            **learner.count_loss(counter, loss.astype(jnp.float32), ok),
-        },
+        "buffer": buffers,
+        "counter": new_counter,
     }
-    metrics = {"loss": loss, **out.metrics, "grad_norm": decision.norm, "skipped": 1.0 - ok}
+    metrics = {
+        "loss": loss,
+        **out.metrics,
+        "grad_norm": decision.norm,
+        "skipped": 1.0 - ok,
+    }
     if learner.learning_rate is not None:
         metrics["learning_rate"] = learner.learning_rate(decision.count)
     return new_state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}

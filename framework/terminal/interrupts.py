@@ -1,10 +1,13 @@
-"""SIGINT and SIGTERM: one line on stderr, and the process has ended within two seconds, whatever its main thread does.
+"""Ends the process within two seconds of SIGINT or SIGTERM, with one line on stderr.
 
-Python runs signal handlers in the main thread, between two instructions of its own. A compiler is one instruction that
-takes minutes. So a thread waits for the byte that the C part of Python's handling writes into a pipe at once
-(`signal.set_wakeup_fd`). It ends the process by `os._exit`: the interpreter is not torn down under XLA's threads, which
-would be a segmentation fault, and no exception passes through code that may swallow it. What must not be left behind is
-named by `at_end`. A training loop, which has steps to lose, hears of the signal instead (`heard_by`).
+It does so whatever the main thread is doing.
+
+Python runs signal handlers in the main thread, between two instructions of its own. A compiler is
+one instruction that takes minutes. So a thread waits for the byte that the C part of Python's
+handling writes into a pipe at once (`signal.set_wakeup_fd`). It ends the process by `os._exit`:
+the interpreter is not torn down under XLA's threads, which would be a segmentation fault, and no
+exception passes through code that may swallow it. What must not be left behind is named by
+`at_end`. A training loop, which has steps to lose, hears of the signal instead (`heard_by`).
 
 Signals that the parent process ignores (nohup) stay ignored.
 """
@@ -23,27 +26,36 @@ from pathlib import Path
 from typing import Any
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-_LAST_WORDS_SECONDS = 1.5  # for all of `at_end`; a disk that does not answer keeps no process longer
+# Seconds for all that `at_end` names; a disk that does not answer keeps no process longer.
+_LAST_WORDS_SECONDS = 1.5
 
-# What a listener says of a signal: None, it will see to it; a line, the process ends with that.
+# A listener answers a signal: with None it sees to the signal itself; with a line, the process ends
+# and shows that line.
 Listener = Callable[[int], str | None]
 # Called with the signal's number and the line that is shown.
 Ending = Callable[[int, str], object]
 
 
 def stopped_by(number: int) -> str:
-    """The line of a process that had nothing to lose."""
+    """Returns the line that a process shows which had nothing to lose."""
     return f"stopped by {signal.Signals(number).name}"
 
 
 class _Watch:
-    """The handlers, the pipe and the thread. Made in the main thread, and there is one at a time."""
+    """The handlers, the pipe and the thread.
+
+    It is made in the main thread, where alone Python sets handlers, and there is one at a time.
+    """
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
         self.endings: dict[object, Ending] = {}
-        self.masks: dict[int, Any] = {}  # of threads that fork, by thread
-        self.ending = threading.Lock()  # taken once, and for good
+        # Signal masks of threads that are forking, by thread.
+        self.masks: dict[int, Any] = {}
+        # Taken once, and for good: only the first signal ends the process.
+        self.ending = threading.Lock()
+        # Neither end may block: the one is written in a signal handler, the other read by whoever
+        # comes first.
         self._reader, self._writer = os.pipe()
         for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
@@ -54,13 +66,14 @@ class _Watch:
         self._thread.start()
 
     def take(self, handlers: dict[signal.Signals, Any]) -> None:
-        """Puts ours in the place of these handlers, but for signals that are ignored."""
+        """Replaces these handlers by this watch's, but for signals that are ignored."""
         for number, handler in handlers.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def give_back(self, handlers: dict[signal.Signals, Any]) -> None:
-        """The inverse of `take`. None is what a C library has put there: it cannot be put back."""
+        """Puts these handlers back: the inverse of `take`."""
+        # None stands for a handler that a C library has set, which Python cannot set again.
         for number, handler in handlers.items():
             if handler is not None and handler is not signal.SIG_IGN:
                 signal.signal(number, handler)
@@ -69,13 +82,15 @@ class _Watch:
         """Gives everything back."""
         self.give_back(self._handlers)
         signal.set_wakeup_fd(self._descriptor)
-        os.write(self._writer, b"\0")  # which ends the thread
+        # A signal number of 0 ends the thread.
+        os.write(self._writer, b"\0")
         self._thread.join()
         os.close(self._reader)
         os.close(self._writer)
 
     def _wait(self) -> None:
-        import select  # not above: it is a file to be read, and the handlers are to be there first
+        # Imported here: reading the module's file takes time, and the handlers must be set first.
+        import select
 
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
@@ -83,34 +98,45 @@ class _Watch:
             poll.poll()
 
     def _drain(self) -> int | None:
-        """Sees to all signals in the pipe; how many, or None: the watch is closed."""
+        """Sees to all signals in the pipe.
+
+        Returns their number, or None if the watch is closed.
+        """
         try:
             numbers = os.read(self._reader, 512)
         except BlockingIOError:
             return 0
         for number in numbers:
-            # Whoever has put a handler of his own there since wants that to be called, and it is.
+            # A handler that other code has set since is called by Python itself, and is enough.
             if number in STOPS and signal.getsignal(number) == self._handle:
                 self.hear(number)
         return None if 0 in numbers else len(numbers)
 
     def _handle(self, number: int, frame: object) -> None:
-        """In the main thread, as soon as that is back in Python: usually the thread has seen to it already."""
+        """Handles a signal in the main thread, as soon as that is back in Python.
+
+        Usually the watch's own thread has seen to the signal already.
+        """
         descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if descriptor == self._writer:
             self._drain()
-        else:  # an event loop has put its own there for a while (uvloop does), and so the pipe is empty
+        else:
+            # An event loop has set its own descriptor for a while (uvloop does), and so the pipe is
+            # empty.
             signal.set_wakeup_fd(descriptor)
             self.hear(number)
 
     def hear(self, number: int) -> None:
-        """A listener sees to it, the innermost one; or the process ends."""
+        """Hands a signal to the innermost listener; without one, or if it says so, all ends."""
         line = self.listeners[-1](number) if self.listeners else stopped_by(number)
         if line is not None and self.ending.acquire(blocking=False):
-            # The main thread goes on: what `at_end` names may need a lock that it holds.
+            # In a thread of its own, and the main thread goes on: what `at_end` names may need a
+            # lock that the main thread holds.
             threading.Thread(target=self._end, args=(number, line), daemon=True).start()
 
     def _end(self, number: int, line: str) -> None:
+        # By os._exit, and after a limited time: the interpreter is not torn down under XLA's
+        # threads, and last words that hang hold nobody.
         last_words = threading.Thread(target=self._last_words, args=(number, line), daemon=True)
         last_words.start()
         last_words.join(_LAST_WORDS_SECONDS)
@@ -120,10 +146,12 @@ class _Watch:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         with contextlib.suppress(OSError):
-            # The terminal shows ^C, and perhaps half a line, where the cursor is.
+            # On a terminal after a line break, as it shows ^C, and perhaps half a line, where the
+            # cursor is.
             os.write(2, f"{chr(10) * os.isatty(2)}{line}\n".encode())
         for ending in reversed([*self.endings.values()]):
-            with contextlib.suppress(Exception):  # the others are to be called too, and there is nobody to tell
+            # The remaining endings must be called too, and there is nobody to tell of an error.
+            with contextlib.suppress(Exception):
                 ending(number, line)
 
 
@@ -132,20 +160,27 @@ _forks_forget = False
 
 
 def begin() -> None:
-    """From now on until the process ends, signals do what this module says. For the main thread of a process that is
-    Plimsoll's own; a program that only calls Plimsoll keeps its handlers. Calling it again does nothing."""
+    """Watches signals from now on until the process ends, as this module says.
+
+    It is for the main thread of a process that is Plimsoll's own; a program that only calls
+    Plimsoll keeps its handlers. Calling it again does nothing.
+    """
     global _watch, _forks_forget
     if _watch is None:
         _watch = _Watch()
         if not _forks_forget:
-            # Before a fork has forgotten, what it gets would be written into the pipe of this process.
+            # Signals are blocked around a fork: until the child has forgotten the watch, one that
+            # it gets would be written into the pipe of this process.
             os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
             _forks_forget = True
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """As `begin`, for a while. Where signals are watched already, or elsewhere than in the main thread, nothing."""
+    """Watches signals as `begin` does, until the context ends.
+
+    Where signals are watched already, or in another thread than the main one, it does nothing.
+    """
     global _watch
     if _watch is not None or threading.current_thread() is not threading.main_thread():
         yield
@@ -171,7 +206,10 @@ def _unblock() -> None:
 
 
 def _forget() -> None:
-    """In a fork: the thread is not there, the pipe is the parent's, and the parent's things are not to be removed."""
+    """Drops the watch in a forked child.
+
+    There the thread does not exist, the pipe is the parent's, and the parent's files must stay.
+    """
     global _watch
     if _watch is not None:
         signal.set_wakeup_fd(-1)
@@ -184,14 +222,16 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Signals go to `listener`, in any thread, instead of ending the process, unless it says so."""
+    """Hands signals to `listener`, in any thread; the process ends only if the listener says so."""
     with watched():
-        if _watch is None:  # not the main thread
+        # Without a watch this is not the main thread.
+        if _watch is None:
             yield
             return
         watch, handlers = _watch, {number: signal.getsignal(number) for number in STOPS}
         watch.listeners.append(listener)
-        watch.take(handlers)  # a package may have put its own there meanwhile
+        # Again, as a package may have set its own handlers meanwhile.
+        watch.take(handlers)
         try:
             yield
         finally:
@@ -200,9 +240,12 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def at_end(ending: Ending) -> Callable[[], None]:
-    """Has `ending` called when a signal ends the process: the last one given is called first. What is returned takes it
-    back. Where no signals are watched, nothing happens."""
-    settle()  # what it is about to make would stay
+    """Has `ending` called when a signal ends the process; of several, the last one is called first.
+
+    Returns a function that cancels this. Where no signals are watched, nothing happens.
+    """
+    # In a process that is ending, a file that the caller is about to make would stay.
+    settle()
     if _watch is None:
         return lambda: None
     endings, key = _watch.endings, object()
@@ -216,10 +259,11 @@ def at_end(ending: Ending) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def removed_at_end(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A file or folder that goes if a signal ends the process inside."""
+    """Removes a file or folder if a signal ends the process inside the context."""
 
     def remove(number: int, line: str) -> None:
-        for _ in range(2):  # the main thread may be writing there
+        # Twice, as the main thread may be writing there at the same time.
+        for _ in range(2):
             shutil.rmtree(path, ignore_errors=True)
         Path(path).unlink(missing_ok=True)
 
@@ -231,7 +275,7 @@ def removed_at_end(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def settle() -> None:
-    """If the process is ending, waits for that: the main thread has nothing more to say, or to make."""
+    """Waits, if the process is ending: the main thread must print and make nothing more."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and _watch is not None and _watch.ending.locked():
         time.sleep(60)
@@ -239,10 +283,13 @@ def settle() -> None:
 
 @contextlib.contextmanager
 def stop_signals(to_lose: Callable[[], bool] = lambda: True) -> Iterator[list[int]]:
-    """SIGTERM and SIGINT become an entry of the list, to be looked at between steps; the second one ends the process.
+    """Appends SIGTERM and SIGINT to a list, which the caller reads between steps.
+
+    The second signal ends the process.
 
     Args:
-        to_lose: whether there is anything to save; while there is not, the first signal ends the process too.
+        to_lose: tells whether there is anything to save; while there is not, the first signal ends
+            the process too.
     """
     received: list[int] = []
 

@@ -1,7 +1,7 @@
-"""Progress: a live bar in a terminal, one readable line per report elsewhere, and log.txt in both cases.
+"""Progress of a run: a live bar in a terminal, or a line per report elsewhere, and log.txt.
 
-rich is imported when there is a terminal to draw on. Values come from the dict that goes to the writers; one that is
-missing or not finite is shown as "-".
+rich is imported when there is a terminal to draw on. Values come from the dict that goes to the
+writers; one that is missing or not finite is shown as "-".
 """
 
 import datetime
@@ -18,14 +18,15 @@ from framework.terminal.tables import human_bytes, human_count
 
 
 class Progress:
-    """Shows where a run is. Use as a context manager, so that the terminal is given back on any way out.
+    """Shows where a run is. Use as a context manager, so that the terminal is always restored.
 
     Args:
       total_steps: the step at which the run ends.
       log_every: lines are for steps that this divides, and for the last; the bar is for every step.
       stream: where to show; standard output if None.
       log_path: a file that gets every line and message too, with no bar; None for no file.
-      log_waits: that file is not touched before `write_log`; what comes until then is written first.
+      log_waits: that file is not touched before `write_log`; what comes until then is written
+          first.
       item: what is counted, if no tokens.
     """
 
@@ -39,34 +40,38 @@ class Progress:
         log_waits: bool = False,
         item: str = "token",
     ):
-        self._total, self._log_every = total_steps, log_every
-        self._item, self._unit = item, {"token": "tok/s", "image": "img/s"}[item]
+        self._total = total_steps
+        self._log_every = log_every
+        self._item = item
+        self._unit = {"token": "tok/s", "image": "img/s"}[item]
         self._stream = sys.stdout if stream is None else stream
         self._log_path = log_path
         self._log: IO[bytes] | None = None
-        self._unlogged = 0  # lines that a full disk has kept from the log
-        self._waiting: list[str] | None = []  # lines of the log, until its file is opened
+        # Lines that a full disk has kept from the log.
+        self._unlogged = 0
+        # Lines of the log until its file is opened; None from then on.
+        self._waiting: list[str] | None = []
         if log_path is None or not log_waits:
             self.write_log()
         is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         self._bar = _bar(self._stream, total_steps) if is_terminal else None
         self._drawn_at = -math.inf
-        self._take_back: Callable[[], None] = lambda: None
+        self._cancel_interrupted: Callable[[], None] = lambda: None
 
     def __enter__(self) -> "Progress":
-        self._take_back = interrupts.at_end(self._interrupted)
+        self._cancel_interrupted = interrupts.at_end(self._interrupted)
         if self._bar is not None:
             self._bar.start()
         return self
 
     def _interrupted(self, number: int, line: str) -> None:
-        """A signal ends the process: the log says so too, and the terminal is given back."""
+        """Writes to the log that a signal ends the process, and restores the terminal."""
         self._log_line(line)
         if self._bar is not None:
             self._bar.stop()
 
     def __exit__(self, *exception: object) -> None:
-        self._take_back()
+        self._cancel_interrupted()
         if self._bar is not None:
             self.status("")
             self._bar.stop()
@@ -74,30 +79,41 @@ class Progress:
             self._log.close()
 
     def write_log(self) -> None:
-        """From now on lines are written to the log, those that wait first. Raises OSError: it cannot be opened."""
-        waiting, self._waiting = self._waiting or [], None
+        """Writes lines to the log from now on, those that wait first.
+
+        Raises OSError: the file cannot be opened.
+        """
+        waiting_lines = self._waiting or []
+        self._waiting = None
         if self._log_path is not None and self._log is None:
+            # Not buffered, so that a line is in the file before the process can be killed.
             self._log = open(self._log_path, "a+b", buffering=0)  # noqa: SIM115 (see __exit__)
-        for line in waiting:
+        for line in waiting_lines:
             self._log_line(line)
 
     def set_total(self, total_steps: int) -> None:
-        """The run ends at another step than was thought."""
+        """Changes the step at which the run ends."""
         self._total = total_steps
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], total=total_steps)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows `metrics` of `step`: train/loss, train/tokens_per_second or images_per_second, train/mfu,
-        memory/device_bytes."""
+        """Shows the metrics of a step.
+
+        Shown are train/loss, train/tokens_per_second or images_per_second, train/mfu and
+        memory/device_bytes.
+        """
         fields = self._fields(step, metrics)
+        is_last = step >= self._total
         if self._bar is not None:
+            # The bar is one line, so the fields lose the padding that aligns lines.
             text = "  ".join(" ".join(field.split()) for field in fields)
             self._bar.update(self._bar.task_ids[0], completed=step, description=text, status="")
-            if time.monotonic() - self._drawn_at > 0.1 or step >= self._total:  # more often is more than an eye can use
+            # More often than 10 times a second is more than an eye can use.
+            if time.monotonic() - self._drawn_at > 0.1 or is_last:
                 self._bar.refresh()
                 self._drawn_at = time.monotonic()
-        if step % self._log_every == 0 or step >= self._total:
+        if step % self._log_every == 0 or is_last:
             line = "   ".join(fields)
             self._log_line(line)
             if self._bar is None:
@@ -112,7 +128,10 @@ class Progress:
             self._bar.console.print(str(message), markup=False, soft_wrap=True)
 
     def status(self, what: str) -> None:
-        """Says what is being done when it is no step: compiling, evaluating, saving. "" ends it. Bar only."""
+        """Shows in the bar what is being done between steps: compiling, evaluating, saving.
+
+        An empty text ends it. Without a bar, nothing is shown.
+        """
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], status=what, refresh=True)
 
@@ -123,22 +142,27 @@ class Progress:
             self._append(self._log, line)
 
     def _append(self, log: IO[bytes], line: str) -> None:
-        """Writes a line to the log, whole or not at all. A full disk is no reason to end a run: it is told where the
-        run is shown, once, and in the log when there is room again."""
-        text = f"{line}\n".encode()
+        """Writes a line to the log, whole or not at all.
+
+        A full disk is no reason to end a run: it is told where the run is shown, once, and in the
+        log when there is room again.
+        """
+        data = f"{line}\n".encode()
         if self._unlogged:
-            text = f"({self._unlogged} lines are missing: the disk was full)\n".encode() + text
+            notice = f"({self._unlogged} lines are missing: the disk was full)\n"
+            data = notice.encode() + data
         size = log.seek(0, os.SEEK_END)
         try:
-            while text:
-                text = text[log.write(text) :]
+            # An unbuffered file may take only a part at a time, as a nearly full disk does.
+            while data:
+                num_written = log.write(data)
+                data = data[num_written:]
         except OSError as error:
             os.ftruncate(log.fileno(), size)
             self._unlogged += 1
             if self._unlogged == 1:
-                self._show(
-                    f"log.txt cannot be written: {error.strerror}. Training goes on; its lines are lost until then"
-                )
+                consequence = "Training goes on; its lines are lost until then"
+                self._show(f"log.txt cannot be written: {error.strerror}. {consequence}")
             return
         self._unlogged = 0
 
@@ -147,22 +171,35 @@ class Progress:
         try:
             print(line, file=self._stream, flush=True)
         except BrokenPipeError:
+            # The reader has left, which ends the run.
             raise
         except OSError:
-            self._stream = open(os.devnull, "w")  # noqa: SIM115  (log.txt has what follows)
+            # Later lines are in log.txt alone.
+            self._stream = open(os.devnull, "w")  # noqa: SIM115
 
     def _fields(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         # Fixed widths, so that lines are columns and the bar does not jump.
-        rate, mfu = metrics.get("train/steps_per_second"), metrics.get("train/mfu")
-        left = None if not rate else datetime.timedelta(seconds=round((self._total - step) / rate))
-        return [
-            f"step {step:>{len(str(self._total))}}/{self._total}",
-            f"loss {metrics.get('train/loss', math.nan):8.4f}",
-            f"{human_count(metrics.get(f'train/{self._item}s_per_second')):>6} {self._unit}",
-            *([] if mfu is None else [f"MFU {mfu:6.1%}"]),
-            f"mem {human_bytes(metrics.get('memory/device_bytes')):>11}",
-            f"left {'-' if left is None else str(left):>8}",
+        step_width = len(str(self._total))
+        loss = metrics.get("train/loss", math.nan)
+        item_rate = human_count(metrics.get(f"train/{self._item}s_per_second"))
+        mfu = metrics.get("train/mfu")
+        memory = human_bytes(metrics.get("memory/device_bytes"))
+        remaining_time = "-"
+        step_rate = metrics.get("train/steps_per_second")
+        if step_rate:
+            remaining_seconds = round((self._total - step) / step_rate)
+            remaining_time = str(datetime.timedelta(seconds=remaining_seconds))
+        fields = [
+            f"step {step:>{step_width}}/{self._total}",
+            f"loss {loss:8.4f}",
+            f"{item_rate:>6} {self._unit}",
         ]
+        # A device whose peak is not known has no MFU.
+        if mfu is not None:
+            fields.append(f"MFU {mfu:6.1%}")
+        fields.append(f"mem {memory:>11}")
+        fields.append(f"left {remaining_time:>8}")
+        return fields
 
 
 def _bar(stream: IO[str], total_steps: int) -> Any:
@@ -174,7 +211,8 @@ def _bar(stream: IO[str], total_steps: int) -> Any:
         BarColumn(bar_width=None),
         TextColumn("{task.description}", markup=False),
         console=Console(file=stream, highlight=False),
-        auto_refresh=False,  # it would take a thread, and its time from a step on a small machine
+        # It would take a thread, and its time from a step on a small machine.
+        auto_refresh=False,
         expand=True,
     )
     bar.add_task("", total=total_steps, status="starting")

@@ -1,6 +1,7 @@
 """Tables for people: the one at the start of a run, and figures in units that are read at a glance.
 
-Imports only the standard library. Callers bring plain values, so that this file knows neither the layout nor configs.
+Imports only the standard library. Callers bring plain values, so that this file knows neither the
+layout nor configs.
 """
 
 import dataclasses
@@ -10,7 +11,10 @@ from collections.abc import Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of a table: a heading, and rows of cells. All columns but the first are aligned right if `numbers`."""
+    """A part of a table: a heading, and rows of cells.
+
+    All columns but the first are aligned right if `numbers`.
+    """
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -31,14 +35,20 @@ def start_table(
     versions: Mapping[str, str],
     item: str = "token",
 ) -> list[Section]:
-    """The table shown before the first step.
+    """Returns the table that is shown before the first step.
 
     Args:
+      config: the config's name.
+      accelerator: the accelerator's name.
+      mesh: the mesh in words.
       parameters: (group, number of elements, bytes over all devices), one row each.
       device_bytes: bytes on one device, by (group, memory kind).
-      tokens_per_step: over all devices. flops_per_token: model FLOPs, forward and backward.
-      device_limit_bytes: what a device has; shown with the sum, if known.
-      data: what is read, by name. versions: of packages. item: what is counted, if no tokens.
+      tokens_per_step: items over all devices.
+      flops_per_token: model FLOPs of an item, forward and backward.
+      device_limit_bytes: the memory of a device in bytes; shown with the sum, if known.
+      data: descriptions of the sources, by name.
+      versions: versions of packages, by name.
+      item: the kind of item that is counted, token or image.
     """
     run = {
         "config": config,
@@ -47,44 +57,72 @@ def start_table(
         f"{item}s per step": f"{tokens_per_step:,}",
         f"FLOPs per {item}": human_count(flops_per_token),
     }
-    counts = [*parameters, ("sum", sum(row[1] for row in parameters), sum(row[2] for row in parameters))]
-    groups = list(dict.fromkeys(group for group, _ in device_bytes))
-    kinds = sorted({kind for _, kind in device_bytes}, key=lambda kind: (kind != "device", kind))
-    sums = [human_bytes(sum(size for (_, k), size in device_bytes.items() if k == kind)) for kind in kinds]
-    if device_limit_bytes and "device" in kinds:
-        sums[0] += f" of {human_bytes(device_limit_bytes)}"
-    parts = [[name, f"{count:,}", human_count(count), human_bytes(size)] for name, count, size in counts]
-    places = [[group, *(human_bytes(device_bytes.get((group, kind))) for kind in kinds)] for group in groups]
     return [
         Section("run", list(run.items())),
-        Section("parameters", [["group", "number", "", "bytes"], *parts], numbers=True),
-        Section("bytes per device", [["group", *kinds], *places, ["sum", *sums]], numbers=True),
+        Section("parameters", _parameter_rows(parameters), numbers=True),
+        Section("bytes per device", _memory_rows(device_bytes, device_limit_bytes), numbers=True),
         Section("data", list(data.items())),
         Section("versions", list(versions.items())),
     ]
 
 
+def _parameter_rows(parameters: Sequence[tuple[str, int, int]]) -> list[list[str]]:
+    """Returns a row for each group of parameters, and one of the sums, below a heading."""
+    total_count = sum(count for _, count, _ in parameters)
+    total_bytes = sum(size for _, _, size in parameters)
+    rows = [["group", "number", "", "bytes"]]
+    for group, count, size in [*parameters, ("sum", total_count, total_bytes)]:
+        rows.append([group, f"{count:,}", human_count(count), human_bytes(size)])
+    return rows
+
+
+def _memory_rows(
+    device_bytes: Mapping[tuple[str, str], int],
+    device_limit_bytes: int | None,
+) -> list[list[str]]:
+    """Returns a row for each group, and one of the sums, with a column for each memory kind."""
+    # A dict instead of a set, as it keeps the order.
+    groups = list(dict.fromkeys(group for group, _ in device_bytes))
+    # Device memory goes first, as it is the one that is scarce.
+    kinds = sorted({kind for _, kind in device_bytes}, key=lambda kind: (kind != "device", kind))
+    rows = [["group", *kinds]]
+    for group in groups:
+        sizes = [human_bytes(device_bytes.get((group, kind))) for kind in kinds]
+        rows.append([group, *sizes])
+    sums = dict.fromkeys(kinds, 0)
+    for (_, kind), size in device_bytes.items():
+        sums[kind] += size
+    sum_row = ["sum", *(human_bytes(size) for size in sums.values())]
+    if device_limit_bytes and "device" in kinds:
+        sum_row[1] += f" of {human_bytes(device_limit_bytes)}"
+    return [*rows, sum_row]
+
+
 def render(sections: Sequence[Section]) -> str:
-    """The sections as plain text, columns aligned: the same on a terminal, in a pipe and in log.txt."""
+    """Returns the sections as plain text, with aligned columns.
+
+    It is the same on a terminal, in a pipe and in log.txt.
+    """
     lines = []
     for section in sections:
         lines.append(section.title)
         widths = [max(map(len, column)) for column in zip(*section.rows, strict=True)]
-        for first, *others in section.rows:
-            cells = [first.ljust(widths[0])]
-            for cell, width in zip(others, widths[1:], strict=True):
-                cells.append(cell.rjust(width) if section.numbers else cell.ljust(width))
+        for heading, *values in section.rows:
+            cells = [heading.ljust(widths[0])]
+            for value, width in zip(values, widths[1:], strict=True):
+                cell = value.rjust(width) if section.numbers else value.ljust(width)
+                cells.append(cell)
             lines.append("  " + "   ".join(cells).rstrip())
     return "\n".join(lines) + "\n"
 
 
 def human_bytes(size: float | None) -> str:
-    """1610612736 -> "1.50 GiB" (of 2^30 bytes); None -> "-"."""
+    """Formats bytes: 1610612736 -> "1.50 GiB" (of 2^30 bytes); None -> "-"."""
     return _human(size, 1024, (" B", " KiB", " MiB", " GiB", " TiB"), digits=2)
 
 
 def human_count(count: float | None) -> str:
-    """124439808 -> "124.4M"; 950 -> "950"; None -> "-"."""
+    """Formats a count: 124439808 -> "124.4M"; 950 -> "950"; None -> "-"."""
     return _human(count, 1000, ("", "k", "M", "B", "T", "P"), digits=1)
 
 
@@ -95,4 +133,6 @@ def _human(value: float | None, base: int, units: Sequence[str], digits: int) ->
     while abs(value) >= base and power < len(units) - 1:
         value /= base
         power += 1
-    return (f"{value:.{digits}f}" if power else f"{value:.4g}") + units[power]
+    # A value below the first unit may be whole, and then has no digits behind the point.
+    number = f"{value:.{digits}f}" if power else f"{value:.4g}"
+    return number + units[power]

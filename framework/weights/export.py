@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,8 +24,23 @@ from framework.models.causal_lm import CausalLM
 from framework.terminal import interrupts
 from framework.weights.pretrained import Family, Source, layer_shape
 
+# The contents of files, by name.
 Files = Mapping[str, bytes]
-Parts = list[tuple[str, int | None, Source]]  # a tensor's: our path, the unit of the stack, where it is
+
+
+class _Part(NamedTuple):
+    """A part of a tensor of a file: one layer's parameter.
+
+    `path` is that of our parameter, `unit` the layer's index in the stack (None for a parameter that is not stacked),
+    `source` says where in the tensor it lies.
+    """
+
+    path: str
+    unit: int | None
+    source: Source
+
+
+Parts = list[_Part]
 
 
 def export_model(
@@ -54,29 +69,76 @@ def export_model(
     """
     tensors: dict[str, Parts] = {}
     for path, sources in family.places(model).items():
-        stacked = model.base_specs[path].num_layers is not None
+        is_stacked = model.base_specs[path].num_layers is not None
         for unit, source in enumerate(sources):
-            tensors.setdefault(source.name, []).append((path, unit if stacked else None, source))
-    shards, size = [[]], 0
-    for name, parts in tensors.items():
-        num_bytes = (
-            sum(math.prod(layer_shape(model.base_specs[path])) for path, *_ in parts) * model.param_dtype.itemsize
-        )
-        if shards[-1] and size + num_bytes > shard_bytes:
-            shards, size = [*shards, []], 0
-        shards[-1].append(name)
-        size += num_bytes
-    count, flat = len(shards), flatten(params)
-    files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+            part = _Part(path, unit if is_stacked else None, source)
+            tensors.setdefault(source.name, []).append(part)
+    shards = _shards(model, tensors, shard_bytes)
     with _appearing(to, beside) as folder:
-        if count > 1:
-            home = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-            _write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": home})
-        for file, shard in zip(files if count > 1 else ["model.safetensors"], shards, strict=True):
-            _write_tensors(folder / file, {name: _tensor(model, flat, tensors[name]) for name in shard})
+        _write_weights(folder, model, flatten(params), tensors, shards)
         # transformers reads `dtype` from 4.56 on, `torch_dtype` before, and the former where both stand.
         dtype = str(model.param_dtype)
-        _write(folder / "config.json", {**facts, "dtype": dtype, "torch_dtype": dtype})
+        _write(
+            folder / "config.json",
+            {
+                **facts,
+                "dtype": dtype,
+                "torch_dtype": dtype,
+            },
+        )
+
+
+def _write_weights(
+    folder: Path,
+    model: CausalLM,
+    flat_params: dict[str, jax.Array],
+    tensors: dict[str, Parts],
+    shards: list[list[str]],
+) -> None:
+    """Writes the files of the weights, and their index where there is more than one file.
+
+    Args:
+        folder: the directory.
+        model: the model.
+        flat_params: its parameters, by path.
+        tensors: the parts of the tensors, by name.
+        shards: the names of the tensors of each file.
+    """
+    num_files = len(shards)
+    files = ["model.safetensors"]
+    if num_files > 1:
+        # These names are transformers' own.
+        files = [f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)]
+        file_by_tensor = {}
+        for file, shard in zip(files, shards, strict=True):
+            file_by_tensor |= dict.fromkeys(shard, file)
+        _write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": file_by_tensor})
+    for file, shard in zip(files, shards, strict=True):
+        # No variable holds the arrays, so that one file's are in memory at a time, not two files'.
+        _write_tensors(
+            folder / file,
+            {name: _tensor(model, flat_params, tensors[name]) for name in shard},
+        )
+
+
+def _shards(
+    model: CausalLM,
+    tensors: dict[str, Parts],
+    shard_bytes: int,
+) -> list[list[str]]:
+    """The names of the tensors of each file, in order; a file is closed before a tensor that would not fit."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, parts in tensors.items():
+        num_elements = sum(math.prod(layer_shape(model.base_specs[part.path])) for part in parts)
+        num_bytes = num_elements * model.param_dtype.itemsize
+        # A tensor that is larger than a file may be has one of its own.
+        if shards[-1] and size + num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += num_bytes
+    return shards
 
 
 def export_adapters(
@@ -100,20 +162,9 @@ def export_adapters(
     """
     if model.lora is None:
         raise ValueError("the model has no adapters (model.lora is none): export all of it")
-    tensors, flat = {}, flatten(params)
-    for path, sources in family.places(model).items():
-        parent = path.rsplit("/", 1)[0]
-        if not path.endswith("/weight") or f"{parent}/lora_a" not in flat:
-            continue
-        for unit, source in enumerate(sources):
-            if source.piece != (0, 1):
-                raise ValueError(
-                    f"{source.name} holds several of our layers, which peft cannot adapt one by one; merge"
-                )
-            module = source.name.removesuffix(".weight")
-            for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-                array = np.asarray(flat[f"{parent}/{ours}"][unit]).T
-                tensors[f"base_model.model.{module}.{theirs}.weight"] = np.ascontiguousarray(array)
+    tensors = _adapter_tensors(model, flatten(params), family)
+    # peft matches modules by the ends of their names: a tensor's name is base_model.model.MODULE.lora_A.weight.
+    target_modules = {name.split(".", 2)[2].rsplit(".", 2)[0] for name in tensors}
     facts = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -121,7 +172,7 @@ def export_adapters(
         "r": model.lora.rank,
         "lora_alpha": model.lora.scale * model.lora.rank,
         "lora_dropout": model.lora.dropout,
-        "target_modules": sorted({name.split(".", 2)[2].rsplit(".", 2)[0] for name in tensors}),
+        "target_modules": sorted(target_modules),
         "bias": "none",
         "inference_mode": True,
     }
@@ -130,56 +181,128 @@ def export_adapters(
         _write(folder / "adapter_config.json", facts)
 
 
-def _tensor(model: CausalLM, flat: dict[str, jax.Array], parts: Parts) -> np.ndarray:
-    """A tensor as it is in a file, of its parts."""
-    pieces = [_layer(model, flat, path, unit) for path, unit, _ in sorted(parts, key=lambda part: part[2].piece)]
-    whole = np.concatenate(pieces, axis=-1) if len(pieces) > 1 else pieces[0]
-    return np.ascontiguousarray(whole.T if parts[0][2].transpose else whole)
+def _adapter_tensors(
+    model: CausalLM,
+    flat_params: dict[str, jax.Array],
+    family: Family,
+) -> dict[str, np.ndarray]:
+    """The adapters under peft's names, transposed to torch's [out, in].
+
+    Raises:
+        ValueError: an adapted tensor holds several of our layers.
+    """
+    tensors = {}
+    for path, sources in family.places(model).items():
+        parent = path.rsplit("/", 1)[0]
+        if not path.endswith("/weight") or f"{parent}/lora_a" not in flat_params:
+            continue
+        for unit, source in enumerate(sources):
+            if source.piece != (0, 1):
+                raise ValueError(
+                    f"{source.name} holds several of our layers, which peft cannot adapt one by one; merge"
+                )
+            module = source.name.removesuffix(".weight")
+            for our_name, peft_name in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+                array = np.asarray(flat_params[f"{parent}/{our_name}"][unit]).T
+                tensors[f"base_model.model.{module}.{peft_name}.weight"] = np.ascontiguousarray(array)
+    return tensors
 
 
-def _layer(model: CausalLM, flat: dict[str, jax.Array], path: str, unit: int | None) -> np.ndarray:
+def _tensor(
+    model: CausalLM,
+    flat_params: dict[str, jax.Array],
+    parts: Parts,
+) -> np.ndarray:
+    """A tensor as it is in a file, joined from its parts."""
+    ordered_parts = sorted(parts, key=lambda part: part.source.piece)
+    pieces = [_layer(model, flat_params, part.path, part.unit) for part in ordered_parts]
+    tensor = pieces[0]
+    if len(pieces) > 1:
+        tensor = np.concatenate(pieces, axis=-1)
+    # All parts of a tensor are transposed, or none.
+    if parts[0].source.transpose:
+        tensor = tensor.T
+    return np.ascontiguousarray(tensor)
+
+
+def _layer(
+    model: CausalLM,
+    flat_params: dict[str, jax.Array],
+    path: str,
+    unit: int | None,
+) -> np.ndarray:
+    """One layer's parameter in `model.param_dtype`, with its adapter merged into it.
+
+    Args:
+        model: the model.
+        flat_params: its parameters, by path.
+        path: the parameter's path.
+        unit: the layer's index in the stack; None for a parameter that is not stacked.
+    """
     parent, name = path.rsplit("/", 1)
-    own = {key.removeprefix(f"{parent}/"): x for key, x in flat.items() if key.startswith(f"{parent}/")}
-    if name != "weight" or "lora_a" not in own:
-        own = {name: own[name]}
-    own = merge_adapters(model, unflatten({key: x if unit is None else x[unit] for key, x in own.items()}))
-    return np.asarray(own[name].astype(model.param_dtype))
+    prefix = f"{parent}/"
+    leaves = {key.removeprefix(prefix): x for key, x in flat_params.items() if key.startswith(prefix)}
+    # A weight is merged with the adapter's leaves beside it; a bias, say, is as it is.
+    if name != "weight" or "lora_a" not in leaves:
+        leaves = {name: leaves[name]}
+    if unit is not None:
+        leaves = {key: x[unit] for key, x in leaves.items()}
+    merged = merge_adapters(model, unflatten(leaves))
+    return np.asarray(merged[name].astype(model.param_dtype))
 
 
 def _write(file: Path, facts: dict[str, Any]) -> None:
+    """Writes a JSON file as transformers does, with an indent of two spaces."""
     with writing(file):
         file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def _write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """A safetensors file that whoever may read the directory's other files may read. Raises OSError: it cannot be
-    written."""
+    """Writes a safetensors file, with the permissions of the directory's other files.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     try:
         save_file(tensors, file, {"format": "pt"})
-    except SafetensorError as error:  # the library tells of a full disk in words
-        if (number := re.search(r"os error (\d+)", str(error))) is None:
+    except SafetensorError as error:
+        # The library tells of a full disk in words.
+        match = re.search(r"os error (\d+)", str(error))
+        if match is None:
             raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+        number = int(match[1])
+        raise OSError(number, os.strerror(number), str(file)) from error
+    # The library makes 0600, whatever the umask is. A file made here has the mode that the umask asks for.
     probe = file.with_name(f"{file.name}.mode")
     probe.touch()
-    file.chmod(probe.stat().st_mode)  # The library makes 0600, whatever the umask is.
+    file.chmod(probe.stat().st_mode)
     probe.unlink()
 
 
 @contextlib.contextmanager
-def _appearing(to: str | Path, beside: Files) -> Iterator[Path]:
-    """A directory that has its name once it is whole, with the files `beside`."""
+def _appearing(to: str | Path, extra_files: Files) -> Iterator[Path]:
+    """A directory that gets its name when the block has ended without an error.
+
+    Args:
+        to: the directory.
+        extra_files: files that are written into it first.
+
+    Raises:
+        FileExistsError: the directory is there.
+    """
     to = Path(to).expanduser()
     if to.exists():
         raise FileExistsError(f"{to} is there already; choose another --to, or remove it")
+    # In the same parent, so that the rename stays within one file system. An interrupted export may have left it.
     folder = to.with_name(f".{to.name}.partial")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
         with interrupts.removed_at_end(folder):
-            for name, data in beside.items():
-                with writing(folder / name):
-                    (folder / name).write_bytes(data)
+            for name, data in extra_files.items():
+                file = folder / name
+                with writing(file):
+                    file.write_bytes(data)
             yield folder
             folder.rename(to)
     finally:

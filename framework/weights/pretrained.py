@@ -1,6 +1,6 @@
-"""Weights from a directory of Hugging Face's, into the layout's shardings and memory kinds, a layer's tensor at a time.
+"""Loads weights from a Hugging Face directory into the layout's shardings and memory kinds, one layer at a time.
 
-A `Family` maps configs and names of tensors in both directions; those that are known are in configs/families/.
+A `Family` maps configs and names of tensors in both directions; the families that are known are in configs/families/.
 Nothing of a directory is ever executed.
 """
 
@@ -21,21 +21,31 @@ from safetensors import SafetensorError, safe_open
 
 from framework.config import Config, component
 from framework.layers.quantize import quantize
-from framework.layout import Nested, ParameterSpec, TensorSpec, flatten, store_leaf
+from framework.layout import (
+    Nested,
+    ParameterSpec,
+    TensorSpec,
+    flatten,
+    store_leaf,
+)
 from framework.learner.units import with_unit
 from framework.models.causal_lm import CausalLM
 from framework.program.program import Program, State
 from framework.schedules.layerwise.storage import part_path
 
+# Stands for the layer's number in the names of a family.
 LAYER = "{layer}"
 _HEAD = "lm_head.weight"
-_FLOATS = ("F32", "BF16", "F16", "F64")  # what weights may be stored as
+# safetensors' names of the dtypes that weights may be stored in.
+_FLOATS = ("F32", "BF16", "F16", "F64")
+# At most so many lines of an error message about tensors; the others are counted.
+_MAX_ROWS = 20
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Source:
-    """The tensor of a directory that one layer's parameter is, or is a part of.
+    """The tensor of a directory that holds one layer's parameter, alone or with others.
 
     Args:
         name: of the tensor; `{layer}` stands for the layer's number.
@@ -48,32 +58,51 @@ class Source:
     piece: tuple[int, int] = (0, 1)
 
     def of(self, layer: int) -> Source:
-        """The same with the layer's number in its name."""
+        """This source with the layer's number in its name."""
         return replace(self, name=self.name.replace(LAYER, str(layer)))
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the whole tensor, as it is in a file."""
-        whole = (*ours[:-1], ours[-1] * self.piece[1])
-        return whole[::-1] if self.transpose else whole
+        """The shape of the whole tensor in a file, for a parameter of shape `ours`."""
+        joined = (*ours[:-1], ours[-1] * self.piece[1])
+        return joined[::-1] if self.transpose else joined
 
-    def take(self, tensor: Any, ours: tuple[int, ...], index: Index) -> np.ndarray:
-        """ours[index], of a tensor (or what reads slices of one) as it is in a file."""
-        first = self.piece[0] * ours[-1]
+    def take(
+        self,
+        tensor: Any,
+        ours: tuple[int, ...],
+        index: Index,
+    ) -> np.ndarray:
+        """A slice of the parameter, read from its tensor.
+
+        Args:
+            tensor: an array, or a reader of slices, as it is in a file.
+            ours: the parameter's shape.
+            index: the slice of the parameter, one `slice` for each axis.
+        """
         bounds = [part.indices(size)[:2] for part, size in zip(index, ours, strict=True)]
-        bounds[-1] = (bounds[-1][0] + first, bounds[-1][1] + first)
-        slices = tuple(slice(*pair) for pair in (bounds[::-1] if self.transpose else bounds))
-        return tensor[slices].T if self.transpose else tensor[slices]
+        # The piece is a range of the last axis of our orientation.
+        offset = self.piece[0] * ours[-1]
+        start, stop = bounds[-1]
+        bounds[-1] = (start + offset, stop + offset)
+        if self.transpose:
+            bounds = bounds[::-1]
+        slices = tuple(slice(start, stop) for start, stop in bounds)
+        array = tensor[slices]
+        return array.T if self.transpose else array
 
 
 class Family:
     """Models of one kind. Configs are read from and written as config.json; tensors are found by name."""
 
-    architectures: tuple[str, ...] = ()  # config.json's
-    names: dict[str, Source] = {}  # by our path; that of a layer's parameter begins inside the layer
-    ignored: str = r"rotary_emb\.inv_freq$"  # tensors that hold no weights
+    # The values of `architectures` in config.json.
+    architectures: tuple[str, ...] = ()
+    # The sources by our path; that of a layer's parameter begins inside the layer.
+    names: dict[str, Source] = {}
+    # A pattern for tensors that hold no weights.
+    ignored: str = r"rotary_emb\.inv_freq$"
 
     def model(self, facts: dict[str, Any]) -> Config:
-        """Our model's config. Raises ValueError for what we cannot compute."""
+        """Our model's config. Raises ValueError for a model that we cannot compute."""
         raise NotImplementedError
 
     def facts(self, model: Config) -> dict[str, Any]:
@@ -81,18 +110,28 @@ class Family:
         raise NotImplementedError
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
-        """{path of a parameter: its tensors, one for each unit of the stack}. Raises ValueError where the family has no
-        such parameter."""
+        """{path of a parameter: its tensors, one for each unit of the stack}.
+
+        Raises:
+            ValueError: the family has no such parameter.
+        """
         if model.stack.streams is not None:
             raise ValueError("published models have one residual stream; expected model.stack.streams = one")
-        period, found = len(model.stack.unit.layers), {}
+        # A unit of the stack may be several layers, its blocks: block b of unit u is layer b + period * u.
+        period = len(model.stack.unit.layers)
+        sources = {}
         for path in model.base_specs:
             block = re.fullmatch(r"stack/block(\d+)/(.+)", path)
-            if (key := block[2] if block else path) not in self.names:
+            if block:
+                name = block[2]
+                layers = [int(block[1]) + period * unit for unit in range(model.stack.num_units)]
+            else:
+                name = path
+                layers = [0]
+            if name not in self.names:
                 raise ValueError(f"{type(self).__name__} models have no {path}; they have {', '.join(self.names)}")
-            layers = [int(block[1]) + period * unit for unit in range(model.stack.num_units)] if block else [0]
-            found[path] = [self.names[key].of(layer) for layer in layers]
-        return found
+            sources[path] = [self.names[name].of(layer) for layer in layers]
+        return sources
 
 
 class Directory:
@@ -105,7 +144,8 @@ class Directory:
 
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser()
-        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
+        index = self.path / "model.safetensors.index.json"
+        single = self.path / "model.safetensors"
         if single.is_file():
             # As transformers: an index beside it is of shards that were there before.
             self.home: dict[str, str] = dict.fromkeys(self._open(single.name).keys(), single.name)
@@ -115,15 +155,21 @@ class Directory:
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{index}: no index of shards: {error}") from None
         else:
-            found = sorted(file.name for file in self.path.glob("*")) if self.path.is_dir() else "no such directory"
-            raise FileNotFoundError(f"{self.path}: neither {single.name} nor {index.name}, but: {found}")
+            content: list[str] | str = "no such directory"
+            if self.path.is_dir():
+                content = sorted(file.name for file in self.path.glob("*"))
+            raise FileNotFoundError(f"{self.path}: neither {single.name} nor {index.name}, but: {content}")
         for shard in sorted(set(self.home.values())):
-            listed, held = {name for name, file in self.home.items() if file == shard}, set(self._open(shard).keys())
-            if wrong := sorted(listed ^ held):
+            listed = {name for name, file in self.home.items() if file == shard}
+            stored = set(self._open(shard).keys())
+            wrong = sorted(listed ^ stored)
+            if wrong:
                 raise ValueError(f"{index}: disagrees with {shard} about {len(wrong)} tensors: {', '.join(wrong[:5])}")
 
     def _open(self, shard: str) -> Any:
-        # Anew for each tensor: pages that were read through a mapping count as this process's memory while it is open.
+        """A safetensors file of the directory. Raises ValueError where the name leads elsewhere, or it is damaged."""
+        # Opened anew for each tensor: pages that were read through a mapping count as this process's memory while it is
+        # open.
         if Path(shard).name != shard:
             raise ValueError(f"{self.path}: the index names {shard!r}, which is no file of the directory itself")
         try:
@@ -132,7 +178,7 @@ class Directory:
             raise ValueError(f"{self.path / shard}: damaged, perhaps not wholly downloaded: {error}") from None
 
     def tensor(self, name: str) -> Any:
-        """What reads slices of a tensor, and knows its shape: `get_shape()`, `[slices]`."""
+        """A reader of slices of a tensor, which knows its shape: `get_shape()`, `[slices]`."""
         return self._open(self.home[name]).get_slice(name)
 
 
@@ -156,7 +202,8 @@ class Pretrained:
         generation: dict[str, Any] = {},  # noqa: B006
     ):
         for name, published in (("facts", facts), ("generation", generation)):
-            if "auto_map" in published:  # an export would hand it on to whoever loads that
+            # An export would hand it on to whoever loads that.
+            if "auto_map" in published:
                 raise ValueError(f"{name}: auto_map names code of a directory, which is never executed")
         self.path = path
         self.facts = facts
@@ -164,7 +211,7 @@ class Pretrained:
         self.family: Family = family.instantiate()
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
-        """Where each parameter is, after a look at all headers; no tensor is read.
+        """The sources of each parameter, checked against the headers of all files; no tensor is read.
 
         Raises:
             FileNotFoundError, ValueError: see `Directory`; or tensors are missing, unexpected, or of another shape.
@@ -172,113 +219,214 @@ class Pretrained:
         return checked(Directory(self.path), self.family, model)
 
     def init(self, program: Program) -> State:
-        """The state at step 0, with the directory's weights. Beside the state, one layer's tensor is in memory. Raises
-        what `places` does."""
-        model, learner = program.experiment.language_model, program.experiment.learner
-        directory, places = Directory(self.path), self.places(model)
+        """The state at step 0, with the directory's weights.
+
+        Beside the state, one layer's tensor is in memory.
+
+        Raises:
+            FileNotFoundError, ValueError: see `places`.
+        """
+        model = program.experiment.language_model
+        learner = program.experiment.learner
+        directory = Directory(self.path)
+        places = self.places(model)
         state = program.init(given=places)
         state = {group: flatten(tree) for group, tree in state.items()}
         trained = flatten(program.whole.specs["parameter"])
-        fixed = [path for path in places if path not in trained]  # in order: processes must run the same programs
-        for paths in [*learner.init_parts(), *((path,) for path in fixed)]:
-            if paths[0] not in places:  # adapters
+        # Lists, not sets: all processes must run the same programs in the same order.
+        frozen_parts = [(path,) for path in places if path not in trained]
+        for paths in [*learner.init_parts(), *frozen_parts]:
+            # Adapters are not in the directory: they keep their first values.
+            if paths[0] not in places:
                 continue
+            # An optimizer of the whole model has its state for all layers at once.
             by_layer = model.base_specs[paths[0]].num_layers is not None and learner.scope == "unit"
+            num_layers = len(places[paths[0]]) if by_layer else 1
             write = None
-            for layer in range(len(places[paths[0]]) if by_layer else 1):
-                chosen = slice(layer, layer + 1) if by_layer else slice(None)
-                values = {path: _value(directory, program, path, places[path][chosen], by_layer) for path in paths}
+            for layer in range(num_layers):
+                layer_sources = slice(layer, layer + 1) if by_layer else slice(None)
+                values = {}
+                for path in paths:
+                    values[path] = _value(
+                        directory,
+                        program,
+                        path,
+                        places[path][layer_sources],
+                        by_layer,
+                    )
+                # All layers of a stack have the same shapes, so the first one's programs write the others, too.
                 write = write or _writer(program, values, by_layer)
-                for group, own in write(state, values, layer).items():
-                    state[group] |= own
+                for group, leaves in write(state, values, layer).items():
+                    state[group] |= leaves
         return program.nested(state)
 
 
+def _precise_leaves(program: Program, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Values of parameters in float32 or wider, as the leaves that the model has for them."""
+    model = program.experiment.language_model
+    paths = flatten(model.parameter_specs()).keys()
+    leaves = {}
+    for path, x in values.items():
+        leaves[path] = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    # Weights that the model does not have under their own paths are stored in fewer bits, as several leaves.
+    for path in sorted(leaves.keys() - paths):
+        assert model.lora is not None
+        assert model.lora.storage is not None
+        parts = quantize(leaves.pop(path), model.lora.storage)
+        for name, part in parts.items():
+            leaves[f"{path}/{name}"] = part
+    return leaves
+
+
+def _stored_paths(written_leaves: Nested, layer: int, is_in_parts: bool) -> dict[str, str]:
+    """{path of a leaf that is written: its path in the state}.
+
+    Args:
+        written_leaves: by group of the state and path.
+        layer: the layer's index in the stack.
+        is_in_parts: each layer of the stack has its own leaves in the state.
+    """
+    stored_paths = {}
+    for leaves in written_leaves.values():
+        for path in leaves:
+            stored_paths[path] = part_path(path, layer) if is_in_parts else path
+    return stored_paths
+
+
 def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Callable[..., Any]:
-    """(state, values of parameters, their layer) -> what the state then holds of them: copies and averages too."""
-    lora, paths = (
-        program.experiment.language_model.lora,
-        flatten(program.experiment.language_model.parameter_specs()).keys(),
-    )
+    """The function (state, values of parameters, their layer) -> the state's new leaves, copies and averages too.
+
+    Args:
+        program: the program whose state is written.
+        like: values of the same parameters, for their shapes and dtypes.
+        by_layer: the values are one layer's.
+    """
 
     def made(values: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
-        precise = {path: x.astype(jnp.promote_types(x.dtype, jnp.float32)) for path, x in values.items()}
-        for path in sorted(precise.keys() - paths):  # stored in fewer bits
-            assert lora is not None
-            assert lora.storage is not None
-            parts = quantize(precise.pop(path), lora.storage)
-            precise |= {f"{path}/{name}": part for name, part in parts.items()}
-        return program.values_of(precise, unit=by_layer)
+        leaves = _precise_leaves(program, values)
+        return program.values_of(leaves, unit=by_layer)
 
     def put(places: Nested, old: Any, values: dict[str, jax.Array], layer: jax.Array) -> Any:
         new = jax.tree.map(store_leaf, places, made(values))
         if not by_layer:
             return new
         if program.in_parts:
+            # Each layer of such a program is an array with a layer axis of length 1.
             return jax.tree.map(lambda x: x[None], new)
         return with_unit(old, new, layer)
 
-    written, runs = jax.eval_shape(made, like), dict[Any, Any]()
+    written_leaves = jax.eval_shape(made, like)
+    is_in_parts = by_layer and program.in_parts
+    # Compiled programs by the memory kinds of the leaves: a layer may lie on the host, another on the device.
+    programs_by_kinds = dict[Any, Any]()
     specs = {group: flatten(tree) for group, tree in program.layout.specs.items()}
 
     def write(state: Any, values: dict[str, jax.Array], layer: int) -> Any:
-        at = {p: part_path(p, layer) if by_layer and program.in_parts else p for own in written.values() for p in own}
-        places = {group: {path: specs[group][at[path]] for path in own} for group, own in written.items()}
+        stored_paths = _stored_paths(written_leaves, layer, is_in_parts)
+        places = {}
+        old = {}
+        for group, leaves in written_leaves.items():
+            places[group] = {path: specs[group][stored_paths[path]] for path in leaves}
+            old[group] = {path: state[group][stored_paths[path]] for path in leaves}
         kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(places))
-        if kinds not in runs:
+        if kinds not in programs_by_kinds:
             shardings = program.layout.shardings(places)
-            runs[kinds] = jax.jit(partial(put, places), donate_argnums=0, out_shardings=shardings)
-        old = {group: {path: state[group][at[path]] for path in own} for group, own in written.items()}
-        new = runs[kinds](old, values, jnp.int32(layer))
-        return {group: {at[path]: x for path, x in own.items()} for group, own in new.items()}
+            programs_by_kinds[kinds] = jax.jit(partial(put, places), donate_argnums=0, out_shardings=shardings)
+        new = programs_by_kinds[kinds](old, values, jnp.int32(layer))
+        new_leaves = {}
+        for group, leaves in new.items():
+            new_leaves[group] = {stored_paths[path]: x for path, x in leaves.items()}
+        return new_leaves
 
     return write
 
 
-def checked(directory: Directory, family: Family, model: CausalLM) -> dict[str, list[Source]]:
+def checked(
+    directory: Directory,
+    family: Family,
+    model: CausalLM,
+) -> dict[str, list[Source]]:
     """`family.places(model)`, with the names that the directory has: some leave the model's own prefix out.
 
     Raises:
-        ValueError: tensors are missing, unexpected, of another shape, or no floats; holds a table. Or the head has
-            other weights than the embedding that config.json ties it to.
+        ValueError: tensors are missing, unexpected, of another shape, or no floats; the message holds a table. Or the
+            head has other weights than the embedding that config.json ties it to.
     """
     places = family.places(model)
-    names = {source.name for sources in places.values() for source in sources} - {_HEAD}
+    names = {source.name for sources in places.values() for source in sources}
+    # A prefix is of the model without its head.
+    names.discard(_HEAD)
     if not names & directory.home.keys():
-        # A prefix is of the model without its head.
-        cut = lambda source: replace(source, name=re.sub(r"^(model|transformer)\.", "", source.name))  # noqa: E731
-        places = {path: [cut(source) for source in sources] for path, sources in places.items()}
+        places = {path: [_without_prefix(source) for source in sources] for path, sources in places.items()}
     if model.ties:
         _check_tied(directory, places["embed/token"][0].name)
-    rows, used = [], set()
+    rows = []
+    used_names = set()
     for path, sources in places.items():
         for source in sources:
-            used.add(source.name)
-            expected = source.shape(layer_shape(model.base_specs[path]))
-            if source.name not in directory.home:
-                rows.append(f"missing     {source.name} {list(expected)}")
-            elif (shape := tuple(directory.tensor(source.name).get_shape())) != expected:
-                rows.append(f"shape       {source.name} {list(shape)}, expected {list(expected)}")
-            elif (dtype := directory.tensor(source.name).get_dtype()) not in _FLOATS:
-                rows.append(f"dtype       {source.name} {dtype}, expected one of {', '.join(_FLOATS)}")
-    skip = re.compile(f"{family.ignored}|^lm_head.weight$" if model.ties else family.ignored)
-    rows += [f"unexpected  {name}" for name in sorted(directory.home.keys() - used) if not skip.search(name)]
+            used_names.add(source.name)
+            expected_shape = source.shape(layer_shape(model.base_specs[path]))
+            row = _error_row(directory, source.name, expected_shape)
+            if row is not None:
+                rows.append(row)
+    # A directory may hold the tied head a second time.
+    ignored = f"{family.ignored}|^lm_head.weight$" if model.ties else family.ignored
+    ignored_pattern = re.compile(ignored)
+    for name in sorted(directory.home.keys() - used_names):
+        if not ignored_pattern.search(name):
+            rows.append(f"unexpected  {name}")
+    if len(rows) > _MAX_ROWS:
+        rows[_MAX_ROWS:] = [f"... and {len(rows) - _MAX_ROWS} more"]
     if rows:
-        rows[20:] = [f"... and {len(rows) - 20} more"] if len(rows) > 20 else []
         raise ValueError("\n  ".join([f"{directory.path}: its tensors are not those of its config.json:", *rows]))
     return places
 
 
+def _without_prefix(source: Source) -> Source:
+    """The source in a directory of the base model alone, whose names lack the model's prefix."""
+    return replace(source, name=re.sub(r"^(model|transformer)\.", "", source.name))
+
+
+def _error_row(
+    directory: Directory,
+    name: str,
+    expected_shape: tuple[int, ...],
+) -> str | None:
+    """A line that says why a tensor cannot be loaded; None for one that can."""
+    if name not in directory.home:
+        return f"missing     {name} {list(expected_shape)}"
+    shape = tuple(directory.tensor(name).get_shape())
+    if shape != expected_shape:
+        return f"shape       {name} {list(shape)}, expected {list(expected_shape)}"
+    dtype = directory.tensor(name).get_dtype()
+    if dtype not in _FLOATS:
+        return f"dtype       {name} {dtype}, expected one of {', '.join(_FLOATS)}"
+    return None
+
+
 def _check_tied(directory: Directory, table: str) -> None:
-    """Raises ValueError: the file has a head of its own. transformers would not tie it then, whatever config.json says.
-    A band of rows is in memory at a time."""
+    """Compares a directory's head with the embedding that config.json ties it to, where it holds both.
+
+    With other weights, transformers would not tie it, whatever config.json says.
+
+    Raises:
+        ValueError: the two differ.
+    """
     if not {_HEAD, table} <= directory.home.keys():
         return
-    tensors = [directory.tensor(name) for name in (table, _HEAD)]
-    shape, head_shape = (list(tensor.get_shape()) for tensor in tensors)
+    table_tensor = directory.tensor(table)
+    head_tensor = directory.tensor(_HEAD)
+    shape = list(table_tensor.get_shape())
+    head_shape = list(head_tensor.get_shape())
+    # A band of rows is in memory at a time: of each tensor 64 MiB, at four bytes an element.
     rows_at_once = max(1, (64 << 20) // (4 * shape[-1]))
-    bands = [slice(row, min(row + rows_at_once, shape[0])) for row in range(0, shape[0], rows_at_once)]
-    if shape != head_shape or not all(np.array_equal(*(tensor[band] for tensor in tensors)) for band in bands):
+    is_equal = shape == head_shape
+    for row in range(0, shape[0], rows_at_once):
+        if not is_equal:
+            break
+        band = slice(row, min(row + rows_at_once, shape[0]))
+        is_equal = np.array_equal(table_tensor[band], head_tensor[band])
+    if not is_equal:
         raise ValueError(
             f"{directory.path}: config.json says tie_word_embeddings = true, but {_HEAD} is another than {table}; set "
             "tie_word_embeddings to false for a head of its own, or remove the tensor"
@@ -286,20 +434,44 @@ def _check_tied(directory: Directory, table: str) -> None:
 
 
 def layer_shape(spec: ParameterSpec) -> tuple[int, ...]:
-    """Of a parameter, without the axis of the layers that it may be stacked along."""
+    """The shape of a parameter, without the axis of the layers that it may be stacked along."""
     return spec.shape if spec.num_layers is None else spec.shape[1:]
 
 
-def _value(directory: Directory, program: Program, path: str, sources: list[Source], by_layer: bool) -> jax.Array:
-    """A layer's array, or a whole stack, in the directory's dtype; each process reads what its devices hold."""
+def _value(
+    directory: Directory,
+    program: Program,
+    path: str,
+    sources: list[Source],
+    by_layer: bool,
+) -> jax.Array:
+    """A layer's array, or a whole stack, in the directory's dtype; each process reads what its devices hold.
+
+    Args:
+        directory: the directory.
+        program: the program whose layout the array has.
+        path: the parameter's path.
+        sources: one for each layer of the array.
+        by_layer: the array is one layer's, without the axis of the layers.
+    """
     spec = program.experiment.language_model.base_specs[path]
-    layer, stacked = layer_shape(spec), spec.num_layers is not None and not by_layer
-    axes = spec.mesh_axes if stacked or spec.num_layers is None else spec.mesh_axes[1:]
+    shape = layer_shape(spec)
+    is_stacked = spec.num_layers is not None and not by_layer
+    axes = spec.mesh_axes
+    if spec.num_layers is not None and by_layer:
+        axes = spec.mesh_axes[1:]
+
+    def read_layer(source: Source, index: Index) -> np.ndarray:
+        tensor = directory.tensor(source.name)
+        return np.ascontiguousarray(source.take(tensor, shape, index))
 
     def read(index: Any) -> np.ndarray:
-        one = lambda source, index: np.ascontiguousarray(source.take(directory.tensor(source.name), layer, index))  # noqa: E731
-        return np.stack([one(s, index[1:]) for s in sources[index[0]]]) if stacked else one(sources[0], index)
+        if not is_stacked:
+            return read_layer(sources[0], index)
+        layers = [read_layer(source, index[1:]) for source in sources[index[0]]]
+        return np.stack(layers)
 
-    shape = (len(sources), *layer) if stacked else layer
-    sharding = program.layout.sharding(TensorSpec(shape, "float32", axes))
-    return jax.make_array_from_callback(shape, sharding, read)
+    array_shape = (len(sources), *shape) if is_stacked else shape
+    # The sharding does not depend on the dtype.
+    sharding = program.layout.sharding(TensorSpec(array_shape, "float32", axes))
+    return jax.make_array_from_callback(array_shape, sharding, read)

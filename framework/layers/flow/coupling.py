@@ -29,63 +29,103 @@ class AdditiveCoupling(Bijection):
 
     outputs_each = 1
 
-    def __init__(self, *, dim: PositiveInt, net: Config = config_for(ConvNet), flip: bool = False):
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        net: Config = config_for(ConvNet),
+        flip: bool = False,
+    ):
         if dim < 2:
             raise ValueError(f"a coupling halves the channels: expected 2 or more, given {dim}; squeeze first")
-        self.half, self.flip = dim // 2, flip
-        kept, changed = (dim - self.half, self.half) if flip else (self.half, dim - self.half)
-        self.net = net.instantiate(inputs=kept, outputs=self.outputs_each * changed)
+        self.half = dim // 2
+        self.flip = flip
+        # With an odd number of channels the second half is the larger one.
+        num_fixed = dim - self.half if flip else self.half
+        num_changed = dim - num_fixed
+        self.net = net.instantiate(inputs=num_fixed, outputs=self.outputs_each * num_changed)
 
     def children(self) -> dict[str, Layer]:
         """The net."""
         return {"net": self.net}
 
     def change(self, raw: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What becomes of the half x, given the net's output, and log_det [B]."""
-        return x + raw, jnp.zeros_like(x[:, 0, 0, 0])
+        """The new value of the half x, given the net's output, and log_det [B]."""
+        y = x + raw
+        return y, jnp.zeros_like(x[:, 0, 0, 0])
 
     def restore(self, raw: jax.Array, y: jax.Array) -> jax.Array:
         """The inverse of `change`."""
         return y - raw
 
     def _halves(self, x_BHWC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(what stays, what changes)."""
-        first, second = x_BHWC[..., : self.half], x_BHWC[..., self.half :]
+        """(the half that stays, the half that changes)."""
+        first = x_BHWC[..., : self.half]
+        second = x_BHWC[..., self.half :]
         return (second, first) if self.flip else (first, second)
 
-    def _joined(self, kept: jax.Array, changed: jax.Array) -> jax.Array:
-        return jnp.concatenate((changed, kept) if self.flip else (kept, changed), axis=-1)
+    def _joined(self, fixed: jax.Array, changed: jax.Array) -> jax.Array:
+        """The inverse of `_halves`."""
+        halves = (changed, fixed) if self.flip else (fixed, changed)
+        return jnp.concatenate(halves, axis=-1)
 
-    def _raw(self, net_weights: Nested, kept: jax.Array, ctx: Context) -> jax.Array:
-        return self.net(net_weights, kept.astype(ctx.compute_dtype), ctx.fold("net")).astype(kept.dtype)
+    def _raw(self, net_weights: Nested, fixed: jax.Array, ctx: Context) -> jax.Array:
+        """The net's output for the half that stays, in the dtype of that half."""
+        # The net computes in the compute dtype, while x is float32 at least.
+        net_input = fixed.astype(ctx.compute_dtype)
+        raw = self.net(net_weights, net_input, ctx.fold("net"))
+        return raw.astype(fixed.dtype)
 
-    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self,
+        weights: Nested,
+        x_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """See Invertible."""
-        kept, changed = self._halves(x_BHWC)
-        y, log_det = self.change(self._raw(weights["net"], kept, ctx), changed)
-        return self._joined(kept, y), log_det
+        fixed, changed = self._halves(x_BHWC)
+        raw = self._raw(weights["net"], fixed, ctx)
+        y, log_det = self.change(raw, changed)
+        return self._joined(fixed, y), log_det
 
-    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def inverse(
+        self,
+        weights: Nested,
+        y_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """See Invertible."""
-        kept, changed = self._halves(y_BHWC)
-        raw = self._raw(weights["net"], kept, ctx)
+        fixed, changed = self._halves(y_BHWC)
+        raw = self._raw(weights["net"], fixed, ctx)
         x = self.restore(raw, changed)
-        return self._joined(kept, x), self.change(raw, x)[1]
+        x_BHWC = self._joined(fixed, x)
+        _, log_det = self.change(raw, x)
+        return x_BHWC, log_det
 
     def reverse(
         self, weights: Nested, carry: Carry, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
     ) -> tuple[Carry, Nested, Carry]:
-        """See Reversible. The net is evaluated once: what stays is the same before and after, so one pass gives both
-        the inverse and what the gradient needs."""
-        kept, changed = self._halves(carry["x"])
-        raw, pull_net = jax.vjp(lambda net_weights, kept: self._raw(net_weights, kept, ctx), weights["net"], kept)
+        """See Reversible. The net is evaluated once."""
+        # The net's input is the same before and after the layer, so one pass through the net gives
+        # both the inverse and what the gradient needs.
+        carry_ct, _ = cts
+        fixed, changed = self._halves(carry["x"])
+
+        def net(net_weights: Nested, fixed: jax.Array) -> jax.Array:
+            return self._raw(net_weights, fixed, ctx)
+
+        raw, pull_net = jax.vjp(net, weights["net"], fixed)
         x = self.restore(raw, changed)
         (_, log_det), pull = jax.vjp(self.change, raw, x)
-        ct_kept, ct_changed = self._halves(cts[0]["x"])
-        ct_raw, ct_x = pull((ct_changed, cts[0]["log_det"]))
-        grads, more = pull_net(ct_raw)
-        before = {**carry, "x": self._joined(kept, x), "log_det": carry["log_det"] - log_det}
-        return before, {"net": grads}, {**cts[0], "x": self._joined(ct_kept + more, ct_x)}
+        fixed_ct, changed_ct = self._halves(carry_ct["x"])
+        raw_ct, x_ct = pull((changed_ct, carry_ct["log_det"]))
+        net_grads, net_input_ct = pull_net(raw_ct)
+        input_x = self._joined(fixed, x)
+        input_carry = {**carry, "x": input_x, "log_det": carry["log_det"] - log_det}
+        # The half that stays is both passed on and read by the net.
+        input_x_ct = self._joined(fixed_ct + net_input_ct, x_ct)
+        input_ct = {**carry_ct, "x": input_x_ct}
+        return input_carry, {"net": net_grads}, input_ct
 
 
 @component
@@ -111,13 +151,15 @@ class AffineCoupling(AdditiveCoupling):
         self.bound = bound
 
     def _shift_and_log_scale(self, raw: jax.Array) -> tuple[jax.Array, jax.Array]:
-        shift, free = jnp.split(raw, 2, axis=-1)
-        return shift, self.bound * jnp.tanh(free / self.bound)
+        shift, unbounded = jnp.split(raw, 2, axis=-1)
+        log_scale = self.bound * jnp.tanh(unbounded / self.bound)
+        return shift, log_scale
 
     def change(self, raw: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See AdditiveCoupling."""
         shift, log_scale = self._shift_and_log_scale(raw)
-        return x * jnp.exp(log_scale) + shift, sum_each(log_scale)
+        y = x * jnp.exp(log_scale) + shift
+        return y, sum_each(log_scale)
 
     def restore(self, raw: jax.Array, y: jax.Array) -> jax.Array:
         """See AdditiveCoupling."""

@@ -34,66 +34,119 @@ class Preprocess(Invertible):
     def __init__(self, *, levels: PositiveInt, alpha: Fraction = 0.05):
         if alpha >= 0.5:
             raise ValueError(f"alpha: expected less than 0.5, given {alpha}")
-        self.levels, self.alpha = levels, alpha
+        self.levels = levels
+        self.alpha = alpha
 
-    def apply(self, weights: Nested, carry: None, ctx: Context, layer_state: Nested) -> tuple[Carry, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: None,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[Carry, Out]:
         """ctx.batch["images"] -> the carry; u depends on the image's row and, in training, on the step."""
         images = ctx.batch["images"]
-        images = ctx.constrain(images, BATCH_AXES, *(None,) * (images.ndim - 1))
+        inner_axes = (None,) * (images.ndim - 1)
+        images = ctx.constrain(images, BATCH_AXES, *inner_axes)
+        # float32 even where the nets compute in bfloat16, whose 8 bits cannot hold the noise.
         dtype = wide(ctx).compute_dtype
         keys = row_keys(ctx, "dequantize", images.shape[0])
-        noise = jax.vmap(lambda key: jax.random.uniform(key, images.shape[1:], dtype))(keys)
-        x, log_det = self.forward(weights, images.astype(dtype) + noise, ctx)
+
+        def draw_noise(key: jax.Array) -> jax.Array:
+            return jax.random.uniform(key, images.shape[1:], dtype)
+
+        noise = jax.vmap(draw_noise)(keys)
+        dequantized = images.astype(dtype) + noise
+        x, log_det = self.forward(weights, dequantized, ctx)
         return {"x": x, "log_det": log_det, "log_prior": jnp.zeros_like(log_det)}, Out()
 
-    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self,
+        weights: Nested,
+        x_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """x_BHWC in [0, levels], dequantized."""
         unit = x_BHWC / self.levels
-        levels = jnp.full_like(x_BHWC[:, 0, 0, 0], -math.prod(x_BHWC.shape[1:]) * math.log(self.levels))
+        num_values = math.prod(x_BHWC.shape[1:])
+        # Division by the number of levels, for each value.
+        scale_log_det = jnp.full_like(x_BHWC[:, 0, 0, 0], -num_values * math.log(self.levels))
         if not self.alpha:
-            return unit - 0.5, levels
+            return unit - 0.5, scale_log_det
         unit = self.alpha + (1.0 - 2.0 * self.alpha) * unit
+        # logit'(u) = 1 / (u (1 - u)).
         slopes = math.log(1.0 - 2.0 * self.alpha) - jnp.log(unit) - jnp.log1p(-unit)
-        return jnp.log(unit) - jnp.log1p(-unit), levels + sum_each(slopes)
+        logit = jnp.log(unit) - jnp.log1p(-unit)
+        return logit, scale_log_det + sum_each(slopes)
 
-    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def inverse(
+        self,
+        weights: Nested,
+        y_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """x_BHWC: within [0, levels] where y is the image of such an x."""
-        unit = (jax.nn.sigmoid(y_BHWC) - self.alpha) / (1.0 - 2.0 * self.alpha) if self.alpha else y_BHWC + 0.5
+        if self.alpha:
+            unit = (jax.nn.sigmoid(y_BHWC) - self.alpha) / (1.0 - 2.0 * self.alpha)
+        else:
+            unit = y_BHWC + 0.5
         x = unit * self.levels
-        return x, self.forward(weights, x, ctx)[1]
+        _, log_det = self.forward(weights, x, ctx)
+        return x, log_det
 
 
 class Gaussian(Layer):
-    """A stage at which some or all of x leaves for its prior, a Gaussian; standardized by that it is a latent."""
+    """A stage at which some or all of x leaves for its prior, a Gaussian. Standardized by the prior, it is a latent."""
 
-    def moments(self, weights: Nested, kept: Any, ctx: Context) -> tuple[Any, Any]:
-        """Mean and log_std of what leaves, given what stays."""
+    def moments(self, weights: Nested, remaining: Any, ctx: Context) -> tuple[Any, Any]:
+        """Mean and log_std of the part that leaves, given the part that stays."""
         raise NotImplementedError
 
     def halves(self, x_BHWC: jax.Array) -> tuple[Any, jax.Array]:
-        """(what stays, what leaves)."""
+        """(the part that stays, the part that leaves)."""
         return None, x_BHWC
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """In float32: the density is computed with these."""
+        """Prepares in float32: the density is computed with these weights."""
         return super().prepare(params, wide(ctx))
 
-    def log_prior(self, weights: Nested, carry: Carry, ctx: Context) -> tuple[Any, jax.Array]:
-        """(what stays, the carry's log_prior [B] and the log-density of what leaves)."""
-        kept, gone = self.halves(carry["x"])
-        return kept, carry["log_prior"] + log_normal(gone, *self.moments(weights, kept, ctx))
+    def log_prior(
+        self,
+        weights: Nested,
+        carry: Carry,
+        ctx: Context,
+    ) -> tuple[Any, jax.Array]:
+        """(the part that stays, the carry's log_prior [B] plus the log-density of the part that leaves)."""
+        remaining, leaving = self.halves(carry["x"])
+        prior_sum = carry["log_prior"]
+        mean, log_std = self.moments(weights, remaining, ctx)
+        return remaining, prior_sum + log_normal(leaving, mean, log_std)
 
-    def encode(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[Any, jax.Array]:
-        """x -> (what stays, latent)."""
-        kept, gone = self.halves(x_BHWC)
-        mean, log_std = self.moments(weights, kept, ctx)
-        return kept, (gone - mean) * jnp.exp(-log_std)
+    def encode(
+        self,
+        weights: Nested,
+        x_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[Any, jax.Array]:
+        """x -> (the part that stays, latent)."""
+        remaining, leaving = self.halves(x_BHWC)
+        mean, log_std = self.moments(weights, remaining, ctx)
+        latent = (leaving - mean) * jnp.exp(-log_std)
+        return remaining, latent
 
-    def decode(self, weights: Nested, kept: Any, latent: jax.Array, ctx: Context) -> jax.Array:
+    def decode(
+        self,
+        weights: Nested,
+        remaining: Any,
+        latent: jax.Array,
+        ctx: Context,
+    ) -> jax.Array:
         """The inverse of `encode`."""
-        mean, log_std = self.moments(weights, kept, ctx)
-        gone = mean + jnp.exp(log_std) * latent
-        return gone if kept is None else jnp.concatenate([kept, gone], axis=-1)
+        mean, log_std = self.moments(weights, remaining, ctx)
+        leaving = mean + jnp.exp(log_std) * latent
+        if remaining is None:
+            return leaving
+        return jnp.concatenate([remaining, leaving], axis=-1)
 
 
 @component
@@ -109,26 +162,40 @@ class Split(Gaussian):
         if dim < 2:
             raise ValueError(f"a split halves the channels: expected 2 or more, given {dim}")
         self.kept = dim // 2
-        self.conv = Conv(inputs=self.kept, outputs=2 * (dim - self.kept), zero=True) if learned else None
+        num_leaving = dim - self.kept
+        # It starts at zero, so that the prior starts as a standard Gaussian.
+        self.conv = Conv(inputs=self.kept, outputs=2 * num_leaving, zero=True) if learned else None
 
     def children(self) -> dict[str, Layer]:
         """The learned prior's convolution."""
         return {} if self.conv is None else {"conv": self.conv}
 
-    def moments(self, weights: Nested, kept: Any, ctx: Context) -> tuple[Any, Any]:
+    def moments(self, weights: Nested, remaining: Any, ctx: Context) -> tuple[Any, Any]:
         """See Gaussian."""
-        raw = jnp.zeros(2, kept.dtype) if self.conv is None else self.conv(weights["conv"], kept, ctx)
+        # Two zeros split into one mean and one log_std, which broadcast over all channels.
+        if self.conv is None:
+            raw = jnp.zeros(2, remaining.dtype)
+        else:
+            raw = self.conv(weights["conv"], remaining, ctx)
         mean, log_std = jnp.split(raw, 2, axis=-1)
         return mean, log_std
 
     def halves(self, x_BHWC: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See Gaussian."""
-        return x_BHWC[..., : self.kept], x_BHWC[..., self.kept :]
+        remaining = x_BHWC[..., : self.kept]
+        leaving = x_BHWC[..., self.kept :]
+        return remaining, leaving
 
-    def apply(self, weights: Nested, carry: Carry, ctx: Context, layer_state: Nested) -> tuple[Carry, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: Carry,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[Carry, Out]:
         """The carry with half the channels."""
-        kept, log_prior = self.log_prior(weights, carry, ctx)
-        return {**carry, "x": kept, "log_prior": log_prior}, Out()
+        x, log_prior = self.log_prior(weights, carry, ctx)
+        return {**carry, "x": x, "log_prior": log_prior}, Out()
 
 
 @component
@@ -141,26 +208,54 @@ class Prior(Gaussian):
         learned: whether mean and log_std of each value are learned; else they are 0.
     """
 
-    def __init__(self, *, shape: tuple[int, int, int], dims: PositiveInt, learned: bool = True):
-        self.shape, self.dims, self.learned = tuple(shape), dims, learned
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, int, int],
+        dims: PositiveInt,
+        learned: bool = True,
+    ):
+        self.shape = tuple(shape)
+        self.dims = dims
+        self.learned = learned
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """mean and log_std [H, W, C]."""
+        if not self.learned:
+            return {}
         spec = ParameterSpec(self.shape, "float32", roles=("position", "position", "channel"))
-        return {"mean": spec, "log_std": spec} if self.learned else {}
+        return {"mean": spec, "log_std": spec}
 
-    def moments(self, weights: Nested, kept: None, ctx: Context) -> tuple[Any, Any]:
+    def moments(
+        self,
+        weights: Nested,
+        remaining: None,
+        ctx: Context,
+    ) -> tuple[Any, Any]:
         """See Gaussian."""
         zero = jnp.zeros((), wide(ctx).compute_dtype)
-        return (weights["mean"], weights["log_std"]) if self.learned else (zero, zero)
+        if not self.learned:
+            return zero, zero
+        return weights["mean"], weights["log_std"]
 
-    def apply(self, weights: Nested, carry: Carry, ctx: Context, layer_state: Nested) -> tuple[None, Out]:
+    def apply(
+        self,
+        weights: Nested,
+        carry: Carry,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[None, Out]:
         """loss = sum_b weights * nll / ctx.num_targets / dims: nats per dimension in training. So are the metrics
         nll = -(log_det + log_prior), log_det and log_prior; in evaluation (num_targets = 1) they are sums over images.
         """
         assert ctx.num_targets is not None
         _, log_prior = self.log_prior(weights, carry, ctx)
-        each = {"nll": -(carry["log_det"] + log_prior), "log_det": carry["log_det"], "log_prior": log_prior}
+        image_values = {
+            "nll": -(carry["log_det"] + log_prior),
+            "log_det": carry["log_det"],
+            "log_prior": log_prior,
+        }
+        # Padding images have the weight 0.
         share = ctx.batch["weights"] / (ctx.num_targets * self.dims)
-        metrics = {name: jnp.sum(share * value) for name, value in each.items()}
+        metrics = {name: jnp.sum(share * value) for name, value in image_values.items()}
         return None, Out(loss=metrics["nll"], metrics=metrics)

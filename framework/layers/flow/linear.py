@@ -17,6 +17,7 @@ from framework.layers.base import Context
 from framework.layers.flow.base import Bijection
 from framework.layout import Nested, ParameterSpec
 
+# A channel that is constant in the first batch would be scaled without bound.
 SMALLEST_STD = 1e-3
 
 
@@ -33,22 +34,38 @@ class ActNorm(Bijection):
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """bias and log_scale [C], zeros before calibration."""
-        return {name: ParameterSpec((self.dim,), "float32", roles=("channel",)) for name in ("bias", "log_scale")}
+        spec = ParameterSpec((self.dim,), "float32", roles=("channel",))
+        return {"bias": spec, "log_scale": spec}
 
-    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self,
+        weights: Nested,
+        x_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """log_det = H W sum(log_scale)."""
-        y = (x_BHWC + weights["bias"]) * jnp.exp(weights["log_scale"])
-        return y, _everywhere(x_BHWC, weights["log_scale"])
+        log_scale = weights["log_scale"]
+        y = (x_BHWC + weights["bias"]) * jnp.exp(log_scale)
+        return y, _everywhere(x_BHWC, log_scale)
 
-    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def inverse(
+        self,
+        weights: Nested,
+        y_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """See Invertible."""
-        x = y_BHWC * jnp.exp(-weights["log_scale"]) - weights["bias"]
-        return x, _everywhere(x, weights["log_scale"])
+        log_scale = weights["log_scale"]
+        x = y_BHWC * jnp.exp(-log_scale) - weights["bias"]
+        return x, _everywhere(x, log_scale)
 
     def calibrate(self, params: Nested, x_BHWC: jax.Array) -> Nested:
         """Parameters with which this very x leaves with mean 0 and variance 1."""
-        mean, std = jnp.mean(x_BHWC, axis=(0, 1, 2)), jnp.std(x_BHWC, axis=(0, 1, 2))
-        return {"bias": -mean, "log_scale": -jnp.log(jnp.maximum(std, SMALLEST_STD))}
+        mean = jnp.mean(x_BHWC, axis=(0, 1, 2))
+        std = jnp.std(x_BHWC, axis=(0, 1, 2))
+        bias = -mean
+        log_scale = -jnp.log(jnp.maximum(std, SMALLEST_STD))
+        return {"bias": bias, "log_scale": log_scale}
 
 
 @component
@@ -65,7 +82,8 @@ class InvertibleConv(Bijection):
     """
 
     def __init__(self, *, dim: PositiveInt, fixed: Literal["rotation", "permutation"] = "rotation"):
-        self.dim, self.fixed = dim, fixed
+        self.dim = dim
+        self.fixed = fixed
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """lower, upper [C, C] (of which only the triangles are used), log_scale [C]; fixed [C, C], frozen."""
@@ -73,31 +91,55 @@ class InvertibleConv(Bijection):
         def permutation(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             return jax.random.permutation(key, jnp.eye(self.dim, dtype=dtype))
 
-        draw = jax.nn.initializers.orthogonal() if self.fixed == "rotation" else permutation
+        rotation = jax.nn.initializers.orthogonal()
+        draw = rotation if self.fixed == "rotation" else permutation
         square = ParameterSpec((self.dim, self.dim), "float32", roles=("out", "in"))
+        log_scale = ParameterSpec((self.dim,), "float32", roles=("channel",))
+        # A step of an optimizer would not keep R orthogonal, and its inverse is its transpose.
+        frozen = replace(square, initializer=draw, trainable=False)
         return {
             "lower": square,
             "upper": square,
-            "log_scale": ParameterSpec((self.dim,), "float32", roles=("channel",)),
-            "fixed": replace(square, initializer=draw, trainable=False),
+            "log_scale": log_scale,
+            "fixed": frozen,
         }
 
     def _factors(self, weights: Nested) -> tuple[jax.Array, jax.Array]:
+        """L and U + diag(exp(log_scale)), [C, C] each."""
         eye = jnp.eye(self.dim, dtype=weights["lower"].dtype)
-        return jnp.tril(weights["lower"], -1) + eye, jnp.triu(weights["upper"], 1) + eye * jnp.exp(weights["log_scale"])
+        lower = jnp.tril(weights["lower"], -1) + eye
+        upper = jnp.triu(weights["upper"], 1) + eye * jnp.exp(weights["log_scale"])
+        return lower, upper
 
-    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self,
+        weights: Nested,
+        x_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """log_det = H W sum(log_scale). Products are exact to float32, as the inverse is."""
         lower, upper = self._factors(weights)
         matrix = jnp.linalg.multi_dot([weights["fixed"], lower, upper], precision="highest")
         y = jnp.einsum("bhwc,dc->bhwd", x_BHWC, matrix, precision="highest")
         return y, _everywhere(x_BHWC, weights["log_scale"])
 
-    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def inverse(
+        self,
+        weights: Nested,
+        y_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """See Invertible."""
         lower, upper = self._factors(weights)
-        half = jax.scipy.linalg.solve_triangular(lower, weights["fixed"].T, lower=True, unit_diagonal=True)
-        matrix = jax.scipy.linalg.solve_triangular(upper, half)
+        rotation_inverse = weights["fixed"].T
+        half_solved = jax.scipy.linalg.solve_triangular(
+            lower,
+            rotation_inverse,
+            lower=True,
+            unit_diagonal=True,
+        )
+        matrix = jax.scipy.linalg.solve_triangular(upper, half_solved)
+        # In full float32, which TPUs and GPUs do not multiply in by default.
         x = jnp.einsum("bhwc,dc->bhwd", y_BHWC, matrix, precision="highest")
         return x, _everywhere(x, weights["log_scale"])
 
@@ -116,39 +158,75 @@ class Permutation(Bijection):
         seed: of the shuffle.
     """
 
-    def __init__(self, *, dim: PositiveInt, kind: Literal["reverse", "shuffle"] = "reverse", seed: Seed = 0):
-        self.order = np.arange(dim)[::-1] if kind == "reverse" else np.random.default_rng(seed).permutation(dim)
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        kind: Literal["reverse", "shuffle"] = "reverse",
+        seed: Seed = 0,
+    ):
+        # A numpy array is a constant of the program: it has no gradient and is not saved.
+        if kind == "reverse":
+            self.order = np.arange(dim)[::-1]
+        else:
+            self.order = np.random.default_rng(seed).permutation(dim)
 
-    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self,
+        weights: Nested,
+        x_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """log_det = 0."""
-        return x_BHWC[..., self.order], jnp.zeros_like(x_BHWC[:, 0, 0, 0])
+        y = x_BHWC[..., self.order]
+        return y, jnp.zeros_like(x_BHWC[:, 0, 0, 0])
 
-    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def inverse(
+        self,
+        weights: Nested,
+        y_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """See Invertible."""
-        return y_BHWC[..., np.argsort(self.order)], jnp.zeros_like(y_BHWC[:, 0, 0, 0])
+        x = y_BHWC[..., np.argsort(self.order)]
+        return x, jnp.zeros_like(y_BHWC[:, 0, 0, 0])
 
 
 @component
 class Squeeze(Bijection):
     """[B, H, W, C] -> [B, H/2, W/2, 4C]: squares of 2 x 2 become channels."""
 
-    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self,
+        weights: Nested,
+        x_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """log_det = 0. Raises ValueError when H or W is odd."""
         batch, height, width, channels = x_BHWC.shape
         if height % 2 or width % 2:
             raise ValueError(f"squeeze: expected an even height and width, given {height} x {width}")
-        x = x_BHWC.reshape(batch, height // 2, 2, width // 2, 2, channels)
-        y = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, height // 2, width // 2, 4 * channels)
+        squares = x_BHWC.reshape(batch, height // 2, 2, width // 2, 2, channels)
+        squares = squares.transpose(0, 1, 3, 2, 4, 5)
+        y = squares.reshape(batch, height // 2, width // 2, 4 * channels)
         return y, jnp.zeros_like(x_BHWC[:, 0, 0, 0])
 
-    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def inverse(
+        self,
+        weights: Nested,
+        y_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """See Invertible."""
         batch, height, width, channels = y_BHWC.shape
-        y = y_BHWC.reshape(batch, height, width, 2, 2, channels // 4).transpose(0, 1, 3, 2, 4, 5)
-        return y.reshape(batch, 2 * height, 2 * width, channels // 4), jnp.zeros_like(y_BHWC[:, 0, 0, 0])
+        squares = y_BHWC.reshape(batch, height, width, 2, 2, channels // 4)
+        squares = squares.transpose(0, 1, 3, 2, 4, 5)
+        x = squares.reshape(batch, 2 * height, 2 * width, channels // 4)
+        return x, jnp.zeros_like(y_BHWC[:, 0, 0, 0])
 
 
 def _everywhere(x_BHWC: jax.Array, log_scale_C: jax.Array) -> jax.Array:
     """[B]: the log-determinant of a scale by channel that is applied at each position."""
-    _, height, width, _ = x_BHWC.shape
-    return jnp.broadcast_to(height * width * jnp.sum(log_scale_C), x_BHWC.shape[:1])
+    batch, height, width, _ = x_BHWC.shape
+    log_det = height * width * jnp.sum(log_scale_C)
+    return jnp.broadcast_to(log_det, (batch,))

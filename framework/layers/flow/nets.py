@@ -29,7 +29,14 @@ class Conv(Layer):
         zero: whether the weight begins at zero; else by He et al. 2015 (arXiv 1502.01852).
     """
 
-    def __init__(self, *, inputs: PositiveInt, outputs: PositiveInt, kernel: PositiveInt = 3, zero: bool = False):
+    def __init__(
+        self,
+        *,
+        inputs: PositiveInt,
+        outputs: PositiveInt,
+        kernel: PositiveInt = 3,
+        zero: bool = False,
+    ):
         self.shape = (kernel, kernel, inputs, outputs)
         self.init = jax.nn.initializers.zeros if zero else jax.nn.initializers.he_normal()
 
@@ -37,7 +44,12 @@ class Conv(Layer):
         """weight [K, K, inputs, outputs], bias [outputs]."""
         roles = ("kernel", "kernel", "in", "out")
         return {
-            "weight": ParameterSpec(self.shape, "float32", initializer=self.init, roles=roles),
+            "weight": ParameterSpec(
+                self.shape,
+                "float32",
+                initializer=self.init,
+                roles=roles,
+            ),
             "bias": ParameterSpec(self.shape[3:], "float32", roles=("out",)),
         }
 
@@ -52,30 +64,41 @@ class Conv(Layer):
 
 
 def convolve(weight: jax.Array, x_BHWC: jax.Array) -> jax.Array:
-    """x_BHWC * weight [K, K, C, D], zeros around x.
+    """x_BHWC * weight [K, K, C, D] -> [B, H, W, D], with zeros around x.
 
-    As one matrix product: of the neighbors' channels beside each other, or, where D is less than C, with all neighbors'
-    results beside each other. XLA for CPU runs its convolutions ten times slower in the loop over a stack than outside.
+    It is computed as one matrix product: of the neighbors' channels beside each other, or, where D is less than C, with
+    the results of all neighbors beside each other.
     """
-    (size, _, inputs, outputs), (_, height, width, _) = weight.shape, x_BHWC.shape
-    margin, corners = ((size - 1) // 2, size // 2), [(i, j) for i in range(size) for j in range(size)]
+    # XLA for CPU runs its convolutions ten times slower in the loop over a stack than outside.
+    size, _, inputs, outputs = weight.shape
+    _, height, width, _ = x_BHWC.shape
+    # "Same" padding of an even kernel has one zero more at the end.
+    margin = ((size - 1) // 2, size // 2)
+    corners = [(i, j) for i in range(size) for j in range(size)]
 
     def shifted(x: jax.Array) -> list[jax.Array]:
         padded = jnp.pad(x, ((0, 0), margin, margin, (0, 0)))
         return [padded[:, i : i + height, j : j + width] for i, j in corners]
 
     if inputs <= outputs:
-        return jnp.concatenate(shifted(x_BHWC), axis=-1) @ weight.reshape(-1, outputs)
-    products = x_BHWC @ weight.transpose(2, 0, 1, 3).reshape(inputs, -1)
-    return sum(y[..., n * outputs : (n + 1) * outputs] for n, y in enumerate(shifted(products)))  # type: ignore
+        neighbors = jnp.concatenate(shifted(x_BHWC), axis=-1)
+        return neighbors @ weight.reshape(-1, outputs)
+    columns = weight.transpose(2, 0, 1, 3).reshape(inputs, -1)
+    products = x_BHWC @ columns
+    # A window of the products for each place in the kernel; only that place's columns are used.
+    slices = (y[..., n * outputs : (n + 1) * outputs] for n, y in enumerate(shifted(products)))
+    return sum(slices)  # type: ignore
 
 
 def with_coordinates(x_BHWC: jax.Array) -> jax.Array:
     """x with two more channels: row and column, from -1 to 1 (Liu et al. 2018, arXiv 1807.03247)."""
     batch, height, width, _ = x_BHWC.shape
-    grid = jnp.meshgrid(jnp.linspace(-1, 1, height), jnp.linspace(-1, 1, width), indexing="ij")
+    rows = jnp.linspace(-1, 1, height)
+    columns = jnp.linspace(-1, 1, width)
+    grid = jnp.meshgrid(rows, columns, indexing="ij")
     grid_HW2 = jnp.stack(grid, axis=-1).astype(x_BHWC.dtype)
-    return jnp.concatenate([x_BHWC, jnp.broadcast_to(grid_HW2, (batch, height, width, 2))], axis=-1)
+    coordinates = jnp.broadcast_to(grid_HW2, (batch, height, width, 2))
+    return jnp.concatenate([x_BHWC, coordinates], axis=-1)
 
 
 @component
@@ -99,6 +122,7 @@ class ConvNet(Layer):
         dropout: Fraction = 0.0,
     ):
         self.dropout = dropout
+        # Two more inputs, which are the coordinates.
         self.first = Conv(inputs=inputs + 2, outputs=hidden, kernel=kernel)
         self.middle = Conv(inputs=hidden, outputs=hidden, kernel=1)
         self.last = Conv(inputs=hidden, outputs=outputs, kernel=kernel, zero=True)
@@ -109,9 +133,11 @@ class ConvNet(Layer):
 
     def __call__(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
         """[B, H, W, inputs] -> [B, H, W, outputs]."""
-        h = jax.nn.gelu(self.first(weights["first"], with_coordinates(x_BHWC), ctx))
+        net_input = with_coordinates(x_BHWC)
+        h = jax.nn.gelu(self.first(weights["first"], net_input, ctx))
         h = jax.nn.gelu(self.middle(weights["middle"], h, ctx))
-        return self.last(weights["last"], ctx.dropout(h, self.dropout, "hidden"), ctx)
+        h = ctx.dropout(h, self.dropout, "hidden")
+        return self.last(weights["last"], h, ctx)
 
 
 @component
@@ -141,21 +167,22 @@ class AttentionNet(Layer):
                 f"num_heads = {num_heads} does not divide hidden = {hidden}; "
                 f"nearest: {nearest_divisors(hidden, num_heads)}"
             )
-        self.num_heads, self.hidden, self.dropout = num_heads, hidden, dropout
-        into = config_for(jax.nn.initializers.lecun_normal)
+        self.num_heads = num_heads
+        self.hidden = hidden
+        self.dropout = dropout
+        lecun = config_for(jax.nn.initializers.lecun_normal)
+        zeros = config_for(jax.nn.initializers.constant, value=0.0)
         self.layers: dict[str, Any] = {
-            "first": Linear(inputs=inputs + 2, outputs=hidden, bias=True, init=into),
+            "first": Linear(inputs=inputs + 2, outputs=hidden, bias=True, init=lecun),
             "attention_norm": RMSNorm(dim=hidden),
-            "query": Linear(inputs=hidden, outputs=hidden, init=into),
-            "key": Linear(inputs=hidden, outputs=hidden, init=into),
-            "value": Linear(inputs=hidden, outputs=hidden, init=into),
-            "output": Linear(inputs=hidden, outputs=hidden, init=into),
+            "query": Linear(inputs=hidden, outputs=hidden, init=lecun),
+            "key": Linear(inputs=hidden, outputs=hidden, init=lecun),
+            "value": Linear(inputs=hidden, outputs=hidden, init=lecun),
+            "output": Linear(inputs=hidden, outputs=hidden, init=lecun),
             "mlp_norm": RMSNorm(dim=hidden),
             "mlp": mlp.instantiate(dim=hidden),
             "last_norm": RMSNorm(dim=hidden),
-            "last": Linear(
-                inputs=hidden, outputs=outputs, bias=True, init=config_for(jax.nn.initializers.constant, value=0.0)
-            ),
+            "last": Linear(inputs=hidden, outputs=outputs, bias=True, init=zeros),
         }
 
     def children(self) -> dict[str, Layer]:
@@ -169,16 +196,25 @@ class AttentionNet(Layer):
             return self.layers[name](weights[name], x, ctx)
 
         batch, height, width, _ = x_BHWC.shape
-        h_BSD = run("first", with_coordinates(x_BHWC).reshape(batch, height * width, -1))
-        normed = run("attention_norm", h_BSD)
-        q, k, v = (run(n, normed).reshape(batch, height * width, self.num_heads, -1) for n in ("query", "key", "value"))
-        mix_BNST = jax.nn.softmax(jnp.einsum("bsnh,btnh->bnst", q, k) * q.shape[-1] ** -0.5, axis=-1)
-        attended = run("output", jnp.einsum("bnst,btnh->bsnh", mix_BNST, v).reshape(h_BSD.shape))
+        positions = height * width
+        x_BSD = with_coordinates(x_BHWC).reshape(batch, positions, -1)
+        h_BSD = run("first", x_BSD)
+        normed_BSD = run("attention_norm", h_BSD)
+        q = run("query", normed_BSD).reshape(batch, positions, self.num_heads, -1)
+        k = run("key", normed_BSD).reshape(batch, positions, self.num_heads, -1)
+        v = run("value", normed_BSD).reshape(batch, positions, self.num_heads, -1)
+        # Images are small: all logits exist at once, and no kernel is needed.
+        logits_BNST = jnp.einsum("bsnh,btnh->bnst", q, k) * q.shape[-1] ** -0.5
+        mix_BNST = jax.nn.softmax(logits_BNST, axis=-1)
+        mixed_values = jnp.einsum("bnst,btnh->bsnh", mix_BNST, v).reshape(h_BSD.shape)
+        attended = run("output", mixed_values)
         h_BSD = h_BSD + ctx.dropout(attended, self.dropout, "attention")
-        mixed, _ = self.layers["mlp"].apply(weights["mlp"], run("mlp_norm", h_BSD), ctx, {})
-        h_BSD = h_BSD + ctx.dropout(mixed, self.dropout, "mlp")
-        return run("last", run("last_norm", h_BSD)).reshape(batch, height, width, -1)
+        mlp_input = run("mlp_norm", h_BSD)
+        mlp_output, _ = self.layers["mlp"].apply(weights["mlp"], mlp_input, ctx, {})
+        h_BSD = h_BSD + ctx.dropout(mlp_output, self.dropout, "mlp")
+        y_BSD = run("last", run("last_norm", h_BSD))
+        return y_BSD.reshape(batch, height, width, -1)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """The projections, and 4 hidden for each of the other positions."""
+        """The projections, and 4 * hidden operations for each position that is attended to."""
         return super().flops_per_token(seq_len) + 4.0 * self.hidden * seq_len

@@ -17,6 +17,9 @@ from framework.layers.flow.base import Invertible, row_keys, sum_each, wide
 from framework.layers.flow.nets import Conv, convolve, with_coordinates
 from framework.layout import Nested, fold_in_name
 
+# The state of a loop.
+Arrays3 = tuple[jax.Array, jax.Array, jax.Array]
+
 
 @component
 class ResidualBlock(Invertible):
@@ -62,9 +65,14 @@ class ResidualBlock(Invertible):
         tolerance: PositiveFloat = 1e-6,
         max_iterations: PositiveInt = 200,
     ):
-        self.coefficient, self.size, self.power_iterations = coefficient, size, power_iterations
-        self.exact, self.terms, self.exact_dims = log_det == "exact", terms, exact_dims
-        self.tolerance, self.max_iterations = tolerance, max_iterations
+        self.coefficient = coefficient
+        self.size = size
+        self.power_iterations = power_iterations
+        self.exact = log_det == "exact"
+        self.terms = terms
+        self.exact_dims = exact_dims
+        self.tolerance = tolerance
+        self.max_iterations = max_iterations
         self.convs = {
             "first": Conv(inputs=dim + 2, outputs=hidden, kernel=kernel),
             "middle": Conv(inputs=hidden, outputs=hidden, kernel=1),
@@ -76,23 +84,36 @@ class ResidualBlock(Invertible):
         return dict(self.convs)
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
-        """Weights in float32, divided by what their spectral norm has too much."""
+        """Weights in float32, divided where their spectral norm is too large."""
         weights = super().prepare(params, wide(ctx))
-        return {name: {**own, "weight": self._contracting(own["weight"])} for name, own in weights.items()}
+        contracting = {}
+        for name, conv_weights in weights.items():
+            weight = self._contracting(conv_weights["weight"])
+            contracting[name] = {**conv_weights, "weight": weight}
+        return contracting
 
     def _contracting(self, weight: jax.Array) -> jax.Array:
-        fixed = jax.lax.stop_gradient(weight)
-        start = jax.random.normal(jax.random.key(0), (1, self.size, self.size, weight.shape[2]), weight.dtype)
+        """The kernel [K, K, C, D], divided so that its spectral norm is at most `coefficient`."""
+        # The iteration is not differentiated: the gradient of the norm is that of u^T W v at the
+        # vectors it finds.
+        constant_weight = jax.lax.stop_gradient(weight)
+        shape = (1, self.size, self.size, weight.shape[2])
+        start = jax.random.normal(jax.random.key(0), shape, weight.dtype)
 
         def step(v: jax.Array, _: None) -> tuple[jax.Array, None]:
-            u, pull = jax.vjp(lambda v: convolve(fixed, v), v)
+            # The transpose of a linear map is its pullback.
+            u, pull = jax.vjp(lambda v: convolve(constant_weight, v), v)
             (v,) = pull(u)
             return v / jnp.linalg.norm(v), None
 
-        v, _ = jax.lax.scan(step, start / jnp.linalg.norm(start), length=self.power_iterations)
-        u = convolve(fixed, v)
-        norm = jnp.vdot(u / (jnp.linalg.norm(u) + 1e-12), convolve(weight, v))
-        return weight / jnp.maximum(1.0, norm / self.coefficient)
+        unit_start = start / jnp.linalg.norm(start)
+        v, _ = jax.lax.scan(step, unit_start, length=self.power_iterations)
+        u = convolve(constant_weight, v)
+        # The small number is for a kernel of zeros.
+        unit_u = u / (jnp.linalg.norm(u) + 1e-12)
+        norm = jnp.vdot(unit_u, convolve(weight, v))
+        divisor = jnp.maximum(1.0, norm / self.coefficient)
+        return weight / divisor
 
     def residual(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
         """g(x)."""
@@ -100,62 +121,102 @@ class ResidualBlock(Invertible):
         h = self.convs["middle"](weights["middle"], jax.nn.silu(h) / 1.1, ctx)
         return self.convs["last"](weights["last"], jax.nn.silu(h) / 1.1, ctx)
 
-    def forward(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self,
+        weights: Nested,
+        x_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
         """See the class. Raises ValueError when the image is larger than `size`."""
+        image_shape = x_BHWC.shape[1:]
+        # The spectral norm was bounded on a grid of size x size; on a larger one it may be larger.
         if max(x_BHWC.shape[1:3]) > self.size:
             raise ValueError(f"size = {self.size}: given an image of {x_BHWC.shape[1]} x {x_BHWC.shape[2]}")
-        if self.exact or (not ctx.training and math.prod(x_BHWC.shape[1:]) <= self.exact_dims):
+        if self.exact or (not ctx.training and math.prod(image_shape) <= self.exact_dims):
             log_det = self._exact(weights, x_BHWC, ctx)
         else:
             log_det = self._series(weights, x_BHWC, ctx)
         return x_BHWC + self.residual(weights, x_BHWC, ctx), log_det
 
     def _exact(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
-        size = math.prod(x_BHWC.shape[1:])
+        """log |det(I + J)|, [B], by dense Jacobians."""
+        image_shape = x_BHWC.shape[1:]
+        size = math.prod(image_shape)
 
         def flat(x: jax.Array) -> jax.Array:
-            return self.residual(weights, x.reshape(1, *x_BHWC.shape[1:]), ctx).reshape(size)
+            image = x.reshape(1, *image_shape)
+            return self.residual(weights, image, ctx).reshape(size)
 
         jacobians = jax.vmap(jax.jacrev(flat))(x_BHWC.reshape(-1, size))
-        return jnp.linalg.slogdet(jnp.eye(size, dtype=x_BHWC.dtype) + jacobians)[1]
+        identity = jnp.eye(size, dtype=x_BHWC.dtype)
+        # The sign is dropped: I + J of a contraction has a positive determinant.
+        _, log_det = jnp.linalg.slogdet(identity + jacobians)
+        return log_det
 
     def _series(self, weights: Nested, x_BHWC: jax.Array, ctx: Context) -> jax.Array:
+        """An estimate of log |det(I + J)|, [B], by the power series; in training, value and gradient are unbiased."""
         keys = row_keys(ctx, "noise", x_BHWC.shape[0])
-        noise = jax.vmap(lambda key: jax.random.rademacher(key, x_BHWC.shape[1:], x_BHWC.dtype))(keys)
-        count, likely = jnp.int32(self.EVALUATION_TERMS), self.EVALUATION_TERMS
-        if ctx.training:
-            assert ctx.rng is not None, "roulette needs a key"
-            uniform = jax.random.uniform(fold_in_name(ctx.rng, "terms"), minval=jnp.finfo(jnp.float32).tiny)
-            count, likely = self.terms + jnp.floor(-jnp.log2(uniform)).astype(jnp.int32), self.terms
-        fixed = jax.lax.stop_gradient((weights, x_BHWC))
-        _, pull = jax.vjp(lambda x: self.residual(fixed[0], x, ctx), fixed[1])
 
-        def term(k: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-            value, neumann, power = sums  # power = (J^T)^(k-1) noise
+        def draw_signs(key: jax.Array) -> jax.Array:
+            return jax.random.rademacher(key, x_BHWC.shape[1:], x_BHWC.dtype)
+
+        noise = jax.vmap(draw_signs)(keys)
+        count, certain_terms = self._num_terms(ctx)
+        # The terms are not differentiated: the gradient comes from the Neumann series alone.
+        constant_weights, constant_x = jax.lax.stop_gradient((weights, x_BHWC))
+        _, pull = jax.vjp(lambda x: self.residual(constant_weights, x, ctx), constant_x)
+
+        def term(k: jax.Array, sums: Arrays3) -> Arrays3:
+            # power = (J^T)^(k-1) noise
+            value, neumann, power = sums
             (power,) = pull(power)
-            sign = jnp.where(k % 2 == 1, 1.0, -1.0) * 2.0 ** jnp.maximum(k - likely, 0)  # over the term's probability
+            # Divided by the term's probability, which halves with each term that is not certain.
+            sign = jnp.where(k % 2 == 1, 1.0, -1.0) * 2.0 ** jnp.maximum(k - certain_terms, 0)
             sign = sign.astype(x_BHWC.dtype)
-            return value + sign / k * sum_each(power * noise), neumann - sign * power, power
+            value = value + sign / k * sum_each(power * noise)
+            neumann = neumann - sign * power
+            return value, neumann, power
 
         start = (jnp.zeros_like(x_BHWC[:, 0, 0, 0]), noise, noise)
         value, neumann, _ = jax.lax.fori_loop(1, count + 1, term, start)
         # (I + J)^-T noise stands in `neumann`: its product with dJ noise has the gradient's mean.
         _, tangent = jax.jvp(lambda x: self.residual(weights, x, ctx), (x_BHWC,), (noise,))
         slope = sum_each(neumann * tangent)
+        # This adds 0 to the value, and the slope's gradient to the gradient.
         return value + slope - jax.lax.stop_gradient(slope)
 
-    def inverse(self, weights: Nested, y_BHWC: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        """By fixed-point iteration; log_det as `forward` has it."""
+    def _num_terms(self, ctx: Context) -> tuple[jax.Array, int]:
+        """(the number of terms of the series, int32; how many of them are certain)."""
+        if not ctx.training:
+            return jnp.int32(self.EVALUATION_TERMS), self.EVALUATION_TERMS
+        assert ctx.rng is not None, "roulette needs a key"
+        key = fold_in_name(ctx.rng, "terms")
+        uniform = jax.random.uniform(key, minval=jnp.finfo(jnp.float32).tiny)
+        # -log2 of a uniform number is n or more with the probability 2^-n.
+        extra_terms = jnp.floor(-jnp.log2(uniform)).astype(jnp.int32)
+        return self.terms + extra_terms, self.terms
 
-        def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def inverse(
+        self,
+        weights: Nested,
+        y_BHWC: jax.Array,
+        ctx: Context,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The inverse by fixed-point iteration; log_det as `forward` returns it."""
+
+        def unfinished(state: Arrays3) -> jax.Array:
             _, change, count = state
             return (change > self.tolerance) & (count < self.max_iterations)
 
-        def step(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def step(state: Arrays3) -> Arrays3:
             x, _, count = state
-            new = y_BHWC - self.residual(weights, x, ctx)
-            return new, jnp.max(jnp.abs(new - x)), count + 1
+            new_x = y_BHWC - self.residual(weights, x, ctx)
+            change = jnp.max(jnp.abs(new_x - x))
+            return new_x, change, count + 1
 
-        start = (y_BHWC, jnp.asarray(jnp.inf, y_BHWC.dtype), jnp.int32(0))
+        # Infinity, as no change has been measured before the first step.
+        first_change = jnp.asarray(jnp.inf, y_BHWC.dtype)
+        start = (y_BHWC, first_change, jnp.int32(0))
         x, _, _ = jax.lax.while_loop(unfinished, step, start)
-        return x, self.forward(weights, x, ctx)[1]
+        _, log_det = self.forward(weights, x, ctx)
+        return x, log_det

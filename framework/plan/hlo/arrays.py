@@ -11,8 +11,12 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-HBM, VMEM, HOST = 0, 1, 5
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16}  # the others' names end in their bits
+# Memory spaces of a TPU.
+HBM = 0
+VMEM = 1
+HOST = 5
+# The names of all other types end in the number of their bits.
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _TILE = re.compile(r"T\((\d+)(?:,(\d+))?\)")
@@ -27,7 +31,7 @@ class Array(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Without the padding of tiled layouts."""
+        """Bytes without the padding of tiled layouts."""
         return math.prod(self.dims) * element_bits(self.dtype) // 8
 
     def __str__(self) -> str:
@@ -44,7 +48,8 @@ class Placed(NamedTuple):
 
 def element_bits(dtype: str) -> int:
     """Bits of one element; 32 for types that hold no numbers (token, opaque)."""
-    return _BITS.get(dtype) or int("".join(filter(str.isdigit, dtype)) or 32)
+    digits = "".join(filter(str.isdigit, dtype))
+    return _BITS.get(dtype) or int(digits or 32)
 
 
 @lru_cache(maxsize=65536)
@@ -55,12 +60,16 @@ def placed(text: str) -> tuple[Placed, ...]:
 
 def arrays(text: str) -> list[Array]:
     """All array types in a piece of text, in order."""
-    return [one.array for one in placed(text)]
+    return [placed_array.array for placed_array in placed(text)]
 
 
 def bytes_in(text: str, *spaces: int) -> int:
     """Bytes, padded, of all arrays in a piece of text that are in one of the memory spaces."""
-    return sum(one.padded_bytes for one in placed(text) if one.space in spaces)
+    total = 0
+    for placed_array in placed(text):
+        if placed_array.space in spaces:
+            total += placed_array.padded_bytes
+    return total
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -68,10 +77,12 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _placed(dtype: str, dims: tuple[int, ...], layout: str) -> Placed:
-    space = _SPACE.search(layout)
-    number = int(space[1]) if space else HBM
-    padded = math.prod(_padded(dims, layout)) * element_bits(dtype) // 8
-    return Placed(Array(dtype, dims, number == HOST), number, padded)
+    match = _SPACE.search(layout)
+    # HBM is not written.
+    space = int(match[1]) if match else HBM
+    padded_bytes = math.prod(_padded(dims, layout)) * element_bits(dtype) // 8
+    array = Array(dtype, dims, on_host=space == HOST)
+    return Placed(array, space, padded_bytes)
 
 
 def _padded(dims: tuple[int, ...], layout: str) -> list[int]:
@@ -84,6 +95,8 @@ def _padded(dims: tuple[int, ...], layout: str) -> list[int]:
     tile = _TILE.search(layout)
     if tile:
         sizes = [int(size) for size in tile.groups() if size]
+        # A tile's sizes are written from major to minor, the last of them along the minor
+        # dimension.
         for axis, size in zip(minor_to_major, reversed(sizes), strict=False):
             padded[axis] = -(-dims[axis] // size) * size
     return padded

@@ -39,9 +39,11 @@ class Collective(NamedTuple):
     """One collective of the program.
 
     Attributes:
-        kind: all-gather, all-reduce, ... mode: see above.
-        instruction: the collective itself. scheduled: what the program executes: itself, or the fusion around it.
-        last: of an asynchronous one, what the program executes when it has to be through; else as scheduled.
+        kind: all-gather, all-reduce, ...
+        mode: see above.
+        instruction: the collective itself.
+        scheduled: the instruction that the program executes: the collective, or the fusion around it.
+        last: of an asynchronous one, the instruction of the schedule by which it has to be through; else as scheduled.
         runs: how often it runs in a step.
         bytes_received: by one chip, each time.
     """
@@ -56,9 +58,9 @@ class Collective(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Of what is sent."""
-        found = arrays(self.instruction.type)
-        return found[0].dtype if found else "?"
+        """The dtype of what is sent."""
+        result_arrays = arrays(self.instruction.type)
+        return result_arrays[0].dtype if result_arrays else "?"
 
 
 def kind_of(instruction: Instruction) -> str:
@@ -72,32 +74,39 @@ def inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
     if kind_of(instruction):
         yield instruction
     elif instruction.opcode in ("fusion", "call", "async-start", "call-start"):
-        called = [instruction.called(role) for role in ("calls", "to_apply", "called_computation")]
-        for inner in module.computations.get(next(filter(None, called), ""), []):
+        called_names = [instruction.called(role) for role in ("calls", "to_apply", "called_computation")]
+        computation = next(filter(None, called_names), "")
+        for inner in module.computations.get(computation, []):
             yield from inside(module, inner)
 
 
 def collectives(module: Module) -> list[Collective]:
     """All collectives that the program executes, each channel once for every computation that it is in."""
-    found: dict[tuple[str, ...], Collective] = {}
-    starts: dict[str, tuple[str, ...]] = {}
+    by_identity: dict[tuple[str, ...], Collective] = {}
+    identity_by_start: dict[str, tuple[str, ...]] = {}
     for instruction, runs in executed(module):
-        for started in instruction.operands if instruction.opcode.endswith("-done") else ():
-            if started in starts:
-                found[starts[started]] = found[starts[started]]._replace(last=instruction)
+        waited_for = instruction.operands if instruction.opcode.endswith("-done") else ()
+        for operand in waited_for:
+            if operand in identity_by_start:
+                identity = identity_by_start[operand]
+                by_identity[identity] = by_identity[identity]._replace(last=instruction)
         for inner in inside(module, instruction):
-            channel, chain = _number(inner, r"channel_id=(\d+)"), _number(inner, r'chain_id="(\d+)"')
+            channel = _number(inner, r"channel_id=(\d+)")
+            chain = _number(inner, r'chain_id="(\d+)"')
+            # The steps of a chain have names of their own, and one channel.
             name = inner.name if inner is instruction else ""
             identity = (instruction.computation, channel, chain, name)
-            known = found.get(identity)
-            if known is None:
-                found[identity] = _collective(module, inner, instruction, runs)
-                starts[instruction.name] = identity
-            elif known.scheduled is not instruction:  # a further step of a chain
-                found[identity] = known._replace(last=instruction)
-            elif known.instruction is inner:  # its computation is called from several places
-                found[identity] = known._replace(runs=known.runs + runs)
-    return list(found.values())
+            earlier = by_identity.get(identity)
+            if earlier is None:
+                by_identity[identity] = _collective(module, inner, instruction, runs)
+                identity_by_start[instruction.name] = identity
+            elif earlier.scheduled is not instruction:
+                # This is a further step of a chain.
+                by_identity[identity] = earlier._replace(last=instruction)
+            elif earlier.instruction is inner:
+                # The computation is called from several places.
+                by_identity[identity] = earlier._replace(runs=earlier.runs + runs)
+    return list(by_identity.values())
 
 
 def _number(instruction: Instruction, pattern: str) -> str:
@@ -109,38 +118,59 @@ def _mode(instruction: Instruction) -> Mode:
     """How a collective runs, by the instruction of the schedule that it is or is in."""
     if kind_of(instruction):
         return "async" if instruction.opcode.endswith("-start") else "sync"
-    fused = instruction.opcode == "fusion" and _REDUCE_SCATTER_FUSION in instruction.called("calls")
-    return "fused" if fused else "async"
+    is_fused = instruction.opcode == "fusion" and _REDUCE_SCATTER_FUSION in instruction.called("calls")
+    return "fused" if is_fused else "async"
 
 
-def _collective(module: Module, instruction: Instruction, scheduled: Instruction, runs: int) -> Collective:
-    kind, mode, received = kind_of(instruction), _mode(scheduled), _received(module, instruction)
+def _collective(
+    module: Module,
+    instruction: Instruction,
+    scheduled: Instruction,
+    runs: int,
+) -> Collective:
+    kind = kind_of(instruction)
+    mode = _mode(scheduled)
+    received = _received(module, instruction)
     if mode == "fused" and kind == "all-reduce":
-        kind, received = "reduce-scatter", received / 2  # what is not scattered to this chip never arrives
-    return Collective(kind, mode, instruction, scheduled, scheduled, runs, received)
+        # The part that is not scattered to this chip never arrives.
+        kind = "reduce-scatter"
+        received = received / 2
+    return Collective(
+        kind,
+        mode,
+        instruction,
+        scheduled,
+        scheduled,
+        runs,
+        received,
+    )
 
 
 def _received(module: Module, instruction: Instruction) -> float:
-    """Bytes that one chip receives: in a ring of n, n-1 parts of n of the whole; an all-reduce goes round twice."""
-    kind, size = kind_of(instruction), group_size(instruction)
+    """Bytes that one chip receives: in a ring of n, n-1 parts of n of the array; an all-reduce goes round twice."""
+    kind = kind_of(instruction)
+    size = group_size(instruction)
     operands = module.operands(instruction)
-    taken = sum(operand.num_bytes for operand in operands)
+    operand_bytes = sum(operand.num_bytes for operand in operands)
     if kind == "all-gather":
-        return taken * (size - 1)
+        # The operand is one chip's part.
+        return operand_bytes * (size - 1)
     if kind == "reduce-scatter" or kind == "all-to-all":
-        return taken * (size - 1) / size
+        return operand_bytes * (size - 1) / size
     if kind == "all-reduce":
-        return 2 * taken * (size - 1) / size
+        return 2 * operand_bytes * (size - 1) / size
     if kind == "collective-permute" and operands:
-        return operands[0].num_bytes  # further operands are the places that it writes to
-    return taken
+        # Further operands are the places that it writes to.
+        return operands[0].num_bytes
+    return operand_bytes
 
 
 def group_size(instruction: Instruction) -> int:
     """How many chips take part together; 1 if the text does not say."""
     if match := _MESH_GROUPS.search(instruction.attributes):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
+        size_by_axis = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        group_axes = re.findall(r"'(\w+)'", match[2])
+        return math.prod(int(size_by_axis[axis]) for axis in group_axes)
     if match := _IOTA_GROUPS.search(instruction.attributes):
         return int(match[2])
     if match := _LISTED_GROUPS.search(instruction.attributes):

@@ -14,7 +14,8 @@ from framework.plan.hlo.arrays import arrays
 from framework.plan.hlo.source import SourceLine, Sources
 
 NAMES = re.compile(r"%([\w.\-<>]+)")
-# ROOT, name, type, opcode, operands (whose own brackets are not nested), attributes
+# The groups are ROOT, name, type, opcode, operands (whose own brackets are not nested) and
+# attributes.
 _INSTRUCTION = re.compile(
     r"  (ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\(([^()]*(?:\([^()]*\)[^()]*)*)\)(.*)", flags=re.DOTALL
 )
@@ -35,18 +36,19 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """Where in the traced program it comes from, `jit(step)/jvp(stack)/while/body/.../mul`; "" if unknown."""
+        """Its place in the traced program, `jit(step)/jvp(stack)/while/body/.../mul`; "" if unknown."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        # XLA escapes the quotes in names such as state['ema'].
         return match[1].replace("\\'", "'") if match else ""
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of all arrays that it returns."""
+        """Bytes of all arrays that it returns, without padding."""
         return sum(array.num_bytes for array in arrays(self.type))
 
     @cached_property
     def estimated_cycles(self) -> int | None:
-        """What the TPU's compiler takes it to need, by the cost model that it decides fusions by; None if unsaid."""
+        """The cycles that the TPU's compiler takes it to need, by its cost model for fusions; None if unsaid."""
         match = _CYCLES.search(self.attributes)
         return int(match[1]) if match else None
 
@@ -66,7 +68,9 @@ class Computations:
 
     Attributes:
         text: what was parsed.
-        instructions: by name. computations: their instructions, by name. roots: {computation: name of its result}.
+        instructions: all of them, by name.
+        computations: {computation: its instructions}.
+        roots: {computation: name of its result}.
         entry: the computation that the program starts with.
         parameters: {instruction name: op_name} of the entry's arguments, which jax names `state['ema']['embed']`.
         loops: {computation: the while instruction whose body it is}.
@@ -77,21 +81,43 @@ class Computations:
         self.instructions: dict[str, Instruction] = {}
         self.computations: dict[str, list[Instruction]] = {}
         self.roots: dict[str, str] = {}
-        self.entry = current = ""
+        self.entry = ""
+        computation = ""
         for line in _logical_lines(text):
             if line.startswith(("%", "ENTRY")):
-                current = NAMES.findall(line)[0]
-                self.entry = current if line.startswith("ENTRY") else self.entry
+                computation = NAMES.findall(line)[0]
+                if line.startswith("ENTRY"):
+                    self.entry = computation
             elif match := _INSTRUCTION.match(line):
-                root, name, kind, opcode, inside, attributes = match.groups()
-                operands = (inside,) if opcode in ("constant", "parameter") else tuple(NAMES.findall(inside))
-                instruction = Instruction(name, kind, opcode, operands, attributes, current)
-                self.instructions[name] = instruction
-                self.computations.setdefault(current, []).append(instruction)
-                if root:
-                    self.roots[current] = name
-        self.parameters = {i.name: i.op_name for i in self.computations.get(self.entry, []) if i.opcode == "parameter"}
-        self.loops = {i.called("body"): i for i in self.instructions.values() if i.opcode == "while"}
+                self._add(match, computation)
+        self.parameters: dict[str, str] = {}
+        for instruction in self.computations.get(self.entry, []):
+            if instruction.opcode == "parameter":
+                self.parameters[instruction.name] = instruction.op_name
+        self.loops: dict[str, Instruction] = {}
+        for instruction in self.instructions.values():
+            if instruction.opcode == "while":
+                self.loops[instruction.called("body")] = instruction
+
+    def _add(self, match: re.Match[str], computation: str) -> None:
+        root, name, type_text, opcode, operand_text, attributes = match.groups()
+        if opcode in ("constant", "parameter"):
+            # The operand is a value or a number, not a name.
+            operands = (operand_text,)
+        else:
+            operands = tuple(NAMES.findall(operand_text))
+        instruction = Instruction(
+            name,
+            type_text,
+            opcode,
+            operands,
+            attributes,
+            computation,
+        )
+        self.instructions[name] = instruction
+        self.computations.setdefault(computation, []).append(instruction)
+        if root:
+            self.roots[computation] = name
 
     def root(self, computation: str) -> Instruction | None:
         """The instruction whose result is the computation's; None if the text has none."""
@@ -102,13 +128,17 @@ class Computations:
         return [self.instructions[name] for name in instruction.operands if name in self.instructions]
 
     def fused(self, instruction: Instruction) -> list[Instruction]:
-        """What a fusion computes; empty for anything else."""
-        return self.computations.get(instruction.called("calls"), []) if instruction.opcode == "fusion" else []
+        """The instructions in a fusion; empty for anything else."""
+        if instruction.opcode != "fusion":
+            return []
+        return self.computations.get(instruction.called("calls"), [])
 
     @cached_property
     def _sources(self) -> Sources:
-        before, _, _ = self.text.partition("\n%")
-        return Sources(before.partition("\nENTRY")[0].splitlines())
+        # The tables stand in front of the first computation, which may be the entry.
+        tables, _, _ = self.text.partition("\n%")
+        tables, _, _ = tables.partition("\nENTRY")
+        return Sources(tables.splitlines())
 
     def source(self, instruction: Instruction) -> SourceLine | None:
         """The line of Python that an instruction comes from; None if the text does not say."""
@@ -116,9 +146,10 @@ class Computations:
 
     def branches(self, conditional: Instruction) -> list[str]:
         """The computations that a conditional chooses between."""
-        listed = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)
-        if listed:
-            return NAMES.findall(listed[1])
+        branch_list = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)
+        if branch_list:
+            return NAMES.findall(branch_list[1])
+        # A conditional on a boolean has two branches with names of their own.
         return [conditional.called(role) for role in ("true_computation", "false_computation")]
 
 

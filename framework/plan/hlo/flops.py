@@ -22,15 +22,17 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 
 
 class Flops:
-    """The matrix products of a program, by instruction; loops count once, as their bodies' instructions are asked for
-    one by one."""
+    """The matrix products of a program, by instruction.
+
+    Loops count nothing by themselves, as their bodies' instructions are asked for one by one.
+    """
 
     def __init__(self, module: Module):
         self._module = module
         self._of_computation: dict[str, int] = {}
 
     def of(self, instruction: Instruction) -> int:
-        """Of one instruction, and of all that it calls but loops and branches."""
+        """FLOPs of one instruction, and of all that it calls but loops and branches."""
         if instruction.opcode == "convolution":
             return _convolution(self._module, instruction)
         if instruction.opcode == "dot":
@@ -60,14 +62,19 @@ class Flops:
 
 
 def _operand_dims(module: Module, instruction: Instruction, index: int) -> tuple[int, ...]:
-    return arrays(module.instructions[instruction.operands[index]].type)[0].dims
+    operand = module.instructions[instruction.operands[index]]
+    return arrays(operand.type)[0].dims
 
 
 def _dot(module: Module, dot: Instruction) -> int:
-    left = _operand_dims(module, dot, 0)
-    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
-    axes = [int(axis) for axis in contracted[1].split(",") if axis] if contracted else []
-    return 2 * math.prod(arrays(dot.type)[0].dims) * math.prod(left[axis] for axis in axes)
+    left_dims = _operand_dims(module, dot, 0)
+    match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
+    contracted_axes = []
+    if match:
+        contracted_axes = [int(axis) for axis in match[1].split(",") if axis]
+    contracted_size = math.prod(left_dims[axis] for axis in contracted_axes)
+    result_size = math.prod(arrays(dot.type)[0].dims)
+    return 2 * result_size * contracted_size
 
 
 class _Window(NamedTuple):
@@ -85,13 +92,19 @@ def _convolution(module: Module, convolution: Instruction) -> int:
     if labels is None:
         return 0
     input_labels, kernel_labels, result_labels = labels.groups()
-    input_dims, kernel_dims = (_operand_dims(module, convolution, index) for index in (0, 1))
+    input_dims = _operand_dims(module, convolution, 0)
+    kernel_dims = _operand_dims(module, convolution, 1)
     result_dims = arrays(convolution.type)[0].dims
     multiplied = 1
+    # Labels are digits for spatial dimensions; the others of the result are batch and output
+    # features.
     for label, size in zip(result_labels, result_dims, strict=True):
-        multiplied *= 1 if label.isdigit() else size  # batch and output features
+        if not label.isdigit():
+            multiplied *= size
+    # Input features of the kernel are those of one group.
     for label, size in zip(kernel_labels, kernel_dims, strict=True):
-        multiplied *= size if label == "i" else 1  # input features, of one group
+        if label == "i":
+            multiplied *= size
     for index, window in enumerate(_windows(convolution.attributes)):
         label = str(index)
         if label in result_labels and label in input_labels:
@@ -102,40 +115,64 @@ def _convolution(module: Module, convolution: Instruction) -> int:
 
 
 def _windows(attributes: str) -> list[_Window]:
-    found = _WINDOW.search(attributes)
-    fields = dict(re.findall(r"(\w+)=([\dx_\-]+)", found[1])) if found else {}
-    sizes = fields.get("size", "").split("x") if fields.get("size") else []
+    """The spatial dimensions of a convolution, from `window={size=3x3 stride=2x2 pad=1_1x1_1 lhs_dilate=2x2}`."""
+    match = _WINDOW.search(attributes)
+    fields = dict(re.findall(r"(\w+)=([\dx_\-]+)", match[1])) if match else {}
+    sizes = fields["size"].split("x") if fields.get("size") else []
 
     def numbers(key: str, default: str) -> list[str]:
         return fields[key].split("x") if key in fields else [default] * len(sizes)
 
-    pads = [pad.split("_")[0] for pad in numbers("pad", "0_0")]
-    columns = (sizes, numbers("stride", "1"), pads, numbers("lhs_dilate", "1"), numbers("rhs_dilate", "1"))
-    return [_Window(*map(int, column)) for column in zip(*columns, strict=True)]
+    # Padding is written for both ends; how much there is at the high end follows from the result's
+    # size.
+    low_pads = [pad.split("_")[0] for pad in numbers("pad", "0_0")]
+    strides = numbers("stride", "1")
+    input_dilations = numbers("lhs_dilate", "1")
+    kernel_dilations = numbers("rhs_dilate", "1")
+    windows = []
+    for dimension in zip(
+        sizes,
+        strides,
+        low_pads,
+        input_dilations,
+        kernel_dilations,
+        strict=True,
+    ):
+        windows.append(_Window(*map(int, dimension)))
+    return windows
 
 
 def _meetings(places: int, length: int, window: _Window) -> int:
     """How many pairs of a result's place and a place in the window meet an element of the input.
 
     Args:
-        places: of the result, along this dimension. length: of the input.
+        places: of the result, along this dimension.
+        length: of the input, along this dimension.
     """
-    stride, dilation = window.stride, window.input_dilation
-    plain = window.pad_low == 0 and dilation == 1 and window.kernel_dilation == 1
-    if plain and (places - 1) * stride + window.size <= length:
+    stride = window.stride
+    dilation = window.input_dilation
+    is_plain = window.pad_low == 0 and dilation == 1 and window.kernel_dilation == 1
+    if is_plain and (places - 1) * stride + window.size <= length:
         return places * window.size
-    end = (length - 1) * dilation  # where the last element is, between the holes that dilation makes
+    # Dilation makes holes between the elements, of which this is the last one's position.
+    end = (length - 1) * dilation
     common = math.gcd(stride, dilation)
-    period = dilation // common  # of places that meet elements, not holes
+    # One in so many places meets an element, the others meet holes.
+    period = dilation // common
     total = 0
     for offset in range(window.size):
         shift = offset * window.kernel_dilation - window.pad_low
+        # At such an offset all places meet holes.
         if shift % common:
-            continue  # it meets holes only
+            continue
         lowest = max(0, -(shift // stride))
         highest = min(places - 1, (end - shift) // stride)
+        # The first place that meets an element solves place * stride + shift = 0 modulo dilation.
         inverse = pow(stride // common, -1, period) if period > 1 else 0
         first = (-shift // common) * inverse % period
-        first += -(-(lowest - first) // period) * period if lowest > first else 0
-        total += (highest - first) // period + 1 if highest >= first else 0
+        if lowest > first:
+            periods_before = -(-(lowest - first) // period)
+            first += periods_before * period
+        if highest >= first:
+            total += (highest - first) // period + 1
     return total

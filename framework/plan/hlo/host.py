@@ -16,7 +16,8 @@ DIRECTIONS: tuple[Direction, ...] = ("to host", "from host")
 _UPDATES = ("dynamic-update-slice-start", "dynamic-update-slice")
 _STARTS = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start", "async-start")
 _AT_ONCE = ("copy", "slice", "dynamic-slice", "dynamic-update-slice", "fusion")
-_LEAST_BYTES = 64  # indices and the like are no transfer
+# Indices and the like are no transfer.
+_LEAST_BYTES = 64
 
 
 class HostTransfer(NamedTuple):
@@ -28,37 +29,41 @@ class HostTransfer(NamedTuple):
 
 
 def transfer(module: Module, instruction: Instruction) -> HostTransfer | None:
-    """What an instruction moves to or from host memory; None if it moves nothing."""
+    """The transfer to or from host memory that an instruction is or starts; None if it moves nothing."""
     if instruction.opcode not in _STARTS + _AT_ONCE:
         return None
     waits = instruction.opcode in _AT_ONCE
     operands = module.operands(instruction)
-    taken_from_host = any(bytes_in(operand.type, HOST) for operand in operands)
-    if not taken_from_host and not bytes_in(instruction.type, HOST):
+    reads_host = any(bytes_in(operand.type, HOST) for operand in operands)
+    if not reads_host and not bytes_in(instruction.type, HOST):
         return None
     if instruction.opcode in _UPDATES and len(operands) > 1:
+        # Of the array that is updated nothing moves but the update.
         into_host = bool(bytes_in(operands[0].type, HOST))
         update = _largest(operands[1])
         from_host = update.space == HOST
         if into_host == from_host:
             return None
         return HostTransfer("to host" if into_host else "from host", update.padded_bytes, waits)
-    results = [one for one in placed(instruction.type) if one.padded_bytes > _LEAST_BYTES]
+    results = [result for result in placed(instruction.type) if result.padded_bytes > _LEAST_BYTES]
     if not operands or not results:
         return None
     source = _largest(operands[0])
     # What starts a transfer has its operands among its results, before or behind where it goes to.
-    other_side = [one for one in results if (one.space == HOST) != (source.space == HOST)]
-    if not other_side:
+    is_from_host = source.space == HOST
+    destinations = [result for result in results if (result.space == HOST) != is_from_host]
+    if not destinations:
         return None
-    moved = min(one.padded_bytes for one in (*other_side, source))
-    return HostTransfer("from host" if source.space == HOST else "to host", moved, waits)
+    # A slice is smaller than its source, an array that it is written into is larger than it.
+    moved_bytes = min(array.padded_bytes for array in (*destinations, source))
+    return HostTransfer("from host" if is_from_host else "to host", moved_bytes, waits)
 
 
 def finished(instruction: Instruction) -> str:
     """The instruction that started what this one waits for; "" if it waits for nothing."""
-    return instruction.operands[0] if instruction.opcode.endswith("-done") and instruction.operands else ""
+    is_done = instruction.opcode.endswith("-done") and instruction.operands
+    return instruction.operands[0] if is_done else ""
 
 
 def _largest(instruction: Instruction) -> Placed:
-    return max(placed(instruction.type), key=lambda one: one.padded_bytes)
+    return max(placed(instruction.type), key=lambda array: array.padded_bytes)

@@ -32,7 +32,7 @@ class Module(Computations):
 
     @cached_property
     def _callers(self) -> dict[str, list[tuple[str, int]]]:
-        """{computation: (who calls it, how often)}"""
+        """{computation: [(the computation that calls it, how often)]}"""
         callers: dict[str, list[tuple[str, int]]] = {}
         for i in self.instructions.values():
             for role, names in _CALLED.findall(i.attributes):
@@ -50,28 +50,46 @@ class Module(Computations):
 
     def collective_bytes(self) -> dict[str, int]:
         """Bytes that a device takes part in moving, by kind of collective: the larger of operand and result."""
-        found: dict[tuple[str, str], int] = {}
-        for i in self.instructions.values():
-            kind = i.opcode.removesuffix("-start")
-            if kind in _COLLECTIVES and self.runs(i.computation):
-                taken = sum(self.instructions[name].num_bytes for name in i.operands if name in self.instructions)
-                # What starts an asynchronous one has its operands among its results.
-                size = max(taken, i.num_bytes - (taken if i.opcode.endswith("-start") else 0))
-                channel = re.search(r"channel_id=(\d+)", i.attributes)
-                key = (kind, channel[1] if channel else i.name)  # an asynchronous one may be written down twice
-                found[key] = max(found.get(key, 0), size * self.runs(i.computation))
+        bytes_by_channel: dict[tuple[str, str], int] = {}
+        for instruction in self.instructions.values():
+            kind = instruction.opcode.removesuffix("-start")
+            runs = self.runs(instruction.computation) if kind in _COLLECTIVES else 0
+            if runs:
+                channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+                # An asynchronous collective may be written down twice, with one channel.
+                key = (kind, channel[1] if channel else instruction.name)
+                size = self._exchanged_bytes(instruction)
+                bytes_by_channel[key] = max(bytes_by_channel.get(key, 0), size * runs)
         totals: Counter[str] = Counter()
-        for (kind, _), size in found.items():
+        for (kind, _), size in bytes_by_channel.items():
             totals[kind] += size
         return dict(totals)
+
+    def _exchanged_bytes(self, collective: Instruction) -> int:
+        operand_bytes = 0
+        for name in collective.operands:
+            if name in self.instructions:
+                operand_bytes += self.instructions[name].num_bytes
+        result_bytes = collective.num_bytes
+        # An instruction that starts an asynchronous collective has its operands among its results.
+        if collective.opcode.endswith("-start"):
+            result_bytes -= operand_bytes
+        return max(operand_bytes, result_bytes)
 
     def host_bytes(self) -> int:
         """Bytes that cross between device and host memory, both directions; 0 where the text names no memory spaces."""
         total = 0
-        for i in self.instructions.values():
-            if i.opcode in ("copy", "copy-start", "dynamic-update-slice", "dynamic-slice") and i.operands:
-                source, result = self.instructions.get(i.operands[0]), arrays(i.type)[:1]
-                before = arrays(source.type)[:1] if source else []
-                if result and before and result[0].on_host != before[0].on_host:
-                    total += result[0].num_bytes * self.runs(i.computation)
+        for instruction in self.instructions.values():
+            is_move = instruction.opcode in ("copy", "copy-start", "dynamic-update-slice", "dynamic-slice")
+            if not is_move or not instruction.operands:
+                continue
+            source = self.instructions.get(instruction.operands[0])
+            source_arrays = arrays(source.type) if source else []
+            result_arrays = arrays(instruction.type)
+            if not source_arrays or not result_arrays:
+                continue
+            # The first result of what starts a copy is its destination.
+            result = result_arrays[0]
+            if result.on_host != source_arrays[0].on_host:
+                total += result.num_bytes * self.runs(instruction.computation)
         return total

@@ -42,15 +42,20 @@ class Sources:
         for line in lines:
             if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
                 table = line
-            elif table == "FileNames" and (found := _FILE.match(line)):
-                files[int(found[1])] = found[2]
-            elif table == "FileLocations" and (found := _LOCATION.match(line)):
-                places[int(found[1])] = SourceLine(files.get(int(found[2]), ""), int(found[3]))
-            elif table == "StackFrames" and (found := _FRAME.match(line)):
-                frames[int(found[1])] = _Frame(places.get(int(found[2]), SourceLine("", 0)), int(found[3] or 0))
-        # The first frame has no caller. XLA writes callers counted from 1 there, frames from 0: it then names itself.
+            elif table == "FileNames" and (match := _FILE.match(line)):
+                files[int(match[1])] = match[2]
+            elif table == "FileLocations" and (match := _LOCATION.match(line)):
+                file = files.get(int(match[2]), "")
+                places[int(match[1])] = SourceLine(file, int(match[3]))
+            elif table == "StackFrames" and (match := _FRAME.match(line)):
+                place = places.get(int(match[2]), SourceLine("", 0))
+                frames[int(match[1])] = _Frame(place, int(match[3] or 0))
+        # The first frame has no caller. XLA writes callers counted from 1 there, frames from 0: it
+        # then names itself.
         shift = 1 if 1 in frames and frames[1].caller == 1 else 0
-        self._frames = {number: _Frame(frame.place, frame.caller - shift) for number, frame in frames.items()}
+        self._frames: dict[int, _Frame] = {}
+        for number, frame in frames.items():
+            self._frames[number] = _Frame(frame.place, frame.caller - shift)
 
     def line_of(self, attributes: str) -> SourceLine | None:
         """The innermost line that is not in an installed package, or else the innermost; None if nothing is known.
@@ -60,9 +65,10 @@ class Sources:
         """
         if inline := _INLINE.search(attributes):
             return SourceLine(inline[1], int(inline[2] or 0))
-        found = _FRAME_ID.search(attributes)
-        number = int(found[1]) if found else 0
+        frame_id = _FRAME_ID.search(attributes)
+        number = int(frame_id[1]) if frame_id else 0
         innermost = None
+        # A table with a circle of callers would never end.
         visited: set[int] = set()
         while number in self._frames and number not in visited:
             visited.add(number)

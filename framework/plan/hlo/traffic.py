@@ -12,68 +12,88 @@ from framework.plan.hlo.module import Module
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 _VIEWS = ("bitcast", "tuple")
-_Use = tuple[Instruction, int]  # who reads a value, as which of its operands
+# The instruction that reads a value, and which of its operands the value is.
+_Use = tuple[Instruction, int]
 
 
 class Traffic:
-    """What the instructions of a program read and write."""
+    """The bytes that the instructions of a program read and write."""
 
     def __init__(self, module: Module):
         self._module = module
         self._uses: dict[str, dict[str, list[_Use]]] = {}
 
     def hbm_bytes(self, instruction: Instruction) -> int:
-        """Of the chip's main memory."""
+        """Bytes of the chip's main memory."""
         if instruction.opcode == "fusion":
             return self._of_fusion(instruction)
         if instruction.opcode == "dynamic-update-slice":
+            # The update is read, and written into its place.
             update = self._module.instructions[instruction.operands[1]]
-            return 2 * _all_bytes(update.type)  # it is read, and written into its place
+            return 2 * _all_bytes(update.type)
         if instruction.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * bytes_in(instruction.type, HBM)
-        return bytes_in(instruction.type, HBM) + sum(bytes_in(i.type, HBM) for i in self._module.operands(instruction))
+        operands = self._module.operands(instruction)
+        return bytes_in(instruction.type, HBM) + sum(bytes_in(operand.type, HBM) for operand in operands)
 
     def vmem_bytes(self, instruction: Instruction) -> int:
-        """Of the vector memory on the chip."""
+        """Bytes of the vector memory on the chip."""
         operands = self._module.operands(instruction)
-        return bytes_in(instruction.type, VMEM) + sum(bytes_in(i.type, VMEM) for i in operands)
+        return bytes_in(instruction.type, VMEM) + sum(bytes_in(operand.type, VMEM) for operand in operands)
 
     def _of_fusion(self, fusion: Instruction) -> int:
+        return self._read_by_fusion(fusion) + self._written_by_fusion(fusion)
+
+    def _read_by_fusion(self, fusion: Instruction) -> int:
         parameters = self._parameters(fusion)
         total = 0
         for index, name in enumerate(fusion.operands):
             operand = self._module.instructions.get(name)
-            whole = bytes_in(operand.type, HBM) if operand else 0
-            if whole and index in parameters:
-                total += self._read(parameters[index], whole)
-        root, results = self._module.root(fusion.called("calls")), placed(fusion.type)
-        if root is not None and root.opcode == "tuple":
-            for value, result in zip(self._module.operands(root), results, strict=False):
-                total += min(result.padded_bytes, self._written(value)) if result.space == HBM else 0
-        elif root is not None and results and results[0].space == HBM:
-            total += min(bytes_in(fusion.type, HBM), self._written(root))
+            size = bytes_in(operand.type, HBM) if operand else 0
+            if size and index in parameters:
+                total += self._read(parameters[index], size)
+        return total
+
+    def _written_by_fusion(self, fusion: Instruction) -> int:
+        root = self._module.root(fusion.called("calls"))
+        results = placed(fusion.type)
+        if root is None:
+            return 0
+        if root.opcode != "tuple":
+            if not results or results[0].space != HBM:
+                return 0
+            return min(bytes_in(fusion.type, HBM), self._written(root))
+        total = 0
+        for value, result in zip(self._module.operands(root), results, strict=False):
+            if result.space == HBM:
+                total += min(result.padded_bytes, self._written(value))
         return total
 
     def _parameters(self, fusion: Instruction) -> dict[int, Instruction]:
         """{index of the operand: the parameter that stands for it inside}"""
-        inner = self._module.fused(fusion)
-        return {int(i.operands[0]): i for i in inner if i.opcode == "parameter"}
+        parameters = {}
+        for inner in self._module.fused(fusion):
+            if inner.opcode == "parameter":
+                parameters[int(inner.operands[0])] = inner
+        return parameters
 
-    def _read(self, value: Instruction, whole: int) -> int:
-        """Bytes that a computation reads of a value that is `whole` bytes large."""
+    def _read(self, value: Instruction, size: int) -> int:
+        """Bytes that a computation reads of a value that is `size` bytes large."""
         total = 0
         for reader, index in self._uses_in(value.computation).get(value.name, []):
             if reader.opcode in _SLICES and index == 0:
                 total += _all_bytes(reader.type)
             elif reader.opcode == "dynamic-update-slice" and index == 0:
-                continue  # updated in place: nothing of it is read
+                # The value is updated in place: nothing of it is read.
+                continue
             elif reader.opcode in _VIEWS:
-                total += self._read(reader, whole)
-            elif reader.opcode == "fusion" and index in (inside := self._parameters(reader)):
-                total += self._read(inside[index], whole)
+                total += self._read(reader, size)
+            elif reader.opcode == "fusion" and index in (inner_parameters := self._parameters(reader)):
+                total += self._read(inner_parameters[index], size)
             else:
-                return whole
-        return min(total, whole)
+                return size
+        # Slices may overlap.
+        return min(total, size)
 
     def _written(self, value: Instruction) -> int:
         """Bytes that storing a value costs."""
@@ -83,12 +103,15 @@ class Traffic:
         if value.opcode == "bitcast" and operands:
             return self._written(operands[0])
         root = self._module.root(value.called("calls")) if value.opcode == "fusion" else None
-        return self._written(root) if root is not None else _all_bytes(value.type)
+        if root is None:
+            return _all_bytes(value.type)
+        return self._written(root)
 
     def _uses_in(self, computation: str) -> dict[str, list[_Use]]:
         if computation not in self._uses:
             uses: dict[str, list[_Use]] = {}
             for instruction in self._module.computations[computation]:
+                # The operand of a parameter is its number, not a name.
                 if instruction.opcode != "parameter":
                     for index, name in enumerate(instruction.operands):
                         uses.setdefault(name, []).append((instruction, index))
@@ -97,4 +120,4 @@ class Traffic:
 
 
 def _all_bytes(text: str) -> int:
-    return sum(one.padded_bytes for one in placed(text))
+    return sum(array.padded_bytes for array in placed(text))

@@ -41,11 +41,14 @@ def trip_count(program: Computations, loop: Instruction) -> int | None:
     comparison = _comparison(program, loop.called("condition"))
     if comparison is None or comparison.counter.index is None:
         return None
-    counter, bound = comparison.counter.index, comparison.bound
+    counter = comparison.counter.index
+    bound = comparison.bound
+    # A bound in the carry is one that the loop does not change.
     last = bound.offset if bound.index is None else _initial(program, loop, bound.index)
     if last is None:
         return None
-    distance = last - (_initial(program, loop, counter) or 0) - comparison.counter.offset
+    first = _initial(program, loop, counter) or 0
+    distance = last - first - comparison.counter.offset
     step = _step(program, loop, counter)
     if distance * step < 0:
         return None
@@ -54,8 +57,10 @@ def trip_count(program: Computations, loop: Instruction) -> int | None:
 
 
 def _comparison(program: Computations, condition: str) -> _Comparison | None:
-    root, arguments = program.root(condition), ()
+    root = program.root(condition)
+    arguments = ()
     if root is not None and root.opcode == "fusion":
+        # The comparison is in the fusion, whose parameters stand for its operands.
         arguments = root.operands
         root = program.root(root.called("calls"))
     if root is None or root.opcode != "compare":
@@ -63,18 +68,23 @@ def _comparison(program: Computations, condition: str) -> _Comparison | None:
     left, right = (_affine(program, name, arguments) for name in root.operands)
     if left is None or right is None:
         return None
+    inclusive = root.attribute("direction") in ("LE", "GE")
+    # The counter is the side that is not a constant.
     if left.index is None:
-        left, right = right, left
-    return _Comparison(left, right, root.attribute("direction") in ("LE", "GE"))
+        return _Comparison(right, left, inclusive)
+    return _Comparison(left, right, inclusive)
 
 
 def _step(program: Computations, loop: Instruction, counter: int) -> int:
-    """What a turn adds to a number of the carry."""
+    """The number that a turn adds to a number of the carry; 1 if it cannot be read."""
     body = program.root(loop.called("body"))
     if body is None or body.opcode != "tuple" or counter >= len(body.operands):
         return 1
-    following = _affine(program, body.operands[counter])
-    return following.offset if following and following.index == counter and following.offset else 1
+    next_value = _affine(program, body.operands[counter])
+    if next_value is None or next_value.index != counter:
+        return 1
+    # A step of 0 was misread: the loop would never end.
+    return next_value.offset or 1
 
 
 def _initial(program: Computations, loop: Instruction, index: int) -> int | None:
@@ -87,7 +97,8 @@ def _initial(program: Computations, loop: Instruction, index: int) -> int | None
         return None
     if value.index is None:
         return value.offset
-    # The loop is in another loop's body, which hands the number on: what that one begins with, if it never changes.
+    # The loop is in another loop's body, which hands the number on. If it never changes, the outer
+    # loop's counts.
     outer = program.loops.get(loop.computation)
     root = program.root(loop.computation)
     if outer is None or root is None or root.opcode != "tuple":
@@ -95,11 +106,16 @@ def _initial(program: Computations, loop: Instruction, index: int) -> int | None
     handed_on = _affine(program, root.operands[value.index])
     if handed_on != _Affine(value.index, 0):
         return None
-    beginning = _initial(program, outer, value.index)
-    return None if beginning is None else beginning + value.offset
+    outer_value = _initial(program, outer, value.index)
+    return None if outer_value is None else outer_value + value.offset
 
 
-def _affine(program: Computations, name: str, arguments: tuple[str, ...] = (), depth: int = 0) -> _Affine | None:
+def _affine(
+    program: Computations,
+    name: str,
+    arguments: tuple[str, ...] = (),
+    depth: int = 0,
+) -> _Affine | None:
     """A scalar in terms of the carry of the computation that it is in; None if it is anything else.
 
     Args:
@@ -126,7 +142,12 @@ def _affine(program: Computations, name: str, arguments: tuple[str, ...] = (), d
     return None
 
 
-def _element(program: Computations, element: Instruction, arguments: tuple[str, ...], depth: int) -> _Affine | None:
+def _element(
+    program: Computations,
+    element: Instruction,
+    arguments: tuple[str, ...],
+    depth: int,
+) -> _Affine | None:
     """A number out of a tuple: of the carry, of a fusion with several results, or of a tuple made before."""
     index = int(element.attribute("index"))
     source = program.instructions.get(element.operands[0])
@@ -146,7 +167,10 @@ def _element(program: Computations, element: Instruction, arguments: tuple[str, 
 
 
 def _sum(left: _Affine | None, right: _Affine | None, sign: int) -> _Affine | None:
-    if left is None or right is None or (right.index is not None and (sign < 0 or left.index is not None)):
+    """`left` plus or minus `right`; None if that is no number of the carry plus a constant."""
+    if left is None or right is None:
+        return None
+    if right.index is not None and (sign < 0 or left.index is not None):
         return None
     index = left.index if left.index is not None else right.index
     return _Affine(index, left.offset + sign * right.offset)

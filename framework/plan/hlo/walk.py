@@ -17,7 +17,7 @@ class Executed(NamedTuple):
 
 
 def executed(module: Module, computation: str = "", runs: int = 1) -> Iterator[Executed]:
-    """What a computation (without a name: the program) executes, in the order of the text.
+    """The instructions that a computation (without a name: the program) executes, in the order of the text.
 
     Loops, branches and calls are replaced by what they execute; fusions are single instructions. A loop's condition
     costs nothing worth counting.
@@ -37,6 +37,10 @@ def longest_branch(module: Module, conditional: Instruction) -> str:
     """The branch with the most estimated cycles."""
 
     def cycles(branch: str) -> int:
-        return sum((one.instruction.estimated_cycles or 0) * one.runs for one in executed(module, branch))
+        total = 0
+        for instruction, runs in executed(module, branch):
+            # Instructions without an estimate, such as tuples, take no time.
+            total += (instruction.estimated_cycles or 0) * runs
+        return total
 
     return max(module.branches(conditional), key=cycles)

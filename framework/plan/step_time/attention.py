@@ -20,7 +20,7 @@ _FLOATS = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
 
 
 class Attention(NamedTuple):
-    """What a kernel computes: FLOPs as if nothing were masked, and the size of a head."""
+    """A kernel's work: FLOPs as if nothing were masked, and the size of a head."""
 
     flops: int
     head_size: int
@@ -32,19 +32,26 @@ def is_attention(kernel: Instruction) -> bool:
 
 
 def attention(module: Module, kernel: Instruction) -> Attention:
-    """What an attention kernel computes."""
-    phase = _SPLASH.search(kernel.name) or _SPLASH.search(kernel.op_name)
-    assert phase is not None
-    tensors = [array for operand in module.operands(kernel) for array in arrays(operand.type) if _is_tensor(array)]
-    queries, keys = tensors[:2]  # [..., heads, S, head_size], or the last two the other way round
+    """The work of an attention kernel."""
+    match = _SPLASH.search(kernel.name) or _SPLASH.search(kernel.op_name)
+    assert match is not None
+    phase = match[1]
+    tensors = []
+    for operand in module.operands(kernel):
+        tensors += [array for array in arrays(operand.type) if _is_tensor(array)]
+    # Both are [..., heads, S, head_size], or have the last two dimensions the other way round.
+    queries, keys = tensors[:2]
     head_size, length = sorted(keys.dims[-2:])
-    products = _PRODUCTS[phase[1]]
-    if phase[1] == "dkv":
-        # A third gradient as large as the keys is that of the queries; running sums are of lower rank.
+    products = _PRODUCTS[phase]
+    if phase == "dkv":
+        # A third gradient as large as the keys is that of the queries; running sums are of lower
+        # rank.
         gradients = [array for array in arrays(kernel.type) if len(array.dims) >= len(keys.dims)]
-        products += 1 if len(gradients) > 2 else 0
+        if len(gradients) > 2:
+            products += 1
     return Attention(2 * products * math.prod(queries.dims) * length, head_size)
 
 
 def _is_tensor(array: Array) -> bool:
+    # The data of a mask are integers.
     return array.dtype in _FLOATS and len(array.dims) >= 2

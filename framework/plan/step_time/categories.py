@@ -14,20 +14,26 @@ from framework.plan.step_time.attention import is_attention
 
 Category = Literal[
     "matmul",
-    "collective matmul",  # a matrix product with steps of a collective beside it
+    # A matrix product with steps of a collective beside it.
+    "collective matmul",
     "attention",
-    "kernel",  # Pallas kernels other than attention
-    "vector",  # elementwise operations and reductions
-    "copy",  # copies and changes of layout
-    "slice",  # slices of arrays, updates in place, gathers
+    # Pallas kernels other than attention.
+    "kernel",
+    # Elementwise operations and reductions.
+    "vector",
+    # Copies and changes of layout.
+    "copy",
+    # Slices of arrays, updates in place, gathers.
+    "slice",
     "collective",
-    "async copy",  # between HBM and VMEM, beside other work
+    # Copies between HBM and VMEM, beside other work.
+    "async copy",
     "host transfer",
     "custom call",
 ]
-# Those that are no work of the cores: what they cost is counted by their bytes, elsewhere.
+# These are no work of the cores: their cost is counted by their bytes, elsewhere.
 MOVED_BESIDE: tuple[Category, ...] = ("collective", "async copy", "host transfer")
-# Those for which the compiler's estimate is far too high.
+# For these the compiler's estimate is far too high.
 THIN: tuple[Category, ...] = ("vector", "copy", "slice")
 
 _ARITHMETIC = {
@@ -36,12 +42,12 @@ _ARITHMETIC = {
     "reduce-window", "rng-bit-generator", "rsqrt", "scatter", "select", "sine", "sort", "sqrt", "subtract", "tanh",
     "xor",
 }  # fmt: skip
-# What indices are computed with, and what picks rows: no reason to call a fusion arithmetic.
+# Operations that compute indices or pick rows are no reason to call a fusion arithmetic.
 _OF_INDICES = {"add", "and", "clamp", "compare", "select"}
 _SLICES = {"dynamic-slice", "dynamic-update-slice", "gather"}
 _COPIES = {"copy", "transpose", "reshape", "concatenate", "pad", "slice", "broadcast"}
 _STARTS = {"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start", "async-start"}
-# Names for values, and what waits for something that was started before.
+# Names for values, constants, and the order of side effects.
 _NO_WORK = {
     "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element", "iota", "opt-barrier",
     "parameter", "partition-id", "replica-id", "tuple",
@@ -60,6 +66,7 @@ def is_work(instruction: Instruction) -> bool:
 
 def category(module: Module, flops: Flops, instruction: Instruction) -> Category:
     """The kind of work that an instruction is."""
+    # Fusions may move to the host too, so this question comes first.
     if host.transfer(module, instruction):
         return "host transfer"
     if instruction.opcode == "fusion":
@@ -81,8 +88,9 @@ def category(module: Module, flops: Flops, instruction: Instruction) -> Category
 
 def _of_fusion(module: Module, flops: Flops, fusion: Instruction) -> Category:
     multiplies = flops.of(fusion) > 0
-    named = "async_collective" in fusion.name or "async_collective" in fusion.called("calls")
-    if named or any(collectives.inside(module, fusion)):
+    # The TPU's compiler names the steps of an asynchronous collective fusion so.
+    is_step_of_collective = "async_collective" in fusion.name or "async_collective" in fusion.called("calls")
+    if is_step_of_collective or any(collectives.inside(module, fusion)):
         return "collective matmul" if multiplies else "collective"
     if multiplies:
         return "matmul"
@@ -95,8 +103,11 @@ def _of_fusion(module: Module, flops: Flops, fusion: Instruction) -> Category:
 
 
 def _opcodes(module: Module, fusion: Instruction) -> Counter[str]:
-    """What a fusion is made of."""
-    found: Counter[str] = Counter()
+    """The opcodes of what a fusion is made of."""
+    opcodes: Counter[str] = Counter()
     for inner in module.fused(fusion):
-        found += _opcodes(module, inner) if inner.opcode == "fusion" else Counter([inner.opcode])
-    return found
+        if inner.opcode == "fusion":
+            opcodes += _opcodes(module, inner)
+        else:
+            opcodes[inner.opcode] += 1
+    return opcodes

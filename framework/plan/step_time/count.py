@@ -15,7 +15,7 @@ from framework.plan.step_time.timeline import Cost, Span, Timeline, play
 
 
 class Part(NamedTuple):
-    """A program that is a step, or, of a step that is several programs, one of them; how often it runs in a step."""
+    """A program that is a step, or one of a step's several programs, and how often it runs in a step."""
 
     module: Module
     runs: int
@@ -23,15 +23,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCount:
-    """What a step does on one chip, and how long it takes.
+    """The work of a step on one chip, and how long it takes.
 
     Attributes:
         rates: of the chip.
-        operations, collectives: of all programs; `runs` are those of a whole step.
-        at_all_links, at_two_links: the timelines with the fastest and with the slowest collectives, asynchronous ones
-            taken as hidden.
-        not_hidden_at_all_links, not_hidden_at_two_links: seconds that would be added if asynchronous collectives went
-            one after the other over the links, beside the operations between their start and their end.
+        operations: of all programs; `runs` are those of a step.
+        collectives: likewise.
+        at_all_links: the timeline with the fastest collectives, asynchronous ones taken as hidden.
+        at_two_links: the timeline with the slowest collectives, asynchronous ones taken as hidden.
+        not_hidden_at_all_links: seconds that would be added if asynchronous collectives went one after the other over
+            the links, beside the operations between their start and their end.
+        not_hidden_at_two_links: likewise with the slowest collectives.
         unknown_loops: loops that are counted once, as their text does not tell how often they run.
     """
 
@@ -56,47 +58,58 @@ class StepCount:
 
     @property
     def middle(self) -> float:
-        """The middle of the range: what two programs are compared by."""
+        """The middle of the range in seconds, by which two programs are compared."""
         return (self.low + self.high) / 2
 
     @property
     def product_flops(self) -> int:
-        """Of matrix products, attention kernels left out."""
-        return sum(one.flops * one.runs for one in self.operations if one.category != "attention")
+        """FLOPs of matrix products, attention kernels left out."""
+        products = [operation for operation in self.operations if operation.category != "attention"]
+        return sum(operation.flops * operation.runs for operation in products)
 
     @property
     def attention_flops(self) -> int:
-        """Of attention kernels, as if nothing were masked."""
-        return sum(one.flops * one.runs for one in self.operations if one.category == "attention")
+        """FLOPs of attention kernels, as if nothing were masked."""
+        kernels = [operation for operation in self.operations if operation.category == "attention"]
+        return sum(kernel.flops * kernel.runs for kernel in kernels)
 
 
 def count(parts: Sequence[Part], rates: Rates) -> StepCount:
-    """The count of a step.
+    """Counts a step.
 
     Args:
-        parts: its programs, compiled for TPU, scheduled. rates: of the chip they are for.
+        parts: its programs, compiled for TPU, scheduled.
+        rates: of the chip that they are for.
 
     Raises:
         ValueError: the text has no estimates of the compiler: it was written before the code was generated.
     """
     all_operations: list[Operation] = []
     all_collectives: list[Collective] = []
-    timelines, not_hidden = (Timeline(), Timeline()), [0.0, 0.0]
+    timelines = (Timeline(), Timeline())
+    not_hidden = [0.0, 0.0]
     for module, runs in parts:
-        found, exchanged = list(operations(module, rates)), collectives(module)
-        costs, spans = _costs(found, exchanged), _spans(exchanged)
+        program_operations = list(operations(module, rates))
+        program_collectives = collectives(module)
+        costs = _costs(program_operations, program_collectives)
+        spans = _spans(program_collectives)
         for index, speed in enumerate((rates.all_links, rates.two_links)):
-            played = play(module, costs, received_per_second=speed, host_per_second=rates.pcie)
-            timelines[index].add(played, runs)
-            shared = play(module, costs, spans, received_per_second=speed, host_per_second=rates.pcie)
-            not_hidden[index] += runs * max(0.0, shared.seconds - played.seconds)
-        all_operations += [replace(one, runs=one.runs * runs) for one in found]
-        all_collectives += [one._replace(runs=one.runs * runs) for one in exchanged]
-    fusions = [one for one in all_operations if one.instruction.opcode == "fusion"]
-    if fusions and all(one.estimate is None for one in fusions):
-        raise ValueError(
-            "the program's text has no estimated_cycles: expected that of the executable, compiled for TPU"
-        )
+            # Without spans asynchronous collectives cost nothing.
+            timeline = play(module, costs, received_per_second=speed, host_per_second=rates.pcie)
+            timelines[index].add(timeline, runs)
+            with_spans = play(
+                module,
+                costs,
+                spans,
+                received_per_second=speed,
+                host_per_second=rates.pcie,
+            )
+            not_hidden[index] += runs * max(0.0, with_spans.seconds - timeline.seconds)
+        for operation in program_operations:
+            all_operations.append(replace(operation, runs=operation.runs * runs))
+        for collective in program_collectives:
+            all_collectives.append(collective._replace(runs=collective.runs * runs))
+    _check_estimates(all_operations)
     unknown_loops = sum(len(module.unknown_loops) for module, _ in parts)
     return StepCount(
         rates=rates,
@@ -110,15 +123,32 @@ def count(parts: Sequence[Part], rates: Rates) -> StepCount:
     )
 
 
-def _costs(found: list[Operation], exchanged: list[Collective]) -> dict[str, Cost]:
+def _check_estimates(all_operations: list[Operation]) -> None:
+    # Some fusions of every program that is scheduled have an estimate.
+    fusions = [operation for operation in all_operations if operation.instruction.opcode == "fusion"]
+    if fusions and all(fusion.estimate is None for fusion in fusions):
+        raise ValueError(
+            "the program's text has no estimated_cycles: expected that of the executable, compiled for TPU"
+        )
+
+
+def _costs(program_operations: list[Operation], program_collectives: list[Collective]) -> dict[str, Cost]:
+    """{instruction: what it takes}; asynchronous collectives are no cost of the instructions that start them."""
     received: defaultdict[str, float] = defaultdict(float)
-    for one in exchanged:
-        if one.mode != "async":
-            received[one.scheduled.name] += one.bytes_received
-    return {one.instruction.name: Cost(one.seconds, received[one.instruction.name]) for one in found}
+    for collective in program_collectives:
+        if collective.mode != "async":
+            received[collective.scheduled.name] += collective.bytes_received
+    costs = {}
+    for operation in program_operations:
+        name = operation.instruction.name
+        costs[name] = Cost(operation.seconds, received[name])
+    return costs
 
 
-def _spans(exchanged: list[Collective]) -> list[Span]:
+def _spans(program_collectives: list[Collective]) -> list[Span]:
     """The asynchronous collectives; each has to be through before the program goes on after the last of its steps."""
-    waited_for = (one for one in exchanged if one.mode == "async")
-    return [Span(one.scheduled.name, one.last.name, one.bytes_received) for one in waited_for]
+    spans = []
+    for collective in program_collectives:
+        if collective.mode == "async":
+            spans.append(Span(collective.scheduled.name, collective.last.name, collective.bytes_received))
+    return spans

@@ -26,13 +26,16 @@ class Operation:
     """One instruction that takes time; figures are of one run.
 
     Attributes:
-        instruction: of the program. runs: how often it runs in a step.
+        instruction: of the program.
+        runs: how often it runs in a step.
         category: the kind of work.
-        op_name: where in the traced program it comes from. source: the line of Python.
+        op_name: its place in the traced program.
+        source: the line of Python.
         flops: of matrix products; of an attention kernel as if nothing were masked.
         hbm_bytes: read and written.
         estimate: seconds by the compiler; None where it has none.
-        roof, seconds: see above.
+        roof: seconds, see above.
+        seconds: see above.
     """
 
     instruction: Instruction
@@ -49,48 +52,91 @@ class Operation:
 
 def operations(module: Module, rates: Rates) -> Iterator[Operation]:
     """Every operation that a program executes, in the order of its text."""
-    flops, traffic = Flops(module), Traffic(module)
+    flops = Flops(module)
+    traffic = Traffic(module)
     for instruction, runs in executed(module):
         if is_work(instruction):
-            yield _operation(module, rates, flops, traffic, instruction, runs)
+            yield _operation(
+                module,
+                rates,
+                flops,
+                traffic,
+                instruction,
+                runs,
+            )
 
 
 def _operation(
     module: Module, rates: Rates, flops: Flops, traffic: Traffic, instruction: Instruction, runs: int
 ) -> Operation:
     kind = category(module, flops, instruction)
-    named = flops.product(instruction) or instruction
-    moved, cycles = traffic.hbm_bytes(instruction), instruction.estimated_cycles
+    # A product says more about a fusion than its last operation does.
+    named_instruction = flops.product(instruction) or instruction
+    hbm_bytes = traffic.hbm_bytes(instruction)
+    cycles = instruction.estimated_cycles
     estimate = None if cycles is None else cycles / rates.cycles
     if kind == "attention":
         kernel = attention(module, instruction)
-        multiplied, roof = kernel.flops, CAUSAL_SHARE * kernel.flops / rates.flops
-        seconds = CAUSAL_SHARE * kernel.flops / rates.attention_flops(kernel.head_size)
+        num_flops = kernel.flops
+        # Blocks that the causal mask empties are skipped.
+        causal_flops = CAUSAL_SHARE * kernel.flops
+        roof = causal_flops / rates.flops
+        seconds = causal_flops / rates.attention_flops(kernel.head_size)
     else:
-        multiplied = flops.of(instruction)
-        roof = max(multiplied / rates.flops, moved / rates.hbm)
-        seconds = _seconds(rates, kind, estimate, roof, _vmem_bytes(traffic, kind, instruction))
-    op_name, source = _op_name(module, named), module.source(named) or module.source(instruction)
-    return Operation(instruction, runs, kind, op_name, source, multiplied, moved, estimate, roof, seconds)
+        num_flops = flops.of(instruction)
+        roof = max(num_flops / rates.flops, hbm_bytes / rates.hbm)
+        vmem_bytes = _vmem_bytes(traffic, kind, instruction)
+        seconds = _seconds(
+            rates,
+            kind,
+            estimate,
+            roof,
+            vmem_bytes,
+        )
+    return Operation(
+        instruction=instruction,
+        runs=runs,
+        category=kind,
+        op_name=_op_name(module, named_instruction),
+        source=module.source(named_instruction) or module.source(instruction),
+        flops=num_flops,
+        hbm_bytes=hbm_bytes,
+        estimate=estimate,
+        roof=roof,
+        seconds=seconds,
+    )
 
 
-def _seconds(rates: Rates, kind: Category, estimate: float | None, roof: float, vmem_bytes: int) -> float:
-    """What an operation other than attention is believed to take."""
+def _seconds(
+    rates: Rates,
+    kind: Category,
+    estimate: float | None,
+    roof: float,
+    vmem_bytes: int,
+) -> float:
+    """The seconds that an operation other than attention is believed to take."""
     if kind in MOVED_BESIDE:
         return 0.0
     if kind in THIN and estimate is not None:
-        in_vmem = vmem_bytes / VMEM_BYTES_PER_CYCLE / rates.cycles
-        return min(estimate, max(THIN_OVER_HBM * roof, in_vmem))
+        vmem_seconds = vmem_bytes / VMEM_BYTES_PER_CYCLE / rates.cycles
+        return min(estimate, max(THIN_OVER_HBM * roof, vmem_seconds))
+    # Nothing beats the roof, even if the compiler believes so.
     return max(estimate or 0.0, roof)
 
 
 def _vmem_bytes(traffic: Traffic, kind: Category, instruction: Instruction) -> int:
-    moved = traffic.vmem_bytes(instruction)
+    vmem_bytes = traffic.vmem_bytes(instruction)
+    if kind != "slice":
+        return vmem_bytes
     # Of an array in VMEM that is sliced, or updated in place, most is not touched.
-    return min(moved, 4 * bytes_in(instruction.type, HBM, VMEM)) if kind == "slice" else moved
+    return min(vmem_bytes, 4 * bytes_in(instruction.type, HBM, VMEM))
 
 
 def _op_name(module: Module, instruction: Instruction) -> str:
     """The operation's name in the traced program; of a fusion that has none, that of the last operation in it."""
-    inner = (one.op_name for one in reversed(module.fused(instruction)))
-    return instruction.op_name or next(filter(None, inner), "")
+    if instruction.op_name:
+        return instruction.op_name
+    for inner in reversed(module.fused(instruction)):
+        if inner.op_name:
+            return inner.op_name
+    return ""

@@ -19,28 +19,31 @@ from typing import NamedTuple
 
 from framework.devices.accelerators import AcceleratorSpec
 
-# Thin operations take the time of their bytes at the peak of HBM times this, or of their bytes in VMEM at that rate,
-# whichever is longer, but never more than the compiler's estimate.
+# Thin operations take the time of their bytes at the peak of HBM times this, or of their bytes in
+# VMEM at that rate, whichever is longer, but never more than the compiler's estimate.
 THIN_OVER_HBM = 1.25
 VMEM_BYTES_PER_CYCLE = 1400
-# Attention kernels have no estimate. Of the peak they are taken to reach this, in proportion to the head's size below
-# the MXU's 128 rows; and of what a kernel would compute without a mask, a causal one leaves half.
+# Attention kernels have no estimate. They are taken to reach this part of the peak, in proportion
+# to the head's size below the MXU's 128 rows; and of the FLOPs of a kernel without a mask, a causal
+# one leaves half.
 ATTENTION_OF_PEAK = 0.5
 ATTENTION_FULL_HEAD = 128
 CAUSAL_SHARE = 0.5
-# Of what PCIe is published with, transfers of stacks are taken to reach this: 12 GB/s a chip each way on v5e.
+# Transfers of stacks are taken to reach this part of PCIe's published rate: 12 GB/s a chip each way
+# on v5e.
 PCIE_REACHED = 0.75
 
 
 class Rates(NamedTuple):
-    """What one jax device does in a second.
+    """The speeds of one jax device, per second.
 
     Attributes:
         name: of the accelerator.
-        flops: bfloat16 products. flops_per_cycle: the same, in cycles of the compiler's cost model.
+        flops: bfloat16 products.
+        flops_per_cycle: the same, in cycles of the compiler's cost model.
         hbm: bytes to and from device memory.
-        all_links, two_links: bytes received from other chips, over all links of a chip, or over two: those that the
-            corner of a slice without wrap-around has.
+        all_links: bytes received from other chips, over all links of a chip.
+        two_links: likewise over two: those that the corner of a slice without wrap-around has.
         pcie: bytes to or from the host, each way at once.
     """
 
@@ -72,12 +75,22 @@ class Rates(NamedTuple):
             spec.ici_link_bytes_per_second,
             spec.pcie_bytes_per_second,
         )
-        known = [float(figure) for figure in figures if figure is not None]
-        if spec.platform != "tpu" or len(known) < len(figures):
+        published = [float(figure) for figure in figures if figure is not None]
+        if spec.platform != "tpu" or len(published) < len(figures):
             raise ValueError(f"{spec.name}: the time of a step is counted for TPUs whose rates are known only")
-        flops, flops_per_cycle, hbm, all_links, link, pcie = known
-        return Rates(spec.name, flops, flops_per_cycle, hbm, all_links, 2 * link, PCIE_REACHED * pcie)
+        flops, flops_per_cycle, hbm, all_links, link, pcie = published
+        return Rates(
+            name=spec.name,
+            flops=flops,
+            flops_per_cycle=flops_per_cycle,
+            hbm=hbm,
+            all_links=all_links,
+            two_links=2 * link,
+            pcie=PCIE_REACHED * pcie,
+        )
 
     def attention_flops(self, head_size: int) -> float:
         """Products that an attention kernel is taken to do in a second."""
-        return self.flops * ATTENTION_OF_PEAK * min(1.0, head_size / ATTENTION_FULL_HEAD)
+        # A head that is smaller than the MXU leaves rows of it idle.
+        used_rows = min(1.0, head_size / ATTENTION_FULL_HEAD)
+        return self.flops * ATTENTION_OF_PEAK * used_rows

@@ -21,13 +21,15 @@ from framework.plan.hlo.walk import longest_branch
 
 
 class Cost(NamedTuple):
-    """What an instruction takes: seconds of the cores, and bytes received that everything else waits for."""
+    """The cost of an instruction: seconds of the cores, and bytes received that everything else waits for."""
 
     seconds: float
     received: float
 
 
 class _Work(NamedTuple):
+    """Operations one after the other."""
+
     cost: Cost
 
 
@@ -36,16 +38,22 @@ _LANES: tuple[Lane, ...] = (*DIRECTIONS, "from chips")
 
 
 class _Start(NamedTuple):
+    """A transfer is started."""
+
     name: str
     lane: Lane
     num_bytes: float
 
 
 class _Done(NamedTuple):
+    """The program waits for the transfer that was started by this name."""
+
     name: str
 
 
 class _Loop(NamedTuple):
+    """Events that happen again in each turn."""
+
     turns: int
     events: list[_Event]
 
@@ -66,10 +74,12 @@ class Timeline:
     """Seconds of a step, or of a program.
 
     Attributes:
-        compute: of operations. collectives: that nothing else runs beside.
+        compute: of operations.
+        collectives: that nothing else runs beside.
         waits: for transfers to and from the host that nothing hides any more.
         collective_waits: likewise for asynchronous collectives, where they are played.
-        moved: bytes to and from the host, by direction. transfers: how many.
+        moved: bytes to and from the host, by direction.
+        transfers: how many there are, by direction.
         exposed: seconds of waiting in which the link of that direction was busy.
         hidden_alone: bytes that compute between start and done would hide if each transfer had the link to itself.
     """
@@ -85,20 +95,20 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """All together."""
+        """Seconds of everything together."""
         return self.compute + self.collectives + self.waits + self.collective_waits
 
-    def add(self, other: Timeline, runs: int) -> None:
+    def add(self, program: Timeline, runs: int) -> None:
         """Adds a program that runs so often."""
-        self.compute += runs * other.compute
-        self.collectives += runs * other.collectives
-        self.waits += runs * other.waits
-        self.collective_waits += runs * other.collective_waits
+        self.compute += runs * program.compute
+        self.collectives += runs * program.collectives
+        self.waits += runs * program.waits
+        self.collective_waits += runs * program.collective_waits
         for direction in DIRECTIONS:
-            self.moved[direction] += runs * other.moved[direction]
-            self.transfers[direction] += runs * other.transfers[direction]
-            self.exposed[direction] += runs * other.exposed[direction]
-            self.hidden_alone[direction] += runs * other.hidden_alone[direction]
+            self.moved[direction] += runs * program.moved[direction]
+            self.transfers[direction] += runs * program.transfers[direction]
+            self.exposed[direction] += runs * program.exposed[direction]
+            self.hidden_alone[direction] += runs * program.hidden_alone[direction]
 
 
 def play(
@@ -112,24 +122,35 @@ def play(
     """The timeline of a program.
 
     Args:
-        costs: {instruction: what it takes}. spans: asynchronous collectives; those not given cost nothing.
-        received_per_second: bytes from other chips. host_per_second: bytes to or from the host, each way.
+        module: the program.
+        costs: {instruction: what it takes}.
+        spans: asynchronous collectives; those that are left out cost nothing.
+        received_per_second: bytes from other chips.
+        host_per_second: bytes to or from the host, each way.
     """
     player = _Player(received_per_second, host_per_second)
-    player.run(_merged(_Schedule(module, costs, spans).events(module.entry)))
+    events = _Schedule(module, costs, spans).events(module.entry)
+    player.run(_merged(events))
     return player.timeline
 
 
 class _Schedule:
-    """What happens in a program, in the order of its text."""
+    """The events of a program, in the order of its text."""
 
-    def __init__(self, module: Module, costs: Mapping[str, Cost], spans: Iterable[Span]):
-        self._module, self._costs = module, costs
+    def __init__(
+        self,
+        module: Module,
+        costs: Mapping[str, Cost],
+        spans: Iterable[Span],
+    ):
+        self._module = module
+        self._costs = costs
         self._begins: dict[str, list[_Start]] = {}
         self._ends: dict[str, list[_Done]] = {}
         for number, span in enumerate(spans):
             name = f"span {number}"
-            self._begins.setdefault(span.first, []).append(_Start(name, "from chips", span.num_bytes))
+            start = _Start(name, "from chips", span.num_bytes)
+            self._begins.setdefault(span.first, []).append(start)
             self._ends.setdefault(span.last, []).append(_Done(name))
 
     def events(self, computation: str) -> Iterator[_Event]:
@@ -149,7 +170,10 @@ class _Schedule:
 
     def _of(self, instruction: Instruction) -> Iterator[_Event]:
         if instruction.opcode == "while":
-            yield _Loop(self._module.trip_count(instruction), _merged(self.events(instruction.called("body"))))
+            turns = self._module.trip_count(instruction)
+            body_events = self.events(instruction.called("body"))
+            # Merged, as a loop of many layers is played turn by turn.
+            yield _Loop(turns, _merged(body_events))
         elif instruction.opcode == "call":
             yield from self.events(instruction.called("to_apply"))
         elif instruction.opcode == "conditional":
@@ -163,19 +187,27 @@ def _merged(events: Iterable[_Event]) -> list[_Event]:
     merged: list[_Event] = []
     for event in events:
         if isinstance(event, _Loop) and all(isinstance(inner, _Work) for inner in event.events):
-            costs = [inner.cost for inner in event.events if isinstance(inner, _Work)]
-            seconds, received = (event.turns * sum(column) for column in zip(*costs, strict=True)) if costs else (0, 0)
-            event = _Work(Cost(seconds, received))
+            event = _work_of_loop(event)
         last = merged[-1] if merged else None
         if isinstance(event, _Work) and isinstance(last, _Work):
-            merged[-1] = _Work(Cost(*map(sum, zip(last.cost, event.cost, strict=True))))
+            seconds = last.cost.seconds + event.cost.seconds
+            received = last.cost.received + event.cost.received
+            merged[-1] = _Work(Cost(seconds, received))
         else:
             merged.append(event)
     return merged
 
 
+def _work_of_loop(loop: _Loop) -> _Work:
+    """All turns of a loop that has nothing but work."""
+    costs = [event.cost for event in loop.events if isinstance(event, _Work)]
+    seconds = loop.turns * sum(cost.seconds for cost in costs)
+    received = loop.turns * sum(cost.received for cost in costs)
+    return _Work(Cost(seconds, received))
+
+
 class _UnderWay(NamedTuple):
-    """A transfer that was started: when it is through, and what had been worked before."""
+    """A transfer that was started: when it is through, and the seconds of work before its start."""
 
     start: _Start
     end: float
@@ -202,6 +234,7 @@ class _Player:
             elif isinstance(event, _Done):
                 self._finish(self._under_way[event.name])
             else:
+                # Turn by turn, as the lanes may still be busy from the turn before.
                 for _ in range(event.turns):
                     self.run(event.events)
 
@@ -209,6 +242,7 @@ class _Player:
         received = cost.received / self._speeds["from chips"]
         self.timeline.compute += cost.seconds
         self.timeline.collectives += received
+        # An asynchronous collective that is under way waits while this one uses the links.
         if self._free_at["from chips"] > self._now:
             self._free_at["from chips"] += received
         self._now += cost.seconds + received
@@ -223,7 +257,8 @@ class _Player:
             self.timeline.transfers[start.lane] += 1
 
     def _finish(self, transfer: _UnderWay) -> None:
-        lane, wait = transfer.start.lane, max(0.0, transfer.end - self._now)
+        lane = transfer.start.lane
+        wait = max(0.0, transfer.end - self._now)
         for direction in DIRECTIONS:
             busy_until = min(transfer.end, self._free_at[direction])
             self.timeline.exposed[direction] += max(0.0, busy_until - self._now)

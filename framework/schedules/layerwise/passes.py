@@ -10,85 +10,130 @@ import jax
 import jax.numpy as jnp
 
 from framework.layout import Nested, flatten
-from framework.schedules.layerwise.functions import EvaluationFunctions, Inputs, LayerFunctions, Weights
+from framework.schedules.backward import Carry
+from framework.schedules.layerwise.functions import (
+    EvaluationFunctions,
+    Inputs,
+    LayerFunctions,
+    LossAndMetrics,
+    Weights,
+)
 from framework.schedules.layerwise.programs import Moves, Programs
 from framework.schedules.layerwise.storage import STACK
 from framework.schedules.step import Metrics
 
 Functions = TypeVar("Functions", bound=LayerFunctions)
+# What is kept of a unit for its backward pass: leaves, or None once nothing needs them any more.
+Residuals = list[jax.Array] | None
 
 
 class Pass(Generic[Functions]):
-    """Some stages and units, one after the other.
+    """A pass through stages and units, one after the other.
+
+    Arrays are alive as long as Python refers to them, so what is not needed is deleted at once: `del` and fields that
+    are set to nothing are part of the memory plan.
 
     Args:
         functions: what is computed. programs: that compute it. numbers: 0, 1, ... on the devices.
     """
 
-    def __init__(self, functions: Functions, programs: Programs, numbers: list[Any]):
-        self.f, self.numbers, self.run = functions, numbers, Moves(programs)
+    def __init__(
+        self,
+        functions: Functions,
+        programs: Programs,
+        numbers: list[Any],
+    ):
+        self.f = functions
+        self.numbers = numbers
+        self.run = Moves(programs)
         self.state: Nested = {}
-        self.buffers: Nested = {}  # as the microbatch found them, and as it leaves them
+        # Buffers as the microbatch found them, and as it leaves them.
+        self.buffers: Nested = {}
         self.new_buffers: Nested = {}
-        self.last: tuple[int, Any] = -1, {}  # the unit whose weights are on the device, and those
+        # The index of the unit whose weights are on the device, and those; -1 for none.
+        self.last: tuple[int, Weights] = (-1, {})
 
     def begin(self, buffers: Nested, inputs: Inputs) -> None:
-        """A microbatch begins."""
-        self.buffers, self.new_buffers, self.inputs = buffers, copied(buffers), inputs
+        """Begins a microbatch."""
+        self.buffers = buffers
+        self.new_buffers = copied(buffers)
+        self.inputs = inputs
 
     def weights(self, stage: str, index: int | None = None) -> Weights:
         """A stage's parameters, tied ones included, or those of a unit; where they live."""
-        found = {}
+        weights = {}
         for group in ("parameter", "frozen"):
-            own = part(self.state[group], stage, index)
-            embed = flatten({"embed": self.state[group].get("embed", {})})
-            ties = ((reader.partition("/"), home) for reader, home in self.f.model.ties.items() if home in embed)
-            found[group] = {**own, **{key: embed[home] for (name, _, key), home in ties if name == stage}}
-        return found
+            params = {**part(self.state[group], stage, index)}
+            # A tie's parameter lives in the embedding, which is either trained or frozen.
+            embed_params = flatten({"embed": self.state[group].get("embed", {})})
+            for reader, home in self.f.model.ties.items():
+                reader_stage, _, key = reader.partition("/")
+                if reader_stage == stage and home in embed_params:
+                    params[key] = embed_params[home]
+            weights[group] = params
+        return weights
 
     def unit(self, index: int) -> Weights:
         """A unit's weights on the device; those of the unit before are let go."""
         if self.last[0] != index:
+            # The old weights go first: two units' would be on the device while these come.
             self.last = -1, {}
             self.last = index, self.run.take(f"weights {index}", self.weights(STACK, index))
         return self.last[1]
 
     def want_unit(self, index: int) -> None:
-        """A unit's weights are to come with the next program."""
+        """Asks for a unit's weights to come with the next program."""
         if 0 <= index < self.f.num_units:
             self.run.want(f"weights {index}", self.weights(STACK, index))
 
-    def forward(self, keeps: Callable[[int], str]) -> tuple[Any, list[Any], dict[str, Any]]:
-        """(what comes out of the stack; what is kept of each unit; loss and metrics of embedding and stack)."""
-        f, run = self.f, self.run
+    def forward(self, keeps: Callable[[int], str]) -> tuple[Carry, list[Residuals], dict[str, LossAndMetrics]]:
+        """Runs embedding and stack: (what comes out of the stack; what is kept of each unit; loss and metrics of
+        both)."""
+        f = self.f
+        run = self.run
         weights = run.take("embed", self.weights("embed"))
         self.want_unit(0)
-        x, entered, buffers = run(
+        x, embed_loss, buffers = run(
             "enter",
-            self.f.enter,
+            f.enter,
             weights,
             part(self.buffers, "embed"),
             self.inputs,
-            out=lambda r: (f.carry_specs(r[0]), *f.everywhere(r[1:])),
+            out=lambda results: (f.carry_specs(results[0]), *f.everywhere(results[1:])),
         )
         del weights
-        self.new_buffers |= {"embed": buffers} if buffers else {}
+        if buffers:
+            self.new_buffers["embed"] = buffers
+        # Parameters that all units share stay on the device for the whole pass.
         self.shared = run.take("shared", self.weights("shared"))
-        kept, sums = list[Any](), None
+        residuals_by_unit: list[Residuals] = []
+        stack_loss: LossAndMetrics | None = None
         for index in range(f.num_units):
-            x, own, found = self.ahead(index, x, keeps(index), index + 1)
-            kept.append(own)
-            if jax.tree.leaves(found):
-                sums = found if sums is None else run("add", added, sums, found, out=f.everywhere)
-        return x, kept, {"embed": entered, STACK: sums or (None, {})}
+            x, unit_residuals, unit_loss = self.ahead(index, x, keeps(index), index + 1)
+            residuals_by_unit.append(unit_residuals)
+            # A unit may have neither a loss nor metrics.
+            if jax.tree.leaves(unit_loss):
+                if stack_loss is None:
+                    stack_loss = unit_loss
+                else:
+                    stack_loss = run("add", added, stack_loss, unit_loss, out=f.everywhere)
+        return x, residuals_by_unit, {"embed": embed_loss, STACK: stack_loss or (None, {})}
 
-    def ahead(self, index: int, x: Any, keeps: str, following: int) -> tuple[Any, list[Any], Any]:
-        """One unit forward, and the weights of the following one to the device: (y, what is kept, loss and metrics)."""
-        f, weights = self.f, self.unit(index)
-        self.want_unit(following)
-        y, kept, found, buffers = self.run(
+    def ahead(
+        self,
+        index: int,
+        x: Carry,
+        keeps: str,
+        next_index: int,
+    ) -> tuple[Carry, list[jax.Array], LossAndMetrics]:
+        """Runs one unit forward, and brings the weights of the next one to the device: (y, what is kept, loss and
+        metrics)."""
+        f = self.f
+        weights = self.unit(index)
+        self.want_unit(next_index)
+        y, residuals, unit_loss, buffers = self.run(
             f"ahead {keeps}",
-            partial(self.f.ahead, keeps),
+            partial(f.ahead, keeps),
             weights,
             self.shared,
             part(self.buffers, STACK, index),
@@ -96,38 +141,50 @@ class Pass(Generic[Functions]):
             self.inputs,
             self.numbers[index],
             donate=(3,),
-            out=lambda r: (f.carry_specs(r[0]), f.kept_specs(r[1], keeps), *f.everywhere(r[2:])),
+            out=lambda results: (
+                f.carry_specs(results[0]),
+                f.kept_specs(results[1], keeps),
+                *f.everywhere(results[2:]),
+            ),
         )
+        # A group's second forward pass ("now") sees the buffers as the first one found them.
         if buffers and keeps != "now":
             self.new_buffers[STACK][index] = buffers
-        return y, kept, found
+        return y, residuals, unit_loss
 
 
 class Evaluation(Pass[EvaluationFunctions]):
     """The loss of a batch."""
 
-    def __call__(self, weights: Weights, buffers: Nested, batch: Nested) -> Metrics:
+    def __call__(
+        self,
+        weights: Weights,
+        buffers: Nested,
+        batch: Nested,
+    ) -> Metrics:
         """Sums over the batch."""
-        self.state, sums = weights, None
-        for number in range(self.f.learner.accumulate):
+        f = self.f
+        self.state = weights
+        sums = None
+        for number in range(f.learner.accumulate):
             self.begin(buffers, (batch, {}, self.numbers[number]))
             x, *_ = self.forward(lambda index: "nothing")
             head = self.run.take("head", self.weights("head"))
-            args = head, part(self.buffers, "head"), x, self.inputs
-            found = self.run("score", self.f.score, *args, out=self.f.everywhere)
-            sums = found if sums is None else self.run("add", added, sums, found, out=self.f.everywhere)
+            arguments = head, part(self.buffers, "head"), x, self.inputs
+            scores = self.run("score", f.score, *arguments, out=f.everywhere)
+            sums = scores if sums is None else self.run("add", added, sums, scores, out=f.everywhere)
         assert sums is not None
         return sums
 
 
 def part(tree: Nested, stage: str, index: int | None = None) -> Nested:
-    """A stage's or a unit's of a tree by stages; {} for none."""
-    found = tree.get(stage, {})
-    return found[index] if index is not None and found else found
+    """A stage's or a unit's part of a tree by stages; {} for none."""
+    stage_tree = tree.get(stage, {})
+    return stage_tree[index] if index is not None and stage_tree else stage_tree
 
 
 def copied(tree: Nested) -> Nested:
-    """The containers anew, down to the parts of a stack; the arrays are the same."""
+    """New containers, down to the parts of a stack, of the same arrays."""
     return {key: list(value) if isinstance(value, list) else value for key, value in tree.items()}
 
 

@@ -18,11 +18,22 @@ from framework.devices.executables import HostBytes
 from framework.layout import StateLayout, TensorSpec, path_name
 
 Kinds = dict[str, int]  # bytes of one device by memory kind
+Array = Any  # a jax.Array, or in a rehearsal a Ghost
+Tree = Any  # a pytree of these, or of shapes
+NumberedLeaves = dict[str, Any]  # leaves of a tree by their numbers in it
+LiveArray = tuple[str, str, int]  # label, memory kind, bytes of one device
 
 
 class Compiled(NamedTuple):
-    """A program: what runs it, its peak on the device in bytes, arguments included; about: what else the compiler said;
-    the shapes and places of its results, and its jaxpr."""
+    """A compiled program.
+
+    Attributes:
+      run: runs it on arrays.
+      peak: bytes that it needs on the device, arguments included.
+      about: what else the compiler said.
+      results: the shapes and the Places of its results.
+      jaxpr: what it computes.
+    """
 
     run: Any
     peak: int
@@ -42,26 +53,38 @@ class Place:
     kind: str = "device"
 
     @staticmethod
-    def of(x: Any) -> Place:
-        """Of an array, or of what has its shape and sharding."""
-        return x.place if isinstance(x, Ghost) else Place(x.sharding, x.sharding.memory_kind or "device")
+    def of(x: Array) -> Place:
+        """The place of an array, or of what has its shape and sharding."""
+        if isinstance(x, Ghost):
+            return x.place
+        return Place(x.sharding, x.sharding.memory_kind or "device")
 
-    def bytes(self, x: Any) -> int:
-        """Of one device's part of an array of that shape and dtype."""
-        return math.prod(self.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    def bytes(self, x: Array) -> int:
+        """The bytes of one device's part of an array of that shape and dtype."""
+        shard_shape = self.sharding.shard_shape(x.shape)
+        return math.prod(shard_shape) * x.dtype.itemsize
 
 
 class Ghost:
     """An array without bytes; it is alive as long as somebody refers to it or until it is donated."""
 
-    def __init__(self, like: Any, place: Place, ledger: Ledger, label: str):
-        self.shape, self.dtype, self.place, self._ledger = like.shape, like.dtype, place, ledger
+    def __init__(
+        self,
+        like: Array,
+        place: Place,
+        ledger: Ledger,
+        label: str,
+    ):
+        self.shape = like.shape
+        self.dtype = like.dtype
+        self.place = place
+        self._ledger = ledger
         self.nbytes = place.bytes(like)
         ledger.live[place.kind] += self.nbytes
         ledger.alive[id(self)] = label, place.kind, self.nbytes
 
     def delete(self) -> None:
-        """It was donated."""
+        """Takes it off the ledger: it was donated, or nobody refers to it any more."""
         if self._ledger.alive.pop(id(self), None):
             self._ledger.live[self.place.kind] -= self.nbytes
 
@@ -72,24 +95,30 @@ class Ledger:
     """What a rehearsal counts: bytes of one device, or of its host's memory.
 
     Attributes:
-      live, alive: now; by memory kind, and by array: (label, kind, bytes).
-      calls: the programs, in order. peak: on the device during the worst call.
-      worst: that call's program, and what was alive then. host_peak: in host memory.
-      moved: between host and device.
+      live: bytes of the arrays that are alive now, by memory kind.
+      alive: these arrays, by the ids of their ghosts.
+      calls: the programs, in order.
+      peak: bytes on the device during the worst call.
+      host_peak: bytes in host memory at most.
+      moved: bytes that went between host and device.
+      worst: the program of the worst call, and what was alive then.
     """
 
     def __init__(self) -> None:
         self.live: Kinds = {"device": 0, "pinned_host": 0}
-        self.alive: dict[int, tuple[str, str, int]] = {}
+        self.alive: dict[int, LiveArray] = {}
         self.calls: list[Compiled] = []
-        self.peak, self.host_peak, self.moved = 0, 0, 0
-        self.worst: tuple[Compiled, list[tuple[str, str, int]]] | None = None
+        self.peak = 0
+        self.host_peak = 0
+        self.moved = 0
+        self.worst: tuple[Compiled, list[LiveArray]] | None = None
 
     def count(self, program: Compiled, peak: int) -> None:
-        """A call, and what the device has while it runs."""
+        """Counts a call, during which the device has `peak` bytes."""
         self.calls.append(program)
         if peak > self.peak:
-            self.peak, self.worst = peak, (program, list(self.alive.values()))
+            self.peak = peak
+            self.worst = program, list(self.alive.values())
 
 
 class Programs:
@@ -101,9 +130,16 @@ class Programs:
         layout: knows the places of TensorSpecs.
     """
 
-    def __init__(self, jit: Any, compile: Compile, layout: StateLayout):
-        self._jit, self.compile, self._layout = jit, compile, layout
-        self._found: dict[Any, Compiled] = {}
+    def __init__(
+        self,
+        jit: Any,
+        compile: Compile,
+        layout: StateLayout,
+    ):
+        self._jit = jit
+        self.compile = compile
+        self._layout = layout
+        self._compiled: dict[Any, Compiled] = {}
         self._ledger: Ledger | None = None
         # The devices of a CPU share a pool of threads, and in a collective each holds one until all have come: programs
         # that run at once could wait for each other's threads, until XLA ends the process.
@@ -111,23 +147,32 @@ class Programs:
         self._waits = devices.size > 1 and devices.flat[0].platform == "cpu"
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._compiled)
 
-    def rehearse(self, driver: Callable[..., Any], *trees: Any) -> Ledger:
+    def rehearse(self, driver: Callable[..., Any], *trees: Tree) -> Ledger:
         """Runs `driver` with ghosts of the arrays or TensorSpecs in `trees`, and compiles what comes up on the way."""
-        self._ledger = ledger = Ledger()
+        ledger = Ledger()
+        self._ledger = ledger
         try:
+            # The ghosts have no name here: the driver alone is to refer to them.
             driver(*_ghosts(ledger, "", trees, jax.tree.map(self._place, trees)))
         finally:
             self._ledger = None
         return ledger
 
-    def _place(self, x: Any) -> Place:
-        return Place(self._layout.sharding(x), x.memory_kind) if isinstance(x, TensorSpec) else Place.of(x)
+    def _place(self, x: Array | TensorSpec) -> Place:
+        if isinstance(x, TensorSpec):
+            return Place(self._layout.sharding(x), x.memory_kind)
+        return Place.of(x)
 
     def __call__(
-        self, name: Any, function: Callable[..., Any], *args: Any, donate: Iterable[int] = (), out: Any
-    ) -> Any:
+        self,
+        name: Any,
+        function: Callable[..., Any],
+        *args: Tree,
+        donate: Iterable[int] = (),
+        out: Any,
+    ) -> Tree:
         """`function(*args)` by the program of that name and that structure of arguments.
 
         Args:
@@ -138,55 +183,103 @@ class Programs:
             out: TensorSpecs or Places of the results, or a function of their shapes that returns those; in place of
                 one, a kind of memory, where the compiler may choose the rest.
         """
+        # Shapes are no part of the key: a name's arguments differ in nothing but their structure.
         key = name, jax.tree.structure(args)
         if self._ledger is None:
-            results = self._found[key].run(*args)
+            results = self._compiled[key].run(*args)
             return jax.block_until_ready(results) if self._waits else results
-        if key not in self._found:
+        if key not in self._compiled:
             self._make(key, function, args, tuple(donate), out)
         return self._rehearsed(self._ledger, key, args, tuple(donate))
 
-    def _make(self, key: Any, function: Any, args: Any, donate: tuple[int, ...], out: Any) -> None:
-        abstract = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape, g.dtype, sharding=g.place.sharding), args)
+    def _make(
+        self,
+        key: Any,
+        function: Callable[..., Any],
+        args: Tree,
+        donate: tuple[int, ...],
+        out: Any,
+    ) -> None:
+        """Compiles a program; see `__call__`."""
+
+        def abstract(ghost: Ghost) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(ghost.shape, ghost.dtype, sharding=ghost.place.sharding)
+
+        abstract_args = jax.tree.map(abstract, args)
         if callable(out):
-            out = out(jax.eval_shape(function, *abstract))
-        if any(isinstance(leaf, str) for leaf in jax.tree.leaves(out)):
-            found = self._jit(function, keep_unused=True).lower(*abstract).compile().output_shardings
-            out = jax.tree.map(lambda s, f: Place(f.with_memory_kind(s), s) if isinstance(s, str) else s, out, found)
-        places = jax.tree.map(lambda x: x if isinstance(x, Place) else self._place(x), out)
+            out = out(jax.eval_shape(function, *abstract_args))
+        places = self._result_places(function, abstract_args, out)
         # Every argument is kept, as all are counted. Every result has a sharding, as donated memory is given to a
         # result of the same kind of memory only where all kinds are known.
         shardings = jax.tree.map(lambda place: place.sharding, places)
         jitted = self._jit(function, donate_argnums=donate, out_shardings=shardings, keep_unused=True)
-        traced = jitted.trace(*abstract)
-        left = [args[i] for i in donate]
-        given = jax.tree.map(lambda x, place: place.bytes(x) * (place.kind != "device"), traced.out_info, places)
-        hosted = HostBytes(_hosted_bytes(args), sum(jax.tree.leaves(given)), _hosted_bytes(left))
+        traced = jitted.trace(*abstract_args)
+        donated_args = [args[i] for i in donate]
+        result_bytes = jax.tree.map(lambda x, place: place.bytes(x) * (place.kind != "device"), traced.out_info, places)
+        hosted = HostBytes(_hosted_bytes(args), sum(jax.tree.leaves(result_bytes)), _hosted_bytes(donated_args))
         compiled = self.compile(traced.lower(), hosted)
-        self._found[key] = compiled._replace(results=(traced.out_info, places), jaxpr=traced.jaxpr)
+        self._compiled[key] = compiled._replace(results=(traced.out_info, places), jaxpr=traced.jaxpr)
 
-    def _rehearsed(self, ledger: Ledger, key: Any, args: Any, donate: tuple[int, ...]) -> Any:
-        found, ghosts = self._found[key], list({id(g): g for g in jax.tree.leaves(args)}.values())
-        here = sum(g.nbytes for g in ghosts if g.place.kind == "device")
-        ledger.count(found, found.peak + ledger.live["device"] - here)
-        gone = jax.tree.leaves([args[i] for i in donate])
-        ledger.moved += _hosted_bytes(ghosts) - _hosted_bytes(gone)
-        for leaf in gone:
-            leaf.delete()
-        results = _ghosts(ledger, str(key[0]), *found.results)
+    def _result_places(
+        self,
+        function: Callable[..., Any],
+        abstract_args: Tree,
+        out: Any,
+    ) -> Tree:
+        """The Places of a program's results, of `out` without the function; see `__call__`."""
+        if any(isinstance(leaf, str) for leaf in jax.tree.leaves(out)):
+            # The compiler chooses shardings when it compiles, so the program is compiled twice: the second
+            # time with those, in the memory that `out` asks for.
+            lowered = self._jit(function, keep_unused=True).lower(*abstract_args)
+            chosen_shardings = lowered.compile().output_shardings
+
+            def chosen_place(kind: Any, sharding: Any) -> Any:
+                return Place(sharding.with_memory_kind(kind), kind) if isinstance(kind, str) else kind
+
+            out = jax.tree.map(chosen_place, out, chosen_shardings)
+        return jax.tree.map(lambda x: x if isinstance(x, Place) else self._place(x), out)
+
+    def _rehearsed(
+        self,
+        ledger: Ledger,
+        key: Any,
+        args: Tree,
+        donate: tuple[int, ...],
+    ) -> Tree:
+        """Counts a call of a compiled program; the ghosts of its results."""
+        compiled = self._compiled[key]
+        # An array that is an argument twice is counted once.
+        ghost_by_id = {id(ghost): ghost for ghost in jax.tree.leaves(args)}
+        ghosts = list(ghost_by_id.values())
+        argument_bytes = sum(ghost.nbytes for ghost in ghosts if ghost.place.kind == "device")
+        # The program's own peak includes its arguments, and the others stay where they are beside it.
+        ledger.count(compiled, compiled.peak + ledger.live["device"] - argument_bytes)
+        donated_ghosts = jax.tree.leaves([args[i] for i in donate])
+        # A donated host array is the room for a result, and nothing is read from it.
+        ledger.moved += _hosted_bytes(ghosts) - _hosted_bytes(donated_ghosts)
+        for ghost in donated_ghosts:
+            ghost.delete()
+        results = _ghosts(ledger, str(key[0]), *compiled.results)
         ledger.moved += _hosted_bytes(results)
         ledger.host_peak = max(ledger.host_peak, ledger.live["pinned_host"])
         return results
 
 
-def _ghosts(ledger: Ledger, name: str, trees: Any, places: Any) -> Any:
-    def one(keypath: Any, x: Any, place: Place) -> Ghost:
+def _ghosts(
+    ledger: Ledger,
+    name: str,
+    trees: Tree,
+    places: Tree,
+) -> Tree:
+    """Ghosts of trees of shapes, labelled by name and path."""
+
+    def ghost(keypath: Any, x: Array, place: Place) -> Ghost:
         return Ghost(x, place, ledger, f"{name}/{path_name(keypath)}")
 
-    return jax.tree_util.tree_map_with_path(one, trees, places)
+    return jax.tree_util.tree_map_with_path(ghost, trees, places)
 
 
-def _hosted_bytes(tree: Any) -> int:
+def _hosted_bytes(tree: Tree) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree) if x.place.kind != "device")
 
 
@@ -199,75 +292,129 @@ class Moves:
 
     def __init__(self, programs: Programs):
         self._programs = programs
-        self._coming: dict[str, Any] = {}
-        self._going: dict[str, Any] = {}
-        self._room: dict[str, Any] = {}
-        self._here: dict[str, Any] = {}
-        self._gone: dict[str, Any] = {}
-        self._rest: dict[str, list[Any]] = {}
+        # All of these are by the key of a tree. Below it, leaves are by their numbers, see `_numbered`.
+        # Hosted leaves that are to come with the next call.
+        self._wanted: dict[str, NumberedLeaves] = {}
+        # Leaves that have come, and that nobody took yet.
+        self._arrived: dict[str, NumberedLeaves] = {}
+        # New leaves that are to go with the next call.
+        self._leaving: dict[str, NumberedLeaves] = {}
+        # The old hosted leaves whose memory these take.
+        self._room: dict[str, NumberedLeaves] = {}
+        # Leaves that have gone, and that nobody asked for yet.
+        self._stored: dict[str, NumberedLeaves] = {}
+        # All leaves of a tree that was put, in order, with None for those that go to the host.
+        self._staying: dict[str, list[Array]] = {}
 
-    def want(self, key: str, tree: Any) -> None:
-        """What of a tree is in host memory is to come to the device with the next call."""
-        if hosted := _numbered(tree):
-            self._coming[key] = hosted
+    def want(self, key: str, tree: Tree) -> None:
+        """Asks for what of a tree is in host memory to come to the device with the next call."""
+        hosted = _numbered(tree)
+        if hosted:
+            self._wanted[key] = hosted
 
-    def take(self, key: str, tree: Any) -> Any:
-        """A tree that was wanted, on the device."""
-        if not (hosted := _numbered(tree)):
+    def take(self, key: str, tree: Tree) -> Tree:
+        """A tree that was asked for, on the device."""
+        hosted = _numbered(tree)
+        if not hosted:
             return tree
-        if key not in self._here:
+        if key not in self._arrived:
             self.want(key, tree)
             self.flush()
-        here = self._here.pop(key)
+        arrived = self._arrived.pop(key)
         leaves, treedef = jax.tree.flatten(tree)
-        return jax.tree.unflatten(treedef, [here[str(i)] if str(i) in hosted else x for i, x in enumerate(leaves)])
+        for i in range(len(leaves)):
+            if str(i) in hosted:
+                leaves[i] = arrived[str(i)]
+        return jax.tree.unflatten(treedef, leaves)
 
-    def put(self, key: str, new: Any, old: Any) -> None:
+    def put(
+        self,
+        key: str,
+        new: Tree,
+        old: Tree,
+    ) -> None:
         """`new`, on the device, takes the place of `old`: what of that is in host memory is written there with the next
         call."""
-        leaves, room = jax.tree.leaves(new), _numbered(old)
+        leaves = jax.tree.leaves(new)
+        room = _numbered(old)
         if room:
-            self._room[key], self._going[key] = room, {number: leaves[int(number)] for number in room}
-        self._rest[key] = [None if str(i) in room else x for i, x in enumerate(leaves)]
+            self._room[key] = room
+            self._leaving[key] = {number: leaves[int(number)] for number in room}
+        self._staying[key] = [None if str(i) in room else leaf for i, leaf in enumerate(leaves)]
 
-    def placed(self, key: str, like: Any) -> Any:
+    def placed(self, key: str, like: Tree) -> Tree:
         """What was put, where it belongs, in the structure of `like`."""
-        if key in self._going:
+        if key in self._leaving:
             self.flush()
-        gone, rest = self._gone.pop(key, {}), self._rest.pop(key)
-        return jax.tree.unflatten(jax.tree.structure(like), [gone.get(str(i), x) for i, x in enumerate(rest)])
+        stored = self._stored.pop(key, {})
+        staying = self._staying.pop(key)
+        leaves = [stored.get(str(i), leaf) for i, leaf in enumerate(staying)]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def flush(self) -> None:
         """Moves what waits, without a program to do it beside."""
-        if self._coming or self._room:
+        if self._wanted or self._room:
             self("move", tuple, out=())
 
     def __call__(
-        self, name: str, function: Callable[..., Any], *args: Any, donate: Iterable[int] = (), out: Any
-    ) -> Any:
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Tree,
+        donate: Iterable[int] = (),
+        out: Any,
+    ) -> Tree:
         """See `Programs`."""
         # A program's arguments go by what they are, not by whose: those of all layers are the same.
-        come, go = _roles(self._coming), _roles(self._room)
-        coming = {role: self._coming[key] for key, role in come.items()}
-        going, room = ({role: tree[key] for key, role in go.items()} for tree in (self._going, self._room))
-        self._coming, self._going, self._room = {}, {}, {}
+        wanted_roles = _roles(self._wanted)
+        room_roles = _roles(self._room)
+        arriving = {role: self._wanted[key] for key, role in wanted_roles.items()}
+        leaving = {role: self._leaving[key] for key, role in room_roles.items()}
+        room = {role: self._room[key] for key, role in room_roles.items()}
+        self._wanted = {}
+        self._leaving = {}
+        self._room = {}
 
-        def moving(room: Any, going: Any, coming: Any, *args: Any) -> Any:
-            gone = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
-            here = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), coming)
-            return gone, here, function(*args)
-
-        def shardings(results: Any) -> Any:
-            here = jax.tree.map(lambda x: Place(Place.of(x).sharding.with_memory_kind("device")), coming)
-            return jax.tree.map(Place.of, room), here, out(results[2]) if callable(out) else out
-
-        moving.__name__ = name.replace(" ", "_")
         # The places come first: a GPU's compiler without a GPU gives donated memory to results by their shapes alone.
         numbers = (0, *(number + 3 for number in donate))
-        gone, here, results = self._programs(name, moving, room, going, coming, *args, donate=numbers, out=shardings)
-        self._gone |= {key: gone[role] for key, role in go.items()}
-        self._here |= {key: here[role] for key, role in come.items()}
+        stored, arrived, results = self._programs(
+            name,
+            _with_moves(name, function),
+            room,
+            leaving,
+            arriving,
+            *args,
+            donate=numbers,
+            out=_places_with_moves(arriving, room, out),
+        )
+        for key, role in room_roles.items():
+            self._stored[key] = stored[role]
+        for key, role in wanted_roles.items():
+            self._arrived[key] = arrived[role]
         return results
+
+
+def _with_moves(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which also carries arrays; `name` is what profiles and the compiler call it."""
+
+    def moving(room: Tree, going: Tree, coming: Tree, *args: Tree) -> Tree:
+        stored = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), going)
+        arrived = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), coming)
+        return stored, arrived, function(*args)
+
+    moving.__name__ = name.replace(" ", "_")
+    return moving
+
+
+def _places_with_moves(arriving: Tree, room: Tree, out: Any) -> Callable[[Tree], Tree]:
+    """Where the results of a function of `_with_moves` go; `out` says it of those of the function itself."""
+
+    def shardings(results: Tree) -> Tree:
+        arrived = jax.tree.map(lambda x: Place(Place.of(x).sharding.with_memory_kind("device")), arriving)
+        stored = jax.tree.map(Place.of, room)
+        return stored, arrived, out(results[2]) if callable(out) else out
+
+    return shardings
 
 
 def _roles(keys: Iterable[str]) -> dict[str, str]:
@@ -279,7 +426,10 @@ def _roles(keys: Iterable[str]) -> dict[str, str]:
     return roles
 
 
-def _numbered(tree: Any) -> dict[str, Any]:
+def _numbered(tree: Tree) -> NumberedLeaves:
     """The leaves of a tree that are in host memory, by their numbers."""
-    leaves = enumerate(jax.tree.leaves(tree))
-    return {str(i): x for i, x in leaves if Place.of(x).kind != "device"}
+    hosted = {}
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        if Place.of(leaf).kind != "device":
+            hosted[str(i)] = leaf
+    return hosted

@@ -60,35 +60,55 @@ class LayerPrograms:
     ):
         self._functions = LayerFunctions(model, learner, layout, memory)
         self._scoring = EvaluationFunctions(model, learner, layout, memory)
-        self.programs, self._evaluation = (Programs(jit, compile, layout) for _ in range(2))
+        self.programs = Programs(jit, compile, layout)
+        self._evaluation = Programs(jit, compile, layout)
+        # Structure and memory kinds of what was evaluated: those have their programs.
         self._evaluated: set[Any] = set()
-        number, count = TensorSpec((), "int32"), max(model.stack.num_units, learner.accumulate)
+        number = TensorSpec((), "int32")
+        count = max(model.stack.num_units, learner.accumulate)
         self._numbers: list[Any] = [number] * count
-        if {*layout.mesh.devices.flat} <= {*jax.devices()}:  # made once: a transfer at each call would make it wait
-            self._numbers = [jax.device_put(np.int32(i), layout.sharding(number)) for i in range(count)]
+        # Made once: a transfer at each call would make it wait. A plan's devices are not here, and have specs.
+        if {*layout.mesh.devices.flat} <= {*jax.devices()}:
+            sharding = layout.sharding(number)
+            self._numbers = [jax.device_put(np.int32(i), sharding) for i in range(count)]
 
-    def rehearse(self, state: Any, batch: Any, compile: Compile | None = None) -> Ledger:
-        """Compiles all programs of a step, of the specs of state and batch; what it needs."""
+    def rehearse(
+        self,
+        state: Any,
+        batch: Any,
+        compile: Compile | None = None,
+    ) -> Ledger:
+        """Compiles all programs of a step, of the specs of state and batch; returns what it needs."""
         self.programs.compile = compile or self.programs.compile
 
-        def step(numbers: Any, *rest: Any) -> Any:
-            return Step(self._functions, self.programs, numbers)(*rest)
+        def step(numbers: list[Any], *trees: Any) -> tuple[State, Metrics]:
+            return Step(self._functions, self.programs, numbers)(*trees)
 
         return self.programs.rehearse(step, self._numbers, state, batch)
 
     def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
-        """One step; the old state is gone afterwards."""
+        """Runs one step; the old state is gone afterwards."""
         return Step(self._functions, self.programs, self._numbers)(state, batch)
 
-    def evaluate(self, weights: Weights, buffers: Nested, batch: Nested, compile: Compile | None = None) -> Any:
+    def evaluate(
+        self,
+        weights: Weights,
+        buffers: Nested,
+        batch: Nested,
+        compile: Compile | None = None,
+    ) -> Any:
         """Sums over a batch, see `Program.evaluate`; with `compile`, of specs: what that needs."""
-        programs, functions = self._evaluation, self._scoring
+        programs = self._evaluation
+        functions = self._scoring
 
-        def run(numbers: Any, *rest: Any) -> Metrics:
-            return Evaluation(functions, programs, numbers)(*rest)
+        def run(numbers: list[Any], *trees: Any) -> Metrics:
+            return Evaluation(functions, programs, numbers)(*trees)
 
         trees = weights, buffers, batch
-        key = jax.tree.structure(trees), tuple(x.sharding.memory_kind for x in jax.tree.leaves(trees) if not compile)
+        leaves = jax.tree.leaves(trees)
+        # Averaged weights (learner.ema) may live elsewhere than the trained ones.
+        kinds = tuple(x.sharding.memory_kind for x in leaves if not compile)
+        key = jax.tree.structure(trees), kinds
         if compile is not None or key not in self._evaluated:
             programs.compile = compile or programs.compile
             ledger = programs.rehearse(run, self._numbers, *trees)

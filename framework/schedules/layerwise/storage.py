@@ -31,24 +31,30 @@ def in_parts(specs: Nested, num_units: int, hosted_units: int | None = None) -> 
 
     def part(group: str, index: int, spec: TensorSpec) -> TensorSpec:
         assert spec.shape[0] == num_units, f"{spec.shape} is no stack of {num_units}"
-        own = replace(spec, shape=(1, *spec.shape[1:]))
-        here = group in ("parameter", "frozen") and hosted_units is not None and index >= hosted_units
-        return replace(own, memory_kind="device") if here else own
+        part_spec = replace(spec, shape=(1, *spec.shape[1:]))
+        # Weights alone are hosted by layer; optimizer state and gradients are where the tags say, in all units.
+        is_weight = group in ("parameter", "frozen")
+        if is_weight and hosted_units is not None and index >= hosted_units:
+            return replace(part_spec, memory_kind="device")
+        return part_spec
 
     def cut(group: str, tree: Nested) -> list[Nested]:
         return [jax.tree.map(partial(part, group, index), tree) for index in range(num_units)]
 
-    return {group: _on_stack(tree, lambda tree, g=group: cut(g, tree)) for group, tree in specs.items()}
+    return {group: _on_stack(tree, partial(cut, group)) for group, tree in specs.items()}
 
 
 def _on_stack(tree: Any, change: Callable[[Any], Any]) -> Any:
-    return {**tree, STACK: change(tree[STACK])} if isinstance(tree, dict) and tree.get(STACK) else tree
+    """A group of the state with its stack changed; one without a stack (counters, say) as it is."""
+    if isinstance(tree, dict) and tree.get(STACK):
+        return {**tree, STACK: change(tree[STACK])}
+    return tree
 
 
 def part_path(path: str, index: int) -> str:
     """The path of a unit's part of a leaf: stack/block0/... -> stack/3/block0/..."""
-    stage, rest = path.split("/", 1)
-    return f"{stage}/{index}/{rest}"
+    stage, path_in_stage = path.split("/", 1)
+    return f"{stage}/{index}/{path_in_stage}"
 
 
 def joined(state: Nested, layout: StateLayout) -> Nested:
@@ -61,18 +67,20 @@ def joined(state: Nested, layout: StateLayout) -> Nested:
 
     def join(spec: TensorSpec, *parts: jax.Array) -> jax.Array:
         sharding = layout.sharding(replace(spec, memory_kind="pinned_host"))
-        shards = [[shard.data for shard in part.addressable_shards] for part in parts]
-        pieces = []
+        shards_by_part = [[shard.data for shard in part.addressable_shards] for part in parts]
+        stack_shards = []
+        # The axis of units is never sharded, so a device's shard of the stack is made of its own shards of the parts.
         for number, shard in enumerate(parts[0].addressable_shards):
-            whole = np.concatenate([np.asarray(own[number]) for own in shards])
-            kind = jax.sharding.SingleDeviceSharding(shard.device, memory_kind="pinned_host")
-            pieces.append(jax.device_put(whole, kind))
-        return jax.make_array_from_single_device_arrays(spec.shape, sharding, pieces)
+            unit_arrays = [np.asarray(shards[number]) for shards in shards_by_part]
+            stack_array = np.concatenate(unit_arrays)
+            host_sharding = jax.sharding.SingleDeviceSharding(shard.device, memory_kind="pinned_host")
+            stack_shards.append(jax.device_put(stack_array, host_sharding))
+        return jax.make_array_from_single_device_arrays(spec.shape, sharding, stack_shards)
 
-    def whole(group: str, tree: Nested) -> Nested:
-        return _on_stack(tree, lambda parts: jax.tree.map(join, layout.specs[group][STACK], *parts))
+    def join_parts(group: str, parts: list[Nested]) -> Nested:
+        return jax.tree.map(join, layout.specs[group][STACK], *parts)
 
-    return {group: whole(group, tree) for group, tree in state.items()}
+    return {group: _on_stack(tree, partial(join_parts, group)) for group, tree in state.items()}
 
 
 def before_cut(layout: StateLayout) -> Nested:
@@ -92,27 +100,36 @@ def cut(state: Nested, layout: StateLayout) -> Nested:
         layout: of the parts.
     """
 
-    def parts(specs: list[Nested], tree: Nested) -> list[Nested]:
-        own = [flatten(part) for part in specs]
-        found: list[dict[str, jax.Array]] = [{} for _ in specs]
+    def cut_stack(group: str, tree: Nested) -> list[Nested]:
+        specs = layout.specs[group][STACK]
+        specs_by_unit = [flatten(part) for part in specs]
+        leaves_by_unit: list[dict[str, jax.Array]] = [{} for _ in specs]
         for path, leaf in flatten(tree).items():
-            for index, part in enumerate(own):
-                found[index][path] = _slice(leaf, index, part[path], layout)
+            for index, unit_specs in enumerate(specs_by_unit):
+                leaves_by_unit[index][path] = _slice(leaf, index, unit_specs[path], layout)
+            # A leaf at a time, so that host memory need not hold whole stacks and parts together.
             leaf.delete()
-        return [
-            jax.tree.unflatten(jax.tree.structure(one), [new[path] for path in flat])
-            for one, new, flat in zip(specs, found, own, strict=True)
-        ]
+        parts = []
+        for part, unit_specs, unit_leaves in zip(specs, specs_by_unit, leaves_by_unit, strict=True):
+            leaves = [unit_leaves[path] for path in unit_specs]
+            parts.append(jax.tree.unflatten(jax.tree.structure(part), leaves))
+        return parts
 
-    return {
-        group: _on_stack(tree, lambda stack, g=group: parts(layout.specs[g][STACK], stack))
-        for group, tree in state.items()
-    }
+    return {group: _on_stack(tree, partial(cut_stack, group)) for group, tree in state.items()}
 
 
-def _slice(leaf: jax.Array, index: int, spec: TensorSpec, layout: StateLayout) -> jax.Array:
-    pieces = []
+def _slice(
+    leaf: jax.Array,
+    index: int,
+    spec: TensorSpec,
+    layout: StateLayout,
+) -> jax.Array:
+    """One unit's part [1, ...] of a stacked leaf, in the memory that `spec` says."""
+    part_shards = []
     for shard in leaf.addressable_shards:
-        kind = jax.sharding.SingleDeviceSharding(shard.device, memory_kind=spec.memory_kind)
-        pieces.append(jax.device_put(np.array(np.asarray(shard.data)[index : index + 1]), kind))
-    return jax.make_array_from_single_device_arrays(spec.shape, layout.sharding(spec), pieces)
+        sharding = jax.sharding.SingleDeviceSharding(shard.device, memory_kind=spec.memory_kind)
+        unit_view = np.asarray(shard.data)[index : index + 1]
+        # A copy: JAX may use a NumPy array's memory as it is, and this view's is that of the whole stack.
+        unit_array = np.array(unit_view)
+        part_shards.append(jax.device_put(unit_array, sharding))
+    return jax.make_array_from_single_device_arrays(spec.shape, layout.sharding(spec), part_shards)
