@@ -60,6 +60,7 @@ def texts(program: Program) -> list[str]:
 def digest(program: Program) -> str:
     """A hash of a program's texts, without addresses in memory."""
     text = "\n".join(_ADDRESS.sub("", text) for text in texts(program))
+    jax.clear_caches()  # they would hold the jaxprs of all programs, gigabytes in the end
     return hashlib.sha256(text.encode()).hexdigest()
 
 
