@@ -14,10 +14,10 @@ import argparse
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -64,24 +64,25 @@ def digest(program: Program) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def named_steps() -> Iterator[tuple[str, str]]:
-    """(name, digest) of the named configs under each schedule. One that a schedule refuses is a line of its own."""
-    for name in configs.names():
-        for setting, fields in SETTINGS.items():
-            config = configs.load(name)
-            config.accelerator_rules = []
-            if setting in ("in_backward", "unit ahead"):
-                config.learner.clip_mode = "previous_norm"
-            for field, value in fields.items():
-                config.set_path(f"memory.{field}", value)
-            try:
-                yield f"{name}, {setting}", digest(Program(config.instantiate(), jax.devices()[:1]))
-            except (ConfigError, ValueError) as error:
-                yield f"{name}, {setting}", f"refused: {error}"
+def named_steps(name: str) -> dict[str, str]:
+    """{name and setting: digest} of a named config under each schedule, or why a schedule refuses it."""
+    digests: dict[str, str] = {}
+    for setting, fields in SETTINGS.items():
+        config = configs.load(name)
+        config.accelerator_rules = []
+        if setting in ("in_backward", "unit ahead"):
+            config.learner.clip_mode = "previous_norm"
+        for field, value in fields.items():
+            config.set_path(f"memory.{field}", value)
+        try:
+            digests[f"{name}, {setting}"] = digest(Program(config.instantiate(), jax.devices()[:1]))
+        except (ConfigError, ValueError) as error:
+            digests[f"{name}, {setting}"] = f"refused: {error}"
+    return digests
 
 
-def exactness_steps() -> Iterator[tuple[str, str]]:
-    """(name, digest) of cases of the exactness suite."""
+def exactness_cases() -> list[exact.Case]:
+    """Cases of the exactness suite in which any two values of its axes meet."""
     axes = {
         "model": exact.MODELS,
         "optimizer": exact.OPTIMIZERS | exact.SMALL,
@@ -92,12 +93,34 @@ def exactness_steps() -> Iterator[tuple[str, str]]:
         "precision": exact.PRECISIONS,
         "microbatches": (1, 2),
     }
-    for case in exact.covering(exact.every(**axes)):
+    return exact.covering(exact.every(**axes))
+
+
+def exactness_steps(cases: list[exact.Case]) -> dict[str, str]:
+    """{case: digest}, or why the case is refused."""
+    digests: dict[str, str] = {}
+    for case in cases:
+        name = "-".join(map(str, case))
         with exact.conditions():
             try:
-                yield "-".join(map(str, case)), digest(case.program())
+                digests[name] = digest(case.program())
             except ValueError as error:
-                yield "-".join(map(str, case)), f"refused: {error}"
+                digests[name] = f"refused: {error}"
+    return digests
+
+
+def all_steps() -> dict[str, str]:
+    """The digests of all steps. A process traces few of them: what JAX keeps of large models adds up to gigabytes."""
+    cases = exactness_cases()
+    slices = [cases[start : start + 20] for start in range(0, len(cases), 20)]
+    digests: dict[str, str] = {}
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        jobs = [pool.apply_async(named_steps, (name,)) for name in configs.names()]
+        jobs += [pool.apply_async(exactness_steps, (part,)) for part in slices]
+        for number, job in enumerate(jobs, start=1):
+            digests |= job.get()
+            print(f"{number} of {len(jobs)}: {len(digests)} steps", file=sys.stderr, flush=True)
+    return digests
 
 
 def main(argv: list[str]) -> int:
@@ -106,12 +129,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--save", metavar="FILE", help="write all digests into FILE")
     parser.add_argument("--against", metavar="FILE", help="compare with those in FILE")
     args = parser.parse_args(argv)
-    digests: dict[str, str] = {}
-    for name, found in [*named_steps(), *exactness_steps()]:
-        digests[name] = found
+    digests = all_steps()
     if args.save:
         Path(args.save).write_text(json.dumps(digests, indent=1))
-    refused = sum(found.startswith("refused") for found in digests.values())
+    refused = sum(text.startswith("refused") for text in digests.values())
     print(f"{len(digests)} steps, {refused} of them refused")
     if not args.against:
         return 0
