@@ -92,7 +92,7 @@ def test_while_a_corpus_is_tokenized_and_nothing_stays(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["said"]
 
 
-BUSY = "import hashlib, sys; from framework import interrupts; "
+BUSY = "import hashlib, sys; from framework.terminal import interrupts; "
 BLOCKED = "print('now', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"  # one instruction, for minutes
 
 

@@ -104,7 +104,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         canary.check(*prepared(OFFLOAD))
 
 
-@pytest.mark.parametrize(("memory", "module"), [(HOSTED, layout), (STREAMED, pieces)])
+@pytest.mark.parametrize(("memory", "module"), [(HOSTED, layout.table), (STREAMED, pieces)])
 def test_a_wrong_move_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], module: Any) -> None:
     fetch = module.fetch_leaf
     monkeypatch.setattr(
@@ -151,7 +151,7 @@ def test_launch_train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert re.search("canary: offloaded and resident agree.*dry run: the step compiles", output(capfd), re.DOTALL)
     fetch = layout.fetch_leaf
     monkeypatch.setattr(
-        layout, "fetch_leaf", lambda spec, x: fetch(spec, x) * (1 - 0.01 * (spec.memory_kind != "device"))
+        layout.table, "fetch_leaf", lambda spec, x: fetch(spec, x) * (1 - 0.01 * (spec.memory_kind != "device"))
     )
     assert train(tmp_path / "run", *flags) == 2
     said = output(capfd)

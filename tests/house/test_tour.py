@@ -1,0 +1,28 @@
+"""docs/tour.md: each file is there, and has what the tour says to read in it."""
+
+import ast
+import re
+
+import pytest
+
+from tests.support.runs import ROOT
+
+STOPS = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE)
+
+
+def defined(tree: ast.AST) -> dict[str, ast.AST]:
+    """What a module or class defines, by name."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return {node.name: node for node in ast.iter_child_nodes(tree) if isinstance(node, kinds)}
+
+
+def test_the_tour_has_stops():
+    assert len(STOPS) > 30
+
+
+@pytest.mark.parametrize(("file", "name"), STOPS)
+def test_a_stop_is_there(file: str, name: str):
+    node: ast.AST = ast.parse((ROOT / file).read_text())
+    for part in name.split("."):
+        assert part in defined(node), f"{file} has no {name}"
+        node = defined(node)[part]
