@@ -79,8 +79,8 @@ MUTATIONS = (
     Mutation(
         "reuse a dropout key",
         "framework/layers/base.py",
-        "return self if self.rng is None else replace(self, rng=jax.random.fold_in(self.rng, index))",
-        "return self",
+        "layer_rng = jax.random.fold_in(self.rng, index)",
+        "layer_rng = self.rng",
         ("tests/layers", "tests/models"),
     ),
     Mutation(
