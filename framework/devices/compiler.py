@@ -52,9 +52,9 @@ class Compiler:
         environment = " ".join(os.environ.get(name, "") for name in variables)
         names_in_environment = set(re.findall(r"--(\w+)", environment))
         # An option that is handed to one compilation would win over the user's own flag.
-        usual_names = usual.keys() - names_in_environment
-        usual_options = _options_of({name: usual[name] for name in usual_names})
-        return usual_options | self.options
+        # They stay in the table's order: caches of compiled programs have the options in their keys.
+        usual_values = {name: value for name, value in usual.items() if name not in names_in_environment}
+        return _options_of(usual_values) | self.options
 
     def check(self, mesh: Any) -> None:
         """Compiles next to nothing for the devices of a mesh: 0.1 s for 8, 0.2 s for 1024; nothing without options.

@@ -309,8 +309,9 @@ class Mirror:
         owner_words = "a job that cannot be told from it"
         # Whatever stands in the object, it is a lock.
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            owner = json.loads(body)
-            owner_words = OWNER.format_map(owner)
+            stored_owner = json.loads(body)
+            owner_words = OWNER.format_map(stored_owner)
+            owner = stored_owner
         message = f"took over {self.url}: its lock was left behind by {owner_words}"
         if _has_ended(owner):
             return f"{message}, which has ended"

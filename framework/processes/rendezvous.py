@@ -82,7 +82,7 @@ def _serve(host: str, port: int, num_processes: int, seconds: float) -> None:
                 _tell(arrivals.values(), problem)
                 raise ProcessesMissingError(problem)
             connection = stack.enter_context(server.accept()[0])
-            card = _read(connection, 5.0)
+            card = _read_card(connection, 5.0)
             # Whoever sends anything else is no process of this run.
             if card is None:
                 connection.close()
@@ -139,7 +139,7 @@ def _call(host: str, port: int, num_processes: int, process_id: int, seconds: fl
                 # Process 0 knows better who is missing, so its answer is waited for a little
                 # longer.
                 answer_seconds = max(0.1, deadline - time.monotonic()) + 5.0
-                answer = _read(connection, answer_seconds)
+                answer = _read_answer(connection, answer_seconds)
         except OSError as error:
             answer = None
             problem = f"nobody answers at {host}:{port} ({error.strerror or error})"
@@ -179,15 +179,27 @@ def _tell(arrivals: Iterable[_Arrival], problem: str) -> None:
                 arrival.connection.sendall(message)
 
 
-def _read(connection: socket.socket, seconds: float) -> dict | None:
-    """Reads one line of JSON with the keys that are expected; None for anything else."""
+def _read_card(connection: socket.socket, seconds: float) -> dict[str, Any] | None:
+    """Reads what a process says of itself; None for anything else."""
+    card = _read(connection, seconds)
+    if isinstance(card.get("id"), int) and card.get("of") and card.get("who"):
+        return card
+    return None
+
+
+def _read_answer(connection: socket.socket, seconds: float) -> dict[str, Any] | None:
+    """Reads the answer of process 0; None for anything else."""
+    answer = _read(connection, seconds)
+    return answer if "problem" in answer else None
+
+
+def _read(connection: socket.socket, seconds: float) -> dict[str, Any]:
+    """Reads one line with a JSON object; {} for anything else."""
     connection.settimeout(seconds)
-    with suppress(OSError, ValueError, TypeError, KeyError):
+    with suppress(OSError, ValueError):
         # With a limit, since anybody on the network may send anything.
         line = connection.makefile("rb").readline(65536)
         message = json.loads(line)
-        if "problem" in message:
+        if isinstance(message, dict):
             return message
-        if isinstance(message["id"], int) and message["of"] and message["who"]:
-            return message
-    return None
+    return {}

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from framework.config import ConfigError, config_for
+from framework.devices.accelerators import spec_for
 from framework.devices.compiler import Compiler, check_environment
 from framework.devices.mesh import MeshShape
 from framework.inference.generation import Generator
@@ -137,6 +138,7 @@ def test_what_an_accelerator_is_told_by_default_is_known_to_its_compiler(tpu, na
     devices = mesh(name)
     usual = Compiler().options_for(devices)
     assert bool(usual) == (name == "v6e-8")
+    assert list(usual) == list(dict(spec_for(list(devices.devices.flat)).compiler_options)), "caches go by the order"
     Compiler(options=usual).check(devices)  # pyright: ignore[reportArgumentType]
 
 

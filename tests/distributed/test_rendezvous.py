@@ -84,7 +84,7 @@ def test_strangers_are_sent_away() -> None:
     server = threading.Thread(target=lambda: told.extend(together((0, 2), port=port)))
     server.start()
     time.sleep(0.3)
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"id": "x", "of": 2, "who": "y"}\n', b""):
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"id": "x", "of": 2, "who": "y"}\n', b'{"problem": ""}\n', b""):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(words)
             stranger.shutdown(socket.SHUT_WR)

@@ -130,6 +130,14 @@ def test_a_lease_that_ended_is_taken_over(url, quick):
     workdir.release()
 
 
+@pytest.mark.parametrize("body", [b"", b"[1]", b'{"host": 1}'])
+def test_a_lock_that_holds_anything_else_is_taken_over_too(url, quick, body: bytes):
+    put(f"{url}/lock.json", body)
+    message = (workdir := Workdir(url)).claim()
+    assert "its lock was left behind by a job that cannot be told from it" in message
+    workdir.release()
+
+
 def test_of_an_ended_process_of_this_host_at_once(url):
     here = {"host": os.uname().nodename, "pid": 2**22 + 1, "pid_namespace": os.readlink("/proc/self/ns/pid")}
     put(f"{url}/lock.json", json.dumps({**OTHER, **here}).encode())
