@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import configs
 from framework.config import Config, ConfigError, did_you_mean, diff
-from framework.config.schema import as_text
+from framework.config.texts import as_text
 from framework.terminal import interrupts
 from launch import flag_hints, mistakes
 

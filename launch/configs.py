@@ -11,7 +11,7 @@ from typing import Any
 
 import configs
 from framework.config import Config, diff, join, target_of
-from framework.config.schema import as_text
+from framework.config.texts import as_text
 from launch import cli
 
 # The widths at which a column of values and a comment end.

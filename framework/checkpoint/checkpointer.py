@@ -11,19 +11,16 @@ storage.py (orbax) and objects.py (object stores).
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import logging
 import os
 import shutil
 import threading
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from framework.checkpoint import directory as files
 from framework.checkpoint import objects, storage
@@ -34,6 +31,15 @@ from framework.checkpoint.directory import (
     CheckpointSaveError,
 )
 from framework.checkpoint.integrity import checksums
+from framework.checkpoint.leaves import (
+    array_leaves,
+    manifest_of,
+    narrow_averages,
+    records_of_groups,
+    selected_groups,
+    widened,
+    without_frozen,
+)
 from framework.config import PositiveInt
 from framework.files.remote import is_url
 from framework.layout import flatten
@@ -185,10 +191,10 @@ class Checkpointer:
             return False
         frozen_arrays = state.get("frozen") if isinstance(state, dict) else None
         if frozen_arrays:
-            state = _without_frozen(state)
+            state = without_frozen(state)
             if self._frozen is None:
                 self._frozen = self._save_frozen(frozen_arrays)
-        leaves = _array_leaves(state)
+        leaves = array_leaves(state)
         # The round trip raises for values that are not JSON before anything of this step is written.
         extra = json.loads(json.dumps(extra, allow_nan=False))
         # The size of a bucket is not limited, so only a disk is asked for its free space.
@@ -196,7 +202,7 @@ class Checkpointer:
             num_bytes = sum(leaf.nbytes for leaf in leaves.values())
             self._check_space(step, num_bytes)
         frozen_number = self._frozen if frozen_arrays else None
-        manifest = _manifest_of(step, leaves, extra, frozen_number)
+        manifest = manifest_of(step, leaves, extra, frozen_number)
         path = files.step_directory(self.directory, step)
         try:
             finish_write = self._begin_write(path, leaves, manifest)
@@ -348,22 +354,22 @@ class Checkpointer:
         manifest = self.manifest(step)
         stored = manifest.leaves
         if groups is not None:
-            abstract = _selected_groups(abstract, groups)
-            stored = _records_of_groups(stored, groups)
+            abstract = selected_groups(abstract, groups)
+            stored = records_of_groups(stored, groups)
         frozen: dict[str, Any] = {}
         if manifest.frozen is not None and (groups is None or "frozen" in groups):
             frozen_abstract = abstract.get("frozen", {})
             restored = self._frozen_reader().restore(manifest.frozen, frozen_abstract)
             frozen = {"frozen": restored.state}
-            abstract = _without_frozen(abstract)
+            abstract = without_frozen(abstract)
         target_specs = flatten(abstract)
-        narrow_specs = _narrow_averages(target_specs, stored)
+        narrow_specs = narrow_averages(target_specs, stored)
         stored_specs = target_specs | narrow_specs
         self._refuse_mismatch(step, stored, stored_specs)
         arrays = self._read_arrays(step, manifest, stored_specs)
         self._refuse_corrupt(step, stored, arrays, frozen)
         for name in narrow_specs:
-            arrays[name] = _widened(arrays[name], target_specs[name])
+            arrays[name] = widened(arrays[name], target_specs[name])
         # Later steps that this object has saved belong to another course of the run from here on:
         # the run comes to them again, and may then save them again.
         self._saved = {saved_step for saved_step in self._saved if saved_step <= step}
@@ -419,9 +425,9 @@ class Checkpointer:
         if manifest.frozen is not None:
             frozen_abstract = abstract.get("frozen", {})
             self._frozen_reader().compare(manifest.frozen, frozen_abstract)
-            abstract = _without_frozen(abstract)
+            abstract = without_frozen(abstract)
         target_specs = flatten(abstract)
-        narrow_specs = _narrow_averages(target_specs, manifest.leaves)
+        narrow_specs = narrow_averages(target_specs, manifest.leaves)
         self._refuse_mismatch(step, manifest.leaves, target_specs | narrow_specs)
         return manifest
 
@@ -471,92 +477,3 @@ class Checkpointer:
         error_class = CheckpointCorruptError if steps else CheckpointMissingError
         headline = f"no checkpoint in {self.directory} can be restored:"
         raise error_class("\n  ".join([headline, *problems]))
-
-
-def _without_frozen(groups: dict[str, Any]) -> dict[str, Any]:
-    return {name: group for name, group in groups.items() if name != "frozen"}
-
-
-def _selected_groups(abstract: dict[str, Any], groups: Collection[str]) -> dict[str, Any]:
-    """The chosen groups, in the order of `abstract`. Raises ValueError: a group is not there."""
-    missing_groups = set(groups) - set(abstract)
-    if missing_groups:
-        raise ValueError(f"groups: expected some of {sorted(abstract)}, got {sorted(missing_groups)}")
-    return {name: group for name, group in abstract.items() if name in groups}
-
-
-def _records_of_groups(
-    stored: dict[str, files.LeafRecord],
-    groups: Collection[str],
-) -> dict[str, files.LeafRecord]:
-    selected: dict[str, files.LeafRecord] = {}
-    for name, record in stored.items():
-        group, _, _ = name.partition("/")
-        if group in groups:
-            selected[name] = record
-    return selected
-
-
-def _array_leaves(state: Any) -> dict[str, jax.Array]:
-    """The leaves of a state by path. Raises TypeError: one of them is not a jax.Array."""
-    leaves = flatten(state)
-    assert len(leaves) == len(jax.tree.leaves(state)), "two leaves of the state have the same path"
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, jax.Array):
-            raise TypeError(f"{name}: expected a jax.Array, got {type(leaf).__name__}")
-    return leaves
-
-
-def _manifest_of(
-    step: int,
-    leaves: dict[str, jax.Array],
-    extra: dict[str, Any],
-    frozen_number: int | None,
-) -> files.Manifest:
-    sums = checksums(leaves)
-    saved_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    records: dict[str, files.LeafRecord] = {}
-    for name, x in leaves.items():
-        records[name] = files.LeafRecord(x.shape, str(x.dtype), sums[name])
-    packages = ("jax", "plimsoll-train", "orbax-checkpoint")
-    versions = {package: _version(package) for package in packages}
-    return files.Manifest(
-        step=step,
-        leaves=records,
-        extra=extra,
-        versions=versions,
-        saved_at=saved_at,
-        frozen=frozen_number,
-    )
-
-
-def _narrow_averages(
-    target_specs: Mapping[str, Any],
-    stored: Mapping[str, files.LeafRecord],
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The stored specs, by name, of moving averages that are wanted in float32 and were saved in bfloat16.
-
-    Earlier versions kept averages in the dtype of the weights.
-    """
-    narrow_specs: dict[str, jax.ShapeDtypeStruct] = {}
-    for name, x in target_specs.items():
-        is_average = name.startswith("ema/")
-        in_bfloat16 = name in stored and stored[name].dtype == "bfloat16"
-        if is_average and in_bfloat16 and x.dtype == jnp.float32:
-            narrow_specs[name] = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding)
-    return narrow_specs
-
-
-def _widened(x: jax.Array, spec: Any) -> jax.Array:
-    """Casts an array to the dtype of `spec` and places it there."""
-    # It passes through device memory, as arithmetic on host memory does not compile.
-    device_sharding = spec.sharding.with_memory_kind("device")
-    on_device = jax.device_put(x, device_sharding)
-    return jax.device_put(on_device.astype(spec.dtype), spec.sharding)
-
-
-def _version(package: str) -> str:
-    # Not importlib.metadata.version, which raises for a checkout that was never installed.
-    installed = importlib.metadata.distributions(name=package)
-    first = next(iter(installed), None)
-    return "not installed as a package" if first is None else first.version

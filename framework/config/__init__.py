@@ -1,8 +1,10 @@
 """Configs: the constructor's signature is the schema. docs/configs.md has the rules."""
 
+from framework.config.changes import diff
 from framework.config.components import component
-from framework.config.config import (
-    Config,
+from framework.config.config import Config, config_for, reference, schema_of, target_of
+from framework.config.names import ConfigError, FieldError, FieldTypeError, did_you_mean, join
+from framework.config.ranges import (
     DType,
     FiniteNonNegative,
     Fraction,
@@ -12,13 +14,7 @@ from framework.config.config import (
     PositiveInt,
     Probability,
     Seed,
-    config_for,
-    diff,
-    reference,
-    schema_of,
-    target_of,
 )
-from framework.config.names import ConfigError, FieldError, FieldTypeError, did_you_mean, join
 from framework.config.schema import ABSENT, REQUIRED
 
 __all__ = [

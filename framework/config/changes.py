@@ -1,11 +1,39 @@
-"""Lists what changed between two saved configs."""
+"""What differs between two configs, or between two that were saved."""
 
 import json
 from typing import Any
 
-from framework.config.names import RENAMED
+from framework.config.config import Config
+from framework.config.names import RENAMED, name_of
+from framework.config.schema import ABSENT
 
 _MISSING = "(absent)"
+
+
+def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
+    """Returns (path, left value, right value) wherever two configs differ.
+
+    ABSENT stands for a value that one side does not have. A component of another class is listed
+    by both names, at its own path.
+    """
+    left_values = _values_by_path(left)
+    right_values = _values_by_path(right)
+    differences = []
+    for path in left_values | right_values:
+        left_value = left_values.get(path, ABSENT)
+        right_value = right_values.get(path, ABSENT)
+        # The types too, as 1 == 1.0 == True, and they do not build the same.
+        if left_value != right_value or type(left_value) is not type(right_value):
+            differences.append((path, left_value, right_value))
+    return differences
+
+
+def _values_by_path(config: Config) -> dict[str, Any]:
+    """Returns {dotted path: value}; the value of a config is the name of its target."""
+    values = {}
+    for path, value in config.walk():
+        values[path] = name_of(value._target) if isinstance(value, Config) else value
+    return values
 
 
 def config_changes(old: Any, new: Any, *, path: str = "config") -> list[str]:

@@ -17,11 +17,8 @@ accident. Follows axlearn's configs (nested, strict, did-you-mean) over ml_colle
 
 import functools
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
-
-import annotated_types as at
+from typing import Any, NamedTuple
 
 from framework.config.components import component
 from framework.config.names import (
@@ -38,7 +35,6 @@ from framework.config.names import (
     show,
 )
 from framework.config.schema import (
-    ABSENT,
     REQUIRED,
     ConfigBase,
     Field,
@@ -46,23 +42,12 @@ from framework.config.schema import (
     convert,
     element_hint,
     has_integer_keys,
-    literal,
     mentions_config,
-    parse_text,
     schema,
     short_names,
 )
+from framework.config.texts import literal, parse_text, without_duplicates
 
-PositiveInt = Annotated[int, at.Gt(0)]
-NonNegativeInt = Annotated[int, at.Ge(0)]
-PositiveFloat = Annotated[float, at.Gt(0)]
-NonNegativeFloat = Annotated[float, at.Ge(0)]
-Fraction = Annotated[float, at.Interval(ge=0, lt=1)]
-Probability = Annotated[float, at.Interval(ge=0, le=1)]
-FiniteNonNegative = Annotated[float, at.Interval(ge=0, lt=math.inf)]
-# jax.random.key uses 32 bits of a seed and drops higher bits without a warning.
-Seed = Annotated[int, at.Interval(ge=0, lt=2**32)]
-DType = Literal["float32", "bfloat16", "float16", "float64"]
 # This many levels of JSON data are decoded; the limit comes before Python's own recursion limit.
 _MAX_DEPTH = 100
 
@@ -373,7 +358,7 @@ class Config(ConfigBase):
     def from_json(text: str | bytes) -> "Config":
         """Returns `from_dict` of JSON text. Raises ConfigError, also where the text is no JSON."""
         try:
-            data = json.loads(text, object_pairs_hook=_without_duplicates)
+            data = json.loads(text, object_pairs_hook=without_duplicates)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"not valid JSON: {error}") from error
         return Config.from_dict(data)
@@ -389,32 +374,6 @@ class Config(ConfigBase):
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """Yields what `walk` does, without the configs."""
         return ((path, value) for path, value in self.walk() if not isinstance(value, Config))
-
-
-def diff(left: Config, right: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (path, left value, right value) wherever two configs differ.
-
-    ABSENT stands for a value that one side does not have. A component of another class is listed
-    by both names, at its own path.
-    """
-    left_values = _values_by_path(left)
-    right_values = _values_by_path(right)
-    differences = []
-    for path in left_values | right_values:
-        left_value = left_values.get(path, ABSENT)
-        right_value = right_values.get(path, ABSENT)
-        # The types too, as 1 == 1.0 == True, and they do not build the same.
-        if left_value != right_value or type(left_value) is not type(right_value):
-            differences.append((path, left_value, right_value))
-    return differences
-
-
-def _values_by_path(config: Config) -> dict[str, Any]:
-    """Returns {dotted path: value}; the value of a config is the name of its target."""
-    values = {}
-    for path, value in config.walk():
-        values[path] = name_of(value._target) if isinstance(value, Config) else value
-    return values
 
 
 def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -509,19 +468,6 @@ def _value_of_text(hint: Any, text: str, path: str) -> Any:
             advice = f"a component goes by its dotted name, inside {packages}{choices}"
             error.args = (f"{error.args[0]}; {advice}",)
         raise
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object as a dict. Raises ValueError if a key stands in it twice.
-
-    Of two values of one key, the one that a person read might not be the one that counts.
-    """
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        keys = [key for key, _ in pairs]
-        duplicate = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {duplicate[:80]!r} stands twice in one object")
-    return data
 
 
 def _decode(data: Any, path: str, depth: int = 0) -> Any:

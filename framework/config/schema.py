@@ -4,17 +4,13 @@ Only data sits in a config (bool, int, float, str, None, list, tuple, dict with 
 so a hint is read as the set of data it allows. Coercion is narrow on purpose (int -> float, list
 <-> tuple): a "1e-3" that becomes a number in one place and stays text in another is how typos
 reach step 1. Alternatives of a hint that are no data (an array, a callable, a protocol) are met by
-a Config that builds such an object. Text from the command line is read by the hint; nothing is
-evaluated.
+a Config that builds such an object.
 """
 
-import ast
 import collections.abc
-import contextlib
 import dataclasses
 import enum
 import inspect
-import json
 import operator
 import re
 import types
@@ -44,17 +40,6 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", _NONE: "n
 _ORDER = [Literal, _NONE, bool, int, float, *LISTS, tuple, *DICTS, str, Any]
 _SIGNS = {at.Gt: ">", at.Ge: ">=", at.Lt: "<", at.Le: "<="}
 _INTEGER = re.compile(r"-?[0-9]+")
-_PLAIN = re.compile(r"[\w./:*+-]+\Z")
-# Words of the command line, in lower case: JSON and Python each read some of them, in one spelling.
-_LITERALS = {
-    "none": None,
-    "null": None,
-    "true": True,
-    "false": False,
-    "inf": float("inf"),
-    "-inf": float("-inf"),
-    "nan": float("nan"),
-}
 
 
 class Mark(enum.Enum):
@@ -448,61 +433,3 @@ def _convert_dict(arm: Any, value: dict[Any, Any], path: str) -> dict[str, Any]:
     for key, item in zip(keys, value.values(), strict=True):
         converted[key] = convert(element_hint(arm, key), item, join(path, key))
     return converted
-
-
-def parse_text(hint: Any, text: str, path: str) -> Any:
-    """Returns the value that `text` stands for under this hint.
-
-    That is `12`, `3e-4`, `true`, `none`, a choice, text with or without quotes, JSON, a Python
-    literal, or `a,b,c` where a list may stand. Raises as `convert` does.
-    """
-    kinds = [split(arm) for arm in arms(hint)]
-    # A choice is taken as it is, since "none" may be one.
-    is_choice = any(base is Literal and text in choices for base, choices in kinds)
-    try:
-        return convert(hint, text if is_choice else literal(text), path)
-    except ConfigError as error:
-        failure = error
-    # Text such as 12 may also be meant as text.
-    with contextlib.suppress(ConfigError):
-        return convert(hint, text, path)
-    takes_list = any(base in (*LISTS, tuple) for base, _ in kinds)
-    if text.startswith(("[", "(", "{")) or not takes_list:
-        raise failure
-    parts = text.split(",") if text else []
-    elements = []
-    for i, part in enumerate(parts):
-        element = parse_text(element_hint(hint, i), part.strip(), join(path, i))
-        elements.append(element)
-    return convert(hint, elements, path)
-
-
-def literal(text: str) -> Any:
-    """Reads text as JSON, else as a Python literal, else returns the text itself.
-
-    none, null, true, false, inf, -inf and nan are read in any case of letters.
-    """
-    if text.lower() in _LITERALS:
-        return _LITERALS[text.lower()]
-    for read in (json.loads, ast.literal_eval):
-        # A text of many brackets exhausts either parser's memory or stack; it is then plain text.
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            return read(text)
-    return text
-
-
-def as_text(value: Any) -> str:
-    """Returns a value as one writes it on the command line.
-
-    A config goes by its name; "?" stands for an unset value, "-" for none at all.
-    """
-    if isinstance(value, ConfigBase):
-        return name_of(value._target)
-    if isinstance(value, Mark):
-        return "?" if value is REQUIRED else "-"
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    # Text that would be read back as another value, or that a shell would take apart, is quoted.
-    if isinstance(value, str) and literal(value) == value and _PLAIN.match(value):
-        return value
-    return repr(value)

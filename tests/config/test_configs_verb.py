@@ -6,7 +6,7 @@ import json
 
 import configs
 from framework.config import Config
-from framework.config.schema import as_text, literal
+from framework.config.texts import as_text, literal
 from launch import __main__ as entry
 from launch import configs as verb
 

@@ -1,0 +1,28 @@
+"""What `launch.train` asks of a run, and the exit codes that it ends with. Nothing here starts JAX."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from launch import cli
+
+# framework.processes.health has those of processes that are gone, hang or disagree.
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_NONFINITE = 3
+EXIT_TOO_BIG = 4
+
+
+@dataclass
+class Job:
+    """What the command line asks for, with what `main` has checked and opened for it."""
+
+    command: cli.Command
+    experiment: Any  # built from the config without its rules by accelerator
+    workdir: Any
+    limit: int | None  # bytes of device memory that --device_memory_gib allows
+    goodput: Any
+
+    @property
+    def args(self) -> Any:
+        """The verb's own flags."""
+        return self.command.args

@@ -1,0 +1,245 @@
+"""A run of `launch.train` in one process, from its config to its last picture. Imports all that a run needs."""
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from framework.checkpoint import remains
+from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.replicas import ReplicaMismatchError
+from framework.devices.accelerators import accelerator_name
+from framework.devices.allocator import keep_freed_memory
+from framework.files.workdir import write_json
+from framework.inference.images import save_grid
+from framework.metrics.plot import plot_losses
+from framework.plan import guard
+from framework.plan.guard import Need
+from framework.plan.host_room import check_host
+from framework.plan.start_table import start_report
+from framework.processes import distributed
+from framework.processes.health import EXIT_REPLICAS, Pulse
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
+from framework.program.program import Program
+from framework.program.run_length import rate_notes, set_length
+from framework.run import canary
+from framework.run.compile_ahead import begin_evaluation, begin_first_values
+from framework.run.hooks import NonFiniteError, own_hooks
+from framework.run.report import compression_lines, sample_images, sample_text
+from framework.run.run import Run
+from framework.run.trainer import LastStepNotSavedError, Trainer
+from framework.terminal.progress import Progress
+from framework.terminal.tables import human_bytes, render
+from launch.job import EXIT_FAILED, EXIT_NONFINITE, EXIT_TOO_BIG, Job
+
+
+class Training:
+    """One process's part of a run.
+
+    The experiment is built twice if the length of the run is in epochs, as the steps of an epoch are known only when
+    the data is ready: `_prepare` then replaces `experiment` and `program`.
+    """
+
+    begins: bool  # whether the workdir holds no checkpoint; known when the run is prepared
+    need: Need  # what the step needs; known when the run is planned
+    run: Run  # there when the training begins
+
+    def __init__(self, job: Job, pulse: Pulse):
+        config, self.rule_lines = job.command.resolve(accelerator_name(jax.devices()))
+        self.job = job
+        self.workdir = job.workdir
+        self.config = config
+        self.pulse = pulse
+        self.experiment: Experiment = config.instantiate()
+        self.hooks = own_hooks(self.options.hooks)
+        self.program = Program(self.experiment)
+        if jax.default_backend() == "cpu":
+            keep_freed_memory()
+        self.primary = distributed.is_primary()
+        # One process of a run speaks to the terminal and to the log.
+        self.progress = Progress(
+            self.options.known_steps or 0,
+            log_every=self.options.log_every,
+            stream=None if self.primary else open("/dev/null", "w"),  # noqa: SIM115
+            log_path=self.workdir.log if self.primary else None,
+            log_waits=True,
+            item=self.experiment.data.item,
+        )
+
+    def execute(self) -> int:
+        """Does everything from the start table to the last picture; the exit code."""
+        with self.progress:
+            self._tell(self.rule_lines)
+            self._prepare()
+            code = self._plan()
+            if code is None:
+                code = self._train()
+            if code is None:
+                self._finish()
+                code = 0
+        return code
+
+    @property
+    def options(self) -> TrainerOptions:
+        """The trainer's options, of the experiment as it is now."""
+        return self.experiment.trainer
+
+    def _tell(self, lines: list[str]) -> None:
+        """Prints lines above the progress bar, and into the log."""
+        for line in lines:
+            self.progress.print(line)
+
+    def _prepare(self) -> None:
+        """Looks at what the workdir holds, makes the data ready, and settles how long the run is."""
+        notes = remains.check(self.workdir, self.job.args.resume, self.config.to_dict())
+        self._tell(notes)
+        saved_steps = Checkpointer(directory=self.workdir.checkpoints, read_only=True).steps()
+        self.begins = not saved_steps
+        pretrained = self.experiment.pretrained
+        if pretrained is not None and self.begins:
+            # What is wrong with a directory shows before any compile.
+            pretrained.places(self.experiment.language_model)
+        self._prepare_data()
+        max_epochs = self.options.max_epochs
+        if max_epochs is not None:
+            epoch_steps = self.experiment.data.epoch_steps(max_epochs)
+            self._tell(set_length(self.config, epoch_steps))
+            # The data is ready already and does not depend on the length, so the new experiment
+            # takes it over.
+            data = self.experiment.data
+            self.experiment = self.config.instantiate()
+            self.experiment.data = data
+            self.program = Program(self.experiment)
+            self.progress.set_total(self.options.max_steps)
+        self._tell(rate_notes(self.config.learner, self.options.max_steps))
+
+    def _prepare_data(self) -> None:
+        """Makes the data ready: the first process of a run tokenizes, the others wait for its files."""
+        self.progress.status("preparing data")
+        barrier = partial(distributed.barrier, "data")
+        meet = partial(self.workdir.meet, barrier, is_primary=self.primary)
+        with self.job.goodput.during("data"):
+            self.experiment.data.setup(self.workdir.path, is_primary=self.primary, barrier=meet)
+        self.progress.status("")
+
+    def _plan(self) -> int | None:
+        """Compiles the step, and compares its memory with that of the devices. The exit code of a run that ends with
+        that; None: it goes on."""
+        args = self.job.args
+        goodput = self.job.goodput
+        report = start_report(self.job.command.spec, self.program)
+        self.progress.print(render(report))
+        check_host(self.program)
+        self.progress.status("compiling")
+        goodput.enter("compile")
+        # First values that come from a checkpoint or from files are not drawn, and a dry run draws
+        # none.
+        if self.begins and self.experiment.pretrained is None and not args.dry_run:
+            begin_first_values(self.program)
+        if self.experiment.health.canary:
+            line = canary.check(self.config, self.program)
+            if line:
+                self.progress.print(line)
+        self.need = guard.need(self.program)
+        self.progress.status("")
+        refusal = guard.refusal(self.config, self.program, self.need, self.job.limit)
+        # One process may have compiled what another found in its cache, so they come here minutes
+        # apart.
+        distributed.barrier("planned")
+        goodput.enter("start")
+        if not distributed.everywhere(refusal is None):
+            self.progress.print(refusal or "another process of this run has less memory than the training step needs")
+            if not args.force or self.need.message:
+                self.program.ahead.close()
+                return EXIT_TOO_BIG
+        if args.dry_run:
+            peak = human_bytes(self.need.peak)
+            self.progress.print(f"dry run: the step compiles, and its peak is {peak} per device. Nothing was trained.")
+            return 0
+        return None
+
+    def _train(self) -> int | None:
+        """Trains to the last step. The exit code of a run that ends before it; None: it came to its end."""
+
+        goodput = self.job.goodput
+        force = self.job.args.force
+        if self.experiment.data.validation_names:
+            begin_evaluation(self.program)
+        self.run = Run(
+            self.config,
+            self.program,
+            self.workdir,
+            self.progress,
+            goodput,
+            self.pulse,
+        )
+        waits = True
+        try:
+            step = self.run.start(force=force)
+            if self.primary:
+                write_json(self.workdir.config, self.config.to_dict())
+            stopped = Trainer(self.run, self.need, self.hooks).train(step)
+        except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
+            self.progress.print(f"error: {error}")
+            codes = {NonFiniteError: EXIT_NONFINITE, ReplicaMismatchError: EXIT_REPLICAS}
+            return codes.get(type(error), EXIT_FAILED)
+        except jax.errors.JaxRuntimeError:
+            # Pending saves are waited for, but not one that another process has left.
+            waits = jax.process_count() == 1
+            raise
+        finally:
+            self.program.ahead.close()
+            if waits:
+                self.run.close()
+            self.progress.print(goodput.line())
+        if stopped is None:
+            return None
+        self.progress.print(f"stopped by {signal.Signals(stopped).name}; the same command goes on from here")
+        # The shell's convention: 128 and the number of the signal.
+        return 128 + stopped
+
+    def _finish(self) -> None:
+        """Draws the pictures, and prints the samples and lines that end a run."""
+        text, images = self._sample()
+        if self.primary:
+            self._draw(images)
+        if text is not None:
+            self.progress.print(f"sample, continuing {self.options.sample_prompt!r}:\n{text}")
+        self._tell(compression_lines(self.experiment.data, self.run.evaluation))
+        steps = self.run.checkpointer.steps()
+        self.progress.print(f"checkpoint: {self.workdir.checkpoints} (steps {steps})")
+
+    def _sample(self) -> tuple[str | None, Any]:
+        """(a text, images) from the trained model, None for what it does not make. Every process takes part.
+
+        The state is gone afterwards: its memory is free for whoever runs another training in this process.
+        """
+        state = self.run.state
+        self.run.state = {}
+        state = self.program.in_one(state)
+        text = sample_text(self.program, state)
+        images = sample_images(self.program, state)
+        return text, images
+
+    def _draw(self, images: Any) -> None:
+        """Writes the pictures of the losses and of sampled images, and prints where they are."""
+        path = self.workdir.path
+        data = self.experiment.data
+        spec = self.job.command.spec
+        curves = partial(plot_losses, self.workdir.metrics, path / "loss.png", spec, data.loss_unit)
+        self.progress.print(_picture("loss curves", curves))
+        if images is not None:
+            levels = getattr(data, "levels", 256)
+            grid = partial(save_grid, images, path / "samples.png", levels=levels)
+            self.progress.print(_picture("samples", grid))
+
+
+def _picture(name: str, draw: Callable[[], object]) -> str:
+    """What to say of a picture that is drawn. A full disk costs it, and not the run that it is of."""
+    try:
+        return f"{name}: {draw()}"
+    except OSError as error:
+        return f"{name}: not written: {error.strerror or error}"
