@@ -77,6 +77,7 @@ def flip(path, rng):
 # --- flipped bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 def test_a_flipped_bit_in_any_file_is_found_or_harmless(three):
     """Row 8 of the faults: every file of a checkpoint, several places each; never silently wrong values."""
     rng, found = random.Random(0), 0

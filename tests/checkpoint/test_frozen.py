@@ -74,6 +74,7 @@ def test_checkpoints_from_before_hold_all_of_it(tmp_path: Path) -> None:
     assert_same_bits(Checkpointer(directory=tmp_path).restore_latest(ABSTRACT).state, state(2))
 
 
+@pytest.mark.pairs
 def test_a_resumed_run_has_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINY_TEXT", "")
     write_text(tmp_path / "text")

@@ -47,6 +47,7 @@ def test_4_mesh_or_batch_does_not_divide(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.pairs
 def test_5_what_does_not_fit_is_refused_with_what_would(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     workdir, limit = tmp_path / "run", ("--config.data.global_batch_size=32", "--device_memory_gib=0.0012")
     with monkeypatch.context() as patch:
@@ -192,6 +193,7 @@ def parameters(workdir: Path, step: int) -> dict:
     return {name: leaf for name, leaf in leaves.items() if not name.startswith("counter")}
 
 
+@pytest.mark.once("streamed")
 @pytest.mark.parametrize("update", ["after_backward", "streamed", "in_backward"])
 def test_15_a_loss_spike_is_skipped_and_counted(text: Path, tmp_path: Path, capsys, update: str) -> None:
     seed, bad = poison(text, 2, range(23, 26), 25)  # the first twenty updates are never skipped

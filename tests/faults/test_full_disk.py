@@ -95,6 +95,7 @@ def test_training_goes_on_and_no_row_is_lost(text: Path, tmp_path: Path, disk, c
     assert losses(tmp_path / "run") == losses(tmp_path / "other")
 
 
+@pytest.mark.pairs
 def test_a_disk_that_stays_full_says_what_is_lost(text: Path, tmp_path: Path, disk, capsys) -> None:
     with disk.context() as patch:
         fills(patch, 10, None)
@@ -114,6 +115,7 @@ def test_a_disk_that_stays_full_says_what_is_lost(text: Path, tmp_path: Path, di
     assert list(losses(tmp_path / "run")) == list(range(1, 13))
 
 
+@pytest.mark.pairs
 def test_a_restart_on_a_full_disk_trains(text: Path, tmp_path: Path, disk, capsys) -> None:
     assert train(tmp_path / "run", ALONE, "--config.trainer.max_steps=8") == 0
     undisturbed = losses(tmp_path / "run")

@@ -108,6 +108,7 @@ def test_11_sigterm_to_one_stops_both_after_the_same_step(calm: Path, text: Path
     assert losses(workdir) == losses(calm)
 
 
+@pytest.mark.pairs
 def test_12_sigterm_twice_ends_at_once_and_harms_nothing(calm: Path, text: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     program = (INJECTED, "stall", str(EVERY + 5))  # the loop stands still, so the first SIGTERM cannot be followed
@@ -129,6 +130,7 @@ def test_12_sigterm_twice_ends_at_once_and_harms_nothing(calm: Path, text: Path,
     assert losses(workdir) == losses(calm)
 
 
+@pytest.mark.pairs
 def test_16_a_flipped_bit_names_process_step_and_leaf(text: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     flags = (*RUN, "--config.trainer.save_every=4", "--config.health.replica_check_every=2")
@@ -147,6 +149,7 @@ def test_16_a_flipped_bit_names_process_step_and_leaf(text: Path, tmp_path: Path
     assert "resumed from step 4" in output(workdir)
 
 
+@pytest.mark.pairs
 def test_17_a_process_that_hangs_ends_all_with_their_stacks(text: Path, tmp_path: Path) -> None:
     workdir, limit = tmp_path / "run", 5.0
     long = ("--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")
@@ -170,6 +173,7 @@ def test_17_a_process_that_hangs_ends_all_with_their_stacks(text: Path, tmp_path
     assert not (workdir / "lock.json").exists() or start(workdir, *RUN, "--config.trainer.max_steps=1").wait() == 0
 
 
+@pytest.mark.once("1")
 @pytest.mark.parametrize("victim", [1, 0])
 def test_18_who_dies_takes_the_others_along(text: Path, tmp_path: Path, victim: int) -> None:
     workdir = tmp_path / "run"
@@ -185,6 +189,7 @@ def test_18_who_dies_takes_the_others_along(text: Path, tmp_path: Path, victim: 
     assert pair[victim].wait(timeout=10) == -signal.SIGKILL
 
 
+@pytest.mark.pairs
 def test_18_a_save_that_the_dead_one_has_left_is_not_waited_for(text: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     pair = several(workdir, 2, *RUN, programs={1: (INJECTED, "kill", str(EVERY))})
@@ -248,6 +253,7 @@ def test_19_other_numbers_of_processes_train_the_same(text: Path, tmp_path: Path
         assert abs(found[step] - loss) < 2e-5 * abs(loss), (step, found[step], loss)
 
 
+@pytest.mark.pairs
 def test_25_the_clock_of_the_first_process_decides_when_to_save(text: Path, tmp_path: Path) -> None:
     workdir, pause = tmp_path / "run", 1.5
     flags = (*RUN, f"--config.trainer.save_every_minutes={pause / 60}", "--config.trainer.save_every=100000")
@@ -267,6 +273,7 @@ def test_25_the_clock_of_the_first_process_decides_when_to_save(text: Path, tmp_
 # --- finding each other ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once("missing")
 @pytest.mark.parametrize(
     ("count", "ids", "message"),
     [
@@ -314,6 +321,7 @@ def listens_at(pid: int) -> set[str]:
     return found
 
 
+@pytest.mark.once("2")
 @pytest.mark.parametrize("count", [1, 2])
 def test_nothing_listens_to_others(text: Path, tmp_path: Path, count: int) -> None:
     long = ("--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")

@@ -73,6 +73,7 @@ def gradients(model: Flow, params: Any, ctx: Context) -> Any:
     return jax.jit(jax.value_and_grad(lambda p: model.loss(p, ctx, {})[0]))(params)
 
 
+@pytest.mark.once("False")
 @pytest.mark.parametrize("priors", [True, False])
 def test_log_p_is_that_of_the_dense_jacobian(priors: bool):
     """nll = -(log N(latents) + log |det d latents / d image|), of standardized latents: all stages are in it."""
@@ -117,6 +118,7 @@ def test_a_uniform_density_costs_the_bits_of_its_levels():
     )
 
 
+@pytest.mark.once("float64")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_constant_memory_has_the_plain_gradient(dtype: str):
     """memory.remat = invert against none: the loss, every gradient, dropout included; none of them is zero."""
@@ -151,6 +153,7 @@ def test_the_gradient_is_that_of_finite_differences():
             np.testing.assert_allclose(jnp.vdot(grad, direction), slope, rtol=1e-5, atol=1e-9, err_msg=path)
 
 
+@pytest.mark.pairs
 def test_residual_flows_under_sqrt():
     """The estimate's draws are the same when a unit is run again; its gradient is no function of the policy."""
     model = flow(RESIDUAL, units=4)
@@ -164,6 +167,7 @@ def test_residual_flows_under_sqrt():
         model.stages["level0"].check_remat("invert")
 
 
+@pytest.mark.once("patterns0")
 @pytest.mark.parametrize("patterns", [(GLOW, MIXED), (RESIDUAL,)])
 def test_images_and_latents(patterns: Any):
     model = flow(*patterns)
@@ -260,6 +264,7 @@ def plain() -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     return trace({"remat": "none"})
 
 
+@pytest.mark.once("memory1-None")
 @pytest.mark.parametrize(
     ("memory", "mesh"),
     [

@@ -65,6 +65,7 @@ def without_cache(program: Program, state: Any, prompts: list[list[int]], count:
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
+@pytest.mark.once("llama-gqa", "alternating")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_padded_batch_equals_each_alone_without_a_cache(name: str) -> None:
     one = program(MODELS[name]())
@@ -86,6 +87,7 @@ def test_bfloat16_cache() -> None:
     assert shapes == {((2, 3, bucket(18), 2, 8), "bfloat16")}
 
 
+@pytest.mark.once("mesh0-1.0")
 @pytest.mark.parametrize(
     ("mesh", "temperature"), [({"data": 2, "fsdp": 2, "model": 2}, 1.0), ({"fsdp": 4, "seq": 2}, 0.0)]
 )
@@ -97,6 +99,7 @@ def test_a_mesh_equals_one_device(mesh: dict[str, int], temperature: float) -> N
     assert Generator(many, spread)(PROMPTS, sampling) == Generator(one, state)(PROMPTS, sampling)
 
 
+@pytest.mark.once("mesh1")
 @pytest.mark.parametrize("mesh", [None, {"data": 2, "fsdp": 2, "model": 2}])
 def test_hosted_weights_equal_device_weights(mesh: dict[str, int] | None) -> None:
     here = program(shared(), mesh)

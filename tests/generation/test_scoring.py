@@ -27,6 +27,7 @@ def by_hand(program: Program, state: Any, tokens: list[int], start: int) -> tupl
     return sum(float(p) for p, _ in picked), len(picked), all(greedy for _, greedy in picked)
 
 
+@pytest.mark.once("mesh1")
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "model": 2, "seq": 2}])
 def test_scores_are_sums_of_log_probabilities(mesh: dict[str, int] | None) -> None:
     program = small.program(small.experiment(small.llama(head__chunk_tokens=5), mesh=mesh))

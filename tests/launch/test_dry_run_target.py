@@ -52,6 +52,7 @@ def lines(text: str) -> dict[str, str]:
 # --- whole pods ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once("v5p-2048-mesh0-data 32  fsdp 8-256")
 @pytest.mark.parametrize(
     ("target", "mesh", "across", "processes"),
     [("v5p-2048", {"data": 32}, "data 32  fsdp 8", 256), ("2xv5e-256", {"data": 16}, "data 16 (over 2 slices)", 128)],
@@ -142,6 +143,7 @@ def test_damaged_data_is_an_error(text, tmp_path, capsys):
     assert re.match(r"error: data\.source: \d+ tokens are too few", capsys.readouterr().err)
 
 
+@pytest.mark.pairs
 def test_what_does_not_fit_is_exit_code_4_with_what_would(text, tmp_path, capsys):
     assert start(tmp_path, "cpu:2", "--device_memory_gib=0.001") == 4
     out = capsys.readouterr().out

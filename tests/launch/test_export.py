@@ -66,6 +66,7 @@ def logits(*flags: str) -> np.ndarray:
     return np.asarray(program.experiment.model.logits(program.weights(loaded.state), context, {}))
 
 
+@pytest.mark.pairs
 def test_two_processes_read_what_their_devices_hold(folder: Path):
     chats = [f"--config.data.{name}.paths={folder}/chats.jsonl" for name in ("source", "validation.chats")]
     fields = {"max_epochs": "none", "max_steps": 3, "log_every": 1, "eval_every": "none"}
@@ -150,6 +151,7 @@ def test_a_directory_appears_with_its_tokenizer(folder: Path, monkeypatch: pytes
     assert seen == [ALL_FILES]
 
 
+@pytest.mark.once("hf-memory0", "lora-memory1")
 @pytest.mark.parametrize(
     ("kind", "memory"), [("hf", HOSTED), ("lora", ("update=in_backward",)), ("qlora", ("update=streamed",))]
 )

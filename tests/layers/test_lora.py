@@ -82,6 +82,7 @@ def test_adapters_alone_are_trained_and_kept():
     small.assert_same_bits(small.run(program, 3)[0]["frozen"], frozen)
 
 
+@pytest.mark.once("full")
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
     needs = {}
@@ -98,6 +99,7 @@ def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
     assert needs["trained"] > needs[None] + matrices // 2  # gradients
 
 
+@pytest.mark.once("int8-fsdp-full")
 @pytest.mark.parametrize(
     ("base", "axis", "remat"), [(None, "fsdp", "dots"), ("int8", "fsdp", "full"), ("nf4", "seq", "none")]
 )
@@ -112,6 +114,7 @@ def test_meshes_and_remat_change_no_number_dropout_included(base, axis, remat):
     small.assert_close(small.arrays(many.init()["parameter"]), small.arrays(single.init()["parameter"]), 1e-6)
 
 
+@pytest.mark.once("int8")
 @pytest.mark.parametrize("base", BASES)
 def test_merged_weights_are_those_of_the_model_without_adapters(base):
     built = config(base)

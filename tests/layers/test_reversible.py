@@ -66,6 +66,7 @@ def gradients(model: Any, params: Any, remat: str) -> Any:
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
+@pytest.mark.once("float32")
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_fixed_point_streams_come_back_bit_for_bit_after_256_layers(compute: str):
     model, params = made(deep(256, compute_dtype=compute), 0.3)
@@ -93,6 +94,7 @@ def test_float32_streams_drift():
         assert 0 < np.abs(last[0] - first[0]).max() / np.abs(first[0]).max() < 1e-3, compute
 
 
+@pytest.mark.once("float64-1e-11-float32", "float64-1e-11-fixed")
 @pytest.mark.parametrize("streams", ["float32", "fixed"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("float64", 1e-11)])
 def test_gradients_are_those_of_the_plain_backward_pass(streams: str, dtype: str, tolerance: float):
@@ -107,6 +109,7 @@ def test_gradients_are_those_of_the_plain_backward_pass(streams: str, dtype: str
             assert worst(grads, expected) <= (1e-2 * tolerance if streams == "fixed" else tolerance, "")
 
 
+@pytest.mark.once("float64")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_layer_alone_gives_its_input_and_gradient(dtype: str):
     with jax.enable_x64(dtype == "float64"):

@@ -93,6 +93,7 @@ def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
         assert sum(map(bool, map(rare, experiments))) >= 2
 
 
+@pytest.mark.once("streamed")
 @pytest.mark.parametrize(
     "phase",
     [Phase(update="layer_programs", remat="full"), Phase(update="streamed", remat="full", activations="pinned_host")],

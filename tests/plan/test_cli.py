@@ -115,6 +115,7 @@ def test_mistakes_are_told_before_anything_is_compiled(
     assert error.count("\n") == 1
 
 
+@pytest.mark.pairs
 def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
     pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
     path = tmp_path / "plan.json"

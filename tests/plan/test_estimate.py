@@ -138,6 +138,7 @@ def test_score_matrices_count_where_no_kernel_serves():
     assert scores.breakdown["activations"] - flash.breakdown["activations"] > causal * 2
 
 
+@pytest.mark.once("stdlib-tiny-2-settings2")
 @pytest.mark.parametrize(
     ("name", "devices", "settings"),
     [
@@ -182,6 +183,7 @@ def test_what_does_not_divide_is_refused():
 WORK = ("model.dim=256", "data.seq_len=128", "model.embed.max_positions=128", "data.global_batch_size=4")
 
 
+@pytest.mark.once("full", "save:query,mlp_up")
 @pytest.mark.parametrize("remat", ["none", "dots", "dots_no_batch", "full", "save:query,mlp_up"])
 def test_what_is_recomputed_counts_as_the_compiler_counts_it(remat, monkeypatch):
     # XLA counts one iteration of a loop, so there is to be none: units one after the other.

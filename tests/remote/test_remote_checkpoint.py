@@ -61,6 +61,7 @@ def names(url):
     return [name[len(path) + 1 :] for name in fs.find(path)]
 
 
+@pytest.mark.once("s3")
 def test_what_is_saved_is_restored_on_any_mesh_and_memory(store):
     url = f"{store}/run/checkpoints"
     with Checkpointer(directory=url, keep=2) as checkpointer:

@@ -52,6 +52,7 @@ def put(program: Program, state):
 # --- accumulation ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once("eight devices")
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "model": 2, "seq": 2}], ids=["one device", "eight devices"])
 def test_microbatches_add_up_to_their_batch_with_dropout_on(mesh):
     """Masks are keyed by the row in the global batch, and losses are divided by the global number of targets."""
@@ -219,6 +220,7 @@ def test_the_old_state_is_gone_after_a_step(program, three_steps):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("unroll", [0, 1])
 def test_no_tracer_leaks(unroll):
     config = eventful(accumulate=2, dropout=0.1)

@@ -46,6 +46,7 @@ def test_streamed_state_is_one_units():
     assert streamed["device_peak_bytes"] < whole["device_peak_bytes"] - 0.8 * whole_state
 
 
+@pytest.mark.pairs
 def test_offloaded_inputs_are_on_the_host():
     """16 inputs of 16 MiB: more than the 128 MiB on the chip, where the compiler would keep those of a smaller toy."""
     fields = {
@@ -58,6 +59,7 @@ def test_offloaded_inputs_are_on_the_host():
     assert offload["device_peak_bytes"] < full["device_peak_bytes"] - 0.8 * (256 << 20)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("fields", [{}, {"memory.update": "in_backward", "memory.gradients": "device"}], ids=str)
 def test_hosted_stacks_are_never_on_the_device(fields):
     """12 layers: weights, gradients (or none), state and inputs are stacks in host memory, once each; a table, too."""
@@ -86,6 +88,7 @@ def test_hosted_stacks_are_never_on_the_device(fields):
     assert stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes < 0.8 * hosted
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("target", "fields"),
     [
@@ -115,6 +118,7 @@ def test_no_stack_is_copied(target, fields):
     assert not moved
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("update", ["streamed", pytest.param("in_backward", marks=pytest.mark.slow)])
 def test_moments_of_8_bits_are_streamed(update):
     """Which libtpu cannot do a layer ahead."""

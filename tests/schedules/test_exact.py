@@ -1,6 +1,7 @@
 """Every schedule, placement and policy against plain optax on one tensor per layer: 20 steps, a clip, a bad batch.
 
-By default any two values of the eight axes meet in some case; the whole product, in float64, is slow.
+`make test` has every value of the eight axes in some case. In `make test-pairs` any two values meet in some case; the
+whole product, in float64, is slow.
 """
 
 import numpy as np
@@ -18,20 +19,29 @@ AXES = {
     "mesh": exact.MESHES,
 }
 CASES = exact.covering(exact.every(**AXES, precision=exact.PRECISIONS, microbatches=(1, 2)))
+ONCE = exact.each_value_of(CASES)
+PAIRS = [pytest.param(case, marks=pytest.mark.pairs) for case in CASES if case not in ONCE]
 REST = [pytest.param(case, marks=pytest.mark.slow) for case in exact.every(**AXES) if case not in CASES]
 
 
 AHEAD = [
-    Case(memory="in_backward_ahead", placement="state"),
     Case(memory="two_pass_ahead", placement="all", remat="sqrt", mesh="eight"),
-    Case(memory="in_backward_ahead", placement="state", mesh="eight", precision="bfloat16"),
     Case(model="shared", memory="in_backward_ahead", placement="state"),
-    Case(optimizer="adafactor", memory="in_backward_ahead", placement="state+weights", remat="full"),
-    Case(model="streams", memory="in_backward_ahead", placement="state", remat="invert"),
+]
+PAIRS_AHEAD = [
+    pytest.param(case, marks=pytest.mark.pairs)
+    for case in [
+        Case(memory="in_backward_ahead", placement="state"),
+        Case(memory="in_backward_ahead", placement="state", mesh="eight", precision="bfloat16"),
+        Case(optimizer="adafactor", memory="in_backward_ahead", placement="state+weights", remat="full"),
+        Case(model="streams", memory="in_backward_ahead", placement="state", remat="invert"),
+    ]
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *AHEAD, *REST], ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case", [*ONCE, *AHEAD, *PAIRS, *PAIRS_AHEAD, *REST], ids=lambda case: "-".join(map(str, case))
+)
 def test_twenty_steps_equal_plain_optax(case: Case):
     """Buffers, losses of layers, random streams and shared parameters thread through all of them."""
     with exact.conditions():

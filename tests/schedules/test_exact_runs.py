@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from framework.checkpoint.checkpointer import Checkpointer
+from framework.program.program import Program
 from tests.support import exact, runs, small
 from tests.support.exact import Case
 
@@ -33,32 +35,68 @@ def name(case: Case) -> str:
     return "-".join(map(str, case))
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory):
-    """A checkpointer with each case's state after a step, under the case's number; [(program, the state after two)]."""
-    results = []
-    with Checkpointer(directory=tmp_path_factory.mktemp("saved"), keep=len(SAVED)) as checkpointer:
-        with exact.conditions():
-            for number, case in enumerate(SAVED):
-                program = case.program(clip=None)  # which not all schedules have
-                state, _ = program.step(exact.placed(case, program), exact.batch(program, 0))
-                checkpointer.save(number, program.stored(state), {})
-                state, _ = program.step(state, exact.batch(program, 1))
-                results.append((program, small.arrays(program.stored(state))))
-        checkpointer.wait()
-        yield checkpointer, results
+# Each of these goes on from the checkpoint of the one before, the first from that of the last.
+RING = [
+    Case(memory="after_backward", precision="float32"),
+    Case(memory="streamed", placement="all", mesh="eight", precision="float32"),
+    Case(memory="layers", placement="all", mesh="eight", precision="float32"),
+    Case(memory="in_backward", precision="float32"),
+]
 
 
-@pytest.mark.parametrize("number", range(len(SAVED)), ids=map(name, SAVED))
-def test_a_checkpoint_goes_on_under_every_schedule(saved, number: int):
-    checkpointer, results = saved
-    for case, (program, _) in zip(SAVED, results, strict=True):
+class Saved:
+    """Checkpoints of programs, each made when it is first asked for: the state after one step.
+
+    Args:
+        checkpointer: where they are kept, under the number of their case in SAVED.
+    """
+
+    def __init__(self, checkpointer: Checkpointer):
+        self._checkpointer = checkpointer
+
+    @cache  # noqa: B019 (one object in a module)
+    def program(self, case: Case) -> Program:
+        """The program of a case. No gradient is clipped, as not all schedules can."""
+        return case.program(clip=None)
+
+    @cache  # noqa: B019
+    def second_state(self, case: Case) -> dict[str, np.ndarray]:
+        """The arrays of the state after two steps. The state after the first one is saved."""
+        program = self.program(case)
+        state, _ = program.step(exact.placed(case, program), exact.batch(program, 0))
+        self._checkpointer.save(SAVED.index(case), program.stored(state), {})
+        state, _ = program.step(state, exact.batch(program, 1))
+        self._checkpointer.wait()
+        return small.arrays(program.stored(state))
+
+    def check(self, saved_case: Case, next_case: Case) -> None:
+        """The program of `next_case` makes the same second step from the checkpoint of `saved_case`."""
         with exact.conditions():
-            restored = program.restored(checkpointer.restore(number, program.abstract_stored).state)
-            state, _ = program.step(restored, exact.batch(program, 1))
+            expected = self.second_state(saved_case)
+            program = self.program(next_case)
+            checkpoint = self._checkpointer.restore(SAVED.index(saved_case), program.abstract_stored)
+            state, _ = program.step(program.restored(checkpoint.state), exact.batch(program, 1))
         program.layout.check(state)
-        for path, error in exact.differences(small.arrays(program.stored(state)), results[number][1]).items():
-            assert error <= 1e-6, f"under {name(case)}: {path} is off by {error:.1e}"
+        for path, error in exact.differences(small.arrays(program.stored(state)), expected).items():
+            assert error <= 1e-6, f"under {name(next_case)}: {path} is off by {error:.1e}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+    with Checkpointer(directory=tmp_path_factory.mktemp("saved"), keep=len(SAVED)) as checkpointer:
+        yield Saved(checkpointer)
+
+
+@pytest.mark.parametrize("number", range(len(RING)), ids=map(name, RING))
+def test_a_checkpoint_goes_on_under_another_schedule(saved: Saved, number: int):
+    saved.check(RING[number - 1], RING[number])
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("saved_case", SAVED, ids=name)
+def test_a_checkpoint_goes_on_under_every_schedule(saved: Saved, saved_case: Case):
+    for next_case in SAVED:
+        saved.check(saved_case, next_case)
 
 
 @cache

@@ -19,6 +19,7 @@ def config(policy: str, layers: int = 6, dtype: str = "float32", **fields):
     return small.experiment(model, memory={"remat": policy}, **fields)
 
 
+@pytest.mark.once("one device")
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 8}], ids=["one device", "fsdp"])
 def test_in_float64_the_gradients_are_those_of_no_remat(mesh):
     with jax.enable_x64(True):

@@ -61,6 +61,7 @@ def hosted(tree: Any) -> set[str]:
     return {re.sub("/stack/[0-9]+/", "/stack/", path) for path in paths}
 
 
+@pytest.mark.once("averaged-streamed", "adapted-in_backward")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("make", [averaged, adapted])
 def test_frozen_quantized_and_averaged_weights_too(make: Any, schedule: str):
@@ -93,6 +94,7 @@ def test_frozen_quantized_and_averaged_weights_too(make: Any, schedule: str):
     assert Generator(program, state)(prompts, sampling) == Generator(plain, expected)(prompts, sampling)
 
 
+@pytest.mark.once("one")
 @pytest.mark.parametrize("mesh", [None, {"data": 2, "fsdp": 2, "model": 2}], ids=["one", "eight"])
 def test_the_whole_update_moves_averages_too(mesh: Any):
     """after_backward, whose weights stay on the device."""

@@ -30,6 +30,7 @@ def trace(config: Config, steps: int = 12) -> list[float]:
     return losses
 
 
+@pytest.mark.once("in_backward")
 @pytest.mark.parametrize("update", ["after_backward", "in_backward", "layer_programs"])
 def test_the_training_trace_is_that_of_linear_memory(update: str):
     """In float64: AdamW makes as much of a gradient's last bit as of the rest of it."""
@@ -39,6 +40,7 @@ def test_the_training_trace_is_that_of_linear_memory(update: str):
     assert plain[-1] < plain[0] - 0.1
 
 
+@pytest.mark.once("in_backward")
 @pytest.mark.parametrize("update", ["after_backward", "in_backward"])
 def test_what_is_kept_of_the_layers_is_gone(update: str):
     """CPU's loops copy the stack that they change, so only what policies differ by tells of activations. For TPU and
@@ -53,6 +55,7 @@ def test_what_is_kept_of_the_layers_is_gone(update: str):
     assert full - invert >= 0.9 * inputs
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", *(pytest.param(u, marks=pytest.mark.slow) for u in LATER)])
 def test_adapters_on_quantized_weights(update: str):
     """Which have no gradient."""

@@ -56,6 +56,11 @@ SLOW = STREAMS[1:] + [
 ]
 
 
+@pytest.mark.once(
+    "twins-adamw-layers_hosted_gradients-state-save:attention-eight-float64-1",
+    "twins-adamw-layers_two_pass-state+boundaries-none-eight-float64-1",
+    "tied-adamw-layers-all-full-eight-float64-2",
+)
 @pytest.mark.parametrize(
     "case",
     [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW if case not in CASES)],
@@ -79,6 +84,7 @@ def deep(num_layers: int, memory: dict[str, Any], **fields: Any) -> Config:
     return small.experiment(small.llama(stack__num_layers=num_layers), memory=memory, **fields)
 
 
+@pytest.mark.once("hosted")
 @pytest.mark.parametrize("memory", [{}, HOSTED, {**HOSTED, "gradients": "none"}], ids=["device", "hosted", "at once"])
 def test_there_are_as_many_programs_at_any_depth(memory: dict[str, Any]):
     """And a step compiles nothing more."""
@@ -100,6 +106,7 @@ ALIVE = {f"{name}-{count}": (memory, count) for name, memory in ALIVE.items() fo
 ALIVE |= {"at once": ({**HOSTED, "gradients": "none"}, 1)}  # gradients that nobody keeps cannot be summed
 
 
+@pytest.mark.once("hosted-2")
 @pytest.mark.parametrize(("memory", "accumulate"), ALIVE.values(), ids=ALIVE)
 def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: int, monkeypatch: pytest.MonkeyPatch):
     """Bytes of live arrays at each call of a program, in both kinds of memory: those of ghosts are those of arrays."""

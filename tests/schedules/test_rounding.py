@@ -45,6 +45,7 @@ def weights(case: Case, rounding: str) -> dict[str, np.ndarray]:
     return {p: np.asarray(x, np.float32) for p, x in flatten(program.stored(state)["parameter"]).items()}
 
 
+@pytest.mark.once("stochastic-streamed-state-eight")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.memory}-{case.placement}-{case.mesh}")
 @pytest.mark.parametrize("rounding", ["stochastic", pytest.param("kahan", marks=pytest.mark.slow)])
 def test_the_same_weights_under_every_schedule(case: Case, rounding: str):

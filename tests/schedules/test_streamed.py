@@ -46,6 +46,7 @@ def trained(config: Config) -> tuple[dict[str, np.ndarray], list[dict[str, float
     return small.arrays(state), metrics
 
 
+@pytest.mark.once("adafactor")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_numbers_are_those_of_the_plain_update(optimizer: str):
     expected, losses = trained(experiment("after_backward", "device", optimizer))
@@ -56,6 +57,7 @@ def test_the_numbers_are_those_of_the_plain_update(optimizer: str):
         small.assert_close(state, expected, 1e-5 if optimizer == "muon" else 2e-6)
 
 
+@pytest.mark.pairs
 def test_on_a_mesh_too():
     mesh = {"data": 2, "fsdp": 2, "model": 2}
     expected, losses = trained(experiment("after_backward", "device", "sgd", mesh))

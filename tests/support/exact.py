@@ -204,12 +204,29 @@ def covering(cases: list[Case]) -> list[Case]:
         del values["placement"]
         return set(combinations(values.items(), 2)) | whole
 
-    pairs = {case: pairs_of(case) for case in cases}
-    missing, chosen = set().union(*pairs.values()), []
-    while missing:
-        chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
-        missing -= pairs[chosen[-1]]
-    return chosen
+    return _chosen({case: pairs_of(case) for case in cases})
+
+
+def each_value_of(cases: list[Case]) -> list[Case]:
+    """Some of the cases, in which each value of each axis comes up that does in one of them; greedily. Every schedule
+    meets every mesh."""
+
+    def values_of(case: Case) -> set[Any]:
+        return set(case._asdict().items()) | {("memory", case.memory, "mesh", case.mesh)}
+
+    return _chosen({case: values_of(case) for case in cases})
+
+
+def _chosen(aspects_by_case: dict[Case, set[Any]]) -> list[Case]:
+    """Cases that have all aspects between them: always the one with most of those that are still missing."""
+    missing_aspects = set().union(*aspects_by_case.values())
+    cases = list(aspects_by_case)
+    chosen_cases = []
+    while missing_aspects:
+        best_case = max(cases, key=lambda case: len(aspects_by_case[case] & missing_aspects))
+        chosen_cases.append(best_case)
+        missing_aspects -= aspects_by_case[best_case]
+    return chosen_cases
 
 
 @contextmanager

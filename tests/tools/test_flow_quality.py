@@ -61,6 +61,7 @@ def test_the_fit_is_the_best_of_its_kind_for_dequantized_images():
             assert flow_quality.gaussian_bits(worse, noisy, full=full) > best
 
 
+@pytest.mark.pairs
 def test_a_run_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     workdir = tmp_path / "run"
     assert train.main([f"--config={FILE}:flow", f"--workdir={workdir}", "--config.trainer.max_steps=2"]) == 0

@@ -52,6 +52,7 @@ def temporaries(rows: dict[tuple[str, int], dict[str, str]], policy: str) -> lis
     return [int(row["temp_bytes"]) for (name, _), row in rows.items() if name == policy]
 
 
+@pytest.mark.pairs
 def test_measured_on_this_machine(tmp_path: Path) -> None:
     """Between 8 and 32 layers what is kept grows by megabytes a layer, and what inversion needs by the gradients that
     wait for the update."""

@@ -43,6 +43,7 @@ def cells(out: str, title: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
+@pytest.mark.pairs
 def test_rows_are_trained_once_and_printed_from_the_file(bench, monkeypatch: pytest.MonkeyPatch):
     run, path = bench
     both = ("--rows=adamw,lion", "--seeds=1")

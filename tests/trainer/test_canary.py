@@ -53,6 +53,7 @@ def prepared(memory: Any, model: Any = None, mesh: Any = None, learner: Any = No
         return config, small.program(config)
 
 
+@pytest.mark.once("all of it", "in layers, some hosted", "eight devices")
 @pytest.mark.parametrize("case", CASES)
 def test_agrees(case: str) -> None:
     line = canary.check(*prepared(*CASES[case]))
@@ -104,6 +105,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         canary.check(*prepared(OFFLOAD))
 
 
+@pytest.mark.once("memory1-framework.schedules.pieces")
 @pytest.mark.parametrize(("memory", "module"), [(HOSTED, layout.table), (STREAMED, pieces)])
 def test_a_wrong_move_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], module: Any) -> None:
     fetch = module.fetch_leaf
@@ -133,6 +135,7 @@ def test_a_leaf_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         canary.check(config, program)
 
 
+@pytest.mark.once("memory0")
 @pytest.mark.parametrize("memory", [HOSTED, IN_LAYERS])
 def test_an_argument_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]) -> None:
     """A CPU's compiler counts no argument as the host's; where others do so, the placement was lost."""
@@ -143,6 +146,7 @@ def test_an_argument_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, memory:
         canary.check(*prepared(memory))
 
 
+@pytest.mark.pairs
 def test_launch_train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """A start prints its line; where the canary fails it is a user's error, and before the step is compiled."""
     monkeypatch.setitem(layout.move_to_host.__kwdefaults__, "min_bytes", 256)

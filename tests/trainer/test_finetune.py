@@ -90,6 +90,7 @@ def test_adapters_learn_too(folder: Path):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.pairs
 def test_a_killed_run_goes_on_with_the_same_batches(folder: Path):
     def start(workdir: Path):  # a process each: this one's compiler flags would round otherwise
         flags = ["--config.trainer.max_steps=20"]

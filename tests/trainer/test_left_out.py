@@ -96,6 +96,7 @@ def check_never_had(workdir: Path, bad: set[int], monkeypatch: pytest.MonkeyPatc
     assert leaves(workdir) == leaves(reference)
 
 
+@pytest.mark.once("bad2-flags2")
 @pytest.mark.parametrize(
     ("bad", "flags"),
     [
@@ -126,6 +127,7 @@ def test_a_resumed_run_leaves_out_the_same(tmp_path: Path, monkeypatch, trained:
     check_never_had(tmp_path / "run", {2, 6}, monkeypatch)
 
 
+@pytest.mark.pairs
 def test_a_roll_back_past_an_earlier_one_leaves_out_both(tmp_path: Path, monkeypatch, trained: dict[int, int]) -> None:
     """The newest checkpoint is lost meanwhile, so the second roll back goes to one that knows nothing of the first."""
     poison(monkeypatch, 6, 10)

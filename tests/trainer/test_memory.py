@@ -79,6 +79,7 @@ def batch_bytes(program: Program) -> int:
     return sum(spec.num_bytes for spec in program.batch_specs.values())
 
 
+@pytest.mark.once("pinned_host")
 @pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
 def test_one_copy_in_every_phase(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, int], memory_kind: str
@@ -105,6 +106,7 @@ def test_one_copy_in_every_phase(
         assert host <= SLACK, f"{phase}: {host} bytes of arrays in host memory beyond the layout"
 
 
+@pytest.mark.pairs
 def test_one_copy_on_one_device(text: Path, tmp_path: Path) -> None:
     flags = ("--config.trainer.max_steps=6", "--config.trainer.save_every=1")
     assert start(tmp_path / "run", *flags, config="wide").wait(timeout=300) == 0, Path(

@@ -48,6 +48,7 @@ def test_killed_and_resumed_to_the_same_bits(done: Path, text: Path, tmp_path: P
     assert steps == list(range(1, 121)), "a step is repeated or missing"
 
 
+@pytest.mark.once("15-143")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_exits(done: Path, text: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
     workdir = tmp_path / "run"

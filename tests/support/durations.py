@@ -1,0 +1,104 @@
+"""Records what every test takes, and says at the end which are the slowest and how large the worker became.
+
+`pytest --record-durations` writes tests/durations: the cases of each test function and their seconds of processor time,
+as far as this run had them. Processor time counts all threads of the test's process and the processes that it waited
+for, so that it is nearly the same on a busy machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[1] / "durations"
+SLOWEST = 20
+MIB = 1 << 20
+# Key of a report's `user_properties` under which a worker tells the process that began the run what a test took.
+SECONDS = "processor_seconds"
+PEAK = "peak_bytes"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the flag."""
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations from this run")
+
+
+def processor_seconds() -> float:
+    """Processor time of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Measures set-up, test and clean-up together: a fixture of a file counts for the first test that asks for it."""
+    item.stash[_began] = processor_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Adds the measures to the report of the clean-up, the last of a test."""
+    if call.when == "teardown":
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        item.user_properties.append((SECONDS, processor_seconds() - item.stash[_began]))
+        item.user_properties.append((PEAK, peak_bytes))
+    return (yield)
+
+
+_began = pytest.StashKey[float]()
+
+
+class Durations:
+    """What the tests of a run took, gathered in the process that began the run."""
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._cases: dict[str, int] = defaultdict(int)
+        self._peaks: dict[str, int] = defaultdict(int)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Takes the measures of one test."""
+        if report.when != "teardown":
+            return
+        measures: dict[str, Any] = dict(report.user_properties)
+        function = report.nodeid.split("[")[0]
+        self._seconds[function] += measures[SECONDS]
+        self._cases[function] += 1
+        worker = getattr(report, "worker_id", "this process")
+        self._peaks[worker] = max(self._peaks[worker], measures[PEAK])
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Prints the slowest test functions, with all of their cases, and the largest worker."""
+        if not self._seconds:
+            return
+        slowest = sorted(self._seconds.items(), key=lambda entry: -entry[1])[:SLOWEST]
+        total = sum(self._seconds.values())
+        terminalreporter.section(f"processor time: {total:.0f} s; the slowest {len(slowest)} tests with their cases")
+        for function, seconds in slowest:
+            terminalreporter.write_line(f"{seconds:7.1f} s {self._cases[function]:4d} {function}")
+        peaks = ", ".join(f"{worker} {peak / MIB:,.0f} MiB" for worker, peak in sorted(self._peaks.items()))
+        terminalreporter.write_line(f"largest resident memory: {peaks}")
+
+    def pytest_sessionfinish(self) -> None:
+        """Writes the file, where that was asked for. Functions that did not run keep what was recorded of them."""
+        if not self._config.getoption("--record-durations"):
+            return
+        recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
+        for function, seconds in self._seconds.items():
+            recorded[function] = [self._cases[function], round(seconds, 1)]
+        FILE.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the gathering where reports of all workers arrive."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(config))
