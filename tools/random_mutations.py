@@ -1,0 +1,277 @@
+"""Breaks framework/ at random places, one at a time, and reports which of the two suites notices.
+
+    pip install coverage
+    python -m tools.random_mutations --trace                  which tests of `make test` run which line (15 minutes)
+    python -m tools.random_mutations --count=30 --seed=0      breaks 30 lines that some test runs
+
+A mutation is another operator, another constant, a condition turned round, or a statement dropped. Of `make test`, the
+tests that run the line are tried, in the test's own process; of `make test-pairs`, the cases in the files of those
+tests. What no test notices is either a hole in the tests or the same program in other words: look at each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+TRACE = ROOT / "build" / "lines_of_tests"
+ONCE = "not pairs and not slow and not peers"
+PAIRS = "pairs and not slow and not peers"
+# Tests that are tried for one line, at most. A line that more tests run is noticed by one of them or by none.
+MAX_TESTS = 150
+TIME_LIMIT = 900
+OPERATORS: dict[type[ast.AST], Any] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+class Mutation(NamedTuple):
+    """One change of one file: the text of lines `first` to `last` (from 1) becomes `new`."""
+
+    file: str
+    first: int
+    last: int
+    kind: str
+    old: str
+    new: str
+
+
+class Verdict(NamedTuple):
+    """What a suite said of a mutation: whether a test failed, and which, or how many passed."""
+
+    noticed: bool
+    words: str
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def mutations_of(file: str) -> list[Mutation]:
+    """All single changes of a file's statements, in the order of its lines."""
+    source = (ROOT / file).read_text()
+    mutations = []
+    for statement in ast.walk(ast.parse(source)):
+        if isinstance(statement, ast.stmt):
+            mutations += _changes_of(file, source, statement)
+    return sorted(mutations)
+
+
+def _changes_of(file: str, source: str, statement: ast.stmt) -> Iterator[Mutation]:
+    """The changes of a simple statement, or of the condition of a compound one."""
+    expression: ast.AST
+    if isinstance(statement, ast.If | ast.While):
+        expression = statement.test
+        text = ast.get_source_segment(source, expression)
+        yield _mutation(file, expression, "condition turned", text, f"not ({text})")
+    elif isinstance(statement, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
+        expression = statement
+        is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if is_docstring:
+            return
+        if isinstance(statement, ast.Expr | ast.AugAssign):
+            yield _mutation(file, statement, "statement dropped", ast.get_source_segment(source, statement), "pass")
+    else:
+        return
+    for node in ast.walk(expression):
+        changed_node = _changed(node)
+        if changed_node is not None:
+            text = ast.get_source_segment(source, node)
+            yield _mutation(file, node, f"another {type(node).__name__}", text, f"({ast.unparse(changed_node)})")
+
+
+def _changed(node: ast.AST) -> ast.AST | None:
+    """The node with another operator or constant; None: there is nothing to change."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in OPERATORS:
+        return ast.Compare(node.left, [OPERATORS[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+    if isinstance(node, ast.BoolOp):
+        return ast.BoolOp(OPERATORS[type(node.op)](), node.values)
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, bool):
+            return ast.Constant(not node.value)
+        if isinstance(node.value, int | float):
+            return ast.Constant(node.value + 1)
+    return None
+
+
+def _mutation(file: str, node: ast.AST, kind: str, old: str | None, new: str) -> Mutation:
+    assert isinstance(node, ast.stmt | ast.expr)
+    assert old is not None
+    return Mutation(file, node.lineno, node.end_lineno or node.lineno, kind, old, new)
+
+
+def drawn(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
+    """Mutations of lines that tests run, each with these tests. Every file is as likely as it is long."""
+    candidates = []
+    for path in sorted((ROOT / "framework").rglob("*.py")):
+        candidates += mutations_of(str(path.relative_to(ROOT)))
+    random.Random(seed).shuffle(candidates)
+    tests_by_line = _tests_by_line()
+    chosen: list[tuple[Mutation, list[str]]] = []
+    for mutation in candidates:
+        tests = sorted(tests_by_line.get((mutation.file, mutation.first), ()))
+        if tests:
+            chosen.append((mutation, tests))
+        if len(chosen) == count:
+            break
+    return chosen
+
+
+# --- which tests run which line --------------------------------------------------------------------------------------
+
+
+class LineTracer:
+    """A plugin of pytest that has coverage.py note which test runs which line of framework/."""
+
+    def __init__(self) -> None:
+        import coverage
+
+        TRACE.mkdir(parents=True, exist_ok=True)
+        self._coverage = coverage.Coverage(
+            data_file=str(TRACE / f"{os.getpid()}.db"), include=[f"{ROOT}/framework/*"], config_file=False
+        )
+        self._coverage.start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """The lines that run from now on are this test's."""
+        self._coverage.switch_context(nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """Writes the file of this process."""
+        self._coverage.stop()
+        self._coverage.save()
+
+
+def pytest_configure(config: object) -> None:
+    """Registers the plugin, in the processes that run tests."""
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(LineTracer())  # type: ignore[attr-defined]
+
+
+def trace() -> int:
+    """Runs `make test` under coverage.py."""
+    shutil.rmtree(TRACE, ignore_errors=True)
+    options = ["-q", "-n", "2", "--dist", "loadfile", "-m", ONCE, "-p", "tools.random_mutations"]
+    return subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, check=False).returncode
+
+
+def _tests_by_line() -> dict[tuple[str, int], set[str]]:
+    """{(file, line): the tests that run it}; lines that run when a module is imported are nobody's."""
+    from coverage import CoverageData
+
+    tests_by_line: dict[tuple[str, int], set[str]] = {}
+    files = sorted(TRACE.glob("*.db"))
+    if not files:
+        raise SystemExit(f"error: no trace in {TRACE}; python -m tools.random_mutations --trace makes one")
+    for file in files:
+        data = CoverageData(str(file))
+        data.read()
+        for path in data.measured_files():
+            name = str(Path(path).relative_to(ROOT))
+            for line, contexts in data.contexts_by_lineno(path).items():
+                tests = {context for context in contexts if context}
+                tests_by_line.setdefault((name, line), set()).update(tests)
+    return tests_by_line
+
+
+# --- trying ----------------------------------------------------------------------------------------------------------
+
+
+def apply(mutation: Mutation, folder: Path) -> None:
+    """Changes the file in a copy of the checkout. Raises ValueError: the text is not on its lines."""
+    path = folder / mutation.file
+    lines = path.read_text().splitlines(keepends=True)
+    block = "".join(lines[mutation.first - 1 : mutation.last])
+    if mutation.old not in block:
+        raise ValueError(f"{mutation.file}:{mutation.first} has no {mutation.old!r}")
+    lines[mutation.first - 1 : mutation.last] = [block.replace(mutation.old, mutation.new, 1)]
+    path.write_text("".join(lines))
+
+
+def tried(folder: Path, arguments: list[str], marks: str) -> Verdict:
+    """The verdict of some tests on a copy of the checkout."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-summary", "-m", marks]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TIME_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(True, f"no end after {TIME_LIMIT} s")
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    last_line = lines[-1] if lines else done.stderr[-200:]
+    # 5: no test was selected. Anything else but 0 is a failure: of a test, or of an import.
+    return Verdict(done.returncode not in (0, 5), last_line)
+
+
+def judged(mutation: Mutation, tests: list[str]) -> tuple[Verdict, Verdict]:
+    """The verdicts of `make test` and, where that notices nothing, of `make test-pairs`."""
+    with tempfile.TemporaryDirectory(prefix="mutate-") as parent:
+        folder = Path(parent) / "checkout"
+        skip = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "build", "__pycache__", "*.egg-info")
+        shutil.copytree(ROOT, folder, ignore=skip)
+        apply(mutation, folder)
+        once = tried(folder, random.Random(0).sample(tests, min(MAX_TESTS, len(tests))), ONCE)
+        if once.noticed:
+            return once, once
+        files = sorted({test.split("::")[0] for test in tests})
+        return once, tried(folder, files, PAIRS)
+
+
+def main() -> int:
+    """Draws and tries mutations, and prints a line for each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trace", action="store_true", help="note which tests run which line, and stop")
+    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.trace:
+        return trace()
+    noticed_once = 0
+    noticed_by_pairs = 0
+    for mutation, tests in drawn(args.count, args.seed):
+        began = time.perf_counter()
+        once, pairs = judged(mutation, tests)
+        noticed_once += once.noticed
+        noticed_by_pairs += pairs.noticed
+        suite = "test" if once.noticed else "test-pairs" if pairs.noticed else "NONE"
+        seconds = time.perf_counter() - began
+        print(f"{suite:10} {seconds:4.0f} s  {mutation.file}:{mutation.first}  {mutation.kind}")
+        print(f"    {mutation.old!r} -> {mutation.new!r}")
+        print(f"    {len(tests)} tests run the line; {pairs.words}", flush=True)
+    print(f"make test notices {noticed_once} of {args.count}, with make test-pairs {noticed_by_pairs}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
