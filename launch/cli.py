@@ -22,7 +22,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+from absl import flags
+from absl import logging as absl_logging
 
 import configs
 from framework.config import Config, ConfigError, did_you_mean, diff
@@ -231,17 +235,35 @@ class _Line(logging.Formatter):
         message = record.getMessage()
         if record.exc_info:
             message += f"\n{self.formatException(record.exc_info)}"
-        return f"{record.levelname.lower()}: {message} ({record.name})"
+        # All that log through absl share one logger, whose name says nothing.
+        origin = _module_at(Path(record.pathname)) if record.name == "absl" else record.name
+        return f"{record.levelname.lower()}: {message} ({origin})"
+
+
+def _module_at(path: Path) -> str:
+    """The dotted name of the module in a file, as the packages around it say."""
+    names = [path.stem]
+    for folder in path.parents:
+        if not (folder / "__init__.py").exists():
+            break
+        names.insert(0, folder.name)
+    return ".".join(names)
 
 
 def _show_records() -> None:
-    """Warnings and errors that packages log go to stderr as lines of ours, unless the program has its own handlers."""
-    root = logging.getLogger()
-    if not root.handlers:
-        handler = logging.StreamHandler()
-        handler.setLevel(logging.WARNING)
-        handler.setFormatter(_Line())
-        root.addHandler(handler)
+    """Sends warnings and errors to stderr as lines of ours, unless the program has its own handlers.
+
+    The handler is that of absl, which orbax, grain and this framework log through.
+    """
+    if logging.getLogger().handlers:
+        return
+    handler = absl_logging.get_absl_handler()
+    handler.setFormatter(_Line())
+    handler.python_handler.setStream(sys.stderr)
+    # argparse reads our flags. Without this absl prints for its first record that its own were not read.
+    flags.FLAGS.mark_as_parsed()
+    absl_logging.use_absl_handler()
+    absl_logging.set_verbosity(absl_logging.WARNING)
 
 
 def prepare_jax() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import threading
@@ -21,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from absl import logging
 
 from framework.checkpoint import directory as files
 from framework.checkpoint import objects, storage
@@ -44,8 +44,6 @@ from framework.config import PositiveInt
 from framework.files.remote import is_url
 from framework.layout import flatten
 from framework.processes import distributed
-
-_log = logging.getLogger(__name__)
 
 # Beside the arrays a checkpoint has the manifest and the index of the pieces, which take less.
 _OVERHEAD_BYTES = 1 << 20
@@ -129,7 +127,7 @@ class Checkpointer:
         if not distributed.is_primary():
             return
         for message in files.remove_leftovers(self.directory):
-            _log.warning("checkpoints: %s", message)
+            logging.warning("checkpoints: %s", message)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -238,7 +236,7 @@ class Checkpointer:
         if distributed.is_primary() and os.path.lexists(path):
             # It is not deleted before its successor is committed: a save that fails puts it back.
             path.rename(path.with_name(f"{path.name}.replaced"))
-            _log.warning("checkpoints: step %d exists from before and is being replaced", manifest.step)
+            logging.warning("checkpoints: step %d exists from before and is being replaced", manifest.step)
         return storage.write(path, leaves, manifest.to_json())
 
     def _check_space(self, step: int, num_bytes: int) -> None:
@@ -271,7 +269,7 @@ class Checkpointer:
         try:
             self._after_commit(step)
         except OSError as error:
-            _log.warning("checkpoints: step %d was saved, but not recorded in the workdir: %s", step, error)
+            logging.warning("checkpoints: step %d was saved, but not recorded in the workdir: %s", step, error)
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
@@ -289,7 +287,7 @@ class Checkpointer:
                     self._known = self._known - {old}
         # The client of an object store raises exceptions of any type.
         except Exception as error:
-            _log.warning("checkpoints: step %d was saved, but old ones could not be deleted: %s", step, error)
+            logging.warning("checkpoints: step %d was saved, but old ones could not be deleted: %s", step, error)
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
         """Makes the error of a save, removes what the save has left, and puts back what it was to replace."""
@@ -463,7 +461,7 @@ class Checkpointer:
         # state, and processes that restored different steps would train different models.
         steps, problems = distributed.from_primary(files.scan(self.directory))
         for problem in problems:
-            _log.warning("checkpoints: %s", problem)
+            logging.warning("checkpoints: %s", problem)
         for step in reversed(steps):
             try:
                 restored = self.restore(step, abstract, groups=groups)
@@ -473,7 +471,7 @@ class Checkpointer:
                 # A later save replaces the step, and retention does not count it.
                 self._bad.add(step)
                 self._saved.discard(step)
-                _log.warning("checkpoints: %s; trying the one before", error)
+                logging.warning("checkpoints: %s; trying the one before", error)
         error_class = CheckpointCorruptError if steps else CheckpointMissingError
         headline = f"no checkpoint in {self.directory} can be restored:"
         raise error_class("\n  ".join([headline, *problems]))

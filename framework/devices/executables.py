@@ -8,7 +8,6 @@ was lowered; on any other platform, or in the first process, nothing differs fro
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import socket
 import tempfile
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from absl import logging
 from jax.experimental import serialize_executable
 
 from framework.terminal import interrupts
-
-_log = logging.getLogger(__name__)
 
 # JAX's own limit of a second would leave out most programs of a small model.
 _MIN_COMPILE_SECONDS = 0.05
@@ -74,14 +72,14 @@ def compiled(
         pass
     # The file was cut short, or is of another build: the program is compiled again.
     except Exception as error:
-        _log.warning("%s cannot be used: %s", path, error)
+        logging.warning("%s cannot be used: %s", path, error)
     result = lowered.compile()
     try:
         serialized = serialize_executable.serialize(result)
         _keep(path, serialized[0])
     # A disk that is full or read-only costs the cache, not the run.
     except OSError as error:
-        _log.warning("%s is not kept: %s", path, error.strerror or error)
+        logging.warning("%s is not kept: %s", path, error.strerror or error)
     return result
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_log = logging.getLogger(__name__)
+from absl import logging
 
 # Seconds between two uploads, and between two refreshments of the lock.
 INTERVAL = 20.0
@@ -238,7 +237,7 @@ class Mirror:
                 is_reported = False
             except Exception as error:
                 if not is_reported:
-                    _log.warning("--workdir: %s; training goes on, and this is tried again", error)
+                    logging.warning("--workdir: %s; training goes on, and this is tried again", error)
                 is_reported = True
 
     def close(self) -> None:
@@ -325,7 +324,7 @@ class Mirror:
         self.fs.rm_file(probe)
         if age < LEASE:
             warning = "--workdir: %s has the lock of %s; waiting for a sign of life"
-            _log.warning(warning, self.url, owner_words)
+            logging.warning(warning, self.url, owner_words)
         while age + time.monotonic() - start < LEASE:
             time.sleep(INTERVAL / 10)
             if self.fs.modified(self._lock) != modified:

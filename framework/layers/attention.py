@@ -193,8 +193,9 @@ class Attention(Layer):
                 window=self.window,
                 softcap=self.softcap,
             )
+        attend = dot_product_attention if ctx.kernels is None else ctx.kernels.attention
         # The result has the name "attention", by which remat policies keep it.
-        return dot_product_attention(
+        return attend(
             q_BSNH,
             k_BSKH,
             v_BSKH,

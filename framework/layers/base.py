@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,30 @@ def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, 
     return {name: spec(*array) for name, array in arrays.items()}
 
 
+class Kernels(Protocol):
+    """Operations that differ by the devices that a layer runs on, for a trace of devices that are not there."""
+
+    def attention(
+        self,
+        query_BSNH: jax.Array,
+        key_BSKH: jax.Array,
+        value_BSKH: jax.Array,
+        **options: Any,
+    ) -> jax.Array:
+        """As `framework.layers.attention_kernels.dot_product_attention`."""
+        ...
+
+    def look_up(
+        self,
+        table_VD: jax.Array,
+        indices_BS: jax.Array,
+        ctx: Context,
+        vocab_axis: str | None,
+    ) -> jax.Array:
+        """As `framework.layers.lookup.look_up`."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Context:
@@ -53,6 +77,7 @@ class Context:
         mesh: where constraints are placed; None means one device and no constraints.
         compute_dtype: the dtype of weights and activations inside layers.
         remat: what the backward pass recomputes, see framework.layers.remat.
+        kernels: operations that take the place of those for the mesh's devices; None means those.
     """
 
     batch: dict[str, jax.Array]
@@ -64,6 +89,7 @@ class Context:
     mesh: Mesh | None = field(default=None, metadata={"static": True})
     compute_dtype: Any = field(default=jnp.float32, metadata={"static": True})
     remat: str = field(default="none", metadata={"static": True})
+    kernels: Kernels | None = field(default=None, metadata={"static": True})
 
     @property
     def platform(self) -> str:

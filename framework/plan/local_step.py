@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from framework.layers import attention, embedding, kernels_xla, lookup
+from framework.layers import attention, kernels_xla, lookup
 from framework.layers.base import Context, Out, batch_specs, cast
 from framework.layers.embedding import Embedding
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
@@ -86,12 +85,7 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    # A kernel would ask for the devices of the mesh.
-    with (
-        patch.object(attention, "dot_product_attention", _attention(platform, sizes["seq"])),
-        patch.object(embedding, "look_up", _look_up),
-    ):
-        closed = jax.make_jaxpr(local)(*shapes)
+    closed = jax.make_jaxpr(local)(*shapes)
     (mapped,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
     inner = mapped.params["jaxpr"]
     # The body is an open jaxpr or a closed one, depending on the version of jax.
@@ -139,6 +133,8 @@ class _LocalStep:
             mesh=self.mesh,
             remat=remat,
             device_platform=self.platform,
+            # A kernel would ask for the devices of the mesh.
+            kernels=_LocalKernels(self.platform, self.sizes["seq"]),
         )
         if not isinstance(model, CausalLM):
             return self._gradients_of_stages(params, frozen, buffers, ctx)
@@ -275,98 +271,104 @@ def _on_device(weight: jax.Array) -> jax.Array:
     return jax.device_put(weight, jax.memory.Space.Device) if is_hosted else weight
 
 
-def _look_up(
-    table: jax.Array,
-    indices_BS: jax.Array,
-    ctx: Context,
-    vocab_axis: str | None,
-) -> jax.Array:
-    """`lookup.look_up` on shards: tokens of the whole fsdp group, columns of this device."""
-    mesh = ctx.mesh
-    assert mesh is not None
-    table_type = jax.typeof(table)
-    vocab_shards = 1 if vocab_axis is None else mesh.shape[vocab_axis]
-    table_shape = (table.shape[0] * vocab_shards, table.shape[1] * mesh.shape["fsdp"])
-
-    @jax.custom_vjp
-    def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-        local_columns = cast(jnp.take(table, indices, axis=0), ctx.compute_dtype)
-        # Each device gives away the columns of the others' tokens, and gets all columns of its own.
-        return jax.lax.all_to_all(
-            local_columns,
-            "fsdp",
-            split_axis=0,
-            concat_axis=2,
-            tiled=True,
-        )
-
-    def backward(indices: jax.Array, rows_grad: jax.Array) -> Any:
-        rows_grad = jax.lax.all_to_all(
-            rows_grad,
-            "fsdp",
-            split_axis=2,
-            concat_axis=0,
-            tiled=True,
-        )
-        table_gradient = functools.partial(lookup.table_gradient, shape=table_shape, dtype=table_type.dtype)
-        grad = lookup.shard_gradient(
-            table_gradient,
-            indices,
-            rows_grad,
-            mesh=mesh,
-            vocab_axis=vocab_axis,
-        )
-        # Integers have a gradient of dtype float0.
-        return grad, np.zeros(indices.shape, jax.dtypes.float0)
-
-    rows.defvjp(lambda table, indices: (rows(table, indices), indices), backward)
-    return rows(table, jax.lax.all_gather(indices_BS, "fsdp", tiled=True))
-
-
-def _attention(platform: str, parts: int) -> Callable[..., jax.Array]:
-    """`dot_product_attention` on shards: what "auto" chooses, without asking which packages are installed.
+class _LocalKernels:
+    """Attention and table lookups on one device's shards.
 
     Args:
         platform: tpu, gpu or cpu.
-        parts: number of seq shards.
+        seq_shards: parts that the positions of a sequence are in.
     """
-    fused = _fused(parts)
 
-    def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+    def __init__(self, platform: str, seq_shards: int):
+        self._platform = platform
+        self._fused = _fused(seq_shards)
+
+    def look_up(
+        self,
+        table_VD: jax.Array,
+        indices_BS: jax.Array,
+        ctx: Context,
+        vocab_axis: str | None,
+    ) -> jax.Array:
+        """`lookup.look_up` on shards: tokens of the whole fsdp group, columns of this device."""
+        mesh = ctx.mesh
+        assert mesh is not None
+        table_type = jax.typeof(table_VD)
+        vocab_shards = 1 if vocab_axis is None else mesh.shape[vocab_axis]
+        table_shape = (table_VD.shape[0] * vocab_shards, table_VD.shape[1] * mesh.shape["fsdp"])
+
+        @jax.custom_vjp
+        def rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+            local_columns = cast(jnp.take(table, indices, axis=0), ctx.compute_dtype)
+            # Each device gives away the columns of the others' tokens, and gets all columns of its
+            # own.
+            return jax.lax.all_to_all(
+                local_columns,
+                "fsdp",
+                split_axis=0,
+                concat_axis=2,
+                tiled=True,
+            )
+
+        def backward(indices: jax.Array, rows_grad: jax.Array) -> Any:
+            rows_grad = jax.lax.all_to_all(
+                rows_grad,
+                "fsdp",
+                split_axis=2,
+                concat_axis=0,
+                tiled=True,
+            )
+            table_gradient = functools.partial(lookup.table_gradient, shape=table_shape, dtype=table_type.dtype)
+            grad = lookup.shard_gradient(
+                table_gradient,
+                indices,
+                rows_grad,
+                mesh=mesh,
+                vocab_axis=vocab_axis,
+            )
+            # Integers have a gradient of dtype float0.
+            return grad, np.zeros(indices.shape, jax.dtypes.float0)
+
+        rows.defvjp(lambda table, indices: (rows(table, indices), indices), backward)
+        return rows(table_VD, jax.lax.all_gather(indices_BS, "fsdp", tiled=True))
+
+    def attention(
+        self,
+        query_BSNH: jax.Array,
+        key_BSKH: jax.Array,
+        value_BSKH: jax.Array,
         *,
         implementation: str,
         **options: Any,
     ) -> jax.Array:
-        batch, length, heads, head_size = q.shape
+        """`dot_product_attention` on shards: what "auto" chooses, without asking which packages are installed."""
+        batch, length, heads, head_size = query_BSNH.shape
         segments_BS = options["segments_BS"]
         window = options["window"]
         softcap = options["softcap"]
         if implementation == "auto":
-            has_kernel = _splash_takes(platform, q) or (_cudnn_takes(platform, q) and softcap is None)
+            platform = self._platform
+            has_splash = _splash_takes(platform, query_BSNH)
+            has_kernel = has_splash or (_cudnn_takes(platform, query_BSNH) and softcap is None)
             implementation = "fused" if has_kernel else "xla"
         if implementation != "xla":
-            return fused(q, k, v)
-        static = (q.dtype, segments_BS is not None, window, softcap, None, platform)
+            return self._fused(query_BSNH, key_BSKH, value_BSKH)
+        static = (query_BSNH.dtype, segments_BS is not None, window, softcap, None, self._platform)
         call = AttentionCall(
             batch,
             length,
             heads,
             head_size,
-            k.shape[2],
+            key_BSKH.shape[2],
             *static,
         )
         return kernels_xla.attend(
             call,
-            q,
-            k,
-            v,
+            query_BSNH,
+            key_BSKH,
+            value_BSKH,
             segments_BS,
         )
-
-    return attend
 
 
 def _splash_takes(platform: str, q: jax.Array) -> bool:

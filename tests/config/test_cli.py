@@ -212,16 +212,21 @@ def test_a_verb_that_is_the_main_module_knows_its_own_errors(tmp_path, content):
 
 
 def test_what_packages_log_is_a_line_like_others():
+    """Those that log through absl, as orbax, grain and the framework do, and those that have loggers of their own."""
     script = """
 import logging, sys
+from absl import logging as absl_logging
 from launch import cli
 
 def verb(argv):
-    logging.getLogger("absl").warning("%s is slow", "it")
-    logging.getLogger("absl").info("not shown")
+    logging.getLogger("package").warning("%s is slow", "it")
+    absl_logging.info("not shown")
+    absl_logging.error("broken", exc_info=ValueError("why"))
     return 0
 
 sys.exit(cli.main(verb)())
 """
     result = launch_process("-c", script)
-    assert (result.returncode, result.stderr) == (0, "warning: it is slow (absl)\n")
+    assert result.returncode == 0
+    lines = result.stderr.splitlines()
+    assert lines == ["warning: it is slow (package)", "error: broken", "ValueError: why (<string>)"]
