@@ -11,7 +11,7 @@ WORKDIR ?= runs/stdlib-tiny
 train: $(VENV)/.train  ## train a small model on the source of Python's standard library (under 5 minutes on 2 cores)
 	$(BIN)/python -m launch.train --config=stdlib-tiny --workdir=$(WORKDIR)
 
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev  ## every invariant once, in 8 minutes on 2 cores
 	$(PYTEST) -m "not pairs and not slow and not peers"

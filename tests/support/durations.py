@@ -1,4 +1,4 @@
-"""Records what every test takes, and says at the end which are the slowest and how large the worker became.
+"""Records what every test takes, runs the longest files first, and tells the slowest tests and the largest worker.
 
 `pytest --record-durations` writes tests/durations: the cases of each test function and their seconds of processor time,
 as far as this run had them. Processor time counts all threads of the test's process and the processes that it waited
@@ -28,6 +28,23 @@ PEAK = "peak_bytes"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the flag."""
     parser.addoption("--record-durations", action="store_true", help="write tests/durations from this run")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first, so that no worker begins a long one when the other has finished."""
+    seconds_by_file: dict[str, float] = defaultdict(float)
+    for function, (cases, seconds) in recorded().items():
+        seconds_by_file[function.split("::")[0]] += seconds / cases
+    # The order of a file's own tests stays: sorting is stable.
+    items.sort(key=lambda item: -seconds_by_file[item.nodeid.split("::")[0]])
+
+
+def recorded() -> dict[str, tuple[int, float]]:
+    """{test function: (number of its cases, their seconds of processor time)} of tests/durations."""
+    if not FILE.exists():
+        return {}
+    return json.loads(FILE.read_text())
 
 
 def processor_seconds() -> float:
@@ -92,10 +109,11 @@ class Durations:
         """Writes the file, where that was asked for. Functions that did not run keep what was recorded of them."""
         if not self._config.getoption("--record-durations"):
             return
-        recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
+        durations = recorded()
         for function, seconds in self._seconds.items():
-            recorded[function] = [self._cases[function], round(seconds, 1)]
-        FILE.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
+            durations[function] = (self._cases[function], round(seconds, 1))
+        lines = [f"{json.dumps(function)}: {json.dumps(entry)}" for function, entry in sorted(durations.items())]
+        FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
