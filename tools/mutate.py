@@ -43,7 +43,7 @@ MUTATIONS = (
     ),
     Mutation(
         "skip bias correction",
-        "framework/learner/learner.py",
+        "framework/learner/update.py",
         "lambda new, old: new.astype(old.dtype), new_state",
         "lambda new, old: new.astype(old.dtype) if new.dtype.kind == 'f' else old + 1000, new_state",
         ("tests/learner",),
@@ -113,7 +113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "swallow a NaN",
-        "framework/learner/learner.py",
+        "framework/learner/decisions.py",
         "jnp.isfinite(norm) & jnp.isfinite(loss)",
         "jnp.ones_like(loss, bool)",
         ("tests/learner", "tests/faults/test_faults.py"),

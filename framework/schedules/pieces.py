@@ -80,7 +80,7 @@ def pieces_of(learner: Learner, group: Group, specs: Bundle) -> list[Piece]:
     """
     reach = learner.reach(group)
     # Some optimizers name their state otherwise when they see a part of their parameters.
-    if reach == "unit" or not learner.separable(group):
+    if reach == "unit" or not learner.state_of(group).separable():
         return [Piece(group.paths, "unit")]
     # Whatever is in host memory goes through a loop, or all of it would come to the device at once.
     moved_paths = {spec.owner for spec in jax.tree.leaves(specs[_ENTRY]) if _hosted(spec)}
@@ -213,7 +213,7 @@ def _prepared(
         old, specs: the group's leaves and their TensorSpecs.
         single: whether one unit alone is updated.
     """
-    piece_entry = learner.part(group, piece.paths, entry)
+    piece_entry = learner.state_of(group).part(piece.paths, entry)
     averaged_paths = tuple(path for path in piece.paths if path in old.average)
     paths = piece.paths, piece.paths, tuple(flatten(piece_entry)), averaged_paths
     run = _Run(
