@@ -34,7 +34,6 @@ from framework.layout import (
 )
 from framework.learner import decisions, groups, initial, instances
 from framework.learner.clipping import ClipMode, Clipping
-from framework.learner.instances import Instance
 from framework.learner.precision import Precision
 from framework.learner.reaches import check_parameters_apart, reach_of
 from framework.learner.rules import (
@@ -155,15 +154,8 @@ class Learner:
         check_dtypes(rounding, {spec.dtype for spec in jax.tree.leaves(self.specs)})
         self.groups = groups.groups_of(self.specs, labels, across_stages=self.scope == "model")
         self.learning_rate = learning_rates[DEFAULT]
-        # The keys are (stage, label), as one label may be used in several stages.
-        self._instances: dict[tuple[str, str], Instance] = {}
-        for name, config in configs.items():
-            optimizer = instances.build(config)
-            specs_of_units = {group.stage: self.unit_specs(group) for group in self.groups if group.label == name}
-            instances.check_moves(optimizer, specs_of_units)
-            for stage, specs_of_unit in specs_of_units.items():
-                fitted_optimizer = instances.fitted(optimizer, specs_of_unit)
-                self._instances[stage, name] = Instance(fitted_optimizer, config.to_json(), learning_rates[name])
+        specs_of_units = {(group.stage, group.label): self.unit_specs(group) for group in self.groups}
+        self._instances = instances.instances_of(configs, learning_rates, specs_of_units)
         draws = any(instance.optimizer.draws for instance in self._instances.values())
         self.draws = rounding == "stochastic" or draws
 
