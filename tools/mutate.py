@@ -92,16 +92,16 @@ MUTATIONS = (
     ),
     Mutation(
         "the same noise in every layer",
-        "framework/schedules/pieces.py",
-        "layer=decision.layer + start + step // blocks",
+        "framework/schedules/piece_loop.py",
+        "layer=decision.layer + self.start + step // self.blocks",
         "layer=decision.layer",
         ("tests/schedules/test_rounding.py",),
     ),
     Mutation(
         "the noise of a block's own rows",
-        "framework/schedules/pieces.py",
-        "own._replace(origin=origin(step)) if self.rows else own",
-        "own",
+        "framework/schedules/piece_loop.py",
+        "decision._replace(origin=self._origin(step))",
+        "decision",
         ("tests/schedules/test_rounding.py",),
     ),
     Mutation(
