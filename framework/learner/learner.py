@@ -124,7 +124,7 @@ class Learner:
         self.nonfinite = nonfinite
         self.max_nonfinite = max_nonfinite
         self.spike = spike
-        self.precision = Precision(
+        self._precision = Precision(
             rounding,
             None if master_dtype is None else jnp.dtype(master_dtype),
             None if moment_dtype is None else jnp.dtype(moment_dtype),
@@ -150,7 +150,7 @@ class Learner:
         learning_rates = {name: instances.learning_rate_of(config) for name, config in configs.items()}
         if not self.specs:
             raise ValueError("learner.rules freeze every parameter; nothing would be trained")
-        rounding = self.precision.rounding
+        rounding = self._precision.rounding
         check_dtypes(rounding, {spec.dtype for spec in jax.tree.leaves(self.specs)})
         self.groups = groups.groups_of(self.specs, labels, across_stages=self.scope == "model")
         self.learning_rate = learning_rates[DEFAULT]
@@ -163,7 +163,7 @@ class Learner:
 
     def gradient_dtype(self, spec: ParameterSpec) -> Any:
         """The dtype in which gradients are summed over microbatches: that of the update, float32 at least."""
-        return self.precision.gradient_dtype(spec)
+        return self._precision.gradient_dtype(spec)
 
     def gradient_specs(self, memory_kind: MemoryKind) -> Nested:
         """Specs of buffers for all gradients, large ones tagged with `memory_kind`.
@@ -194,7 +194,7 @@ class Learner:
             return {}
 
         def average(spec: ParameterSpec) -> TensorSpec:
-            device_spec = spec_like(spec, self.precision.average_dtype(spec))
+            device_spec = spec_like(spec, self._precision.average_dtype(spec))
             return move_to_host(device_spec, memory_kind, stacked=spec.num_layers is not None)
 
         return jax.tree.map(average, self.specs)
@@ -205,7 +205,7 @@ class Learner:
             group,
             self.select(self.specs, group),
             self._instances[group.stage, group.label].optimizer,
-            self.precision,
+            self._precision,
             self._clipping.keeps_norms,
         )
 
@@ -232,7 +232,7 @@ class Learner:
             precise,
             [self.state_of(group) for group in parts],
             self.specs,
-            self.precision,
+            self._precision,
             keeps_averages=self.ema is not None,
             unit=unit,
         )
@@ -249,7 +249,7 @@ class Learner:
 
     def unit_specs(self, group: Group) -> Nested:
         """The parameter specs of one unit of a group, in the dtype in which their update is computed."""
-        return unit_specs(self.select(self.specs, group), group, self.precision)
+        return unit_specs(self.select(self.specs, group), group, self._precision)
 
     def reach(self, group: Group) -> Reach:
         """The smallest part of a unit of the group that can be updated by itself; tried out on first use."""

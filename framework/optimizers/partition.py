@@ -37,6 +37,8 @@ _OPTAX_COUNT = "count"
 class PartitionedGradientTransformation(NamedTuple):
     """optax's `init` and `update`, and `partition(param_specs) -> OptStateSpecs` in the structure of the state.
 
+    A partition that is not derived gives NUMBER_OF_UPDATES for the leaf that is that, so that layers can share it.
+
     `at_rest`: the same for one unit and without moves of its own, where `update` moves state between memories.
     `of_specs`: the same for a unit with these parameters, where they are treated by the roles of their axes.
     `draws`: `update` takes `seed`, a uint32 scalar that is a layer's own and the same in every step.
