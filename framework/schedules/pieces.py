@@ -56,9 +56,7 @@ def update_group(
     # Every piece starts from the old counters: those that pieces share, each writes with the same value.
     old = FlatBundle(*(flatten(part) for part in bundle))
     flat_specs = FlatBundle(*(flatten(part) for part in specs))
-    weights = old.weights
-    entry = old.entry
-    average = old.average
+    updated = FlatUpdate(old.weights, old.entry, old.average)
     # The new weights of the pieces so far that were updated in a loop.
     updated_weights: list[Flat] = []
     for piece in pieces_of(learner, group, specs):
@@ -78,14 +76,12 @@ def update_group(
         else:
             last_but_one = updated_weights[-2] if len(updated_weights) > 1 else {}
             new, last_but_one = _in_turn(prepared, mesh, decision, index, last_but_one)
-            weights = weights | last_but_one
+            updated = updated._replace(weights=updated.weights | last_but_one)
             updated_weights.append(new.weights)
-        weights = weights | new.weights
-        entry = entry | new.entry
-        average = average | new.average
-    new_weights = in_structure(old_weights, weights)
-    new_entry = in_structure(old_entry, entry)
-    new_average = in_structure(old_average, average)
+        updated = FlatUpdate(*(leaves | new_leaves for leaves, new_leaves in zip(updated, new, strict=True)))
+    new_weights = in_structure(old_weights, updated.weights)
+    new_entry = in_structure(old_entry, updated.entry)
+    new_average = in_structure(old_average, updated.average)
     return new_weights, new_entry, new_average
 
 
