@@ -4,19 +4,15 @@ Nearly all of the suite's time is XLA compiling toy programs. Without LLVM's opt
 takes a quarter of the time; what is computed stays the same, up to the rounding that any two compiles may differ by.
 """
 
-import gc
 import importlib.metadata
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tests.support.durations", "tests.support.selection"]
-# Bytes of a worker above which it drops what JAX has cached. A laptop has 8 GiB, and two workers.
-CACHES_MAY_HOLD = 1_400_000_000
+pytest_plugins = ["tests.support.durations", "tests.support.memory", "tests.support.selection"]
 
 flags = os.environ.get("XLA_FLAGS", "").split()
 wanted = {"--xla_force_host_platform_device_count": "8"}
@@ -48,26 +44,3 @@ def compilation_cache_of_one_test() -> Iterator[None]:
         jax.config.update("jax_compilation_cache_dir", None)
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def programs_of_one_file() -> Iterator[None]:
-    """A worker that has grown forgets the programs and traces of the files before: without this it holds 5 GB in the
-    end. It is not done after every file, because every file compiles the same small programs of jax.numpy again."""
-    yield
-    if (jax := sys.modules.get("jax")) and resident_bytes() > CACHES_MAY_HOLD:
-        jax.clear_caches()
-        gc.collect()
-
-
-def resident_bytes() -> int:
-    """Bytes of this process that are in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
-
-
-def pytest_collection_finish() -> None:
-    """Modules live as long as the process. Collections that do not walk through them take a tenth of the time, and
-    `jax.checking_leaks` makes one for every traced function."""
-    gc.collect()
-    gc.freeze()

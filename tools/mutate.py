@@ -43,7 +43,7 @@ MUTATIONS = (
     ),
     Mutation(
         "skip bias correction",
-        "framework/learner/learner.py",
+        "framework/learner/update.py",
         "lambda new, old: new.astype(old.dtype), new_state",
         "lambda new, old: new.astype(old.dtype) if new.dtype.kind == 'f' else old + 1000, new_state",
         ("tests/learner",),
@@ -92,16 +92,16 @@ MUTATIONS = (
     ),
     Mutation(
         "the same noise in every layer",
-        "framework/schedules/pieces.py",
-        "layer=decision.layer + start + step // blocks",
+        "framework/schedules/piece_loop.py",
+        "layer=decision.layer + self.start + step // self.blocks",
         "layer=decision.layer",
         ("tests/schedules/test_rounding.py",),
     ),
     Mutation(
         "the noise of a block's own rows",
-        "framework/schedules/pieces.py",
-        "own._replace(origin=origin(step)) if self.rows else own",
-        "own",
+        "framework/schedules/piece_loop.py",
+        "decision._replace(origin=self._origin(step))",
+        "decision",
         ("tests/schedules/test_rounding.py",),
     ),
     Mutation(
@@ -113,7 +113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "swallow a NaN",
-        "framework/learner/learner.py",
+        "framework/learner/decisions.py",
         "jnp.isfinite(norm) & jnp.isfinite(loss)",
         "jnp.ones_like(loss, bool)",
         ("tests/learner", "tests/faults/test_faults.py"),

@@ -132,9 +132,17 @@ class OptStateSpec(TensorSpec):
 
     Args:
         owner: the path of the parameter to which the leaf belongs; None for a counter.
+        counts_updates: whether the leaf is the number of updates so far, which is equal in all
+            layers that are updated together. Such a leaf is an integer scalar for each layer.
     """
 
     owner: str | None = None
+    counts_updates: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        is_shared_integer = self.owner is None and jnp.issubdtype(self.dtype, jnp.integer)
+        assert is_shared_integer or not self.counts_updates, f"no number of updates: {self}"
 
 
 def copy_partition(specs: Any, *, pattern: str, memory_kind: MemoryKind) -> Any:

@@ -1,4 +1,4 @@
-"""Rules by path say which parameters learn, and with which optimizer; groups of parameters follow from them."""
+"""Rules by path say which parameters learn, and with which optimizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from framework.config import Config, component
 from framework.config.schema import ShortNames
 from framework.layout import Nested, flatten
-from framework.learner.units import Group
 from framework.optimizers.arguments import check_arguments
 from framework.optimizers.named import OPTIMIZERS
 
@@ -117,44 +116,3 @@ def _shadowed(
         f"({len(matched)} parameters, such as {matched[0]}) has been taken by {names}, as the first rule that matches "
         "decides; expected the narrower rule first"
     )
-
-
-def groups(
-    trained: Nested,
-    labels: dict[str, str],
-    *,
-    across_stages: bool,
-) -> list[Group]:
-    """The groups of the parameters that learn.
-
-    Args:
-        trained: the specs of the parameters that learn.
-        labels: by path, the label of each parameter of the model.
-        across_stages: group by label alone, not by stage and label.
-    """
-    flat_specs = flatten(trained)
-    if across_stages:
-        return _groups_across_stages(flat_specs, labels)
-    paths_by_group: dict[tuple[str, str], list[str]] = {}
-    for path, group_label in labels.items():
-        if path in flat_specs:
-            stage, path_in_stage = path.split("/", 1)
-            paths_by_group.setdefault((stage, group_label), []).append(path_in_stage)
-    stage_groups = []
-    for (stage, group_label), paths in paths_by_group.items():
-        lengths = {flat_specs[f"{stage}/{path}"].num_layers for path in paths}
-        # One vmap over the layers updates the group, so its parameters must be stacked alike.
-        assert len(lengths) == 1, f"stage {stage} mixes stacked and single parameters"
-        stage_groups.append(Group(stage, group_label, tuple(paths), lengths.pop()))
-    return stage_groups
-
-
-def _groups_across_stages(flat_specs: Nested, labels: dict[str, str]) -> list[Group]:
-    """A group for each label, of the parameters of all stages."""
-    # A dict keeps the order of the labels, where a set would not.
-    group_labels = dict.fromkeys(labels[path] for path in labels if path in flat_specs)
-    model_groups = []
-    for group_label in group_labels:
-        paths = tuple(path for path in labels if labels[path] == group_label)
-        model_groups.append(Group("model", group_label, paths, None))
-    return model_groups

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,13 @@ from jax.tree_util import tree_map_with_path
 
 from framework.layout import (
     Nested,
-    ParameterSpec,
     flatten,
-    key_name,
+    path_name,
 )
 from framework.optimizers.rounding import Origin
+
+# The stage of a group that has the parameters of all stages.
+ALL_STAGES = "model"
 
 
 class Decision(NamedTuple):
@@ -41,7 +42,7 @@ class Group:
     """The parameters of one stage that one optimizer updates.
 
     `paths` are those within the stage, `length` is the number of layers that they are stacked for, or None. With
-    learner.scope = model the stage is "model", and holds the parameters of all stages.
+    learner.scope = model the stage is ALL_STAGES, and holds the parameters of all stages.
     """
 
     stage: str
@@ -49,12 +50,41 @@ class Group:
     paths: tuple[str, ...]
     length: int | None
 
+    @property
+    def spans_stages(self) -> bool:
+        """Whether the group has the parameters of all stages, layers apart (learner.scope = model)."""
+        return self.stage == ALL_STAGES
+
+    @property
+    def path_prefix(self) -> str:
+        """The first part of the model's paths of the group's parameters; the paths of the group lack it."""
+        return "" if self.spans_stages else f"{self.stage}/"
+
 
 # (weights, gradients, entry of the optimizer state, averages) of one unit, or of all units of a group, stacked.
 Bundle = tuple[Nested, Nested, Nested, Nested]
 # (new weights, optimizer state, averages).
 Update = tuple[Nested, Nested, Nested]
-UnitUpdate = Callable[..., Update]
+
+
+class UnitUpdate(Protocol):
+    """The update of one unit."""
+
+    @property
+    def counters(self) -> frozenset[str]:
+        """The paths, in the optimizer state's entry, of numbers of updates, which are the same in all layers."""
+        ...
+
+    def __call__(
+        self,
+        weights: Nested,
+        grads: Nested,
+        entry: Nested,
+        average: Nested,
+        decision: Decision,
+    ) -> Update:
+        """Returns the new weights, entry of the optimizer state and averages; the gradients have no new value."""
+        ...
 
 
 def all_units(
@@ -66,7 +96,7 @@ def all_units(
     """A group's update in one piece: the unit's, mapped over the layers where there are several."""
     if group.length is None:
         return update(*bundle, decision)
-    bundle, axes = _share_counters(bundle)
+    bundle, axes = _share_counters(bundle, update.counters)
     # The bundle may hold some layers of the stage only, so its leaves tell their number.
     num_layers = jax.tree.leaves(bundle[0])[0].shape[0]
     layers = decision.layer + jnp.arange(num_layers)
@@ -76,28 +106,26 @@ def all_units(
     return update_layers(*bundle, decision._replace(layer=layers))
 
 
-def _share_counters(bundle: Bundle) -> tuple[Bundle, tuple[Any, ...]]:
+def _share_counters(bundle: Bundle, counters: frozenset[str]) -> tuple[Bundle, tuple[Any, ...]]:
     """Replaces the layers' numbers of updates, which are equal, by one number.
 
     Mapped over, they would turn the learning rate and Adam's corrections into vectors over the layers, and XLA for TPU
     then transposes whole stacks of weights to multiply by those: 24 copies, 2.9% of Llama-2-7B's peak on 16 chips.
+
+    Args:
+        bundle: of a group, stacked.
+        counters: the paths of the numbers of updates in the entry of the optimizer state.
 
     Returns:
         (bundle, the axes of its leaves that vmap maps over).
     """
     weights, grads, entry, average = bundle
 
-    def shared(keypath: Any, leaf: jax.Array) -> bool:
-        # optax calls the number of updates `count` in all its states.
-        if key_name(keypath[-1]) != "count":
-            return False
-        return leaf.ndim == 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
-
     def first_of_shared(keypath: Any, leaf: jax.Array) -> jax.Array:
-        return leaf[0] if shared(keypath, leaf) else leaf
+        return leaf[0] if path_name(keypath) in counters else leaf
 
     def mapped_axis(keypath: Any, leaf: jax.Array) -> int | None:
-        return None if shared(keypath, leaf) else 0
+        return None if path_name(keypath) in counters else 0
 
     entry_axes = tree_map_with_path(mapped_axis, entry)
     entry = tree_map_with_path(first_of_shared, entry)
@@ -126,32 +154,6 @@ def with_unit(stacks: Any, unit: Any, index: Any) -> Any:
 def chosen(ok: jax.Array, new: Any, old: Any) -> Any:
     """The new leaves where a step counts, else the old ones."""
     return jax.tree.map(lambda new_leaf, old_leaf: jnp.where(ok, new_leaf, old_leaf), new, old)
-
-
-def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
-    """The spec of one layer of a parameter that is stacked for `length` layers; a single one's (None) as it is."""
-    if length is None:
-        return spec
-    return replace(
-        spec,
-        shape=spec.shape[1:],
-        mesh_axes=spec.mesh_axes[1:],
-        roles=spec.roles[1:],
-    )
-
-
-def apart(spec: ParameterSpec, leaf: Any) -> Any:
-    """The layers of a stacked leaf, an array or a spec, by their numbers; a leaf that is not stacked as it is."""
-    length = spec.num_layers
-    if length is None:
-        return leaf
-    layers = {}
-    for index in range(length):
-        if isinstance(leaf, ParameterSpec):
-            layers[str(index)] = unstack(leaf, length)
-        else:
-            layers[str(index)] = leaf[index]
-    return layers
 
 
 def in_structure(like: Nested, flat: dict[str, Any]) -> Nested:

@@ -24,7 +24,7 @@ from framework.layout import (
 )
 from framework.optimizers.kinds import TABLE_ROLES, kind
 from framework.optimizers.offload import partitioned_chain
-from framework.optimizers.partition import PartitionedGradientTransformation
+from framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
 
 
 class _Blocks(NamedTuple):
@@ -175,5 +175,4 @@ def _state_specs(specs: Nested, blocks_of: Callable[[Any, int], _Blocks]) -> opt
 
     mu = tree_map_with_path(mu_spec, specs)
     nu = tree_map_with_path(nu_spec, specs)
-    count = OptStateSpec((), "int32")
-    return optax.ScaleByAdamState(count, mu, nu)  # pyright: ignore[reportArgumentType]
+    return optax.ScaleByAdamState(NUMBER_OF_UPDATES, mu, nu)  # pyright: ignore[reportArgumentType]

@@ -5,6 +5,9 @@ from `eval_shape(init)`; a state leaf belongs to the parameter whose path ends i
 list for each), the longest one; the axes of leaves that are not shaped like their parameter (Adafactor's rows and
 columns) come from a second probe, in which every dimension has a size of its own. A leaf without an owner is a counter.
 (optax's tree_map_params fails on masked states.)
+
+Which counters are numbers of updates, the same in all layers, is a role of their specs (`OptStateSpec.counts_updates`).
+A transformation that states its partition declares it, by `NUMBER_OF_UPDATES`; for all others `_counts_updates` says.
 """
 
 from __future__ import annotations
@@ -25,9 +28,16 @@ from framework.layout import (
     key_name,
 )
 
+# The spec of the number of updates, for transformations that state their own partition.
+NUMBER_OF_UPDATES = OptStateSpec((), "int32", counts_updates=True)
+# The name that optax gives to the number of updates in all of its states.
+_OPTAX_COUNT = "count"
+
 
 class PartitionedGradientTransformation(NamedTuple):
     """optax's `init` and `update`, and `partition(param_specs) -> OptStateSpecs` in the structure of the state.
+
+    A partition that is not derived gives NUMBER_OF_UPDATES for the leaf that is that, so that layers can share it.
 
     `at_rest`: the same for one unit and without moves of its own, where `update` moves state between memories.
     `of_specs`: the same for a unit with these parameters, where they are treated by the roles of their axes.
@@ -80,11 +90,22 @@ def _partition(optimizer: optax.GradientTransformation, param_specs: Nested) -> 
                 "own, and all would draw the same noise from it; expected a transformation without randomness"
             )
         if owner is None:
-            return OptStateSpec(leaf.shape, leaf.dtype)
+            return OptStateSpec(leaf.shape, leaf.dtype, counts_updates=_counts_updates(name, leaf))
         axes = _axes(leaf.shape, probe_shapes.get(name, ()), owners[owner])
         return OptStateSpec(leaf.shape, leaf.dtype, axes, owner="/".join(owner))
 
     return jax.tree_util.tree_map_with_path(spec_of, state)
+
+
+def _counts_updates(name: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> bool:
+    """Whether a leaf of a derived state, which belongs to no parameter, is the number of updates.
+
+    It is an integer scalar. Dtype and shape alone would take in counters that may differ between layers (the times that
+    a layer's gradient was not finite), so it must have optax's name, too: a transformation that calls its own otherwise
+    has a number for each layer, with equal results.
+    """
+    is_integer_scalar = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer)
+    return is_integer_scalar and name[-1:] == (_OPTAX_COUNT,)
 
 
 def _name(keypath: tuple[Any, ...]) -> tuple[str, ...]:

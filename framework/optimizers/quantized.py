@@ -34,7 +34,7 @@ from framework.layout import (
 )
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.offload import partitioned_chain
-from framework.optimizers.partition import PartitionedGradientTransformation
+from framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
 
 # The upper ends of the decades, from 1e-6 to 1.
 _SCALES = [10.0**i for i in range(-6, 1)]
@@ -344,6 +344,5 @@ def _state_specs(specs: Nested, rule: _BlockRule) -> optax.ScaleByAdamState:
         make = partial(OptStateSpec, mesh_axes=spec.mesh_axes, owner=path_name(keypath))
         return rule.moment(keypath, spec, make)
 
-    count = OptStateSpec((), "int32")
     moments = tree_map_with_path(moment_spec, specs)
-    return optax.ScaleByAdamState(count, moments, moments)  # pyright: ignore[reportArgumentType]
+    return optax.ScaleByAdamState(NUMBER_OF_UPDATES, moments, moments)  # pyright: ignore[reportArgumentType]

@@ -27,7 +27,7 @@ from framework.plan.local_step import trace
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.report import KEYS
 from framework.program.experiment import Experiment
-from framework.schedules.pieces import BLOCK
+from framework.schedules.division import BLOCK
 
 # XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
 _COSTLY = ("exp", "log", "logistic", "tanh", "erf", "pow", "rsqrt", "sqrt", "sin", "cos", "div")

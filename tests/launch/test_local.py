@@ -137,7 +137,9 @@ def test_a_restart_resumes_whatever_the_first_start_was_told(launched) -> None:
 def test_final_codes_are_not_tried_again(launched, code: int) -> None:
     # 2, 3 and 4: the others are waiting for it somewhere. 130 and 143: the others are still saving.
     others = "time.sleep(60)" if code < 100 else f"time.sleep(1); sys.exit({code})"
-    run = launched(f"sys.exit({code}) if i == 1 else 0; {others}", 2, grace=0.1)
+    # Process 1 ends when process 0 has begun: on a busy machine it might be killed before that.
+    first = f"while not os.path.exists('pids/0'): time.sleep(0.05)\n    sys.exit({code})"
+    run = launched(f"if i == 1:\n    {first}\n{others}", 2, grace=0.1)
     assert run.wait() == code
     assert run.starts() == 1
     assert ("killed" in run.text()) == (code < 100)

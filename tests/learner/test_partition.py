@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from framework.layout import OptStateSpec, ParameterSpec, flatten
+from framework.optimizers.named import OPTIMIZERS
 from framework.optimizers.partition import PartitionedGradientTransformation, mirrors_parameter, partitioned
 
 
@@ -212,6 +213,24 @@ def test_sm3s_lists_of_accumulators_belong_to_their_parameter():
 def test_noise_that_every_layer_would_draw_alike_is_refused():
     with pytest.raises(ValueError, match=r"learner\.optimizer: 0/rng_key of its state is a PRNG key"):
         derive(optax.noisy_sgd(0.1, key=3))
+
+
+@pytest.mark.parametrize("name", ["adam_mini", "adamw8bit", "muon", "apollo", "galore", "adalomo"])
+def test_optimizers_of_ours_declare_their_numbers_of_updates(name: str):
+    leaves = flatten(partitioned(OPTIMIZERS[name](learning_rate=0.1)).partition(SPECS))
+    counted = {path for path, leaf in leaves.items() if leaf.counts_updates}
+    assert counted == {path for path in counters(leaves) if path.endswith("count")}
+    assert counted
+
+
+def test_of_a_derived_state_optaxs_counters_are_numbers_of_updates():
+    """Not a flag, nor how often a gradient was not finite, nor what a user calls otherwise: layers may differ in it."""
+    leaves = derive(optax.apply_if_finite(optax.inject_hyperparams(optax.adamw)(0.1), 3))
+    assert {path for path, leaf in leaves.items() if leaf.counts_updates} == {
+        "inner_state/count",
+        "inner_state/inner_state/0/count",
+    }
+    assert counters(leaves) > {"notfinite_count", "last_finite", "total_notfinite"}
 
 
 def test_a_transformation_that_states_its_own_partition_is_left_alone():

@@ -93,14 +93,14 @@ def test_what_the_text_of_an_update_shows(name: str, specs: Any) -> None:
 
 
 def test_named_configs_are_checked_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("framework.learner.learner.probe", lambda *_: pytest.fail("a trial compiles"))
+    monkeypatch.setattr("framework.learner.reaches.probe", lambda *_: pytest.fail("a trial compiles"))
     for name in ("nanogpt-cpu", "stdlib-tiny", "llama2-7b", "digits-glow"):
         configs.load(name).instantiate().learner.check_reach()
 
 
 def test_a_trial_runs_while_a_step_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that could read the optimizer tries nothing; schedules that update by pieces ask when they are traced."""
-    monkeypatch.setattr("framework.learner.learner._reaches", {})
+    monkeypatch.setattr("framework.learner.reaches._reaches", {})
     learner = config_for(Learner, optimizer=config_for(optax.adamw, learning_rate=0.1)).instantiate(
         specs=updates.specs()
     )
@@ -125,8 +125,8 @@ def test_a_tensor_of_one_row_is_not_the_only_one_that_is_tried(order: int) -> No
 
 def test_the_learner_tries_each_kind_of_unit_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("framework.learner.learner.probe", lambda one, specs: calls.append(specs) or probe(one, specs))
-    monkeypatch.setattr("framework.learner.learner._reaches", {})
+    monkeypatch.setattr("framework.learner.reaches.probe", lambda one, specs: calls.append(specs) or probe(one, specs))
+    monkeypatch.setattr("framework.learner.reaches._reaches", {})
     config = config_for(Learner, optimizer=config_for(contrib.muon, learning_rate=0.1))
     for _ in range(2):
         learner = config.copy().instantiate(specs=updates.specs())

@@ -8,7 +8,7 @@ import pytest
 
 from framework.config import Config, config_for
 from framework.learner.rules import Rule
-from framework.schedules import pieces
+from framework.schedules import division
 from tests.support import small
 
 HOSTED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
@@ -99,22 +99,22 @@ def test_a_gradient_that_is_not_finite_stops_its_unit_and_all_after_it():
 
 def test_rows_of_any_shape_are_cut_evenly():
     for shape in ((4096, 11008), (11008, 4096), (32000, 4096), (32000, 512), (2048,), (50257, 768), (64, 8)):
-        blocks = pieces._num_blocks(shape)
+        blocks = division.num_blocks(shape)
         assert shape[0] % blocks == 0
         assert blocks == 1 or (shape[0] // blocks % 32 == 0 and np.prod(shape) // blocks <= 2 << 20)
 
 
 def test_blocks_give_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch):
     """Blocks of 4096 elements instead of two million, on a mesh too: the same numbers as in one block."""
-    monkeypatch.setattr(pieces, "_SMALL", 1)
-    monkeypatch.setattr(pieces, "_ROWS", 4)
+    monkeypatch.setattr(division, "_SMALL", 1)
+    monkeypatch.setattr(division, "_ROWS", 4)
     states = {}
     for size in (1 << 21, 4096):
-        monkeypatch.setattr(pieces, "BLOCK", size)
+        monkeypatch.setattr(division, "BLOCK", size)
         for mesh in (None, {"fsdp": 2, "data": 2, "model": 2}):
             config = experiment({"update": "streamed"}, layers=2, mesh=mesh)
             states[size, mesh is None] = small.arrays(small.run(small.program(config), 2)[0])
-    assert pieces._num_blocks((32, 512)) > 1
+    assert division.num_blocks((32, 512)) > 1
     for single in (True, False):
         small.assert_close(states[4096, single], states[1 << 21, single], 1e-6)
 

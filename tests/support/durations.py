@@ -81,6 +81,7 @@ class Durations:
         self._seconds: dict[str, float] = defaultdict(float)
         self._cases: dict[str, int] = defaultdict(int)
         self._peaks: dict[str, int] = defaultdict(int)
+        self._growth: dict[str, int] = {}  # bytes by which each test raised the peak of its worker
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Takes the measures of one test."""
@@ -91,7 +92,8 @@ class Durations:
         self._seconds[function] += measures[SECONDS]
         self._cases[function] += 1
         worker = getattr(report, "worker_id", "this process")
-        self._peaks[worker] = max(self._peaks[worker], measures[PEAK])
+        self._growth[report.nodeid] = measures[PEAK] - self._peaks[worker]
+        self._peaks[worker] = measures[PEAK]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Prints the slowest test functions, with all of their cases, and the largest worker."""
@@ -103,7 +105,10 @@ class Durations:
         for function, seconds in slowest:
             terminalreporter.write_line(f"{seconds:7.1f} s {self._cases[function]:4d} {function}")
         peaks = ", ".join(f"{worker} {peak / MIB:,.0f} MiB" for worker, peak in sorted(self._peaks.items()))
-        terminalreporter.write_line(f"largest resident memory: {peaks}")
+        terminalreporter.write_line(f"largest resident memory: {peaks}; raised most by")
+        largest = sorted(self._growth.items(), key=lambda entry: -entry[1])[:5]
+        for test, growth in largest:
+            terminalreporter.write_line(f"{growth / MIB:9,.0f} MiB {test}")
 
     def pytest_sessionfinish(self) -> None:
         """Writes the file, where that was asked for. Functions that did not run keep what was recorded of them."""

@@ -27,7 +27,7 @@ from framework.optimizers import named
 from framework.optimizers.partition import PartitionedGradientTransformation
 from framework.optimizers.rounding import fold, fold_name
 from framework.program.program import Program
-from framework.schedules import pieces
+from framework.schedules import division
 from framework.schedules.layerwise.storage import before_cut
 from tests.support import small
 from tests.support.layers import Recurrent, Twins
@@ -233,7 +233,7 @@ def _chosen(aspects_by_case: dict[Case, set[Any]]) -> list[Case]:
 def conditions() -> Iterator[None]:
     """float64 exists; 256 bytes are large enough for the host, and 256 elements for several blocks of rows."""
     threshold = mock.patch.dict(layout.move_to_host.__kwdefaults__, min_bytes=256)
-    with jax.enable_x64(True), threshold, mock.patch.multiple(pieces, _SMALL=256, BLOCK=256, _ROWS=4):
+    with jax.enable_x64(True), threshold, mock.patch.multiple(division, _SMALL=256, BLOCK=256, _ROWS=4):
         yield
 
 

@@ -16,7 +16,7 @@ from framework.layout import StateLayout
 from framework.learner.rules import Rule
 from framework.program.program import Program
 from framework.run import canary
-from framework.schedules import pieces
+from framework.schedules import piece_loop
 from framework.schedules.memory import Memory
 from tests.support import small
 from tests.support.runs import train
@@ -105,8 +105,8 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         canary.check(*prepared(OFFLOAD))
 
 
-@pytest.mark.once("memory1-framework.schedules.pieces")
-@pytest.mark.parametrize(("memory", "module"), [(HOSTED, layout.table), (STREAMED, pieces)])
+@pytest.mark.once("memory1-framework.schedules.piece_loop")
+@pytest.mark.parametrize(("memory", "module"), [(HOSTED, layout.table), (STREAMED, piece_loop)])
 def test_a_wrong_move_is_found(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], module: Any) -> None:
     fetch = module.fetch_leaf
     monkeypatch.setattr(

@@ -1,0 +1,147 @@
+"""Groups: which parameters one optimizer updates together, and their part of a tree of all trainable parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from framework.layout import Nested, ParameterSpec, flatten, unflatten
+from framework.learner.rules import FROZEN
+from framework.learner.units import ALL_STAGES, Group
+
+
+class DividedSpecs(NamedTuple):
+    """The parameter specs of a model: of those that learn, and of those that do not."""
+
+    trainable: Nested
+    frozen: Nested
+
+
+def divide(specs: Nested, labels: dict[str, str]) -> DividedSpecs:
+    """Divides the parameter specs into trainable and frozen ones.
+
+    Args:
+        specs: the specs of all parameters of the model.
+        labels: by path, the label of the parameter's optimizer, or FROZEN.
+    """
+    flat_specs = flatten(specs)
+    trainable = {}
+    frozen = {}
+    for path, name in labels.items():
+        if name == FROZEN:
+            frozen[path] = flat_specs[path]
+        else:
+            trainable[path] = flat_specs[path]
+    return DividedSpecs(unflatten(trainable), unflatten(frozen))
+
+
+def groups_of(
+    trained: Nested,
+    labels: dict[str, str],
+    *,
+    across_stages: bool,
+) -> list[Group]:
+    """The groups of the parameters that learn.
+
+    Args:
+        trained: the specs of the parameters that learn.
+        labels: by path, the label of each parameter of the model.
+        across_stages: group by label alone, not by stage and label.
+    """
+    flat_specs = flatten(trained)
+    if across_stages:
+        return _groups_across_stages(flat_specs, labels)
+    paths_by_group: dict[tuple[str, str], list[str]] = {}
+    for path, group_label in labels.items():
+        if path in flat_specs:
+            stage, path_in_stage = path.split("/", 1)
+            paths_by_group.setdefault((stage, group_label), []).append(path_in_stage)
+    stage_groups = []
+    for (stage, group_label), paths in paths_by_group.items():
+        lengths = {flat_specs[f"{stage}/{path}"].num_layers for path in paths}
+        # One vmap over the layers updates the group, so its parameters must be stacked alike.
+        assert len(lengths) == 1, f"stage {stage} mixes stacked and single parameters"
+        stage_groups.append(Group(stage, group_label, tuple(paths), lengths.pop()))
+    return stage_groups
+
+
+def _groups_across_stages(flat_specs: Nested, labels: dict[str, str]) -> list[Group]:
+    """A group for each label, of the parameters of all stages."""
+    # A dict keeps the order of the labels, where a set would not.
+    group_labels = dict.fromkeys(labels[path] for path in labels if path in flat_specs)
+    model_groups = []
+    for group_label in group_labels:
+        paths = tuple(path for path in labels if labels[path] == group_label)
+        model_groups.append(Group(ALL_STAGES, group_label, paths, None))
+    return model_groups
+
+
+def restricted(all_groups: list[Group], paths: Container[str]) -> list[Group]:
+    """Groups with those of their parameters alone whose paths in the model are given; without those that have none."""
+    parts = []
+    for group in all_groups:
+        part_paths = tuple(path for path in group.paths if f"{group.path_prefix}{path}" in paths)
+        if part_paths:
+            parts.append(replace(group, paths=part_paths))
+    return parts
+
+
+def select(tree: Nested, group: Group, specs: Nested) -> Nested:
+    """A group's part of a tree, without the stage; layers apart where the group spans all stages.
+
+    Args:
+        tree: arrays or specs of all trainable parameters, or at least of the group's stage.
+        group: whose part.
+        specs: the specs of all trainable parameters.
+    """
+    if group.spans_stages:
+        leaves = flatten(tree)
+        flat_specs = flatten(specs)
+        return unflatten({path: _apart(flat_specs[path], leaves[path]) for path in group.paths})
+    leaves = flatten(tree[group.stage])
+    return unflatten({path: leaves[path] for path in group.paths})
+
+
+def unselect(tree: Nested, group: Group, specs: Nested) -> dict[str, Any]:
+    """The inverse of `select`: {path in the model: leaf}. An empty tree, of averages that are not kept, has no leaf."""
+    leaves = flatten(tree)
+    if not group.spans_stages or not leaves:
+        return {f"{group.stage}/{path}": leaf for path, leaf in leaves.items()}
+    flat_specs = flatten(specs)
+    model_leaves = {}
+    for path in group.paths:
+        num_layers = flat_specs[path].num_layers
+        if num_layers is None:
+            model_leaves[path] = leaves[path]
+        else:
+            model_leaves[path] = jnp.stack([leaves[f"{path}/{i}"] for i in range(num_layers)])
+    return model_leaves
+
+
+def unstack(spec: ParameterSpec, length: int | None) -> ParameterSpec:
+    """The spec of one layer of a parameter that is stacked for `length` layers; a single one's (None) as it is."""
+    if length is None:
+        return spec
+    return replace(
+        spec,
+        shape=spec.shape[1:],
+        mesh_axes=spec.mesh_axes[1:],
+        roles=spec.roles[1:],
+    )
+
+
+def _apart(spec: ParameterSpec, leaf: Any) -> Any:
+    """The layers of a stacked leaf, an array or a spec, by their numbers; a leaf that is not stacked as it is."""
+    length = spec.num_layers
+    if length is None:
+        return leaf
+    layers = {}
+    for index in range(length):
+        if isinstance(leaf, ParameterSpec):
+            layers[str(index)] = unstack(leaf, length)
+        else:
+            layers[str(index)] = leaf[index]
+    return layers

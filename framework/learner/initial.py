@@ -1,0 +1,66 @@
+"""The first values of what a training state holds of its trainable parameters, also of some of them alone.
+
+Initialization goes through the model by parts, so that at no time all precise first values are there.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from framework.layout import Nested, flatten, unflatten
+from framework.learner.groups import select
+from framework.learner.precision import Precision
+from framework.learner.state import GroupState
+
+
+def init_part(
+    precise: dict[str, jax.Array],
+    states: list[GroupState],
+    specs: Nested,
+    precision: Precision,
+    *,
+    keeps_averages: bool,
+    unit: bool,
+) -> dict[str, dict[str, jax.Array]]:
+    """The first values of some parameters, their optimizer state and their averages; see `Learner.init_part`.
+
+    Args:
+        precise: by path in the model, float32 or wider.
+        states: of the groups of these parameters, each restricted to these.
+        specs: of all trainable parameters.
+        precision: of their updates.
+        keeps_averages: whether there are moving averages of the weights.
+        unit: the arrays are one layer's, without the leading axis.
+    """
+    flat_specs = flatten(specs)
+    weights = {path: x.astype(precision.update_dtype(flat_specs[path])) for path, x in precise.items()}
+    optimizer = {}
+    for state in states:
+        group_weights = select(unflatten(weights), state.group, specs)
+        is_stacked = state.group.length is not None and not unit
+        optimizer |= state.init(group_weights, stacked=is_stacked)
+    params = {path: x.astype(flat_specs[path].dtype) for path, x in precise.items()}
+    averages = {}
+    if keeps_averages:
+        averages = {path: x.astype(precision.average_dtype(flat_specs[path])) for path, x in weights.items()}
+    return {
+        "parameter": params,
+        "optimizer": optimizer,
+        "ema": averages,
+    }
+
+
+def init_parts(states: list[GroupState]) -> list[tuple[str, ...]]:
+    """Paths of the parameters that `init_part` can be called with, in the smallest possible parts.
+
+    Args:
+        states: of all groups.
+    """
+    parts = []
+    for state in states:
+        paths = tuple(f"{state.group.path_prefix}{path}" for path in state.group.paths)
+        if state.separable():
+            parts += [(path,) for path in paths]
+        else:
+            parts.append(paths)
+    return parts

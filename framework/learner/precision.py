@@ -1,0 +1,84 @@
+"""Precision: the dtypes in which weights are updated, gradients summed, moments and averages kept.
+
+An update is computed in the dtype of the master copy where there is one, else in that of the weights, or, where weights
+narrower than float32 are rounded otherwise than to the nearest, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from framework.layout import Nested, OptStateSpec, ParameterSpec
+from framework.optimizers.partition import mirrors_parameter
+from framework.optimizers.rounding import Rounding
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of updates, and how narrow weights are rounded.
+
+    Attributes:
+      rounding, master_dtype, moment_dtype: see `Learner`; dtypes are NumPy's, or None.
+    """
+
+    rounding: Rounding
+    master_dtype: Any
+    moment_dtype: Any
+
+    def update_dtype(self, spec: ParameterSpec) -> Any:
+        """The dtype in which a parameter's update is computed."""
+        if self.rounding != "nearest":
+            return _wide(spec.dtype)
+        return spec.dtype if self.master_dtype is None else self.master_dtype
+
+    def gradient_dtype(self, spec: ParameterSpec) -> Any:
+        """The dtype in which gradients are summed over microbatches: that of the update, float32 at least."""
+        return _wide(self.update_dtype(spec))
+
+    def average_dtype(self, spec: ParameterSpec) -> Any:
+        """The dtype of a parameter's moving average: that of the update, float32 at least.
+
+        A bfloat16 average whose decay is over 0.99 is moved by less than it can hold, and stays at its first value.
+        """
+        return _wide(self.update_dtype(spec))
+
+    def keeps_master(self, specs: Iterable[ParameterSpec]) -> bool:
+        """Whether the optimizer state of these parameters holds a master copy: one of them has another dtype."""
+        if self.master_dtype is None:
+            return False
+        return any(spec.dtype != self.master_dtype for spec in specs)
+
+    def compensates(self, specs: Iterable[ParameterSpec]) -> bool:
+        """Whether the optimizer state of these parameters holds what rounding cut off from them (Kahan)."""
+        if self.rounding != "kahan":
+            return False
+        return any(spec.dtype != self.update_dtype(spec) for spec in specs)
+
+    def stored(self, spec: OptStateSpec) -> OptStateSpec:
+        """The spec of a leaf of an optimizer's state between steps: that of a moment in `moment_dtype`."""
+        if self.moment_dtype is not None and mirrors_parameter(spec):
+            return replace(spec, dtype=self.moment_dtype)
+        return spec
+
+    def widened(self, state: Any, weights: Nested) -> Any:
+        """A stored optimizer state as its update takes it.
+
+        Args:
+            state: in which moments may have a narrower `moment_dtype`; those get the dtype of the update, others stay.
+            weights: in the dtype of the update.
+        """
+        if self.moment_dtype is None:
+            return state
+        weight_dtypes = [leaf.dtype for leaf in jax.tree.leaves(weights)]
+        wide = jnp.result_type(self.moment_dtype, *weight_dtypes)
+        return jax.tree.map(lambda leaf: leaf.astype(wide) if leaf.dtype == self.moment_dtype else leaf, state)
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype, or float32 where that is wider."""
+    return jnp.promote_types(dtype, jnp.float32)

@@ -1,0 +1,178 @@
+"""The update of one unit: its weights, optimizer state and moving average after one step.
+
+Every schedule updates units by this function, all at once, one after the other or a piece at a time; so all compute the
+same numbers. The update is computed on precise weights: the master copy where there is one, else the weights in the
+dtype of the update. Decisions that concern all gradients reach it as scalars (see `Decision`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from framework.layout import Nested
+from framework.learner.clipping import Clipping
+from framework.learner.instances import LearningRate
+from framework.learner.state import COMPENSATION, MASTER, NORM, STATE, GroupState
+from framework.learner.units import Decision, Update, chosen
+from framework.optimizers.rounding import fold, fold_name, rounded, upcast
+
+
+class _NewWeights(NamedTuple):
+    """A unit's weights after an update.
+
+    Attributes:
+      precise: in the dtype of the update.
+      stored: in the parameters' dtype.
+      cut_off: what rounding cut off from the stored ones; {} where that is not kept.
+    """
+
+    precise: Nested
+    stored: Nested
+    cut_off: Nested
+
+
+@dataclass(frozen=True, eq=False)
+class GroupUpdate:
+    """The update of one unit of a group; see `UnitUpdate`.
+
+    Attributes:
+      state: what the group's optimizer state is.
+      learning_rate: that the optimizer's config names.
+      clipping: of gradients and updates.
+      ema: the decay of the moving averages; None keeps none.
+      draws: whether updates of the model draw noise, here or in another group.
+    """
+
+    state: GroupState
+    learning_rate: LearningRate | None
+    clipping: Clipping
+    ema: float | None
+    draws: bool
+
+    @property
+    def counters(self) -> frozenset[str]:
+        """See `UnitUpdate`."""
+        return self.state.counters()
+
+    def __call__(
+        self,
+        weights: Nested,
+        grads: Nested,
+        entry: Nested,
+        average: Nested,
+        decision: Decision,
+    ) -> Update:
+        """Updates one unit; where the decision is not ok, everything stays as it is."""
+        optimizer = self.state.optimizer
+        precision = self.state.precision
+        if MASTER in entry:
+            precise_weights = entry[MASTER]
+        else:
+            precise_weights = upcast(precision.rounding, weights, entry.get(COMPENSATION))
+        seed = self._seed(decision)
+        precise_grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, precise_weights)
+        clipped_grads, new_norms = self.clipping.clip_gradients(precise_grads, entry.get(NORM, {}), decision.factor)
+        optimizer_state = precision.widened(entry[STATE], precise_weights)
+        extra = {"seed": seed} if optimizer.draws else {}
+        updates, new_state = optimizer.update(clipped_grads, optimizer_state, precise_weights, **extra)
+        updates = self.clipping.clip_updates(updates, self.learning_rate, decision.count)
+        updated_weights: Any = optax.apply_updates(precise_weights, updates)
+        new_weights = self._new_weights(
+            updated_weights,
+            precise_weights,
+            weights,
+            seed,
+            decision,
+        )
+        new_entry = _new_entry(entry, new_state, new_weights.cut_off, new_norms, decision.ok)
+        if MASTER in entry:
+            # `_new_weights` has chosen the master already.
+            new_entry[MASTER] = new_weights.precise
+        new_average = self._new_average(average, new_weights.precise, decision.ok)
+        return new_weights.stored, new_entry, new_average
+
+    def _seed(self, decision: Decision) -> jax.Array:
+        """The seed of a unit's noise, a uint32 scalar; the same in every step."""
+        if not self.draws:
+            return decision.seed
+        # Layers of a stack share the program, stages may share layer numbers: neither may share noise.
+        return fold_name(fold(decision.seed, decision.layer), self.state.group.stage)
+
+    def _new_weights(
+        self,
+        updated_weights: Nested,
+        precise_weights: Nested,
+        weights: Nested,
+        seed: jax.Array,
+        decision: Decision,
+    ) -> _NewWeights:
+        """A unit's weights after an update; a skipped step leaves them.
+
+        Args:
+            updated_weights: in the dtype of the update.
+            precise_weights: those before the update.
+            weights: the same in the parameters' dtype.
+            seed: uint32 scalar, the unit's.
+            decision: see `Learner.decide`.
+        """
+        rounding = self.state.precision.rounding
+        if rounding == "nearest":
+            # What is chosen is the master, and the weights are its cast. Were the weights chosen for themselves,
+            # XLA would compute the update twice, and read gradients and moments once more.
+            chosen_weights = chosen(decision.ok, updated_weights, precise_weights)
+            stored_weights = jax.tree.map(lambda c, w: c.astype(w.dtype), chosen_weights, weights)
+            return _NewWeights(chosen_weights, stored_weights, {})
+        # A layer's seed is the same in every step: the number of updates makes it the step's.
+        noise_seed = fold(seed, decision.count)
+        rounded_weights, left_out = rounded(
+            rounding,
+            updated_weights,
+            weights,
+            noise_seed,
+            decision.origin,
+        )
+        stored_weights = chosen(decision.ok, rounded_weights, weights)
+        return _NewWeights(updated_weights, stored_weights, left_out)
+
+    def _new_average(
+        self,
+        average: Nested,
+        precise_weights: Nested,
+        ok: jax.Array,
+    ) -> Nested:
+        """A unit's moving average of the weights after an update; a skipped step leaves it."""
+        if self.ema is None:
+            return average
+        rate = 1.0 - self.ema
+        moved_average = jax.tree.map(lambda a, w: a + rate * (w.astype(a.dtype) - a), average, precise_weights)
+        return chosen(ok, moved_average, average)
+
+
+def _new_entry(
+    entry: Nested,
+    new_state: Nested,
+    left_out: Nested,
+    new_norms: Nested | None,
+    ok: jax.Array,
+) -> dict[str, Any]:
+    """A unit's entry of the optimizer state after an update, but for the master; a skipped step leaves it.
+
+    Args:
+        entry: the entry before the update.
+        new_state: the optimizer's new state.
+        left_out: what rounding cut off from the new weights (Kahan).
+        new_norms: the norms of clip_mode norm_growth.
+        ok: scalar, whether the step counts.
+    """
+    # Moments were widened for the update (see `Precision.widened`): they go back to the dtype in which they are stored.
+    new_entry = {STATE: jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, entry[STATE])}
+    if COMPENSATION in entry:
+        new_entry[COMPENSATION] = left_out
+    if new_norms is not None:
+        new_entry[NORM] = new_norms
+    old_entry = {name: entry[name] for name in new_entry}
+    return chosen(ok, new_entry, old_entry)
