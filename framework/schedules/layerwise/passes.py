@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 
 from framework.layout import Nested, flatten
-from framework.schedules.backward import Carry
 from framework.schedules.layerwise.functions import (
     EvaluationFunctions,
     Inputs,
     LayerFunctions,
-    LossAndMetrics,
     Weights,
 )
 from framework.schedules.layerwise.programs import Moves, Programs
 from framework.schedules.layerwise.storage import STACK
+from framework.schedules.layerwise.update_functions import LossAndMetrics
 from framework.schedules.step import Metrics
+from framework.schedules.unit import Carry, UnitResiduals
 
 Functions = TypeVar("Functions", bound=LayerFunctions)
-# What is kept of a unit for its backward pass: leaves, or None once nothing needs them any more.
-Residuals = list[jax.Array] | None
+# What is kept of a unit for its backward pass, or None once nothing needs that any more.
+Residuals = UnitResiduals | None
 
 
 class Pass(Generic[Functions]):
@@ -99,7 +99,7 @@ class Pass(Generic[Functions]):
             weights,
             part(self.buffers, "embed"),
             self.inputs,
-            out=lambda results: (f.carry_specs(results[0]), *f.everywhere(results[1:])),
+            out=lambda results: (f.specs.carry(results[0]), *f.specs.everywhere(results[1:])),
         )
         del weights
         if buffers:
@@ -116,7 +116,7 @@ class Pass(Generic[Functions]):
                 if stack_loss is None:
                     stack_loss = unit_loss
                 else:
-                    stack_loss = run("add", added, stack_loss, unit_loss, out=f.everywhere)
+                    stack_loss = run("add", added, stack_loss, unit_loss, out=f.specs.everywhere)
         return x, residuals_by_unit, {"embed": embed_loss, STACK: stack_loss or (None, {})}
 
     def ahead(
@@ -125,7 +125,7 @@ class Pass(Generic[Functions]):
         x: Carry,
         keeps: str,
         next_index: int,
-    ) -> tuple[Carry, list[jax.Array], LossAndMetrics]:
+    ) -> tuple[Carry, UnitResiduals, LossAndMetrics]:
         """Runs one unit forward, and brings the weights of the next one to the device: (y, what is kept, loss and
         metrics)."""
         f = self.f
@@ -142,9 +142,9 @@ class Pass(Generic[Functions]):
             self.numbers[index],
             donate=(3,),
             out=lambda results: (
-                f.carry_specs(results[0]),
-                f.kept_specs(results[1], keeps),
-                *f.everywhere(results[2:]),
+                f.specs.carry(results[0]),
+                f.specs.residuals(results[1], keeps),
+                *f.specs.everywhere(results[2:]),
             ),
         )
         # A group's second forward pass ("now") sees the buffers as the first one found them.
@@ -171,8 +171,8 @@ class Evaluation(Pass[EvaluationFunctions]):
             x, *_ = self.forward(lambda index: "nothing")
             head = self.run.take("head", self.weights("head"))
             arguments = head, part(self.buffers, "head"), x, self.inputs
-            scores = self.run("score", f.score, *arguments, out=f.everywhere)
-            sums = scores if sums is None else self.run("add", added, sums, scores, out=f.everywhere)
+            scores = self.run("score", f.score, *arguments, out=f.specs.everywhere)
+            sums = scores if sums is None else self.run("add", added, sums, scores, out=f.specs.everywhere)
         assert sums is not None
         return sums
 

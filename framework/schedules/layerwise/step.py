@@ -10,11 +10,13 @@ import jax.numpy as jnp
 
 from framework.layout import Nested
 from framework.learner.units import Decision, Update, chosen
-from framework.schedules.backward import Carry, Cotangent
-from framework.schedules.layerwise.functions import LayerFunctions, LossAndMetrics, Tally
+from framework.schedules.gradients import Tally
+from framework.schedules.layerwise.functions import LayerFunctions
 from framework.schedules.layerwise.passes import Pass, Residuals, copied, part
 from framework.schedules.layerwise.storage import STACK
+from framework.schedules.layerwise.update_functions import LossAndMetrics
 from framework.schedules.step import Metrics, State
+from framework.schedules.unit import Carry, Cotangent
 
 Place = tuple[str, int | None]  # a stage, and the index of the unit where that is the stack
 
@@ -55,18 +57,19 @@ class Step(Pass[LayerFunctions]):
             x, residuals_by_unit, parts = self.forward(self._keeps)
             # Of units that are inverted only the last one's output is kept.
             if f.inverts:
-                residuals_by_unit[-1] = jax.tree.leaves(x)
+                assert residuals_by_unit[-1] is not None
+                residuals_by_unit[-1] = residuals_by_unit[-1].with_leaves(jax.tree.leaves(x))
             last_group = f.num_units - f.group_size
             run.want(f"kept {last_group}", residuals_by_unit[last_group])
             ct, tie_grads, parts["head"] = self.turn(x)
             del x
             buffers = self.new_buffers
-            total = run("total", f.total, parts, total, out=f.everywhere)
+            total = run("total", f.updates.total, parts, total, out=f.specs.everywhere)
             # The last microbatch's backward pass is below: its gradients complete the sum.
             if number + 1 < f.learner.accumulate:
                 self.backward(residuals_by_unit, ct, tie_grads, None, Purpose())
         # A program makes it: a transfer from Python would make the step wait.
-        zero = run("zero", jnp.zeros_like, total["loss"], out=f.everywhere)
+        zero = run("zero", jnp.zeros_like, total["loss"], out=f.specs.everywhere)
         if self.at_once and f.learner.clip_mode == "two_pass":
             _, tally = self.decide(total, zero)
             tally = self.backward(residuals_by_unit, ct, tie_grads, tally, Purpose(measures=True))
@@ -95,7 +98,7 @@ class Step(Pass[LayerFunctions]):
         """(the decision, a tally to begin with)."""
         f = self.f
         counter = self.state["counter"]
-        return self.run("decide", f.decide, total["loss"], squares, counter, out=f.everywhere)
+        return self.run("decide", f.updates.decide, total["loss"], squares, counter, out=f.specs.everywhere)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -115,10 +118,10 @@ class Step(Pass[LayerFunctions]):
             # Where units are inverted, x is needed as the last unit's output.
             donate=(3,) if f.inverts else (2, 3),
             out=lambda results: (
-                f.carry_specs(results[0]),
-                f.gradient_specs("head", results[1]),
-                f.gradient_specs("embed", results[2]),
-                *f.everywhere(results[3:]),
+                f.specs.carry(results[0]),
+                f.specs.gradients("head", results[1]),
+                f.specs.gradients("embed", results[2]),
+                *f.specs.everywhere(results[3:]),
             ),
         )
         if buffers:
@@ -147,7 +150,7 @@ class Step(Pass[LayerFunctions]):
         tally = self._visit_head(tally, purpose)
         if purpose.measures:
             # The cotangent is donated to the first unit's program, and needed once more.
-            ct = run("copy", _copies, ct, out=f.carry_specs)
+            ct = run("copy", _copies, ct, out=f.specs.carry)
         shared_sums: Nested = {}
         # The output of the unit whose turn it is, where that is found from the one after it.
         output = residuals_by_unit[-1]
@@ -169,10 +172,12 @@ class Step(Pass[LayerFunctions]):
         if shared_sums:
             grad_sums = self._earlier_gradients("shared")
             donate = self._donated_sum(grad_sums)
-            shardings = partial(f.gradient_specs, "shared")
-            shared_sums = run("sum", partial(f.added, "shared"), shared_sums, grad_sums, donate=donate, out=shardings)
+            shardings = partial(f.specs.gradients, "shared")
+            shared_sums = run(
+                "sum", partial(f.updates.added, "shared"), shared_sums, grad_sums, donate=donate, out=shardings
+            )
             if tally is not None:
-                tally = run("judge", f.judged, tally, shared_sums, out=f.everywhere)
+                tally = run("judge", f.updates.judged, tally, shared_sums, out=f.specs.everywhere)
             self.visit("shared", None, shared_sums, tally, purpose)
             del shared_sums
         return self.left(ct, tie_grads, tally, purpose)
@@ -181,7 +186,7 @@ class Step(Pass[LayerFunctions]):
         """Visits the head, whose gradients are there since its turn; returns the tally."""
         if self.head:
             if tally is not None:
-                tally = self.run("judge", self.f.judged, tally, self.head, out=self.f.everywhere)
+                tally = self.run("judge", self.f.updates.judged, tally, self.head, out=self.f.specs.everywhere)
             self.visit("head", None, self.head, tally, purpose)
             self.head = self.head if purpose.measures else {}
         return tally
@@ -214,12 +219,12 @@ class Step(Pass[LayerFunctions]):
         measures: bool,
     ) -> list[Residuals]:
         """What the backward pass of a group of units needs, by a forward pass from its input."""
-        (x,) = self.run.take(f"kept {first}", group_input)
+        (x,) = self.run.take(f"kept {first}", group_input).leaves
         end = first + self.f.group_size
         group_residuals: list[Residuals] = []
         if measures:
             # Inputs are donated to the next unit's program, and this one is needed once more.
-            x = self.run("copy", _copies, x, out=self.f.carry_specs)
+            x = self.run("copy", _copies, x, out=self.f.specs.carry)
         for index in range(first, end):
             # The backward pass begins with the last unit, whose weights are there.
             next_index = index + 1 if index + 1 < end else -1
@@ -235,7 +240,7 @@ class Step(Pass[LayerFunctions]):
         shared_sums: Nested,
         tally: Tally | None,
         purpose: Purpose,
-    ) -> tuple[Cotangent, Nested, Nested, Tally | None, list[jax.Array]]:
+    ) -> tuple[Cotangent, Nested, Nested, Tally | None, Residuals]:
         """Runs a unit backward: see `LayerFunctions.back`."""
         f = self.f
         run = self.run
@@ -264,11 +269,11 @@ class Step(Pass[LayerFunctions]):
             self.numbers[index],
             donate=donate,
             out=lambda results: (
-                f.carry_specs(results[0]),
-                f.gradient_specs(STACK, results[1]),
-                f.gradient_specs("shared", results[2]),
-                f.everywhere(results[3]),
-                f.carry_specs(results[4]),
+                f.specs.carry(results[0]),
+                f.specs.gradients(STACK, results[1]),
+                f.specs.gradients("shared", results[2]),
+                f.specs.everywhere(results[3]),
+                f.specs.carry(results[4]),
             ),
         )
 
@@ -306,7 +311,7 @@ class Step(Pass[LayerFunctions]):
             tally,
             self.inputs,
             donate=(4,),
-            out=lambda results: (f.gradient_specs("embed", results[0]), f.everywhere(results[1])),
+            out=lambda results: (f.specs.gradients("embed", results[0]), f.specs.everywhere(results[1])),
         )
         del weights
         self.visit("embed", None, grads, tally, purpose)
@@ -380,7 +385,7 @@ class Step(Pass[LayerFunctions]):
             params = run.take(f"home {key}", stored_params)
         new = run(
             f"update {stage}",
-            partial(f.update, stage),
+            partial(f.updates.update, stage),
             (params, *run.take(f"state {key}", stored_state)),
             grads,
             decision,
@@ -397,7 +402,7 @@ class Step(Pass[LayerFunctions]):
     def _update_specs(self, stage: str) -> Update:
         """The specs of what an update of a stage, or of a unit, returns."""
         f = self.f
-        return f.part_specs("parameter", stage), f.part_specs("optimizer", stage), f.part_specs("ema", stage)
+        return f.specs.part("parameter", stage), f.specs.part("optimizer", stage), f.specs.part("ema", stage)
 
     def update_all(self, decision: Decision) -> None:
         """The second pass of a step that waits for its norm. What the next update takes comes during this one."""
@@ -435,7 +440,7 @@ class Step(Pass[LayerFunctions]):
         """The new state and the metrics."""
         f = self.f
         run = self.run
-        finish = partial(f.finish, at_once=self.at_once)
+        finish = partial(f.updates.finish, at_once=self.at_once)
         ok = tally["ok"] if self.at_once else decision.ok
         counter, metrics = run(
             "finish",
@@ -444,12 +449,12 @@ class Step(Pass[LayerFunctions]):
             decision,
             total,
             tally,
-            out=f.everywhere,
+            out=f.specs.everywhere,
         )
         for stage, index in self.updated:
             self._settle_update(stage, index)
         for stage, new_buffers in self.new_buffers.items():
-            settle = partial(run, f"buffer {stage}", chosen, ok, out=f.everywhere)
+            settle = partial(run, f"buffer {stage}", chosen, ok, out=f.specs.everywhere)
             old_buffers = self.state["buffer"][stage]
             if isinstance(new_buffers, list):
                 self.state["buffer"][stage] = list(map(settle, new_buffers, old_buffers))
