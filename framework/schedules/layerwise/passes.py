@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from framework.layout import Nested, flatten
+from framework.schedules.gradients import with_tied_weights
 from framework.schedules.layerwise.functions import (
     EvaluationFunctions,
     Inputs,
     LayerFunctions,
     Weights,
 )
-from framework.schedules.layerwise.programs import Moves, Programs
+from framework.schedules.layerwise.moves import Moves
+from framework.schedules.layerwise.parts import Part
+from framework.schedules.layerwise.programs import Programs
 from framework.schedules.layerwise.storage import STACK
 from framework.schedules.layerwise.update_functions import LossAndMetrics
 from framework.schedules.step import Metrics
@@ -25,6 +28,16 @@ from framework.schedules.unit import Carry, UnitResiduals
 Functions = TypeVar("Functions", bound=LayerFunctions)
 # What is kept of a unit for its backward pass, or None once nothing needs that any more.
 Residuals = UnitResiduals | None
+
+
+class LoadedUnit(NamedTuple):
+    """The unit whose weights are on the device, and those; index -1 for none."""
+
+    index: int
+    weights: Weights
+
+
+NO_UNIT = LoadedUnit(-1, {})
 
 
 class Pass(Generic[Functions]):
@@ -50,8 +63,7 @@ class Pass(Generic[Functions]):
         # Buffers as the microbatch found them, and as it leaves them.
         self.buffers: Nested = {}
         self.new_buffers: Nested = {}
-        # The index of the unit whose weights are on the device, and those; -1 for none.
-        self.last: tuple[int, Weights] = (-1, {})
+        self.loaded = NO_UNIT
 
     def begin(self, buffers: Nested, inputs: Inputs) -> None:
         """Begins a microbatch."""
@@ -59,45 +71,48 @@ class Pass(Generic[Functions]):
         self.new_buffers = copied(buffers)
         self.inputs = inputs
 
-    def weights(self, stage: str, index: int | None = None) -> Weights:
-        """A stage's parameters, tied ones included, or those of a unit; where they live."""
+    def weights(self, part: Part) -> Weights:
+        """The parameters that a stage, tied ones included, or a unit reads; where they live."""
         weights = {}
         for group in ("parameter", "frozen"):
-            params = {**part(self.state[group], stage, index)}
             # A tie's parameter lives in the embedding, which is either trained or frozen.
-            embed_params = flatten({"embed": self.state[group].get("embed", {})})
-            for reader, home in self.f.model.ties.items():
-                reader_stage, _, key = reader.partition("/")
-                if reader_stage == stage and home in embed_params:
-                    params[key] = embed_params[home]
-            weights[group] = params
+            homes = flatten({"embed": self.state[group].get("embed", {})})
+            params = part.of(self.state[group])
+            weights[group] = with_tied_weights(self.f.model.ties, part.stage, params, homes)
         return weights
+
+    def taken(self, stage: str) -> Weights:
+        """The parameters that a stage reads, on the device."""
+        part = Part(stage)
+        return self.run.take(part.weights, self.weights(part))
 
     def unit(self, index: int) -> Weights:
         """A unit's weights on the device; those of the unit before are let go."""
-        if self.last[0] != index:
+        if self.loaded.index != index:
             # The old weights go first: two units' would be on the device while these come.
-            self.last = -1, {}
-            self.last = index, self.run.take(f"weights {index}", self.weights(STACK, index))
-        return self.last[1]
+            self.loaded = NO_UNIT
+            part = Part.unit(index)
+            self.loaded = LoadedUnit(index, self.run.take(part.weights, self.weights(part)))
+        return self.loaded.weights
 
     def want_unit(self, index: int) -> None:
         """Asks for a unit's weights to come with the next program."""
         if 0 <= index < self.f.num_units:
-            self.run.want(f"weights {index}", self.weights(STACK, index))
+            part = Part.unit(index)
+            self.run.want(part.weights, self.weights(part))
 
     def forward(self, keeps: Callable[[int], str]) -> tuple[Carry, list[Residuals], dict[str, LossAndMetrics]]:
         """Runs embedding and stack: (what comes out of the stack; what is kept of each unit; loss and metrics of
         both)."""
         f = self.f
         run = self.run
-        weights = run.take("embed", self.weights("embed"))
+        weights = self.taken("embed")
         self.want_unit(0)
         x, embed_loss, buffers = run(
             "enter",
             f.enter,
             weights,
-            part(self.buffers, "embed"),
+            Part("embed").of(self.buffers),
             self.inputs,
             out=lambda results: (f.specs.carry(results[0]), *f.specs.everywhere(results[1:])),
         )
@@ -105,7 +120,7 @@ class Pass(Generic[Functions]):
         if buffers:
             self.new_buffers["embed"] = buffers
         # Parameters that all units share stay on the device for the whole pass.
-        self.shared = run.take("shared", self.weights("shared"))
+        self.shared = self.taken("shared")
         residuals_by_unit: list[Residuals] = []
         stack_loss: LossAndMetrics | None = None
         for index in range(f.num_units):
@@ -136,7 +151,7 @@ class Pass(Generic[Functions]):
             partial(f.ahead, keeps),
             weights,
             self.shared,
-            part(self.buffers, STACK, index),
+            Part.unit(index).of(self.buffers),
             x,
             self.inputs,
             self.numbers[index],
@@ -169,18 +184,12 @@ class Evaluation(Pass[EvaluationFunctions]):
         for number in range(f.learner.accumulate):
             self.begin(buffers, (batch, {}, self.numbers[number]))
             x, *_ = self.forward(lambda index: "nothing")
-            head = self.run.take("head", self.weights("head"))
-            arguments = head, part(self.buffers, "head"), x, self.inputs
+            head = self.taken("head")
+            arguments = head, Part("head").of(self.buffers), x, self.inputs
             scores = self.run("score", f.score, *arguments, out=f.specs.everywhere)
             sums = scores if sums is None else self.run("add", added, sums, scores, out=f.specs.everywhere)
         assert sums is not None
         return sums
-
-
-def part(tree: Nested, stage: str, index: int | None = None) -> Nested:
-    """A stage's or a unit's part of a tree by stages; {} for none."""
-    stage_tree = tree.get(stage, {})
-    return stage_tree[index] if index is not None and stage_tree else stage_tree
 
 
 def copied(tree: Nested) -> Nested:
