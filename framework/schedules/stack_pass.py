@@ -10,9 +10,9 @@ put back in the backward loop, so no copies of them are stacked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +23,8 @@ from framework.layers.stack import Stack
 from framework.layout import Nested, merge
 from framework.learner.units import unit_at
 from framework.schedules.stage_pass import StagePass, StageWeights
-from framework.schedules.unit import (
-    Carry,
-    Cotangent,
-    Unit,
-    UnitArguments,
-    UnitBackward,
-    UnitConstants,
-    UnitResiduals,
-    is_worth_offloading,
-)
-from framework.schedules.unit_weights import Flat, UnitWeights, stacks_of
+from framework.schedules.unit import Carry, Cotangent, Unit
+from framework.schedules.unit_pass import Flat, Kept, UnitPass, moved, stacks_of
 from framework.schedules.visits import Hooks, Work
 
 
@@ -64,20 +55,6 @@ class StackForward(NamedTuple):
     pull: StackPull
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Kept:
-    """What is kept of a unit, or of stacked units, where it is kept.
-
-    Args:
-        residuals: see `UnitResiduals`.
-        hosted: for each of their leaves, whether it was moved to host memory.
-    """
-
-    residuals: UnitResiduals
-    hosted: tuple[bool, ...] = field(metadata={"static": True})
-
-
 class _Units(NamedTuple):
     """A group of units, or all of them, after their forward pass.
 
@@ -89,7 +66,7 @@ class _Units(NamedTuple):
 
     output: Carry
     outs: Out
-    kept: _Kept
+    kept: Kept
 
 
 class _ForwardCarry(NamedTuple):
@@ -126,9 +103,7 @@ class StackPass:
       name: the stack's, as a stage.
       stack: the stack.
       ctx: the stack's context.
-      unit: what one unit computes.
-      weights: takes one unit's out of their stacks.
-      shared: what all units share.
+      units: any one of its units.
       group_size: the units of a group; without groups, all units are one group.
     """
 
@@ -136,9 +111,7 @@ class StackPass:
     name: str
     stack: Stack
     ctx: Context
-    unit: Unit
-    weights: UnitWeights
-    shared: StageWeights
+    units: UnitPass
     group_size: int
 
     @staticmethod
@@ -150,20 +123,19 @@ class StackPass:
         shared = stages.inputs("shared", carry) if stack.shared else StageWeights({}, {})
         stacks = stacks_of(stages.weights, name)
         function = stack.unit_function(merge(stacks["parameter"], stacks["frozen"]), ctx)
-        unit = Unit(name, stack, function)
-        weights = UnitWeights(stages.specs[name], stages.mesh)
+        # Without groups, all units are one group.
         group_size = remat.group_size(ctx.remat, stack.num_units) or stack.num_units
-        return StackPass(stages, name, stack, ctx, unit, weights, shared, group_size)
-
-    @property
-    def inverts(self) -> bool:
-        """Whether a unit's input is computed from its output in the backward pass."""
-        return self.ctx.remat == "invert"
-
-    @property
-    def in_groups(self) -> bool:
-        """Whether only the input of each group is kept."""
-        return self.group_size < self.stack.num_units
+        units = UnitPass(
+            unit=Unit(name, stack, function),
+            ctx=ctx,
+            buffers=stages.buffers.get(name, {}),
+            shared=shared,
+            specs=stages.specs[name],
+            mesh=stages.mesh,
+            offloads=stages.activations != "device",
+            in_groups=group_size < stack.num_units,
+        )
+        return StackPass(stages, name, stack, ctx, units, group_size)
 
     # --- the stack ---------------------------------------------------------------------------------------------------
 
@@ -173,7 +145,7 @@ class StackPass:
         # Without groups nothing reads the starts, and the compiler drops them.
         group_starts = jnp.arange(0, self.stack.num_units, self.group_size)
         stacks = stacks_of(self.stages.weights, self.name)
-        if self.in_groups:
+        if self.units.in_groups:
             x, outs, pull_units = self._groups_forward(x, stacks, group_starts)
         else:
             units = self._units_forward(x, stacks, jnp.int32(0))
@@ -185,7 +157,7 @@ class StackPass:
         def pull(work: Work, ct: Cotangent, hooks: Hooks) -> StackGradients:
             (ct,) = pull_leave(ct)
             # In float32 at least: in bfloat16 each addition would lose up to 1/512 of the sum.
-            shared_sums = sums.zeros(self.shared.trainable)
+            shared_sums = sums.zeros(self.units.shared.trainable)
             gradients = pull_units(StackGradients(work, ct, shared_sums), hooks)
             (ct,) = pull_enter(gradients.ct)
             return gradients._replace(ct=ct)
@@ -201,11 +173,11 @@ class StackPass:
         group_starts: jax.Array,
     ) -> tuple[Carry, Out, UnitsPull]:
         """Runs the stack group by group and keeps each group's input alone: (output, stacked Outs, backward pass)."""
-        hosted = jax.tree.map(self._goes_to_host, x)
+        hosted = jax.tree.map(self.units.goes_to_host, x)
 
         def group(x: Carry, first: jax.Array) -> tuple[Carry, tuple[Out, Carry]]:
             units = self._units_forward(x, stacks, first)
-            return units.output, (units.outs, _moved(hosted, x, jax.memory.Space.Host))
+            return units.output, (units.outs, moved(hosted, x, jax.memory.Space.Host))
 
         x, (outs, group_inputs) = jax.lax.scan(group, x, group_starts)
         # The scan over groups stacks the units' results as [groups, units of a group, ...].
@@ -213,7 +185,7 @@ class StackPass:
         outs = jax.tree.map(lambda leaf: leaf.reshape(num_units, *leaf.shape[2:]), outs)
 
         def input_of(index: jax.Array) -> Carry:
-            return _moved(hosted, unit_at(group_inputs, index), jax.memory.Space.Device)
+            return moved(hosted, unit_at(group_inputs, index), jax.memory.Space.Device)
 
         return x, outs, partial(self._groups_backward, group_starts, input_of)
 
@@ -261,15 +233,17 @@ class StackPass:
         """
         last_step = self.group_size - 1
 
-        def body(carry: _ForwardCarry, i: jax.Array) -> tuple[_ForwardCarry, tuple[Out, _Kept]]:
+        def body(carry: _ForwardCarry, i: jax.Array) -> tuple[_ForwardCarry, tuple[Out, Kept]]:
             # The next unit's hosted weights come to the device while this one is computed with. The last
             # unit's are asked for once more, as each turn of a loop does the same.
-            next_fetched = self.weights.fetched(stacks, first + jnp.minimum(i + 1, last_step))
-            y, out, kept = self._unit_forward(stacks, carry, first + i)
+            next_fetched = self.units.fetched(stacks, first + jnp.minimum(i + 1, last_step))
+            index = first + i
+            unit_params, x = self.units.taken(stacks, index, carry.fetched, carry.x)
+            y, out, kept = self.units.forward(unit_params, index, x)
             return _ForwardCarry(y, next_fetched), (out, kept)
 
         first, x = jax.lax.optimization_barrier((first, x))
-        carry = _ForwardCarry(x, self.weights.fetched(stacks, first))
+        carry = _ForwardCarry(x, self.units.fetched(stacks, first))
         carry, (outs, kept) = jax.lax.scan(body, carry, jnp.arange(self.group_size))
         return _Units(carry.x, outs, kept)
 
@@ -291,9 +265,9 @@ class StackPass:
         name = self.name
         work, ct, shared_sums = gradients
         first, ct = jax.lax.optimization_barrier((first, ct))
-        fetched = self.weights.fetched(stacks_of(work, name), first + self.group_size - 1)
+        fetched = self.units.fetched(stacks_of(work, name), first + self.group_size - 1)
         work = hooks.turns.begin_loop(work, name, first + self.group_size - 1)
-        output = units.output if self.inverts else None
+        output = units.output if self.units.inverts else None
         carry = _BackwardCarry(work, ct, shared_sums, output, fetched)
         body = partial(self._backward_turn, first, units.kept, hooks)
         carry = jax.lax.fori_loop(0, self.group_size, body, carry)
@@ -303,7 +277,7 @@ class StackPass:
     def _backward_turn(
         self,
         first: jax.Array,
-        kept: _Kept,
+        kept: Kept,
         hooks: Hooks,
         step: jax.Array,
         carry: _BackwardCarry,
@@ -313,71 +287,15 @@ class StackPass:
         work = carry.work
         i = self.group_size - 1 - step
         # Hosted weights of the unit below come while this one is computed with, as in the forward pass.
-        next_fetched = self.weights.fetched(stacks_of(work, name), first + jnp.maximum(i - 1, 0))
+        next_fetched = self.units.fetched(stacks_of(work, name), first + jnp.maximum(i - 1, 0))
         # A turn may write to the stacks that this unit's weights are taken from.
         work = hooks.turns.begin_unit(work, name, first + i)
         ready = (carry.ct, carry.y)
-        unit_params, (ct, y) = self.weights.taken(stacks_of(work, name), first + i, carry.fetched, ready)
-        if self.inverts:
-            arguments = self._arguments(unit_params, first + i)
-            done = self.unit.invert(arguments, y, kept.residuals.loss, ct)
-        else:
-            done = self._unit_backward(unit_params, unit_at(kept, i), first + i, ct)
+        unit_params, (ct, y) = self.units.taken(stacks_of(work, name), first + i, carry.fetched, ready)
+        done = self.units.backward(unit_params, unit_at(kept, i), first + i, y, ct)
         shared_sums = sums.add(carry.shared_sums, done.shared_grads)
         # A stack that is frozen as a whole has no gradients.
         if done.grads:
             grads = self.stages.sharded(name, done.grads)
             work = hooks.visit(work, name, grads, first + i)
         return _BackwardCarry(work, done.ct, shared_sums, done.x, next_fetched)
-
-    # --- one unit ----------------------------------------------------------------------------------------------------
-
-    def _arguments(self, unit_params: Nested, index: jax.Array) -> UnitArguments:
-        """What the unit at `index` is a function of, given its parameters ("parameter" and "frozen")."""
-        buffers = unit_at(self.stages.buffers.get(self.name, {}), index)
-        # Its random stream depends on its index alone, so that dropout is the same forward and backward.
-        ctx = self.ctx.fold_index(index)
-        constants = UnitConstants(unit_params["frozen"], self.shared.frozen, buffers, ctx)
-        return UnitArguments(unit_params["parameter"], self.shared.trainable, constants)
-
-    def _unit_forward(
-        self,
-        stacks: Nested,
-        carry: _ForwardCarry,
-        index: jax.Array,
-    ) -> tuple[Carry, Out, _Kept]:
-        """Runs one unit: (output, Out, what is kept of it)."""
-        unit_params, x = self.weights.taken(stacks, index, carry.fetched, carry.x)
-        arguments = self._arguments(unit_params, index)
-        if self.inverts:
-            y, out, residuals = self.unit.forward(arguments, x)
-            return y, out, _Kept(residuals, ())
-        y, out, residuals = self.unit.forward_with_residuals(arguments, x)
-        # What is kept within a group is needed at once, by the group's own backward pass.
-        moves = not self.in_groups
-        hosted = [moves and self._goes_to_host(leaf) for leaf in residuals.leaves]
-        residuals = residuals.with_leaves(_moved(hosted, residuals.leaves, jax.memory.Space.Host))
-        return y, out, _Kept(residuals, tuple(hosted))
-
-    def _unit_backward(
-        self,
-        unit_params: Nested,
-        kept: _Kept,
-        index: jax.Array,
-        ct: Cotangent,
-    ) -> UnitBackward:
-        """Runs one unit backward, from what was kept of it."""
-        arguments = self._arguments(unit_params, index)
-        leaves = _moved(list(kept.hosted), kept.residuals.leaves, jax.memory.Space.Device)
-        return self.unit.backward(arguments, kept.residuals.with_leaves(leaves), ct)
-
-    def _goes_to_host(self, x: jax.Array) -> bool:
-        """Whether an activation that is kept goes to host memory, and the remat policy did not move it already."""
-        if self.stages.activations == "device" or not is_worth_offloading(x):
-            return False
-        return jax.typeof(x).memory_space != jax.memory.Space.Host
-
-
-def _moved(moves: Any, tree: Any, space: Any) -> Any:
-    """The tree with those leaves in that memory space that `moves`, a tree of bools, says."""
-    return jax.tree.map(lambda move, leaf: jax.device_put(leaf, space) if move else leaf, moves, tree)
