@@ -24,7 +24,7 @@ from framework.layout import Nested, merge
 from framework.learner.units import unit_at
 from framework.schedules.stage_pass import StagePass, StageWeights
 from framework.schedules.unit import Carry, Cotangent, Unit
-from framework.schedules.unit_pass import Flat, Kept, UnitPass, moved, stacks_of
+from framework.schedules.unit_pass import Flat, PlacedResiduals, UnitPass, moved, stacks_of
 from framework.schedules.visits import Hooks, Work
 
 
@@ -61,12 +61,12 @@ class _Units(NamedTuple):
     Attributes:
       output: of the last unit.
       outs: the units' Outs, stacked.
-      kept: of the units, stacked.
+      residuals: of the units, stacked.
     """
 
     output: Carry
     outs: Out
-    kept: Kept
+    residuals: PlacedResiduals
 
 
 class _ForwardCarry(NamedTuple):
@@ -233,19 +233,19 @@ class StackPass:
         """
         last_step = self.group_size - 1
 
-        def body(carry: _ForwardCarry, i: jax.Array) -> tuple[_ForwardCarry, tuple[Out, Kept]]:
+        def body(carry: _ForwardCarry, i: jax.Array) -> tuple[_ForwardCarry, tuple[Out, PlacedResiduals]]:
             # The next unit's hosted weights come to the device while this one is computed with. The last
             # unit's are asked for once more, as each turn of a loop does the same.
-            next_fetched = self.units.fetched(stacks, first + jnp.minimum(i + 1, last_step))
+            next_fetched = self.units.prefetch(stacks, first + jnp.minimum(i + 1, last_step))
             index = first + i
-            unit_params, x = self.units.taken(stacks, index, carry.fetched, carry.x)
-            y, out, kept = self.units.forward(unit_params, index, x)
-            return _ForwardCarry(y, next_fetched), (out, kept)
+            unit_params, x = self.units.take_weights(stacks, index, carry.fetched, carry.x)
+            y, out, residuals = self.units.forward(unit_params, index, x)
+            return _ForwardCarry(y, next_fetched), (out, residuals)
 
         first, x = jax.lax.optimization_barrier((first, x))
-        carry = _ForwardCarry(x, self.units.fetched(stacks, first))
-        carry, (outs, kept) = jax.lax.scan(body, carry, jnp.arange(self.group_size))
-        return _Units(carry.x, outs, kept)
+        carry = _ForwardCarry(x, self.units.prefetch(stacks, first))
+        carry, (outs, residuals) = jax.lax.scan(body, carry, jnp.arange(self.group_size))
+        return _Units(carry.x, outs, residuals)
 
     def _units_backward(
         self,
@@ -265,11 +265,11 @@ class StackPass:
         name = self.name
         work, ct, shared_sums = gradients
         first, ct = jax.lax.optimization_barrier((first, ct))
-        fetched = self.units.fetched(stacks_of(work, name), first + self.group_size - 1)
+        fetched = self.units.prefetch(stacks_of(work, name), first + self.group_size - 1)
         work = hooks.turns.begin_loop(work, name, first + self.group_size - 1)
         output = units.output if self.units.inverts else None
         carry = _BackwardCarry(work, ct, shared_sums, output, fetched)
-        body = partial(self._backward_turn, first, units.kept, hooks)
+        body = partial(self._backward_turn, first, units.residuals, hooks)
         carry = jax.lax.fori_loop(0, self.group_size, body, carry)
         work = hooks.turns.end_loop(carry.work, name)
         return StackGradients(work, carry.ct, carry.shared_sums)
@@ -277,7 +277,7 @@ class StackPass:
     def _backward_turn(
         self,
         first: jax.Array,
-        kept: Kept,
+        residuals: PlacedResiduals,
         hooks: Hooks,
         step: jax.Array,
         carry: _BackwardCarry,
@@ -287,15 +287,15 @@ class StackPass:
         work = carry.work
         i = self.group_size - 1 - step
         # Hosted weights of the unit below come while this one is computed with, as in the forward pass.
-        next_fetched = self.units.fetched(stacks_of(work, name), first + jnp.maximum(i - 1, 0))
+        next_fetched = self.units.prefetch(stacks_of(work, name), first + jnp.maximum(i - 1, 0))
         # A turn may write to the stacks that this unit's weights are taken from.
         work = hooks.turns.begin_unit(work, name, first + i)
         ready = (carry.ct, carry.y)
-        unit_params, (ct, y) = self.units.taken(stacks_of(work, name), first + i, carry.fetched, ready)
-        done = self.units.backward(unit_params, unit_at(kept, i), first + i, y, ct)
-        shared_sums = sums.add(carry.shared_sums, done.shared_grads)
+        unit_params, (ct, y) = self.units.take_weights(stacks_of(work, name), first + i, carry.fetched, ready)
+        result = self.units.backward(unit_params, unit_at(residuals, i), first + i, y, ct)
+        shared_sums = sums.add(carry.shared_sums, result.shared_grads)
         # A stack that is frozen as a whole has no gradients.
-        if done.grads:
-            grads = self.stages.sharded(name, done.grads)
+        if result.grads:
+            grads = self.stages.sharded(name, result.grads)
             work = hooks.visit(work, name, grads, first + i)
-        return _BackwardCarry(work, done.ct, shared_sums, done.x, next_fetched)
+        return _BackwardCarry(work, result.ct, shared_sums, result.x, next_fetched)

@@ -31,24 +31,24 @@ Flat = dict[str, jax.Array]  # leaves by path
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Kept:
+class PlacedResiduals:
     """What is kept of a unit, or of stacked units, where it is kept.
 
     Args:
-        residuals: see `UnitResiduals`.
+        of_unit: see `UnitResiduals`.
         hosted: for each of their leaves, whether it was moved to host memory.
     """
 
-    residuals: UnitResiduals
+    of_unit: UnitResiduals
     hosted: tuple[bool, ...] = field(metadata={"static": True})
 
 
-class UnitDone(NamedTuple):
+class UnitOutput(NamedTuple):
     """What a unit's turn in the forward pass hands on."""
 
     output: Carry
     out: Out
-    kept: Kept
+    residuals: PlacedResiduals
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class UnitPass:
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def fetched(self, stacks: Nested, index: jax.Array) -> Flat:
+    def prefetch(self, stacks: Nested, index: jax.Array) -> Flat:
         """A unit's parameters that live in host memory, on their way to the device, by path."""
         unit_leaves = {}
         for stack in stacks.values():
@@ -91,7 +91,7 @@ class UnitPass:
                     unit_leaves[path] = fetch_leaf(self.specs[path], unit_at(leaf, index))
         return unit_leaves
 
-    def taken(
+    def take_weights(
         self,
         stacks: Nested,
         index: jax.Array,
@@ -103,7 +103,7 @@ class UnitPass:
         Args:
             stacks: "parameter" and "frozen" of all units, stacked.
             index: the unit's.
-            fetched: its parameters of `fetched`.
+            fetched: its parameters of `prefetch`.
             carry: what is there when its turn comes.
         """
         # Hosted leaves have come during the turn before; the others are slices of their stacks.
@@ -137,23 +137,23 @@ class UnitPass:
         unit_params: Nested,
         index: jax.Array,
         x: Carry,
-    ) -> UnitDone:
-        """Runs the unit at `index` on its input `x`; `unit_params` are of `taken`."""
+    ) -> UnitOutput:
+        """Runs the unit at `index` on its input `x`; `unit_params` are of `take_weights`."""
         arguments = self._arguments(unit_params, index)
         if self.inverts:
             y, out, residuals = self.unit.forward(arguments, x)
-            return UnitDone(y, out, Kept(residuals, ()))
+            return UnitOutput(y, out, PlacedResiduals(residuals, ()))
         y, out, residuals = self.unit.forward_with_residuals(arguments, x)
         # What is kept within a group is needed at once, by the group's own backward pass.
         moves = not self.in_groups
         hosted = [moves and self.goes_to_host(leaf) for leaf in residuals.leaves]
         residuals = residuals.with_leaves(moved(hosted, residuals.leaves, jax.memory.Space.Host))
-        return UnitDone(y, out, Kept(residuals, tuple(hosted)))
+        return UnitOutput(y, out, PlacedResiduals(residuals, tuple(hosted)))
 
     def backward(
         self,
         unit_params: Nested,
-        kept: Kept,
+        residuals: PlacedResiduals,
         index: jax.Array,
         y: Carry,
         ct: Cotangent,
@@ -161,17 +161,17 @@ class UnitPass:
         """Runs the unit at `index` backward.
 
         Args:
-            unit_params: of `taken`.
-            kept: of the unit.
+            unit_params: of `take_weights`.
+            residuals: of the unit.
             index: the unit's.
             y: its output, where units are inverted; else None.
             ct: the cotangent of its output.
         """
         arguments = self._arguments(unit_params, index)
         if self.inverts:
-            return self.unit.invert(arguments, y, kept.residuals.loss, ct)
-        leaves = moved(list(kept.hosted), kept.residuals.leaves, jax.memory.Space.Device)
-        return self.unit.backward(arguments, kept.residuals.with_leaves(leaves), ct)
+            return self.unit.invert(arguments, y, residuals.of_unit.loss, ct)
+        leaves = moved(list(residuals.hosted), residuals.of_unit.leaves, jax.memory.Space.Device)
+        return self.unit.backward(arguments, residuals.of_unit.with_leaves(leaves), ct)
 
     def goes_to_host(self, x: jax.Array) -> bool:
         """Whether an activation that is kept goes to host memory, and the remat policy did not move it already."""

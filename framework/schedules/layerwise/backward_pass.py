@@ -68,6 +68,7 @@ class BackwardPass(Pass[LayerFunctions]):
     """The backward passes of one step, whose `updates` say what becomes of the gradients."""
 
     updates: UpdatePass
+    head_grads: Nested  # until the head is visited
 
     def backward(
         self,
@@ -91,15 +92,15 @@ class BackwardPass(Pass[LayerFunctions]):
             self._group_backward(first, start.residuals, carry, purpose)
         if carry.shared_sums:
             self._visit_shared(carry, purpose)
-        self.left(carry, start.tie_grads, purpose)
+        self._leave_embedding(carry, start.tie_grads, purpose)
         return carry.tally
 
     def _visit_head(self, carry: BackwardCarry, purpose: Purpose) -> None:
         """Visits the head, whose gradients are there since its turn."""
-        if self.head:
-            self._judge(carry, self.head)
-            self.visit(Part("head"), self.head, carry.tally, purpose)
-            self.head = self.head if purpose.measures else {}
+        if self.head_grads:
+            self._judge(carry, self.head_grads)
+            self.visit(Part("head"), self.head_grads, carry.tally, purpose)
+            self.head_grads = self.head_grads if purpose.measures else {}
 
     def _judge(self, carry: BackwardCarry, grads: Nested) -> None:
         """Adds gradients to the tally, by a program of its own."""
@@ -124,7 +125,7 @@ class BackwardPass(Pass[LayerFunctions]):
             if index == first and first and not self.f.inverts:
                 self.want_residuals(first - size, residuals)
             unit_residuals = group_residuals.pop() if size > 1 or not purpose.measures else group_residuals[0]
-            grads = self.back(index, unit_residuals, carry, purpose)
+            grads = self.unit_backward(index, unit_residuals, carry, purpose)
             del unit_residuals
             self.visit(Part.unit(index), grads, carry.tally, purpose)
             del grads
@@ -145,9 +146,9 @@ class BackwardPass(Pass[LayerFunctions]):
             return [carry.before]
         if self.f.group_size == 1:
             return [residuals[first]]
-        return self.again(first, residuals[first], purpose.measures)
+        return self._run_group_again(first, residuals[first], purpose.measures)
 
-    def again(
+    def _run_group_again(
         self,
         first: int,
         group_input: Residuals,
@@ -163,7 +164,7 @@ class BackwardPass(Pass[LayerFunctions]):
         for index in range(first, end):
             # The backward pass begins with the last unit, whose weights are there.
             next_index = index + 1 if index + 1 < end else -1
-            x, unit_residuals, _ = self.ahead(index, x, "now", next_index)
+            x, unit_residuals, _ = self.unit_forward(index, x, "now", next_index)
             group_residuals.append(unit_residuals)
         return group_residuals
 
@@ -192,15 +193,15 @@ class BackwardPass(Pass[LayerFunctions]):
 
     # --- programs of the backward pass -------------------------------------------------------------------------------
 
-    def turn(self, x: Carry) -> tuple[Cotangent, dict[str, jax.Array], LossAndMetrics]:
+    def head_step(self, x: Carry) -> tuple[Cotangent, dict[str, jax.Array], LossAndMetrics]:
         """Runs the head, forward and backward: (cotangent, gradients of ties, loss and metrics)."""
         f = self.f
         part = Part("head")
-        weights = self.taken("head")
+        weights = self.stage_weights("head")
         grad_sums = self.updates.earlier_gradients(part)
         ct, grads, tie_grads, loss_and_metrics, buffers = self.run(
             "turn",
-            f.turn,
+            f.head_step,
             weights,
             part.of(self.buffers),
             x,
@@ -217,20 +218,20 @@ class BackwardPass(Pass[LayerFunctions]):
         )
         if buffers:
             self.new_buffers["head"] = buffers
-        self.head = grads
+        self.head_grads = grads
         return ct, tie_grads, loss_and_metrics
 
-    def back(
+    def unit_backward(
         self,
         index: int,
         unit_residuals: Residuals,
         carry: BackwardCarry,
         purpose: Purpose,
     ) -> Nested:
-        """Runs a unit backward, see `LayerFunctions.back`; returns its gradients."""
+        """Runs a unit backward, see `LayerFunctions.unit_backward`; returns its gradients."""
         f = self.f
         part = Part.unit(index)
-        weights = self.unit(index)
+        weights = self.unit_weights(index)
         unit_residuals = self.run.take(part.residuals, unit_residuals)
         grad_sums = self.updates.earlier_gradients(part)
         self._want_beside(index, purpose)
@@ -241,7 +242,7 @@ class BackwardPass(Pass[LayerFunctions]):
             donate = (3, 4, 5, 6)
         carry.ct, grads, carry.shared_sums, carry.tally, carry.before = self.run(
             "back measured" if purpose.measures else "back",
-            f.back,
+            f.unit_backward,
             weights,
             self.shared,
             part.of(self.buffers),
@@ -253,15 +254,20 @@ class BackwardPass(Pass[LayerFunctions]):
             self.inputs,
             self.numbers[index],
             donate=donate,
-            out=lambda results: (
-                f.specs.carry(results[0]),
-                f.specs.gradients(STACK, results[1]),
-                f.specs.gradients("shared", results[2]),
-                f.specs.everywhere(results[3]),
-                f.specs.carry(results[4]),
-            ),
+            out=self._unit_specs,
         )
         return grads
+
+    def _unit_specs(self, results: Any) -> Any:
+        """The specs of what `LayerFunctions.unit_backward` returns."""
+        specs = self.f.specs
+        return (
+            specs.carry(results[0]),
+            specs.gradients(STACK, results[1]),
+            specs.gradients("shared", results[2]),
+            specs.everywhere(results[3]),
+            specs.carry(results[4]),
+        )
 
     def _want_beside(self, index: int, purpose: Purpose) -> None:
         """Asks for what comes to the device with a unit's backward program: what its update takes, and weights and
@@ -288,7 +294,7 @@ class BackwardPass(Pass[LayerFunctions]):
         self.visit(part, carry.shared_sums, carry.tally, purpose)
         carry.shared_sums = {}
 
-    def left(
+    def _leave_embedding(
         self,
         carry: BackwardCarry,
         tie_grads: dict[str, jax.Array],
@@ -297,13 +303,13 @@ class BackwardPass(Pass[LayerFunctions]):
         """Runs the embedding backward, and visits it."""
         f = self.f
         part = Part("embed")
-        weights = self.taken("embed")
+        weights = self.stage_weights("embed")
         grad_sums = self.updates.earlier_gradients(part)
         if not weights["parameter"]:
             return
         grads, carry.tally = self.run(
             "leave",
-            f.leave,
+            f.leave_embedding,
             weights,
             part.of(self.buffers),
             carry.ct,

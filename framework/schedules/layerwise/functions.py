@@ -85,7 +85,7 @@ class LayerFunctions:
             y, out = stage.apply(prepared, carry, ctx.fold(name), buffers)
         return (out.loss if y is None else y), out
 
-    def enter(
+    def enter_embedding(
         self,
         weights: Weights,
         buffers: Nested,
@@ -97,7 +97,7 @@ class LayerFunctions:
         x = self.model.stack.enter(y)
         return x, (out.loss, out.metrics), out.layer_state
 
-    def turn(
+    def head_step(
         self,
         weights: Weights,
         buffers: Nested,
@@ -132,7 +132,7 @@ class LayerFunctions:
         grads = self.updates.added("head", tied.grads, grad_sums)
         return ct, grads, tie_grads, (loss, out.metrics), out.layer_state
 
-    def leave(
+    def leave_embedding(
         self,
         weights: Weights,
         buffers: Nested,
@@ -142,7 +142,7 @@ class LayerFunctions:
         tally: Tally | None,
         inputs: Inputs,
     ) -> tuple[Nested, Tally | None]:
-        """Runs the embedding backward: (its gradients, the tally); `tie_grads`: see `turn`."""
+        """Runs the embedding backward: (its gradients, the tally); `tie_grads`: see `head_step`."""
 
         def run(params: Nested) -> Carry:
             stage_weights = {**weights, "parameter": params}
@@ -167,7 +167,7 @@ class LayerFunctions:
         inputs: Inputs,
         index: jax.Array,
     ) -> tuple[Unit, UnitArguments]:
-        """A unit, and what it is a function of but its input; arguments as those of `ahead`."""
+        """A unit, and what it is a function of but its input; arguments as those of `unit_forward`."""
         params = _without_axis(weights["parameter"])
         frozen = _without_axis(weights["frozen"])
         unit_buffers = _without_axis(buffers)
@@ -178,7 +178,7 @@ class LayerFunctions:
         constants = UnitConstants(frozen, shared["frozen"], unit_buffers, ctx)
         return unit, UnitArguments(params, shared["parameter"], constants)
 
-    def ahead(
+    def unit_forward(
         self,
         keeps: str,
         weights: Weights,
@@ -213,7 +213,7 @@ class LayerFunctions:
         new_buffers = _with_axis(out.layer_state)
         return y, residuals.with_leaves(moved_leaves), (out.loss, out.metrics), new_buffers
 
-    def back(
+    def unit_backward(
         self,
         weights: Weights,
         shared: Weights,
@@ -230,7 +230,7 @@ class LayerFunctions:
 
         Args:
             weights, shared, buffers: the unit's, and the parameters that all units share.
-            residuals: what `ahead` kept of it; where units are inverted, with its output for leaves.
+            residuals: what `unit_forward` kept of it; where units are inverted, with its output for leaves.
             ct: the cotangent of its output.
             shared_sums: of the shared parameters' gradients; {} to begin with.
             grad_sums: its gradients of earlier microbatches; None for none.
@@ -246,14 +246,14 @@ class LayerFunctions:
         residuals_before: UnitResiduals | None = None
         if self.inverts:
             y = jax.tree.unflatten(jax.tree.structure(ct), residuals.leaves)
-            done = unit.invert(arguments, y, residuals.loss, ct)
-            residuals_before = residuals.with_leaves(jax.tree.leaves(done.x))
+            result = unit.invert(arguments, y, residuals.loss, ct)
+            residuals_before = residuals.with_leaves(jax.tree.leaves(result.x))
         else:
-            done = unit.backward(arguments, residuals, ct)
-        shared_sums = sums_of_uses.add(shared_sums or sums_of_uses.zeros(done.shared_grads), done.shared_grads)
-        grads = self.updates.added("stack", _with_axis(done.grads), grad_sums)
+            result = unit.backward(arguments, residuals, ct)
+        shared_sums = sums_of_uses.add(shared_sums or sums_of_uses.zeros(result.shared_grads), result.shared_grads)
+        grads = self.updates.added("stack", _with_axis(result.grads), grad_sums)
         tally = self.updates.judged(tally, grads)
-        return done.ct, grads, shared_sums, tally, residuals_before
+        return result.ct, grads, shared_sums, tally, residuals_before
 
 
 class EvaluationFunctions(LayerFunctions):

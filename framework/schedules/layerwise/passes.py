@@ -81,12 +81,12 @@ class Pass(Generic[Functions]):
             weights[group] = with_tied_weights(self.f.model.ties, part.stage, params, homes)
         return weights
 
-    def taken(self, stage: str) -> Weights:
+    def stage_weights(self, stage: str) -> Weights:
         """The parameters that a stage reads, on the device."""
         part = Part(stage)
         return self.run.take(part.weights, self.weights(part))
 
-    def unit(self, index: int) -> Weights:
+    def unit_weights(self, index: int) -> Weights:
         """A unit's weights on the device; those of the unit before are let go."""
         if self.loaded.index != index:
             # The old weights go first: two units' would be on the device while these come.
@@ -106,11 +106,11 @@ class Pass(Generic[Functions]):
         both)."""
         f = self.f
         run = self.run
-        weights = self.taken("embed")
+        weights = self.stage_weights("embed")
         self.want_unit(0)
         x, embed_loss, buffers = run(
             "enter",
-            f.enter,
+            f.enter_embedding,
             weights,
             Part("embed").of(self.buffers),
             self.inputs,
@@ -120,11 +120,11 @@ class Pass(Generic[Functions]):
         if buffers:
             self.new_buffers["embed"] = buffers
         # Parameters that all units share stay on the device for the whole pass.
-        self.shared = self.taken("shared")
+        self.shared = self.stage_weights("shared")
         residuals_by_unit: list[Residuals] = []
         stack_loss: LossAndMetrics | None = None
         for index in range(f.num_units):
-            x, unit_residuals, unit_loss = self.ahead(index, x, keeps(index), index + 1)
+            x, unit_residuals, unit_loss = self.unit_forward(index, x, keeps(index), index + 1)
             residuals_by_unit.append(unit_residuals)
             # A unit may have neither a loss nor metrics.
             if jax.tree.leaves(unit_loss):
@@ -134,7 +134,7 @@ class Pass(Generic[Functions]):
                     stack_loss = run("add", added, stack_loss, unit_loss, out=f.specs.everywhere)
         return x, residuals_by_unit, {"embed": embed_loss, STACK: stack_loss or (None, {})}
 
-    def ahead(
+    def unit_forward(
         self,
         index: int,
         x: Carry,
@@ -144,11 +144,11 @@ class Pass(Generic[Functions]):
         """Runs one unit forward, and brings the weights of the next one to the device: (y, what is kept, loss and
         metrics)."""
         f = self.f
-        weights = self.unit(index)
+        weights = self.unit_weights(index)
         self.want_unit(next_index)
         y, residuals, unit_loss, buffers = self.run(
             f"ahead {keeps}",
-            partial(f.ahead, keeps),
+            partial(f.unit_forward, keeps),
             weights,
             self.shared,
             Part.unit(index).of(self.buffers),
@@ -184,7 +184,7 @@ class Evaluation(Pass[EvaluationFunctions]):
         for number in range(f.learner.accumulate):
             self.begin(buffers, (batch, {}, self.numbers[number]))
             x, *_ = self.forward(lambda index: "nothing")
-            head = self.taken("head")
+            head = self.stage_weights("head")
             arguments = head, Part("head").of(self.buffers), x, self.inputs
             scores = self.run("score", f.score, *arguments, out=f.specs.everywhere)
             sums = scores if sums is None else self.run("add", added, sums, scores, out=f.specs.everywhere)

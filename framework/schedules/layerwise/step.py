@@ -61,7 +61,7 @@ class Step(BackwardPass):
                 assert last_unit is not None
                 residuals[-1] = last_unit.with_leaves(jax.tree.leaves(x))
             self.want_residuals(f.num_units - f.group_size, residuals)
-            ct, tie_grads, parts["head"] = self.turn(x)
+            ct, tie_grads, parts["head"] = self.head_step(x)
             del x
             start = BackwardStart(residuals, ct, tie_grads)
             total = self.run("total", f.updates.total, parts, total, out=f.specs.everywhere)
@@ -71,7 +71,7 @@ class Step(BackwardPass):
         return start, total
 
     def _keeps(self, index: int) -> str:
-        """What the forward pass keeps of a unit, see `LayerFunctions.ahead`."""
+        """What the forward pass keeps of a unit, see `LayerFunctions.unit_forward`."""
         f = self.f
         if f.inverts:
             return "nothing"
