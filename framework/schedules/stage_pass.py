@@ -16,7 +16,7 @@ from framework.learner.units import unit_at
 from framework.models.chain import Chain, Places
 from framework.schedules.gradients import TiedGradients, add_tied, sharded_as_parameter, split_tied, with_tied_weights
 from framework.schedules.memory import Memory
-from framework.schedules.unit import Carry, Cotangent
+from framework.schedules.unit import Carry, Cotangent, run_stage
 from framework.schedules.visits import Work
 
 
@@ -118,16 +118,11 @@ class StagePass:
 
     def forward(self, name: str, carry: Carry) -> StageForward:
         """Runs a stage outside of the stacks."""
-        stage = self.model.stages[name]
-        ctx = self.ctx
         buffers = self.buffers.get(name, {})
         trainable, frozen = self.inputs(name, carry)
 
         def run(params: Nested, carry: Carry) -> tuple[Carry, Out]:
-            with jax.named_scope(name):
-                weights = stage.prepare(merge(params, frozen), ctx)
-                y, out = stage.apply(weights, carry, ctx.fold(name), buffers)
-            return (out.loss if y is None else y), out
+            return run_stage(self.model, name, merge(params, frozen), carry, self.ctx, buffers)
 
         y, pull, out = jax.vjp(run, trainable, carry, has_aux=True)
         return StageForward(y, out, lambda ct: StageGradients(*pull(ct)))

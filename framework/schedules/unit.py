@@ -1,4 +1,4 @@
-"""What one unit of a stack computes, forward and backward: no loop, and no placement.
+"""What one unit of a stack computes, forward and backward, and one stage: no loop, and no placement.
 
 `schedules/stack_pass.py` calls this in loops within one program, `schedules/layerwise/functions.py` makes a program of
 each call. Which arrays are where, and when they come and go, is up to them. What becomes of the gradients is in
@@ -18,6 +18,7 @@ from jax.tree_util import SequenceKey
 from framework.layers.base import Context, Out
 from framework.layers.stack import Stack
 from framework.layout import Nested, TensorSpec, merge, move_to_host
+from framework.models.chain import Chain
 
 Carry = Any  # the pytree of activations that flows from one stage or unit to the next
 Cotangent = Any  # the gradient of the loss by a carry, in the structure of that carry
@@ -249,6 +250,31 @@ class Unit:
                 y, (params, shared), join, constants.buffers, constants.ctx, (ct, loss_ct)
             )
         return UnitBackward(x, grads, shared_grads, ct)
+
+
+def run_stage(
+    model: Chain,
+    name: str,
+    params: Nested,
+    carry: Carry,
+    ctx: Context,
+    buffers: Nested,
+) -> tuple[Carry, Out]:
+    """Runs a stage outside of stacks: its output (the loss, of the last one) and its Out.
+
+    Args:
+        model: whose stage.
+        name: the stage's.
+        params: all that it reads, on the device.
+        carry: the output of the stage before.
+        ctx: the model's.
+        buffers: the stage's.
+    """
+    stage = model.stages[name]
+    with jax.named_scope(name):
+        weights = stage.prepare(params, ctx)
+        y, out = stage.apply(weights, carry, ctx.fold(name), buffers)
+    return (out.loss if y is None else y), out
 
 
 def is_worth_offloading(x: Any) -> bool:

@@ -22,7 +22,7 @@ from framework.schedules.layerwise.result_specs import ResultSpecs
 from framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
 from framework.schedules.memory import Memory
 from framework.schedules.step import evaluation_context, microbatches, training_context
-from framework.schedules.unit import Carry, Cotangent, Unit, UnitArguments, UnitConstants, UnitResiduals
+from framework.schedules.unit import Carry, Cotangent, Unit, UnitArguments, UnitConstants, UnitResiduals, run_stage
 
 Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one unit
 Inputs = tuple[Nested, Nested, jax.Array]  # batch, counters, number of the microbatch
@@ -77,13 +77,9 @@ class LayerFunctions:
         buffers: Nested,
         ctx: Context,
     ) -> tuple[Carry, Out]:
-        """Runs a stage: its output (the loss, of the last one) and its Out."""
-        stage = self.model.stages[name]
-        with jax.named_scope(name):
-            params = merge(weights["parameter"], weights["frozen"])
-            prepared = stage.prepare(params, ctx)
-            y, out = stage.apply(prepared, carry, ctx.fold(name), buffers)
-        return (out.loss if y is None else y), out
+        """Runs a stage outside of the stack, see `run_stage`."""
+        params = merge(weights["parameter"], weights["frozen"])
+        return run_stage(self.model, name, params, carry, ctx, buffers)
 
     def enter_embedding(
         self,
