@@ -219,7 +219,7 @@ class Training:
         """
         state = self.run.state
         self.run.state = {}
-        state = self.program.in_one(state)
+        state = self.program.joined(state)
         text = sample_text(self.program, state)
         images = sample_images(self.program, state)
         return text, images

@@ -92,7 +92,7 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
     # for.
     from framework.checkpoint.checkpointer import Checkpointer
     from framework.devices.executables import use_compilation_cache
-    from framework.program.program import inference_program
+    from framework.program.inference import inference_program
 
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
     if not checkpointer.steps():
@@ -136,7 +136,7 @@ def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     from framework.data.pretrained_tokenizer import PretrainedTokenizer
     from framework.devices.executables import use_compilation_cache
     from framework.learner.learner import Learner
-    from framework.program.program import inference_program
+    from framework.program.inference import inference_program
 
     config = configs.load(f"hf:{args.hf}")
     # An experiment needs a learner. Plain SGD keeps no state, so it takes no memory.
