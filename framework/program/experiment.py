@@ -50,7 +50,7 @@ class Experiment:
 
     Args:
         model: the model.
-        data: what it reads.
+        data: what it reads; `instantiate` also takes a Pipeline that is ready.
         mesh: how devices are arranged.
         learner: optimizer, rules, clipping, averaging.
         memory: where state lives and what is recomputed.
@@ -199,8 +199,11 @@ class Experiment:
         return placed_specs
 
 
-def _built(name: str, config: Config, kind: type[Part], **late: Any) -> Part:
+def _built(name: str, config: Config | Part, kind: type[Part], **late: Any) -> Part:
     """The part that a config describes. Raises ConfigError where it is of another kind."""
+    if isinstance(config, kind):
+        return config
+    assert isinstance(config, Config)
     # Before it is built: a learner needs arguments that nothing else takes.
     target = target_of(config)
     if isinstance(target, type) and not issubclass(target, kind):
