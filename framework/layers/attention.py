@@ -7,6 +7,8 @@ matrix optimizers and published checkpoints expect.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -81,6 +83,8 @@ class Attention(Layer):
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.implementation: Implementation = implementation
         self.splash: SplashBlocks = splash.instantiate()
+        # A plan that traces one device's share of a step has a function on shards here.
+        self.attend: Callable[..., jax.Array] = dot_product_attention
         query_size = num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         # Heads are spread over the model axis: the sum over them, in `output`, is one all-reduce.
@@ -194,7 +198,7 @@ class Attention(Layer):
                 softcap=self.softcap,
             )
         # The result has the name "attention", by which remat policies keep it.
-        return dot_product_attention(
+        return self.attend(
             q_BSNH,
             k_BSKH,
             v_BSKH,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -39,6 +41,8 @@ class Embedding(Layer):
         self.max_positions = max_positions
         self.scale = scale
         self.dropout = dropout
+        # A plan that traces one device's share of a step has a function on shards here.
+        self.look_up: Callable[..., jax.Array] = look_up
         self._init = init.instantiate()
 
     def own_specs(self) -> dict[str, ParameterSpec]:
@@ -82,7 +86,7 @@ class Embedding(Layer):
     ) -> tuple[jax.Array, Out]:
         """ctx.batch["tokens"] int32[B, S] -> x_BSD in the compute dtype."""
         tokens_BS = ctx.batch["tokens"]
-        x_BSD = look_up(weights["token"], tokens_BS, ctx, "model")
+        x_BSD = self.look_up(weights["token"], tokens_BS, ctx, "model")
         if self.scale is not None:
             # Rounded to the compute dtype, as transformers does with Gemma's.
             x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
@@ -99,7 +103,7 @@ class Embedding(Layer):
     ) -> jax.Array:
         positions_BS = ctx.batch.get("positions")
         if positions_BS is not None:
-            return x_BSD + look_up(weights["position"], positions_BS, ctx, None)
+            return x_BSD + self.look_up(weights["position"], positions_BS, ctx, None)
         # Every row has the positions 0, 1, ...: a slice, whose gradient needs no scatter.
         length = x_BSD.shape[1]
         table_SD = weights["position"][:length]

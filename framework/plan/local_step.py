@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from framework.layers import attention, embedding, kernels_xla, lookup
-from framework.layers.base import Context, Out, batch_specs, cast
+from framework.layers import kernels_xla, lookup
+from framework.layers.attention import Attention
+from framework.layers.base import Context, Layer, Out, batch_specs, cast
 from framework.layers.embedding import Embedding
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
 from framework.layers.stack import Stack
@@ -86,12 +86,7 @@ def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> Close
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    # A kernel would ask for the devices of the mesh.
-    with (
-        patch.object(attention, "dot_product_attention", _attention(platform, sizes["seq"])),
-        patch.object(embedding, "look_up", _look_up),
-    ):
-        closed = jax.make_jaxpr(local)(*shapes)
+    closed = jax.make_jaxpr(local)(*shapes)
     (mapped,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
     inner = mapped.params["jaxpr"]
     # The body is an open jaxpr or a closed one, depending on the version of jax.
@@ -111,15 +106,27 @@ class _LocalStep:
         self.sizes = sizes
         self.platform = platform
         self.mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        # A copy, as the number of heads changes: under shard_map a layer sees only those of its
-        # device.
+        # A copy, as its layers change.
         self.model = copy.deepcopy(experiment.model)
-        for stack in self.model.stacks.values():
-            for layer in stack.unit.walk():
-                if isinstance(layer, attention.Attention):
-                    layer.num_heads //= sizes["model"]
-                    layer.num_kv_heads //= sizes["model"]
+        for stage in self.model.stages.values():
+            is_stack = isinstance(stage, Stack)
+            root = stage.unit if is_stack else stage
+            for layer in root.walk():
+                self._make_local(layer, in_stack=is_stack)
         self.specs = self.model.parameter_specs()
+
+    def _make_local(self, layer: Layer, *, in_stack: bool) -> None:
+        """Changes a layer into that of one device, in place."""
+        if isinstance(layer, Embedding):
+            layer.look_up = _look_up
+        if not isinstance(layer, Attention):
+            return
+        # A kernel would ask for the devices of the mesh.
+        layer.attend = _attention(self.platform, self.sizes["seq"])
+        if in_stack:
+            # Under shard_map a layer sees only the heads of its device.
+            layer.num_heads //= self.sizes["model"]
+            layer.num_kv_heads //= self.sizes["model"]
 
     def gradients(
         self,
