@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from framework.devices import executables
 from framework.layout import Nested, StateLayout
+from framework.program.ahead import Ahead
 from framework.program.experiment import Experiment
 from framework.program.first_values import FirstValues
 from framework.program.rows import Batch, BatchRows
@@ -31,8 +32,9 @@ class Execution(ABC):
     Args:
         experiment: what to train.
         whole: the layout of checkpoints, which is the same for every execution: stacks are whole.
-        layout: that of the running state.
         rows: the batches on the mesh.
+        ahead: the thread that compiles programs before they are called.
+        layout: that of the running state, if it is not what `running_specs` says.
 
     Attributes:
       jit: jax.jit with the compiler's options.
@@ -43,19 +45,34 @@ class Execution(ABC):
         self,
         experiment: Experiment,
         whole: StateLayout,
-        layout: StateLayout,
         rows: BatchRows,
+        ahead: Ahead,
+        layout: StateLayout | None = None,
     ):
         self.experiment = experiment
         self.mesh = whole.mesh
         self.whole = whole
-        self.layout = layout
+        self.layout = layout or StateLayout(self.running_specs(experiment, whole.specs), whole.mesh)
         self.rows = rows
+        self.ahead = ahead
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.compiler_options = experiment.compiler.options_for(self.mesh)
         jit_options = self.compiler_options or None
         self.jit: Any = functools.partial(jax.jit, compiler_options=jit_options)
-        self.first_values = FirstValues(experiment.model, experiment.learner, whole, layout)
+        self.first_values = FirstValues(experiment.model, experiment.learner, whole, self.layout)
+
+    @staticmethod
+    @abstractmethod
+    def running_specs(experiment: Experiment, specs: Nested) -> Nested:
+        """The specs of the state as a run holds it, by group.
+
+        Args:
+            experiment: what to train.
+            specs: `experiment.state_specs()`.
+
+        Raises:
+            ValueError: the model has other stages than a step of this execution runs.
+        """
 
     @property
     def platform(self) -> str:

@@ -20,7 +20,6 @@ from framework.models.chain import Chain
 from framework.optimizers.schedule_steps import with_run_length
 from framework.processes.health import Health
 from framework.program.options import TrainerOptions
-from framework.schedules.layerwise.storage import STACK, in_parts
 from framework.schedules.memory import Memory
 
 Part = TypeVar("Part")
@@ -166,22 +165,6 @@ class Experiment:
             "ema": self.learner.ema_specs(self.memory.optimizer_state),
             "counter": _counter_specs() | self.learner.counter_specs(),
         }
-
-    def run_specs(self) -> Nested:
-        """`state_specs` as the run holds the state: `memory.update = layer_programs` has the stack in parts. Raises
-        ValueError: the model has other stages than that schedule runs."""
-        specs = self.state_specs()
-        memory = self.memory
-        stages = list(self.model.stages)
-        if memory.update != "layer_programs":
-            return specs
-        if stages != ["embed", STACK, "head"]:
-            raise ValueError(
-                f"memory.update = layer_programs runs embed, {STACK} and head; the model has {', '.join(stages)}; "
-                "expected memory.update = in_backward, streamed or after_backward"
-            )
-        num_units = self.model.stacks[STACK].num_units
-        return in_parts(specs, num_units, memory.hosted_layers)
 
     def _placed(self, weights: Nested) -> Nested:
         """The specs of weights, large ones tagged with where `memory.parameters` has them."""

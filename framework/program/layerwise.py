@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from framework.layout import Leaf, Nested, StateLayout, TensorSpec, flatten, store_leaf
+from framework.program.ahead import Ahead
 from framework.program.execution import Execution
 from framework.program.experiment import Experiment
 from framework.program.first_values import Draw, GroupedArrays, Paths
@@ -31,16 +32,34 @@ class Layerwise(Execution):
     """Small programs that Python calls for one layer after the other (memory.update = layer_programs).
 
     Args:
-        experiment, whole, rows: see `Execution`.
+        experiment, whole, rows, ahead, layout: see `Execution`; the thread has nothing to compile.
 
     Raises:
         ValueError: learner, memory or model want what a step in layers cannot give.
     """
 
-    def __init__(self, experiment: Experiment, whole: StateLayout, rows: BatchRows):
+    def __init__(
+        self,
+        experiment: Experiment,
+        whole: StateLayout,
+        rows: BatchRows,
+        ahead: Ahead,
+        layout: StateLayout | None = None,
+    ):
         schedule.check(experiment.learner, experiment.memory)
-        layout = StateLayout(experiment.run_specs(), whole.mesh)
-        super().__init__(experiment, whole, layout, rows)
+        super().__init__(experiment, whole, rows, ahead, layout)
+
+    @staticmethod
+    def running_specs(experiment: Experiment, specs: Nested) -> Nested:
+        """See `Execution`: the stack is a list of layers."""
+        stages = list(experiment.model.stages)
+        if stages != ["embed", storage.STACK, "head"]:
+            raise ValueError(
+                f"memory.update = layer_programs runs embed, {storage.STACK} and head; the model has "
+                f"{', '.join(stages)}; expected memory.update = in_backward, streamed or after_backward"
+            )
+        num_units = experiment.model.stacks[storage.STACK].num_units
+        return storage.in_parts(specs, num_units, experiment.memory.hosted_layers)
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 

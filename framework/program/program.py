@@ -22,7 +22,13 @@ from framework.program.first_values import check_calibrated_dtypes
 from framework.program.layerwise import Layerwise
 from framework.program.rows import Batch, BatchRows
 from framework.program.whole import Whole
+from framework.schedules.memory import Memory
 from framework.schedules.step import Metrics, State, evaluation_context
+
+
+def execution_type(memory: Memory) -> type[Execution]:
+    """How a step with this section of the config is run."""
+    return Layerwise if memory.update == "layer_programs" else Whole
 
 
 class Program:
@@ -70,12 +76,9 @@ class Program:
         self.whole = StateLayout(specs, self.mesh)
         self._rows = BatchRows(experiment.data, self.whole)
         self.ahead = Ahead()
-        self.execution: Execution
-        if training and experiment.memory.update == "layer_programs":
-            self.execution = Layerwise(experiment, self.whole, self._rows)
-        else:
-            layout = StateLayout(_with_hosted_stack(specs), self.mesh) if hosted_stack else self.whole
-            self.execution = Whole(experiment, self.whole, layout, self._rows, self.ahead)
+        kind = execution_type(experiment.memory) if training else Whole
+        layout = StateLayout(_with_hosted_stack(specs), self.mesh) if hosted_stack else None
+        self.execution: Execution = kind(experiment, self.whole, self._rows, self.ahead, layout)
 
     @property
     def layout(self) -> StateLayout:

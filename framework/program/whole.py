@@ -13,13 +13,13 @@ from jax.extend.core import ClosedJaxpr
 
 from framework.devices.executables import HostBytes, compiled, peak_bytes
 from framework.layers.remat import check_platform
-from framework.layout import Nested, StateLayout, merge, store_leaf
+from framework.layout import Nested, merge, store_leaf
 from framework.learner.units import with_unit
-from framework.program.ahead import FIRST_VALUES, Ahead, evaluation_of
+from framework.program.ahead import FIRST_VALUES, evaluation_of
 from framework.program.execution import Execution
 from framework.program.experiment import Experiment
 from framework.program.first_values import GroupedArrays, Paths
-from framework.program.rows import Batch, BatchRows
+from framework.program.rows import Batch
 from framework.schedules import after_backward, in_backward, streamed
 from framework.schedules.layerwise.programs import Compile, Ledger
 from framework.schedules.step import Metrics, State, evaluation_context, microbatches
@@ -36,23 +36,12 @@ SCHEDULES = {
 
 
 class Whole(Execution):
-    """One program for each of: the first values, the step, and the evaluation of a batch.
+    """One program for each of: the first values, the step, and the evaluation of a batch."""
 
-    Args:
-        experiment, whole, layout, rows: see `Execution`.
-        ahead: the thread that compiles programs before they are called.
-    """
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        whole: StateLayout,
-        layout: StateLayout,
-        rows: BatchRows,
-        ahead: Ahead,
-    ):
-        super().__init__(experiment, whole, layout, rows)
-        self.ahead = ahead
+    @staticmethod
+    def running_specs(experiment: Experiment, specs: Nested) -> Nested:
+        """Those of checkpoints."""
+        return specs
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
