@@ -63,13 +63,7 @@ def dry_run(
     seconds = time.perf_counter() - start
     if limit is None:
         limit = target.limit_bytes
-    refusal = guard.refusal(
-        config,
-        program,
-        need,
-        limit,
-        target,
-    )
+    refusal = guard.refusal(config, program, need, limit, target)
     peak = f"its peak is {human_bytes(need.peak)} of {human_bytes(limit)} per device"
     summary = f"dry run: the step compiles for {target.name} in {seconds:.0f} s, and {peak}. Nothing was trained."
     print(refusal or summary)
