@@ -31,6 +31,8 @@ class Compiled(NamedTuple):
       about: what else the compiler said.
       results: the shapes and the Places of its results.
       jaxpr: what it computes.
+      host_temp: bytes of its temporaries in host memory, where the compiler knows them.
+      moved: bytes that it moves between host and device, where its text says so.
     """
 
     run: Any
@@ -38,6 +40,8 @@ class Compiled(NamedTuple):
     about: Any = None
     results: tuple[Any, Any] = ((), ())
     jaxpr: Any = None
+    host_temp: int = 0
+    moved: int = 0
 
 
 Compile = Callable[[Any, HostBytes], Compiled]  # of (jax.stages.Lowered, what of it is in host memory)
