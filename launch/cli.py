@@ -15,15 +15,16 @@ Imports `framework.config`, `configs`, `launch.flag_hints`, `launch.mistakes`.
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import fnmatch
 import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from absl import flags
 from absl import logging as absl_logging
@@ -36,6 +37,21 @@ from launch import flag_hints, mistakes
 
 # (dotted path, text) in the order of the command line.
 Overrides = Sequence[tuple[str, str]]
+
+
+class _Setting(NamedTuple):
+    """An override whose text was read."""
+
+    path: str
+    text: str
+    value: Any
+
+
+class _Applied(NamedTuple):
+    """A named config with its overrides, and these, which a config with rules takes after the rules."""
+
+    config: Config
+    settings: list[_Setting]
 
 
 class UsageError(ConfigError):
@@ -52,10 +68,16 @@ class Command:
     overrides: Overrides
 
     @functools.cached_property
+    def _applied(self) -> _Applied:
+        config = self.named.copy()
+        settings = [_override(config, path, text) for path, text in self.overrides]
+        return _Applied(config, settings)
+
+    @functools.cached_property
     def config(self) -> Config:
         """The named config with its overrides, without rules by accelerator. All rules are tried on copies: a mistake
         in one of them should not wait for its accelerator."""
-        config = apply_overrides(self.named.copy(), self.overrides)
+        config = self._applied.config
         apply_accelerator_rules(config, None)
         return config
 
@@ -63,13 +85,17 @@ class Command:
         """(the config for that accelerator, a line for each field that its rules changed). Rules are applied to the
         named config, and overrides after them. Overrides of the rules themselves go first:
         `--config.accelerator_rules=[]` switches the rules off."""
-        rule_overrides = []
-        for path, text in self.overrides:
-            if path.split(".")[0] == "accelerator_rules":
-                rule_overrides.append((path, text))
-        config = apply_overrides(self.named.copy(), rule_overrides)
+        overridden, settings = self._applied
+        if not any(_is_for(rule, accelerator) for rule in _rules(overridden)):
+            return overridden.copy(), []
+        config = self.named.copy()
+        for setting in settings:
+            if setting.path.split(".")[0] == "accelerator_rules":
+                _set(config, setting)
         lines = apply_accelerator_rules(config, accelerator)
-        return apply_overrides(config, self.overrides), lines
+        for setting in settings:
+            _set(config, setting)
+        return config, lines
 
 
 class Parser(argparse.ArgumentParser):
@@ -169,22 +195,50 @@ def split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], list[
 def apply_overrides(config: Config, overrides: Overrides) -> Config:
     """Applies overrides in order, in place; returns the config."""
     for path, text in overrides:
-        try:
-            config.override(path, text)
-        except ConfigError as error:
-            # The flag names the path already, unless the error is in a part of the value.
-            message = error.args[0] if error.path == path else error
-            raise ConfigError(f"--config.{path}={text}: {message}") from error
+        _override(config, path, text)
     return config
+
+
+def _override(config: Config, path: str, text: str) -> _Setting:
+    """Applies an override, in place; returns it with the value that its text stands for."""
+    with _located(path, text):
+        config.override(path, text)
+        # A copy, as later overrides may change what this one has set.
+        value = copy.deepcopy(config.get_path(path))
+    return _Setting(path, text, value)
+
+
+def _set(config: Config, setting: _Setting) -> None:
+    """Applies an override whose text was read, in place."""
+    with _located(setting.path, setting.text):
+        config.set_path(setting.path, setting.value)
+
+
+@contextlib.contextmanager
+def _located(path: str, text: str) -> Iterator[None]:
+    """Has a ConfigError begin with the flag that it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        # The flag names the path already, unless the error is in a part of the value.
+        message = error.args[0] if error.path == path else error
+        raise ConfigError(f"--config.{path}={text}: {message}") from error
+
+
+def _rules(config: Config) -> list[Config]:
+    return config.accelerator_rules if "accelerator_rules" in config else []
+
+
+def _is_for(rule: Config, accelerator: str) -> bool:
+    return fnmatch.fnmatchcase(accelerator, rule.pattern)
 
 
 def apply_accelerator_rules(config: Config, accelerator: str | None) -> list[str]:
     """Applies, in place and in order, the rules whose pattern matches a name such as "v5e-8", "h200x8" or "cpu-8".
     Returns a line for each field that one changes: `rule v5e-*: memory.remat none -> full`. None: all, on copies."""
     lines: list[str] = []
-    rules = config.accelerator_rules if "accelerator_rules" in config else []
-    for index, rule in enumerate(rules):
-        if accelerator is not None and not fnmatch.fnmatchcase(accelerator, rule.pattern):
+    for index, rule in enumerate(_rules(config)):
+        if accelerator is not None and not _is_for(rule, accelerator):
             continue
         config_before = config.copy()
         # Rules of different accelerators may contradict each other, so trying all of them takes a

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     limit = cli.gib("device_memory_gib", args.device_memory_gib)
     folder = args.workdir or safe_child("runs", args.run_name, "--run_name")
     if args.target is not None:
-        return _dry_run(command, Workdir(folder), limit)
+        return _dry_run(Job(command, experiment, Workdir(folder), limit, goodput))
     cluster = distributed.detect(os.environ, (args.coordinator, args.num_processes, args.process_id))
     last = None if args.dry_run else finished.last_checkpoint(folder)
     if last is not None and args.resume == "never":
@@ -241,10 +241,12 @@ def _guarded(job: Job) -> int:
     return code
 
 
-def _dry_run(command: cli.Command, workdir: Any, limit: int | None) -> int:
+def _dry_run(job: Job) -> int:
     """The start of a run on another machine's devices: everything that takes no array."""
     from framework.plan import startup, targets
 
+    command = job.command
+    workdir = job.workdir
     if not command.args.dry_run:
         raise cli.UsageError("--target goes with --dry_run: nothing can be trained on devices that are not here")
     # The target's compiler reads its environment when JAX starts it.
@@ -253,9 +255,10 @@ def _dry_run(command: cli.Command, workdir: Any, limit: int | None) -> int:
     target = targets.resolve(command.args.target)
     config, rules = command.resolve(target.name)
     print("".join(f"{line}\n" for line in rules), end="")
+    experiment = job.experiment_of(config, rules)
     workdir.claim()
     try:
-        fits = startup.dry_run(command.spec, config, target, workdir.path, limit)
+        fits = startup.dry_run(command.spec, config, experiment, target, workdir.path, job.limit)
         return 0 if fits else EXIT_TOO_BIG
     finally:
         workdir.release(undo=True)

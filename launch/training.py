@@ -39,8 +39,8 @@ from launch.job import EXIT_FAILED, EXIT_NONFINITE, EXIT_TOO_BIG, Job
 class Training:
     """One process's part of a run.
 
-    The experiment is built twice if the length of the run is in epochs, as the steps of an epoch are known only when
-    the data is ready: `_prepare` then replaces `experiment` and `program`.
+    The job's experiment is trained, unless the config changes after it was built: by a rule for the accelerator, or in
+    `_prepare`, as the steps of an epoch are known only when the data is ready. Then the changed config is built.
     """
 
     begins: bool  # whether the workdir holds no checkpoint; known when the run is prepared
@@ -53,7 +53,7 @@ class Training:
         self.workdir = job.workdir
         self.config = config
         self.pulse = pulse
-        self.experiment: Experiment = config.instantiate()
+        self.experiment: Experiment = job.experiment_of(config, self.rule_lines)
         self.hooks = own_hooks(self.options.hooks)
         self.program = Program(self.experiment)
         if jax.default_backend() == "cpu":
@@ -107,12 +107,10 @@ class Training:
         if max_epochs is not None:
             epoch_steps = self.experiment.data.epoch_steps(max_epochs)
             self._tell(set_length(self.config, epoch_steps))
-            # The data is ready already and does not depend on the length, so the new experiment
-            # takes it over.
-            data = self.experiment.data
-            self.experiment = self.config.instantiate()
-            self.experiment.data = data
-            self.program = Program(self.experiment)
+            if self.config.trainer.max_steps != self.options.known_steps:
+                # The data is ready already and does not depend on the length.
+                self.experiment = self.config.instantiate(data=self.experiment.data)
+                self.program = Program(self.experiment)
             self.progress.set_total(self.options.max_steps)
         self._tell(rate_notes(self.config.learner, self.options.max_steps))
 
@@ -219,7 +217,7 @@ class Training:
         """
         state = self.run.state
         self.run.state = {}
-        state = self.program.in_one(state)
+        state = self.program.joined(state)
         text = sample_text(self.program, state)
         images = sample_images(self.program, state)
         return text, images

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import configs
-from framework.config import Config, config_for
+from framework.config import Config, config_for, target_of
 from framework.data.tokenizers import BPETokenizer
 from framework.files.workdir import read_only
 from launch import cli, stored
@@ -82,6 +82,8 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
         return _load_hf(args, overrides)
     workdir, checkpoints = read_only(args.workdir)
     config = stored.read(workdir, overrides, tell)
+    if text:
+        _name_tokenizer_file(config, workdir)
     experiment: Any = config.instantiate()
     if args.ema and not experiment.learner.ema_specs():
         raise ValueError("--ema: the run keeps no averages (learner.ema is not set)")
@@ -92,7 +94,7 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
     # for.
     from framework.checkpoint.checkpointer import Checkpointer
     from framework.devices.executables import use_compilation_cache
-    from framework.program.program import inference_program
+    from framework.program.inference import inference_program
 
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
     if not checkpointer.steps():
@@ -115,17 +117,24 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
     return Loaded(config, experiment, program, state, args.ema, workdir)
 
 
+def _name_tokenizer_file(config: Config, workdir: Path) -> None:
+    """Has the run's copy of its tokenizer read, wherever the tokenizer came from. Changes the config in place."""
+    if not config.data.takes("tokenizer"):
+        return
+    tokenizer = config.data.tokenizer
+    target = target_of(tokenizer)
+    if isinstance(target, type) and issubclass(target, BPETokenizer):
+        tokenizer.path = str(workdir / "tokenizer.json")
+
+
 def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
     """Makes the run's tokenizer ready. Raises ValueError: its model has no use for text."""
     # Reading the property is the check.
     _ = experiment.language_model
     tokenizer = experiment.data.tokenizer
     file = workdir / "tokenizer.json"
-    if isinstance(tokenizer, BPETokenizer):
-        if not file.exists():
-            raise FileNotFoundError(f"{file} does not exist: the tokenizer of the run")
-        # The run's copy is read, wherever the tokenizer came from.
-        tokenizer.path = str(file)
+    if isinstance(tokenizer, BPETokenizer) and not file.exists():
+        raise FileNotFoundError(f"{file} does not exist: the tokenizer of the run")
     tokenizer.prepare(workdir, None, write=False)
 
 
@@ -136,7 +145,7 @@ def _load_hf(args: argparse.Namespace, overrides: cli.Overrides) -> Loaded:
     from framework.data.pretrained_tokenizer import PretrainedTokenizer
     from framework.devices.executables import use_compilation_cache
     from framework.learner.learner import Learner
-    from framework.program.program import inference_program
+    from framework.program.inference import inference_program
 
     config = configs.load(f"hf:{args.hf}")
     # An experiment needs a learner. Plain SGD keeps no state, so it takes no memory.

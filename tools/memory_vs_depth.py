@@ -179,7 +179,7 @@ def _rows(configs: dict[str, Config], target: Any, rounds: int) -> Iterator[Row]
     import jax
 
     from framework.devices.executables import HostBytes, on_device, peak_bytes
-    from framework.plan.suggest import compile_step
+    from framework.plan.rehearsal import compile_step
     from framework.program.program import Program
 
     programs, rows = {}, dict[str, Row]()

@@ -50,7 +50,7 @@ MUTATIONS = (
     ),
     Mutation(
         "do not donate",
-        "framework/program/program.py",
+        "framework/program/whole.py",
         "donate_argnums=0,",
         "donate_argnums=(),",
         ("tests/trainer/test_memory.py", "tests/schedules"),

@@ -45,15 +45,16 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def texts(program: Program) -> list[str]:
     """The jaxpr of a program's step, or the lowered text of each of its programs."""
-    if not program.in_parts:
-        return [str(program.traced_step.jaxpr)]
+    jaxprs = program.execution.step_jaxprs()
+    if jaxprs:
+        return [str(jaxpr) for jaxpr in jaxprs]
     lowered_texts: list[str] = []
 
     def compile(lowered: jax.stages.Lowered, hosted: object) -> Compiled:
         lowered_texts.append(lowered.as_text())
         return Compiled(None, 0, None)
 
-    program.layers.rehearse(program.layout.abstract(), program.layout.abstract(program.batch_specs), compile)
+    program.execution.rehearse_step(compile)
     return lowered_texts
 
 

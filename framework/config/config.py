@@ -293,7 +293,10 @@ class Config(ConfigBase):
 
         Dicts take new keys; lists keep their length. Raises ConfigError.
         """
-        place = self._walk_to(path)
+        self._set(self._walk_to(path), path, value)
+
+    def _set(self, place: _Place, path: str, value: Any) -> None:
+        """Sets the value at a place, whose path this is."""
         # The whole field is checked, so an error names the element's path below the field's.
         below_field = "".join(f".{key}" for key in place.keys)
         field_path = path.removesuffix(below_field)
@@ -314,7 +317,17 @@ class Config(ConfigBase):
         hint = place.config._field(place.field).hint
         for key in place.keys:
             hint = element_hint(hint, key)
-        self.set_path(path, _value_of_text(hint, text, path))
+        component = _component_of_text(hint, text, path)
+        if component is not None:
+            self._set(place, path, component)
+            return
+        value = _value_of_text(hint, text, path)
+        if place.keys:
+            # An element that is valid alone may not be beside the others: the field decides.
+            self._set(place, path, value)
+        else:
+            # The text was read as a value of the field's type, so there is nothing left to check.
+            place.config._fields[place.field] = value
 
     def to_dict(
         self,
@@ -449,8 +462,8 @@ def _replaced(value: Any, keys: list[Any], element: Any) -> Any:
     return elements
 
 
-def _value_of_text(hint: Any, text: str, path: str) -> Any:
-    """Returns what `Config.override` sets: a component, or a value of the field's type."""
+def _component_of_text(hint: Any, text: str, path: str) -> Any:
+    """Returns the component that the text names, or JSON with components; None for other text."""
     components = short_names(hint)
     if '"$class"' in text:
         # As in a file: the names in it lead to components alone.
@@ -459,11 +472,17 @@ def _value_of_text(hint: Any, text: str, path: str) -> Any:
         return config_for(components[text])
     if accepts_config(hint) and is_trusted(text):
         return config_for(resolve(text, path))
+    return None
+
+
+def _value_of_text(hint: Any, text: str, path: str) -> Any:
+    """Returns the value that text other than a component's stands for, as a field stores it."""
     try:
         return parse_text(hint, text, path)
     except FieldTypeError as error:
         if accepts_config(hint):
             packages = ", ".join(TRUSTED)
+            components = short_names(hint)
             choices = f", or is one of {', '.join(components)}" if components else ""
             advice = f"a component goes by its dotted name, inside {packages}{choices}"
             error.args = (f"{error.args[0]}; {advice}",)

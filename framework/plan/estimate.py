@@ -27,6 +27,7 @@ from framework.plan.local_step import trace
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.report import KEYS
 from framework.program.experiment import Experiment
+from framework.program.program import execution_type
 from framework.schedules.division import BLOCK
 
 # XLA's CPU compiler never computes these twice (InstructionFusion::IsExpensive).
@@ -71,10 +72,12 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     """
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     _check(experiment, mesh, sizes)
-    layout = StateLayout(experiment.state_specs(), mesh)
+    specs = experiment.state_specs()
+    layout = StateLayout(specs, mesh)
+    running_specs = execution_type(experiment.memory).running_specs(experiment, specs)
     breakdown = dict.fromkeys(KEYS, 0)
     host_breakdown = dict.fromkeys(KEYS, 0)
-    for leaf in StateLayout(experiment.run_specs(), mesh):
+    for leaf in StateLayout(running_specs, mesh):
         is_on_device = leaf.spec.memory_kind == "device"
         leaf_breakdown = breakdown if is_on_device else host_breakdown
         leaf_breakdown[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 
 from framework.config import Config
-from framework.devices.executables import HostBytes, peak_bytes
 from framework.metrics.memory import MemoryInUse
 from framework.plan.compiled import refused
 from framework.plan.report import needs
@@ -38,15 +37,9 @@ def need(program: Program) -> Need:
     layout = program.layout
     message = ""
     state = layout.bytes_per_device(memory_kind="device")
-    hosted = layout.bytes_per_device(memory_kind="pinned_host")
     batch = sum(spec.num_bytes for spec in program.batch_specs.values()) // program.mesh.size
     try:
-        if program.in_parts:
-            # The peak over all programs of the step, from their rehearsal.
-            peak = program.layers_ledger.peak
-        else:
-            stats = program.compiled_step.memory_analysis()
-            peak = peak_bytes(stats, program.mesh.devices.flat[0].platform, HostBytes.in_place(hosted))
+        peak = program.execution.peak_bytes()
     except jax.errors.JaxRuntimeError as error:
         peak, message = refused(error)
     groups = {group: layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "optimizer", "ema")}

@@ -34,6 +34,18 @@ def flops(jaxpr: ClosedJaxpr | Jaxpr) -> FlopCount:
     return _sum(map(_flops_of, _open(jaxpr).eqns))
 
 
+def flops_of_calls(calls: Iterable[ClosedJaxpr]) -> FlopCount:
+    """The sum of `flops` over calls of programs; a program that is called several times counts each time."""
+    # The calls of one program have the same jaxpr, which is looked through once.
+    counts: dict[int, FlopCount] = {}
+    counts_of_calls = []
+    for jaxpr in calls:
+        if id(jaxpr) not in counts:
+            counts[id(jaxpr)] = flops(jaxpr)
+        counts_of_calls.append(counts[id(jaxpr)])
+    return _sum(counts_of_calls)
+
+
 def _sum(counts: Iterable[FlopCount]) -> FlopCount:
     total_flops = 0
     uncounted_loops = 0

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
 from framework.checkpoint.storage import read_bytes
 from framework.config import Config
-from framework.devices.executables import HostBytes
-from framework.layout import Leaf, StateLayout, merge
-from framework.plan import jaxprs, layers
+from framework.layout import StateLayout, merge
+from framework.plan import rehearsal
 from framework.plan.cache import versions
-from framework.plan.compiled import Compiled, compile_for
+from framework.plan.compiled import Compiled
 from framework.plan.hlo import Array
-from framework.plan.naming import OF_LAYOUT, Named, name_buffers
+from framework.plan.jaxprs import FlopCount, flops_of_calls, unreached
+from framework.plan.naming import OF_LAYOUT, Named
+from framework.plan.rehearsal import compile_step, rehearsed
 from framework.plan.report import KEYS
-from framework.plan.suggest import closed_form, compile_step, state_bytes, suggestions
+from framework.plan.suggest import closed_form, state_bytes, suggestions
 from framework.plan.targets import Target
 from framework.program.experiment import Experiment
 from framework.program.program import Program
-from framework.schedules.layerwise.storage import STACK
 from framework.schedules.step import training_context
 from framework.terminal.tables import human_bytes
 
@@ -112,9 +111,8 @@ def plan(
     report |= traced(program)
     tell(f"compiling the training step for {target.name}")
     step = compile_step(program, target, limit)
+    report |= _flops(flops_of_calls(program.execution.step_jaxprs(step.ledger)), report["tokens_per_step"])
     report |= _step(program, step)
-    if step.ledger is not None:
-        report |= layers.totals(step.ledger, report["tokens_per_step"])
     _add_host(report, _state_bytes(program).host, step.host_temp, target)
     report["estimate"] = _compared_estimate(program, target, step)
 
@@ -181,34 +179,15 @@ def _add_phases(
     layout = program.layout
     state = _state_bytes(program)
     tell("compiling initialization")
-    init = _init(program, target, state.host)
+    init = rehearsed(target, None, program.execution.rehearse_init)
     tell("compiling evaluation")
-    evaluation = _evaluation(program, target)
+    evaluation = rehearsed(target, None, program.execution.rehearse_evaluation)
     # The rest of the state, which is no argument of evaluation, stays on the device too.
     argument_bytes = sum(layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "buffer"))
     peaks["init"] = _Peak(init.allocated, state.host)
     peaks["evaluation"] = _Peak(evaluation.allocated - argument_bytes + state.device, state.host)
     report["compile_seconds"] = round(step.seconds + init.seconds + evaluation.seconds, 1)
     report["message"] = step.message or init.message or evaluation.message
-
-
-def _init(program: Program, target: Target, hosted: int) -> Compiled:
-    if program.in_parts:
-        return layers.rehearsed(target, None, program.rehearse_init)
-    return compile_for(program.init_jit().lower(), target.platform, HostBytes(results=hosted))
-
-
-def _evaluation(program: Program, target: Target) -> Compiled:
-    layout = program.layout
-    batch = program.evaluation_specs
-    if program.in_parts:
-        weights = {group: layout.specs[group] for group in ("parameter", "frozen")}
-        run = partial(program.layers.evaluate, weights, layout.specs["buffer"], batch)
-        return layers.rehearsed(target, None, run)
-    groups = layout.abstract([layout.specs[group] for group in ("parameter", "frozen", "buffer")])
-    hosted = sum(layout.bytes_per_device(group, "pinned_host") for group in ("parameter", "frozen"))
-    lowered = program.evaluate_jit.lower(*groups, layout.abstract(batch))
-    return compile_for(lowered, target.platform, HostBytes(arguments=hosted))
 
 
 # --- the parts of a report -------------------------------------------------------------------------------------------
@@ -272,11 +251,8 @@ def _add_host(
 
 
 def traced(program: Program) -> Report:
-    """The keys of a report that are read off the traced step: FLOPs, and parameters that the loss does not reach."""
+    """The keys of a report that are read off the traced loss: parameters that it does not reach."""
     layout = program.whole
-    # A step in layers has no traced program of its own: its FLOPs are counted in the rehearsal,
-    # `layers.totals`.
-    count = jaxprs.FlopCount() if program.in_parts else jaxprs.flops(program.traced_step.jaxpr)
     model = program.experiment.model
     remat = program.experiment.memory.remat
 
@@ -297,16 +273,15 @@ def traced(program: Program) -> Report:
     state = layout.abstract()
     batch = layout.abstract(program.batch_specs)
     leaves = [leaf for leaf in layout if leaf.group == "parameter"]
-    are_zero = jaxprs.unreached(loss, state["parameter"], state, batch)
+    are_zero = unreached(loss, state["parameter"], state, batch)
     zero_gradients = []
     for leaf, is_zero in zip(leaves, are_zero, strict=True):
         if is_zero:
             zero_gradients.append({"path": leaf.path.removeprefix("parameter/"), "bytes": leaf.bytes_per_device})
-    tokens = program.experiment.data.global_batch_size * program.experiment.data.seq_len
-    return {**_flops(count, tokens), "zero_gradients": zero_gradients}
+    return {"zero_gradients": zero_gradients}
 
 
-def _flops(count: jaxprs.FlopCount, tokens: int) -> Report:
+def _flops(count: FlopCount, tokens: int) -> Report:
     """The keys of a report that tell FLOPs."""
     loops = f"{count.uncounted_loops} loops run as often as the data says; their FLOPs are counted once"
     return {
@@ -327,18 +302,14 @@ def _step(program: Program, step: Compiled) -> Report:
             host_breakdown[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
     host_breakdown["activations"] += step.host_temp
     transfers: Report = {}
+    named_buffers: list[Named] = []
     unnamed_group = "other"
     if step.ledger is not None:
-        named_buffers = layers.named(program, step.ledger)
-    elif step.buffers is not None:
-        named_buffers = name_buffers(step.buffers, layout)
-        module = step.buffers.module
-        # Each host leaf is taken in and out, also where the program's text does not name its memory
-        # space (CPU, GPU).
-        host_transfer_bytes = max(module.host_bytes(), 2 * state.host)
-        transfers = {"collective_bytes": module.collective_bytes(), "host_transfer_bytes": host_transfer_bytes}
-    else:
-        # The compiler refused the program: the state is known, and what everything adds up to.
+        transfers = rehearsal.totals(step.ledger)
+        named_buffers = rehearsal.named(program, step.ledger)
+    if not named_buffers:
+        # The compiler refused the program, or it came from a cache without its buffers: the state
+        # is known, and what everything adds up to.
         unnamed_group = "activations"
         named_buffers = _state_buffers(layout)
     for buffer in named_buffers:
@@ -394,15 +365,10 @@ def _save_and_restore(program: Program, target: Target) -> dict[str, _Peak]:
         # Replicas on the devices of a process are written once.
         copied += min(leaf.spec.num_bytes, leaf.bytes_per_device * local_devices)
     passing = read_bytes(max(leaf.spec.num_bytes for leaf in layout))
-    if program.in_parts:
-        passing += local_devices * sum(leaf.bytes_per_device for leaf in layout if _comes_by_host(leaf))
+    passing += local_devices * program.execution.bytes_by_host
     # A process reads the shards of its own devices.
     passing = min(passing, local_devices * (state.device + state.host))
     return {
         "save": _Peak(state.device, state.host + copied // local_devices),
         "restore": _Peak(state.device, state.host + passing // local_devices),
     }
-
-
-def _comes_by_host(leaf: Leaf) -> bool:
-    return leaf.spec.memory_kind == "device" and leaf.path.split("/")[1] == STACK

@@ -18,6 +18,7 @@ from framework.layers.base import BATCH_AXES
 from framework.plan import guard
 from framework.plan.start_table import start_report
 from framework.plan.targets import Target
+from framework.program.experiment import Experiment
 from framework.program.program import Program
 from framework.terminal.tables import Section, human_bytes, render
 
@@ -25,6 +26,7 @@ from framework.terminal.tables import Section, human_bytes, render
 def dry_run(
     name: str,
     config: Config,
+    experiment: Experiment,
     target: Target,
     folder: Path,
     limit: int | None,
@@ -34,6 +36,7 @@ def dry_run(
     Args:
         name: of the config.
         config: resolved for the target.
+        experiment: built from it.
         target: the machine to start for.
         folder: the data keeps its tokens there; a source that is not on this machine is told, and is no error.
         limit: device memory in bytes, by default the target's.
@@ -46,8 +49,7 @@ def dry_run(
     """
     # A program that was not compiled for this machine is not kept.
     jax.config.update("jax_enable_compilation_cache", False)
-    program = Program(config.instantiate(), target.devices())
-    experiment = program.experiment
+    program = Program(experiment, target.devices())
     missing = ""
     try:
         if experiment.pretrained is not None:
@@ -61,13 +63,7 @@ def dry_run(
     seconds = time.perf_counter() - start
     if limit is None:
         limit = target.limit_bytes
-    refusal = guard.refusal(
-        config,
-        program,
-        need,
-        limit,
-        target,
-    )
+    refusal = guard.refusal(config, program, need, limit, target)
     peak = f"its peak is {human_bytes(need.peak)} of {human_bytes(limit)} per device"
     summary = f"dry run: the step compiles for {target.name} in {seconds:.0f} s, and {peak}. Nothing was trained."
     print(refusal or summary)

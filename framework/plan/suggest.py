@@ -9,12 +9,10 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from framework.config import Config
-from framework.devices.executables import HostBytes
 from framework.layers.remat import check_platform
-from framework.plan.compiled import Compiled, compile_for
 from framework.plan.estimate import Estimate, estimate
-from framework.plan.layers import compile_layers
 from framework.plan.naming import OF_LAYOUT
+from framework.plan.rehearsal import compile_step
 from framework.plan.targets import Target
 from framework.program.experiment import Experiment
 from framework.program.program import Program
@@ -36,21 +34,6 @@ def check(experiment: Experiment, target: Target) -> dict[str, int]:
 def closed_form(experiment: Experiment, target: Target) -> Estimate:
     """The estimate for a target; ValueError as for `check`."""
     return estimate(experiment, check(experiment, target), target.spec)
-
-
-def compile_step(program: Program, target: Target, limit: int | None) -> Compiled:
-    """Compiles the training step. The compiler is told a limit (bytes) that is less than what the target has."""
-    is_lower = limit is not None and limit < (target.limit_bytes or 0)
-    mib = limit >> 20 if limit is not None and is_lower else None
-    if program.in_parts:
-        return compile_layers(program, target, mib)
-    hosted = program.layout.bytes_per_device(memory_kind="pinned_host")
-    return compile_for(
-        program.traced_step.lower(),
-        target.platform,
-        HostBytes.in_place(hosted),
-        mib,
-    )
 
 
 def state_bytes(need: Estimate) -> int:

@@ -20,7 +20,6 @@ from framework.models.chain import Chain
 from framework.optimizers.schedule_steps import with_run_length
 from framework.processes.health import Health
 from framework.program.options import TrainerOptions
-from framework.schedules.layerwise.storage import STACK, in_parts
 from framework.schedules.memory import Memory
 
 Part = TypeVar("Part")
@@ -50,7 +49,7 @@ class Experiment:
 
     Args:
         model: the model.
-        data: what it reads.
+        data: what it reads; `instantiate` also takes a Pipeline that is ready.
         mesh: how devices are arranged.
         learner: optimizer, rules, clipping, averaging.
         memory: where state lives and what is recomputed.
@@ -167,22 +166,6 @@ class Experiment:
             "counter": _counter_specs() | self.learner.counter_specs(),
         }
 
-    def run_specs(self) -> Nested:
-        """`state_specs` as the run holds the state: `memory.update = layer_programs` has the stack in parts. Raises
-        ValueError: the model has other stages than that schedule runs."""
-        specs = self.state_specs()
-        memory = self.memory
-        stages = list(self.model.stages)
-        if memory.update != "layer_programs":
-            return specs
-        if stages != ["embed", STACK, "head"]:
-            raise ValueError(
-                f"memory.update = layer_programs runs embed, {STACK} and head; the model has {', '.join(stages)}; "
-                "expected memory.update = in_backward, streamed or after_backward"
-            )
-        num_units = self.model.stacks[STACK].num_units
-        return in_parts(specs, num_units, memory.hosted_layers)
-
     def _placed(self, weights: Nested) -> Nested:
         """The specs of weights, large ones tagged with where `memory.parameters` has them."""
         kind = self.memory.parameters
@@ -199,8 +182,11 @@ class Experiment:
         return placed_specs
 
 
-def _built(name: str, config: Config, kind: type[Part], **late: Any) -> Part:
+def _built(name: str, config: Config | Part, kind: type[Part], **late: Any) -> Part:
     """The part that a config describes. Raises ConfigError where it is of another kind."""
+    if isinstance(config, kind):
+        return config
+    assert isinstance(config, Config)
     # Before it is built: a learner needs arguments that nothing else takes.
     target = target_of(config)
     if isinstance(target, type) and not issubclass(target, kind):

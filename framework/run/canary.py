@@ -201,12 +201,8 @@ def _check_places(program: Program, state: Any) -> None:
     # Only the groups that are updated: a GPU's compiler reports no other argument as the host's.
     for group in ("parameter", "optimizer"):
         hosted_bytes += program.layout.bytes_per_device(group, "pinned_host")
-    if program.in_parts:
-        executables = [call.run for call in program.layers_ledger.calls]
-    else:
-        executables = [program.compiled_step]
     taken_bytes = 0
-    for executable in executables:
+    for executable in program.execution.executables():
         taken_bytes += executable.memory_analysis().host_argument_size_in_bytes
     # A CPU's compiler counts no argument as the host's.
     if taken_bytes < hosted_bytes and jax.default_backend() != "cpu":

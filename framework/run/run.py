@@ -25,8 +25,9 @@ from framework.metrics.throughput import Throughput
 from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
 from framework.processes import distributed
 from framework.processes.health import Pulse
-from framework.program.program import Program, State
+from framework.program.program import Program
 from framework.program.run_length import changed_length
+from framework.schedules.step import State
 from framework.terminal.progress import Progress
 
 

@@ -17,13 +17,15 @@ from framework.layout import Nested, StateLayout
 from framework.learner.learner import Learner
 from framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update
 from framework.models.chain import Chain
-from framework.schedules.backward import Turns, Visit, Work, forward
+from framework.schedules.backward import forward
+from framework.schedules.gradients import Tally, counted, judge, with_tally
 from framework.schedules.memory import Memory
 from framework.schedules.pieces import update_group
 from framework.schedules.state_ahead import Moving, StateAhead, UnitState
 from framework.schedules.step import Metrics, State, Step, finish, training_context
 from framework.schedules.streamed import bundle_specs
 from framework.schedules.streamed import check as check_platform
+from framework.schedules.visits import Turns, Visit, Work
 
 # A key of the work of a backward pass whose units' state moves ahead: the UnitState of the unit that was
 # updated last.
@@ -95,13 +97,12 @@ def build_step(
             **weights,
             "optimizer": state["optimizer"],
             "ema": state["ema"],
-            "squares": zero,
-            "ok": decision.ok,
-            "updated": jnp.int32(0),
+            **Tally(ok=decision.ok, squares=zero, updated=jnp.int32(0)),
         }
         work = pull(work, _Updating(learner, layout, ahead, decision), turns)
-        decision = decision._replace(norm=jnp.sqrt(work["squares"]), ok=work["ok"])
-        metrics = {**out.metrics, "updated_units": work["updated"]}
+        tally = _tally(work)
+        decision = with_tally(decision, tally)
+        metrics = {**out.metrics, "updated_units": tally["updated"]}
         update = work["parameter"], work["optimizer"], work["ema"]
         return finish(
             learner,
@@ -128,6 +129,11 @@ def _state_ahead(
     if platform == "cpu" and (memory.optimizer_state == "device" or memory.prefetch == "unit"):
         return StateAhead(learner, layout, moves_all=True)
     return StateAhead(learner, layout) if memory.prefetch == "unit" else None
+
+
+def _tally(work: Work) -> Tally:
+    """The tally of a work that updates go with."""
+    return Tally(ok=work["ok"], squares=work["squares"], updated=work["updated"])
 
 
 def _measuring(learner: Learner) -> Visit:
@@ -158,9 +164,7 @@ class _Updating:
     def __call__(self, work: Work, stage: str, grads: Nested, index: jax.Array | None) -> Work:
         """See `Visit`."""
         learner = self.learner
-        squares = jnp.square(learner.norm(grads))
-        # Once not ok, always not ok: what comes later in the backward pass is made of the same cotangents.
-        ok = work["ok"] & jnp.isfinite(squares)
+        judged = judge(learner, work["ok"], grads)
         leaving: dict[str, Moving] = {}
 
         def run(group: Group, update: UnitUpdate, bundle: Bundle, decision: Decision) -> Update:
@@ -178,7 +182,7 @@ class _Updating:
                 {stage: grads},
                 work["optimizer"],
                 work["ema"],
-                self.decision._replace(ok=ok),
+                self.decision._replace(ok=judged.ok),
                 run,
                 stage,
             )
@@ -187,9 +191,7 @@ class _Updating:
             "parameter": params,
             "optimizer": optimizer,
             "ema": ema,
-            "squares": work["squares"] + squares,
-            "ok": ok,
-            "updated": work["updated"] + ok,
+            **counted(_tally(work), judged),
         }
         # The new state waits here for the next unit's turn, when it is stored.
         if leaving and index is not None:

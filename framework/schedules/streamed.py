@@ -21,10 +21,11 @@ from framework.learner.learner import Learner
 from framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update, unit_at, with_unit
 from framework.models.chain import Chain
 from framework.schedules import after_backward
-from framework.schedules.backward import Visit, Work, forward
+from framework.schedules.backward import forward
 from framework.schedules.memory import Memory
 from framework.schedules.pieces import update_group
 from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
+from framework.schedules.visits import Visit, Work
 
 
 def update_streamed(

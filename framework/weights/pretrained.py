@@ -28,10 +28,10 @@ from framework.layout import (
     flatten,
     store_leaf,
 )
-from framework.learner.units import with_unit
 from framework.models.causal_lm import CausalLM
-from framework.program.program import Program, State
-from framework.schedules.layerwise.storage import part_path
+from framework.program.execution import Execution
+from framework.program.program import Program
+from framework.schedules.step import State
 
 # Stands for the layer's number in the names of a family.
 LAYER = "{layer}"
@@ -258,7 +258,7 @@ class Pretrained:
                 write = write or _writer(program, values, by_layer)
                 for group, leaves in write(state, values, layer).items():
                     state[group] |= leaves
-        return program.nested(state)
+        return program.execution.first_values.nested(state)
 
 
 def _precise_leaves(program: Program, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -278,18 +278,18 @@ def _precise_leaves(program: Program, values: dict[str, jax.Array]) -> dict[str,
     return leaves
 
 
-def _stored_paths(written_leaves: Nested, layer: int, is_in_parts: bool) -> dict[str, str]:
+def _stored_paths(execution: Execution, written_leaves: Nested, layer: int | None) -> dict[str, str]:
     """{path of a leaf that is written: its path in the state}.
 
     Args:
+        execution: knows where the state has a layer's leaves.
         written_leaves: by group of the state and path.
-        layer: the layer's index in the stack.
-        is_in_parts: each layer of the stack has its own leaves in the state.
+        layer: the layer's index in the stack; None for leaves of all layers, or of no stack.
     """
     stored_paths = {}
     for leaves in written_leaves.values():
         for path in leaves:
-            stored_paths[path] = part_path(path, layer) if is_in_parts else path
+            stored_paths[path] = path if layer is None else execution.layer_path(path, layer)
     return stored_paths
 
 
@@ -302,27 +302,25 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
         by_layer: the values are one layer's.
     """
 
+    execution = program.execution
+
     def made(values: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
         leaves = _precise_leaves(program, values)
-        return program.values_of(leaves, unit=by_layer)
+        return execution.first_values.values_of(leaves, unit=by_layer)
 
     def put(places: Nested, old: Any, values: dict[str, jax.Array], layer: jax.Array) -> Any:
         new = jax.tree.map(store_leaf, places, made(values))
         if not by_layer:
             return new
-        if program.in_parts:
-            # Each layer of such a program is an array with a layer axis of length 1.
-            return jax.tree.map(lambda x: x[None], new)
-        return with_unit(old, new, layer)
+        return execution.with_layer(old, new, layer)
 
     written_leaves = jax.eval_shape(made, like)
-    is_in_parts = by_layer and program.in_parts
     # Compiled programs by the memory kinds of the leaves: a layer may lie on the host, another on the device.
     programs_by_kinds = dict[Any, Any]()
     specs = {group: flatten(tree) for group, tree in program.layout.specs.items()}
 
     def write(state: Any, values: dict[str, jax.Array], layer: int) -> Any:
-        stored_paths = _stored_paths(written_leaves, layer, is_in_parts)
+        stored_paths = _stored_paths(execution, written_leaves, layer if by_layer else None)
         places = {}
         old = {}
         for group, leaves in written_leaves.items():

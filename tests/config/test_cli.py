@@ -13,7 +13,7 @@ import pytest
 
 import configs
 import launch
-from framework.config import ConfigError, config_for, target_of
+from framework.config import Config, ConfigError, config_for, target_of
 from launch import cli, mistakes
 
 ROOT = Path(launch.__path__[0]).parent
@@ -93,6 +93,26 @@ def test_rules_come_after_the_name_and_before_overrides(user_file):
     ]
     assert (config.remat, config.steps, config.layers[0].heads) == ("full", 30, 2)
     assert command.resolve("cpu-8") == (command.config, [])
+
+
+def test_the_text_of_an_override_is_read_once(user_file, monkeypatch):
+    """Also where rules are applied before it; without a rule, it is applied once too."""
+    read: list[str] = []
+    override = Config.override
+
+    def counting(self: Config, path: str, text: str) -> None:
+        read.append(path)
+        override(self, path, text)
+
+    monkeypatch.setattr(Config, "override", counting)
+    flags = ["--config.optimizer=optax.lion", "--config.optimizer.learning_rate=1e-5", "--config.layers.0.heads=2"]
+    command = parse(f"--config={user_file}:mine", "--workdir=w", *flags)
+    assert command.resolve("cpu-8") == (command.config, [])
+    config, _ = command.resolve("v5e-8")
+    assert read == ["optimizer", "optimizer.learning_rate", "layers.0.heads"]
+    assert (target_of(config.optimizer), config.optimizer.learning_rate) == (optax.lion, 1e-5)
+    config.layers[0].heads = 16
+    assert command.resolve("v5e-8")[0].layers[0].heads == 2
 
 
 def test_rules_are_checked_and_may_be_overridden(user_file):

@@ -69,9 +69,7 @@ def test_5_what_does_not_fit_is_refused_with_what_would(text: Path, tmp_path: Pa
 
 
 def test_6_missing_data_is_named_before_any_compile(text: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "framework.program.program.Program.compiled_step", property(lambda self: pytest.fail("compiled"))
-    )
+    monkeypatch.setattr("framework.program.whole.Whole.compiled_step", property(lambda self: pytest.fail("compiled")))
     (text / "train.txt").unlink()
     assert train(tmp_path / "run") == 2
     error = capsys.readouterr().err

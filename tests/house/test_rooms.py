@@ -27,7 +27,7 @@ ROOMS = {
     "program": "config data devices layers layout learner models optimizers processes schedules",
     "inference": "data layers layout program",
     "plan": "checkpoint config data devices layers layout metrics models optimizers program schedules terminal",
-    "weights": "config files layers layout learner models program schedules terminal",
+    "weights": "config files layers layout models program schedules terminal",
     "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "
     "schedules terminal",
 }

@@ -9,6 +9,7 @@ from framework.config import config_for
 from framework.devices.accelerators import spec_for
 from framework.layers import attention
 from framework.layers.linear import Linear
+from framework.layers.lookup import look_up
 from framework.layers.stack import Stack
 from framework.plan.estimate import estimate
 from framework.plan.jaxprs import flops
@@ -162,13 +163,16 @@ class Twice(Linear):
         return super().__call__(weights, jnp.concatenate([x, x], -1)[..., : x.shape[-1]], ctx)
 
 
-def test_layers_of_ones_own_are_traced_and_attention_is_put_back():
+def test_layers_of_ones_own_are_traced_and_the_experiments_are_left_alone():
     config = configs.load("nanogpt-cpu")
     config.model.stack.pattern[0].mlp.linear = config_for(Twice, bias=True)
-    original = attention.dot_product_attention
     experiment = config.instantiate()
+    unit = experiment.model.stack.unit
+    attend = [layer.attend for layer in unit.walk() if isinstance(layer, attention.Attention)]
     jaxpr = trace(experiment, experiment.mesh.resolve(1), "cpu")
-    assert attention.dot_product_attention is original
+    assert attend == [layer.attend for layer in unit.walk() if isinstance(layer, attention.Attention)]
+    assert set(attend) == {attention.dot_product_attention}
+    assert experiment.model.embed.look_up is look_up
     assert "concatenate" in str(jaxpr)
     assert estimate(experiment, experiment.mesh.resolve(1), spec_for("cpu")).peak_bytes > 0
 

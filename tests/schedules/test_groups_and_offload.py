@@ -66,7 +66,7 @@ def test_what_is_offloaded_is_in_host_memory_between_the_passes(policy, shapes):
 
 def test_gpus_refuse_by_name(monkeypatch):
     program = small.program(config("save:query;offload:input"))
-    monkeypatch.setattr(program, "mesh", SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")])))
+    monkeypatch.setattr(program.execution, "mesh", SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")])))
     with pytest.raises(ValueError, match=r"memory\.remat = save:query;offload:input: .*openxla/xla#46231.*on GPU exp"):
         program.step_jit  # noqa: B018
     with pytest.raises(ValueError, match="on GPU expected"):

@@ -90,7 +90,7 @@ def test_frozen_quantized_and_averaged_weights_too(make: Any, schedule: str):
         np.testing.assert_allclose(found["nll"], known["nll"], rtol=1e-5)
     assert hosted(state) == away
     sampling, prompts = Sampling(max_new_tokens=8, temperature=0.0), [[1, 2, 3], [5]]
-    state = program.in_one(state)
+    state = program.joined(state)
     assert Generator(program, state)(prompts, sampling) == Generator(plain, expected)(prompts, sampling)
 
 

@@ -93,11 +93,11 @@ def test_there_are_as_many_programs_at_any_depth(memory: dict[str, Any]):
         program = small.program(deep(depth, memory, clip=None))
         state = program.init()
         program.compile()
-        found[depth] = len(program.layers.programs)
+        found[depth] = len(program.execution.layers.programs)
         with mock.patch.object(programs.Programs, "_make") as compiled:
             program.step(state, program.put(small.host_batch(program)))
         assert not compiled.called
-        assert len(program.layers_ledger.calls) > 2 * depth
+        assert len(program.execution.step_ledger.calls) > 2 * depth
     assert found[4] == found[9] < 40
 
 
@@ -136,7 +136,7 @@ def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: in
     state = program.init()
     monkeypatch.setattr(programs.Programs, "__call__", counting)
     batch = program.put(small.host_batch(program))
-    numbers = 4 * len(program.layers._numbers)
+    numbers = 4 * len(program.execution.layers._numbers)
     program.step(state, batch)
     del state
     assert len(rehearsed) == len(counted) > 10
@@ -187,7 +187,7 @@ def test_a_stack_in_parts_and_whole():
     program.layout.check(again)
     small.assert_same_bits(again, before)
     assert all(x.is_deleted() for x in jax.tree.leaves(stored["optimizer"]["stack"]))
-    whole = program.in_one(again)
+    whole = program.joined(again)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(whole["ema"]["stack"])} == {"device"}
     assert all(x.is_deleted() for x in jax.tree.leaves(again["parameter"]["stack"]))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from framework.layout import flatten
+from framework.program.layerwise import Layerwise
 from tests.support import exact
 from tests.support.exact import Case
 
@@ -32,11 +33,11 @@ def weights(case: Case, rounding: str) -> dict[str, np.ndarray]:
     """bfloat16 weights after some steps, without a master copy, as float32."""
     program = case._replace(precision="bfloat16").program(master_dtype=None, rounding=rounding, clip=None)
     options = {"xla_allow_excess_precision": False}
-    if program.in_parts:
-        program.jit = partial(jax.jit, compiler_options=options)
+    if isinstance(program.execution, Layerwise):
+        program.execution.jit = partial(jax.jit, compiler_options=options)
         program.compile()
     else:
-        program.compiled_step = program.traced_step.lower().compile(options)
+        program.execution.compiled_step = program.traced_step.lower().compile(options)
     state: Any = program.init()
     for step in range(STEPS):
         state, metrics = program.step(state, exact.batch(program, step))

@@ -26,9 +26,9 @@ from framework.layout import flatten
 from framework.optimizers import named
 from framework.optimizers.partition import PartitionedGradientTransformation
 from framework.optimizers.rounding import fold, fold_name
+from framework.program.layerwise import Layerwise
 from framework.program.program import Program
 from framework.schedules import division
-from framework.schedules.layerwise.storage import before_cut
 from tests.support import small
 from tests.support.layers import Recurrent, Twins
 
@@ -250,10 +250,8 @@ def simplest(model: str, optimizer: str, precision: str) -> tuple[Program, Any]:
 def placed(case: Case, program: Program) -> Any:
     """The first state where a program has it. Groups that only some schedules have start as zeros."""
     _, first = simplest(case.model, case.optimizer, case.precision)
-    if program.in_parts:
-        return program.restored(jax.device_put(first, program.whole.shardings(before_cut(program.whole))))
-    zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), program.layout.specs)
-    return jax.device_put({**zeros, **first}, program.layout.shardings())
+    places = jax.tree.map(lambda x: x.sharding, program.abstract_stored)
+    return program.restored(jax.device_put(first, places))
 
 
 def batch(program: Program, step: int) -> dict[str, jax.Array]:
@@ -270,8 +268,8 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
         vectors = group == "optimizer" and case.optimizer in ("adafactor", "adalomo", "apollo_mini")  # factors
         hosted = any(leaf.spec.memory_kind != "device" for leaf in leaves)
         assert hosted == (field in PLACEMENTS[case.placement] and not vectors)
-    if program.in_parts:
-        program.jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    if isinstance(program.execution, Layerwise):
+        program.execution.jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
         with jax.checking_leaks():
             program.compile()
     else:
@@ -295,7 +293,7 @@ def _compile(program: Program, case: Case) -> None:
         assert ("<host>[" in str(traced.jaxpr)) == ("boundaries" in case.placement or case.remat == "offload")
     lowered = traced.lower()
     # With excess precision, bfloat16 gradients are rounded in one program and in the other they are not.
-    program.compiled_step = lowered.compile({"xla_allow_excess_precision": False})
+    program.execution.compiled_step = lowered.compile({"xla_allow_excess_precision": False})
 
 
 def plain(model: str, optimizer: str, precision: str, clip: float | None, weights: Any = None) -> Any:

@@ -148,7 +148,7 @@ def test_a_lost_donation_is_noticed(
         return jit(function, **options)
 
     probe = Probe(monkeypatch, before)
-    monkeypatch.setattr("framework.program.program.jax.jit", without_donation)
+    monkeypatch.setattr("framework.program.execution.jax.jit", without_donation)
     held: list[Any] = []
 
     def hold(self: hooks.Hook, run: Run, number: int) -> None:

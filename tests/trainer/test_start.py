@@ -12,6 +12,7 @@ import configs
 from framework.learner import learner
 from framework.program.ahead import Ahead, evaluation_of
 from framework.program.program import Program
+from framework.program.whole import Whole
 from framework.run.compile_ahead import begin_evaluation, begin_first_values
 
 # Libraries that take long to import, and that no start needs before its first step.
@@ -43,9 +44,9 @@ def test_programs_of_the_thread_compute_what_those_of_the_main_thread_do(monkeyp
         np.testing.assert_array_equal(a, b)
     # What the thread has compiled is what is called: nothing is compiled a second time.
     assert ahead.ahead.program(evaluation_of("ema"))  # the last that it compiles
-    monkeypatch.setattr(Program, "_evaluation", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(Whole, "_evaluation", lambda *_: pytest.fail("compiled again"))
     for name in ("evaluate_jit", "evaluate_averages_jit"):
-        vars(ahead).pop(name)
+        vars(ahead.execution).pop(name)
     specs = ahead.evaluation_specs
     batch = {name: np.ones(spec.shape, spec.dtype) for name, spec in specs.items()}
     found = [ahead.evaluate(state, ahead.put(batch), averaged=averaged) for averaged in (False, True)]

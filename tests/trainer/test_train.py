@@ -1,14 +1,17 @@
 """`launch.train` as a person uses it: a run leaves what the README says, resumes, stops, and refuses."""
 
+import functools
 import json
 import os
 import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from framework.program.experiment import Experiment
 from framework.run.run import Run
 from tests.support.runs import LONG, losses, rows, start, train
 
@@ -103,6 +106,21 @@ def test_resume_flags(done: Path, text: Path, tmp_path: Path, capsys: pytest.Cap
     assert "holds checkpoints up to step 120" in capsys.readouterr().err
     assert train(tmp_path / "empty", "--resume=must") == 2
     assert "holds no valid checkpoint" in capsys.readouterr().err
+
+
+def test_one_experiment_is_built(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the command line is the run's."""
+    built: list[Experiment] = []
+    build = Experiment.__init__
+
+    @functools.wraps(build)
+    def counting(self: Experiment, **parts: Any) -> None:
+        built.append(self)
+        build(self, **parts)
+
+    monkeypatch.setattr(Experiment, "__init__", counting)
+    assert train(tmp_path / "run", "--dry_run") == 0
+    assert len(built) == 1
 
 
 def test_dry_run_trains_nothing(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

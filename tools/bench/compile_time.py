@@ -61,7 +61,7 @@ def _compiled(name: str, fields: dict[str, str], target: targets.Target) -> tupl
     import jax
 
     import configs
-    from framework.plan.suggest import compile_step
+    from framework.plan.rehearsal import compile_step
     from framework.program.program import Program
 
     config = configs.load(name)
@@ -71,7 +71,8 @@ def _compiled(name: str, fields: dict[str, str], target: targets.Target) -> tupl
     start = time.perf_counter()
     program = Program(config.instantiate(), target.devices()[:1])
     step: Any = compile_step(program, target, None)
-    num_programs = len(program.layers.programs) if program.in_parts else 1
+    # A program that is called several times is compiled once.
+    num_programs = len({id(call) for call in step.ledger.calls})
     return step.seconds, time.perf_counter() - start, num_programs
 
 

@@ -65,7 +65,7 @@ TRACING = {
     "trace",
 }
 # Functions of ours that are about the training step alone.
-OF_STEP = {"traced_step", "compiled_step", "layers_ledger", "_compile_step"}
+OF_STEP = {"traced_step", "compiled_step", "step_ledger", "_compile_step"}
 OF_DATA = {"setup", "train_batch", "eval_batches"}
 OF_RUN = {"_steps", "_initialize", "compile_evaluation"}
 OF_CONFIG = {"instantiate", "parse", "resolve", "check", "start_report", "check_host"}

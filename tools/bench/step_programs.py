@@ -135,9 +135,9 @@ def _compiled(command: Command, target: Target) -> CompiledStep:
         UsageError: the compiler refused the program.
         ValueError: config and target do not fit each other.
     """
-    from framework.plan import jaxprs, layers
     from framework.plan.cache import versions
-    from framework.plan.suggest import compile_step
+    from framework.plan.jaxprs import flops_of_calls
+    from framework.plan.rehearsal import compile_step
     from framework.program.program import Program
 
     config, lines = command.resolve(target.name)
@@ -147,10 +147,7 @@ def _compiled(command: Command, target: Target) -> CompiledStep:
         raise UsageError(f"{command.spec} on {target.name}: {step.message}")
     experiment = program.experiment
     tokens = experiment.data.global_batch_size * experiment.data.seq_len
-    if step.ledger is not None:
-        traced = layers.totals(step.ledger, tokens)["flops_per_step"]
-    else:
-        traced = jaxprs.flops(program.traced_step.jaxpr).flops
+    traced = flops_of_calls(program.execution.step_jaxprs(step.ledger)).flops
     parts = _parts(step)
     about = About(
         name=command.spec,
@@ -170,8 +167,7 @@ def _compiled(command: Command, target: Target) -> CompiledStep:
 
 def _parts(step: Compiled) -> list[Part]:
     """The programs of a step, each once."""
-    if step.ledger is None:
-        return [Part(Module(step.text), 1)]
+    assert step.ledger is not None, "refused steps have none"
     calls = Counter(call.about.text for call in step.ledger.calls)
     return [Part(Module(text), runs) for text, runs in calls.items()]
 

@@ -5,37 +5,38 @@ All arrays are on the device here. A unit's arrays have a leading axis of one, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from framework.layers import sums as sums_of_uses
-from framework.layers.base import BATCH_AXES, Context, Out
+from framework.layers.base import Context, Out
 from framework.layers.remat import group_size
-from framework.layout import MemoryKind, Nested, StateLayout, TensorSpec, flatten, merge, move_to_host, unflatten
+from framework.layout import Nested, StateLayout, merge
 from framework.learner.learner import Learner
-from framework.learner.units import Bundle, Decision, Group, UnitUpdate, Update, unit_at
+from framework.learner.units import unit_at
 from framework.models.causal_lm import CausalLM
-from framework.schedules.backward import Carry, Cotangent, UnitArguments, UnitConstants, split_pull
+from framework.schedules.gradients import Tally, TiedGradients, add_tied, split_tied
+from framework.schedules.layerwise.result_specs import ResultSpecs
+from framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
 from framework.schedules.memory import Memory
-from framework.schedules.pieces import update_group
-from framework.schedules.step import Metrics, evaluation_context, finish, microbatches, training_context
+from framework.schedules.step import evaluation_context, microbatches, training_context
+from framework.schedules.unit import Carry, Cotangent, Unit, UnitArguments, UnitConstants, UnitResiduals, run_stage
 
 Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one unit
 Inputs = tuple[Nested, Nested, jax.Array]  # batch, counters, number of the microbatch
-LossAndMetrics = tuple[jax.Array | None, Metrics]
-Tally = dict[str, jax.Array]  # "squares", "ok" and "updated" of the gradients so far, see `LayerFunctions.judged`
-UnitRun = Callable[[Nested, Nested, Carry], tuple[tuple[Carry, jax.Array | None], Out]]
 
 
 class LayerFunctions:
-    """The functions; what a unit's pull-back is made of passes from `ahead` to `back` when they are traced.
+    """The functions of stages and units.
 
     Args:
         model, learner, layout, memory: whose step; the layout's stacks are in parts.
+
+    Attributes:
+        specs: where the results are.
+        updates: what becomes of gradients.
     """
 
     def __init__(
@@ -52,12 +53,8 @@ class LayerFunctions:
         self.num_units = model.stack.num_units
         self.group_size = group_size(memory.remat, self.num_units) or 1
         self.inverts = memory.remat == "invert"
-        self._specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
-        # Both are set while `ahead` is traced and read while `back` is, which comes later: a program's
-        # results are arrays alone. What puts a unit's pull-back together, see `split_pull`; the
-        # ShapeDtypeStruct of its loss, or None.
-        self._restore: Callable[[list[jax.Array], UnitArguments], Any] | None = None
-        self._unit_loss: jax.ShapeDtypeStruct | None = None
+        self.specs = ResultSpecs(layout, memory)
+        self.updates = UpdateFunctions(model, learner, layout, self.specs)
 
     def context(self, inputs: Inputs) -> Context:
         """The context of a microbatch."""
@@ -80,15 +77,11 @@ class LayerFunctions:
         buffers: Nested,
         ctx: Context,
     ) -> tuple[Carry, Out]:
-        """Runs a stage: its output (the loss, of the last one) and its Out."""
-        stage = self.model.stages[name]
-        with jax.named_scope(name):
-            params = merge(weights["parameter"], weights["frozen"])
-            prepared = stage.prepare(params, ctx)
-            y, out = stage.apply(prepared, carry, ctx.fold(name), buffers)
-        return (out.loss if y is None else y), out
+        """Runs a stage outside of the stack, see `run_stage`."""
+        params = merge(weights["parameter"], weights["frozen"])
+        return run_stage(self.model, name, params, carry, ctx, buffers)
 
-    def enter(
+    def enter_embedding(
         self,
         weights: Weights,
         buffers: Nested,
@@ -100,7 +93,7 @@ class LayerFunctions:
         x = self.model.stack.enter(y)
         return x, (out.loss, out.metrics), out.layer_state
 
-    def turn(
+    def head_step(
         self,
         weights: Weights,
         buffers: Nested,
@@ -130,17 +123,12 @@ class LayerFunctions:
         loss, pull, out = jax.vjp(run, weights["parameter"], x, has_aux=True)
         grads, ct = pull(jnp.ones_like(loss))
         # A tied parameter lives in the embedding, whose turn comes last: its gradient waits until then.
-        grad_by_path = flatten(grads)
-        tie_grads = {}
-        for reader, home in self.model.ties.items():
-            key = reader.removeprefix("head/")
-            if key in grad_by_path:
-                home_path = home.removeprefix("embed/")
-                tie_grads[home_path] = grad_by_path.pop(key)
-        grads = self.added("head", unflatten(grad_by_path), grad_sums)
+        tied = split_tied(self.model.ties, "head", grads, {})
+        tie_grads = {home.removeprefix("embed/"): grad for home, grad in tied.ties.items()}
+        grads = self.updates.added("head", tied.grads, grad_sums)
         return ct, grads, tie_grads, (loss, out.metrics), out.layer_state
 
-    def leave(
+    def leave_embedding(
         self,
         weights: Weights,
         buffers: Nested,
@@ -150,7 +138,7 @@ class LayerFunctions:
         tally: Tally | None,
         inputs: Inputs,
     ) -> tuple[Nested, Tally | None]:
-        """Runs the embedding backward: (its gradients, the tally); `tie_grads`: see `turn`."""
+        """Runs the embedding backward: (its gradients, the tally); `tie_grads`: see `head_step`."""
 
         def run(params: Nested) -> Carry:
             stage_weights = {**weights, "parameter": params}
@@ -160,11 +148,10 @@ class LayerFunctions:
         # The embedding runs forward once more, so that nothing is kept of it meanwhile.
         _, pull = jax.vjp(run, weights["parameter"])
         (grads,) = pull(ct)
-        grad_by_path = flatten(grads)
-        for path, grad in grad_by_path.items():
-            grad_by_path[path] = grad + tie_grads[path] if path in tie_grads else grad
-        grads = self.added("embed", unflatten(grad_by_path), grad_sums)
-        return grads, self.judged(tally, grads)
+        grads_by_home = {f"embed/{path}": grad for path, grad in tie_grads.items()}
+        tied = add_tied("embed", TiedGradients(grads, grads_by_home))
+        grads = self.updates.added("embed", tied.grads, grad_sums)
+        return grads, self.updates.judged(tally, grads)
 
     # --- units -------------------------------------------------------------------------------------------------------
 
@@ -175,26 +162,19 @@ class LayerFunctions:
         buffers: Nested,
         inputs: Inputs,
         index: jax.Array,
-    ) -> tuple[UnitRun, UnitArguments]:
-        """A unit's function of (its trainable parameters, the shared ones, x), and what it is a function of but x."""
+    ) -> tuple[Unit, UnitArguments]:
+        """A unit, and what it is a function of but its input; arguments as those of `unit_forward`."""
         params = _without_axis(weights["parameter"])
         frozen = _without_axis(weights["frozen"])
         unit_buffers = _without_axis(buffers)
+        stack = self.model.stack
         stack_ctx = self.context(inputs).fold("stack")
-        unit = self.model.stack.unit_function(merge(params, frozen), stack_ctx)
+        unit = Unit("stack", stack, stack.unit_function(merge(params, frozen), stack_ctx))
         ctx = stack_ctx.fold_index(index)
-
-        def run(params: Nested, shared_params: Nested, x: Carry) -> tuple[tuple[Carry, jax.Array | None], Out]:
-            with jax.named_scope("stack"):
-                unit_weights = merge(params, frozen)
-                shared_weights = merge(shared_params, shared["frozen"])
-                y, out = unit(x, unit_weights, shared_weights, unit_buffers, ctx)
-            return (y, out.loss), out
-
         constants = UnitConstants(frozen, shared["frozen"], unit_buffers, ctx)
-        return run, UnitArguments(params, shared["parameter"], constants)
+        return unit, UnitArguments(params, shared["parameter"], constants)
 
-    def ahead(
+    def unit_forward(
         self,
         keeps: str,
         weights: Weights,
@@ -203,7 +183,7 @@ class LayerFunctions:
         x: Carry,
         inputs: Inputs,
         index: jax.Array,
-    ) -> tuple[Carry, list[jax.Array], LossAndMetrics, Nested]:
+    ) -> tuple[Carry, UnitResiduals, LossAndMetrics, Nested]:
         """Runs a unit: (y, what is kept, loss and metrics, buffers).
 
         Args:
@@ -214,272 +194,62 @@ class LayerFunctions:
             inputs: of the microbatch.
             index: the unit's.
         """
-        run, arguments = self._unit(weights, shared, buffers, inputs, index)
-        params, shared_params, _ = arguments
+        unit, arguments = self._unit(weights, shared, buffers, inputs, index)
         if keeps in ("all", "now"):
-            (y, loss), pull, out = jax.vjp(run, params, shared_params, x, has_aux=True)
-            kept_leaves, self._restore = split_pull(pull, arguments)
+            y, out, residuals = unit.forward_with_residuals(arguments, x)
         else:
-            (y, loss), out = run(params, shared_params, x)
-            kept_leaves = jax.tree.leaves(x) if keeps == "input" else []
-        self._unit_loss = shapes(loss)
+            y, out, residuals = unit.forward(arguments, x)
+        if keeps == "input":
+            residuals = residuals.with_leaves(jax.tree.leaves(x))
         moved_leaves = []
-        for leaf in kept_leaves:
-            if self.away(leaf, keeps):
+        for leaf in residuals.leaves:
+            if self.specs.goes_to_host(leaf, keeps):
                 leaf = jax.device_put(leaf, jax.memory.Space.Host)
             moved_leaves.append(leaf)
         new_buffers = _with_axis(out.layer_state)
-        return y, moved_leaves, (out.loss, out.metrics), new_buffers
+        return y, residuals.with_leaves(moved_leaves), (out.loss, out.metrics), new_buffers
 
-    def away(self, x: Any, keeps: str) -> bool:
-        """Whether an activation that is kept of a unit goes to host memory: a large matrix."""
-        # Random keys, whose dtypes are extended ones, are small.
-        if self.memory.activations == "device" or keeps == "now" or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return False
-        return move_to_host(TensorSpec(x.shape, x.dtype), "pinned_host").memory_kind != "device"
-
-    def back(
+    def unit_backward(
         self,
         weights: Weights,
         shared: Weights,
         buffers: Nested,
-        kept_leaves: list[jax.Array],
+        residuals: UnitResiduals,
         ct: Cotangent,
         shared_sums: Nested,
         grad_sums: Nested | None,
         tally: Tally | None,
         inputs: Inputs,
         index: jax.Array,
-    ) -> tuple[Cotangent, Nested, Nested, Tally | None, list[jax.Array]]:
+    ) -> tuple[Cotangent, Nested, Nested, Tally | None, UnitResiduals | None]:
         """Runs a unit backward.
 
         Args:
             weights, shared, buffers: the unit's, and the parameters that all units share.
-            kept_leaves: what `ahead` kept of it; where units are inverted, its output.
+            residuals: what `unit_forward` kept of it; where units are inverted, with its output for leaves.
             ct: the cotangent of its output.
             shared_sums: of the shared parameters' gradients; {} to begin with.
             grad_sums: its gradients of earlier microbatches; None for none.
-            tally: see `judged`.
+            tally: see `UpdateFunctions.judged`.
             inputs: of the microbatch.
             index: the unit's.
 
         Returns:
-            (cotangent of its input; its gradients; `shared_sums` with its part; the tally; its input, where units are
-            inverted, which is the output of the unit before it).
+            (cotangent of its input; its gradients; `shared_sums` with its part; the tally; where units are inverted,
+            the residuals of the unit before it, whose output this one's input is).
         """
-        _, arguments = self._unit(weights, shared, buffers, inputs, index)
-        # A unit's loss is a term of the objective.
-        loss_ct = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), self._unit_loss)
-        input_leaves: list[jax.Array] = []
+        unit, arguments = self._unit(weights, shared, buffers, inputs, index)
+        residuals_before: UnitResiduals | None = None
         if self.inverts:
-            y = jax.tree.unflatten(jax.tree.structure(ct), kept_leaves)
-            x, grads, shared_grads, ct = self._inverted(arguments, y, ct, loss_ct)
-            input_leaves = jax.tree.leaves(x)
+            y = jax.tree.unflatten(jax.tree.structure(ct), residuals.leaves)
+            result = unit.invert(arguments, y, residuals.loss, ct)
+            residuals_before = residuals.with_leaves(jax.tree.leaves(result.x))
         else:
-            assert self._restore is not None
-            pull = self._restore(kept_leaves, arguments)
-            grads, shared_grads, ct = pull((ct, loss_ct))
-        shared_sums = sums_of_uses.add(shared_sums or sums_of_uses.zeros(shared_grads), shared_grads)
-        grads = self.added("stack", _with_axis(grads), grad_sums)
-        return ct, grads, shared_sums, self.judged(tally, grads), input_leaves
-
-    def _inverted(
-        self,
-        arguments: UnitArguments,
-        y: Carry,
-        ct: Cotangent,
-        loss_ct: jax.Array | None,
-    ) -> tuple[Carry, Nested, Nested, Cotangent]:
-        """Runs a unit backward from its output `y`: (its input, gradients, those of the shared parameters, cotangent
-        of its input)."""
-        params, shared_params, constants = arguments
-
-        def join(params: Nested, shared_params: Nested) -> Nested:
-            unit_weights = merge(params, constants.frozen)
-            shared_weights = merge(shared_params, constants.frozen_shared)
-            return {**unit_weights, **shared_weights}
-
-        with jax.named_scope("stack"):
-            x, (grads, shared_grads), ct = self.model.stack.reverse_unit(
-                y,
-                (params, shared_params),
-                join,
-                constants.buffers,
-                constants.ctx,
-                (ct, loss_ct),
-            )
-        return x, grads, shared_grads, ct
-
-    # --- gradients, decisions, updates -------------------------------------------------------------------------------
-
-    def added(
-        self,
-        stage: str,
-        grads: Nested,
-        grad_sums: Nested | None,
-    ) -> Nested:
-        """Gradients sharded as their parameters are and in the dtype that they are summed in, added to the sums of
-        earlier microbatches."""
-        grad_by_path = flatten(grads)
-        sum_by_path = {} if grad_sums is None else flatten(grad_sums)
-        for path, grad in grad_by_path.items():
-            spec = self._specs[stage][path]
-            # Partial sums of devices are added up where the parameter's shards are.
-            if self.layout.mesh.size > 1:
-                grad_spec = TensorSpec(grad.shape, grad.dtype, spec.mesh_axes)
-                grad = jax.lax.with_sharding_constraint(grad, self.layout.sharding(grad_spec))
-            if self.learner.accumulate > 1:
-                grad = grad.astype(self.learner.gradient_dtype(spec))
-            grad_by_path[path] = grad + sum_by_path[path] if path in sum_by_path else grad
-        return unflatten(grad_by_path)
-
-    def judged(self, tally: Tally | None, grads: Nested) -> Tally | None:
-        """The tally with these gradients: the sum of squares so far; whether all was finite; how many were.
-
-        None: gradients are not complete yet, as more microbatches come.
-        """
-        if tally is None or not grads:
-            return tally
-        squares = jnp.square(self.learner.norm(grads))
-        ok = tally["ok"] & jnp.isfinite(squares)
-        return {
-            "squares": tally["squares"] + squares,
-            "ok": ok,
-            "updated": tally["updated"] + ok,
-        }
-
-    def decide(
-        self,
-        loss: jax.Array,
-        squares: jax.Array,
-        counter: Nested,
-    ) -> tuple[Decision, Tally]:
-        """The decision, and a tally to begin with."""
-        decision = self.learner.decide(loss, jnp.sqrt(squares), counter)
-        tally = {
-            "squares": jnp.zeros_like(squares),
-            "ok": decision.ok,
-            "updated": jnp.int32(0),
-        }
-        return decision, tally
-
-    def update(
-        self,
-        stage: str,
-        old: Update,
-        grads: Nested,
-        decision: Decision,
-    ) -> Update:
-        """New parameters, optimizer state and averages of one stage, or of one unit of the stack."""
-        weight_specs = self.part_specs("parameter", stage)
-        entry_specs = self.part_specs("optimizer", stage)
-        average_specs = self.part_specs("ema", stage)
-
-        def run(
-            group: Group,
-            update: UnitUpdate,
-            bundle: Bundle,
-            decision: Decision,
-        ) -> Update:
-            weights = self.learner.select({stage: weight_specs}, group)
-            entry = entry_specs[group.label]
-            average = self.learner.select({stage: average_specs}, group) if average_specs else {}
-            # Gradients are on the device, as weights are here.
-            specs = weights, weights, entry, average
-            return update_group(self.learner, self.layout.mesh, group, bundle, specs, decision)
-
-        old_params, old_optimizer, old_ema = old
-        with jax.named_scope("update"):
-            params, optimizer, ema = self.learner.update(
-                {stage: old_params},
-                {stage: grads},
-                {stage: old_optimizer},
-                {stage: old_ema},
-                decision,
-                run,
-                stage,
-            )
-        return params[stage], optimizer[stage], ema.get(stage, {})
-
-    def part_specs(self, group: str, stage: str) -> Nested:
-        """The specs of a stage's leaves in a group, of the first unit for the stack, as they are on the device."""
-        specs = self.layout.specs[group].get(stage, {})
-        # All units are alike but for where they live.
-        part = specs[0] if isinstance(specs, list) else specs
-        return jax.tree.map(lambda spec: replace(spec, memory_kind="device"), part)
-
-    def total(self, parts: dict[str, LossAndMetrics], earlier: Nested | None) -> Nested:
-        """Loss and metrics of a microbatch, added to those of earlier ones. The stack's metrics are the mean over its
-        units."""
-        num_units = self.model.stack.num_units
-        outs = {}
-        # Losses of units add up; the division makes a mean of the summed metrics, as in `Stack.combine`.
-        for name, (loss, metrics) in parts.items():
-            if name == "stack":
-                metrics = {key: value / num_units for key, value in metrics.items()}
-            outs[name] = Out(loss=loss, metrics=metrics)
-        out = Out.merge(outs)
-        total = {"loss": out.loss, "metrics": out.metrics}
-        return total if earlier is None else jax.tree.map(jnp.add, earlier, total)
-
-    def finish(
-        self,
-        counter: Nested,
-        decision: Decision,
-        total: Nested,
-        tally: Tally,
-        *,
-        at_once: bool,
-    ) -> tuple[Nested, Metrics]:
-        """(new counters, metrics). `at_once`: updates went with the backward pass."""
-        metrics = total["metrics"]
-        if at_once:
-            decision = decision._replace(norm=jnp.sqrt(tally["squares"]), ok=tally["ok"])
-            metrics = {**metrics, "updated_units": tally["updated"]}
-        # Only counters and metrics are made here: parameters and buffers are settled by other programs.
-        state = {"counter": counter, "buffer": {}}
-        no_update = {}, {}, {}
-        new_state, metrics = finish(self.learner, state, no_update, decision, total["loss"], Out(metrics=metrics))
-        return new_state["counter"], metrics
-
-    # --- where results are -------------------------------------------------------------------------------------------
-
-    def carry_specs(self, tree: Any, kind: MemoryKind = "device") -> Any:
-        """The specs of what flows between units: rows over data and fsdp, positions over seq."""
-
-        def spec(x: Any) -> TensorSpec:
-            if x.ndim > 2:
-                feature_axes = (None,) * (x.ndim - 2)
-                return TensorSpec(x.shape, x.dtype, (BATCH_AXES, "seq", *feature_axes), kind)
-            axes = (BATCH_AXES,) * (x.ndim > 0)
-            return TensorSpec(x.shape, x.dtype, axes, kind)
-
-        return jax.tree.map(spec, tree)
-
-    def kept_specs(self, kept_leaves: list[Any], keeps: str) -> list[Any]:
-        """The specs of what is kept of a unit: as inputs, where the policy keeps nothing else; else as the compiler
-        likes."""
-        kinds: list[MemoryKind] = ["pinned_host" if self.away(x, keeps) else "device" for x in kept_leaves]
-        # With other policies the leaves are whatever a pull-back holds, of which nobody knows the axes.
-        if self.memory.remat != "full" and not self.memory.remat.startswith("sqrt"):
-            return kinds
-        specs = []
-        for x, kind in zip(kept_leaves, kinds, strict=True):
-            if x.ndim > 2:
-                specs.append(self.carry_specs(x, kind))
-            else:
-                # What has no rows is a constant of the unit (rotary frequencies), which all devices have.
-                specs.append(TensorSpec(x.shape, x.dtype, memory_kind=kind))
-        return specs
-
-    def everywhere(self, tree: Any) -> Any:
-        """The specs of scalars, which all devices have."""
-        return jax.tree.map(lambda x: TensorSpec(x.shape, x.dtype), tree)
-
-    def gradient_specs(self, stage: str, grads: Nested) -> Nested:
-        """The specs of some of a stage's gradients: those of their parameters."""
-        spec_by_path = flatten(self.part_specs("parameter", stage))
-        return unflatten({path: spec_by_path[path] for path in flatten(grads)})
+            result = unit.backward(arguments, residuals, ct)
+        shared_sums = sums_of_uses.add(shared_sums or sums_of_uses.zeros(result.shared_grads), result.shared_grads)
+        grads = self.updates.added("stack", _with_axis(result.grads), grad_sums)
+        tally = self.updates.judged(tally, grads)
+        return result.ct, grads, shared_sums, tally, residuals_before
 
 
 class EvaluationFunctions(LayerFunctions):
@@ -507,11 +277,6 @@ class EvaluationFunctions(LayerFunctions):
         head_input = self.model.stack.leave(x, ctx)
         _, out = self.stage("head", weights, head_input, buffers, ctx)
         return self.model.scores(Out.merge({"head": out}), ctx.batch)
-
-
-def shapes(tree: Any) -> Any:
-    """The ShapeDtypeStructs of a tree."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _without_axis(tree: Nested) -> Nested:

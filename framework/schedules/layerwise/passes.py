@@ -4,27 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from framework.layout import Nested, flatten
-from framework.schedules.backward import Carry
+from framework.schedules.gradients import with_tied_weights
 from framework.schedules.layerwise.functions import (
     EvaluationFunctions,
     Inputs,
     LayerFunctions,
-    LossAndMetrics,
     Weights,
 )
-from framework.schedules.layerwise.programs import Moves, Programs
+from framework.schedules.layerwise.moves import Moves
+from framework.schedules.layerwise.parts import Part
+from framework.schedules.layerwise.programs import Programs
 from framework.schedules.layerwise.storage import STACK
+from framework.schedules.layerwise.update_functions import LossAndMetrics
 from framework.schedules.step import Metrics
+from framework.schedules.unit import Carry, UnitResiduals
 
 Functions = TypeVar("Functions", bound=LayerFunctions)
-# What is kept of a unit for its backward pass: leaves, or None once nothing needs them any more.
-Residuals = list[jax.Array] | None
+# What is kept of a unit for its backward pass, or None once nothing needs that any more.
+Residuals = UnitResiduals | None
+
+
+class LoadedUnit(NamedTuple):
+    """The unit whose weights are on the device, and those; index -1 for none."""
+
+    index: int
+    weights: Weights
+
+
+NO_UNIT = LoadedUnit(-1, {})
 
 
 class Pass(Generic[Functions]):
@@ -50,8 +63,7 @@ class Pass(Generic[Functions]):
         # Buffers as the microbatch found them, and as it leaves them.
         self.buffers: Nested = {}
         self.new_buffers: Nested = {}
-        # The index of the unit whose weights are on the device, and those; -1 for none.
-        self.last: tuple[int, Weights] = (-1, {})
+        self.loaded = NO_UNIT
 
     def begin(self, buffers: Nested, inputs: Inputs) -> None:
         """Begins a microbatch."""
@@ -59,92 +71,95 @@ class Pass(Generic[Functions]):
         self.new_buffers = copied(buffers)
         self.inputs = inputs
 
-    def weights(self, stage: str, index: int | None = None) -> Weights:
-        """A stage's parameters, tied ones included, or those of a unit; where they live."""
+    def weights(self, part: Part) -> Weights:
+        """The parameters that a stage, tied ones included, or a unit reads; where they live."""
         weights = {}
         for group in ("parameter", "frozen"):
-            params = {**part(self.state[group], stage, index)}
             # A tie's parameter lives in the embedding, which is either trained or frozen.
-            embed_params = flatten({"embed": self.state[group].get("embed", {})})
-            for reader, home in self.f.model.ties.items():
-                reader_stage, _, key = reader.partition("/")
-                if reader_stage == stage and home in embed_params:
-                    params[key] = embed_params[home]
-            weights[group] = params
+            homes = flatten({"embed": self.state[group].get("embed", {})})
+            params = part.of(self.state[group])
+            weights[group] = with_tied_weights(self.f.model.ties, part.stage, params, homes)
         return weights
 
-    def unit(self, index: int) -> Weights:
+    def stage_weights(self, stage: str) -> Weights:
+        """The parameters that a stage reads, on the device."""
+        part = Part(stage)
+        return self.run.take(part.weights, self.weights(part))
+
+    def unit_weights(self, index: int) -> Weights:
         """A unit's weights on the device; those of the unit before are let go."""
-        if self.last[0] != index:
+        if self.loaded.index != index:
             # The old weights go first: two units' would be on the device while these come.
-            self.last = -1, {}
-            self.last = index, self.run.take(f"weights {index}", self.weights(STACK, index))
-        return self.last[1]
+            self.loaded = NO_UNIT
+            part = Part.unit(index)
+            self.loaded = LoadedUnit(index, self.run.take(part.weights, self.weights(part)))
+        return self.loaded.weights
 
     def want_unit(self, index: int) -> None:
         """Asks for a unit's weights to come with the next program."""
         if 0 <= index < self.f.num_units:
-            self.run.want(f"weights {index}", self.weights(STACK, index))
+            part = Part.unit(index)
+            self.run.want(part.weights, self.weights(part))
 
     def forward(self, keeps: Callable[[int], str]) -> tuple[Carry, list[Residuals], dict[str, LossAndMetrics]]:
         """Runs embedding and stack: (what comes out of the stack; what is kept of each unit; loss and metrics of
         both)."""
         f = self.f
         run = self.run
-        weights = run.take("embed", self.weights("embed"))
+        weights = self.stage_weights("embed")
         self.want_unit(0)
         x, embed_loss, buffers = run(
             "enter",
-            f.enter,
+            f.enter_embedding,
             weights,
-            part(self.buffers, "embed"),
+            Part("embed").of(self.buffers),
             self.inputs,
-            out=lambda results: (f.carry_specs(results[0]), *f.everywhere(results[1:])),
+            out=lambda results: (f.specs.carry(results[0]), *f.specs.everywhere(results[1:])),
         )
         del weights
         if buffers:
             self.new_buffers["embed"] = buffers
         # Parameters that all units share stay on the device for the whole pass.
-        self.shared = run.take("shared", self.weights("shared"))
+        self.shared = self.stage_weights("shared")
         residuals_by_unit: list[Residuals] = []
         stack_loss: LossAndMetrics | None = None
         for index in range(f.num_units):
-            x, unit_residuals, unit_loss = self.ahead(index, x, keeps(index), index + 1)
+            x, unit_residuals, unit_loss = self.unit_forward(index, x, keeps(index), index + 1)
             residuals_by_unit.append(unit_residuals)
             # A unit may have neither a loss nor metrics.
             if jax.tree.leaves(unit_loss):
                 if stack_loss is None:
                     stack_loss = unit_loss
                 else:
-                    stack_loss = run("add", added, stack_loss, unit_loss, out=f.everywhere)
+                    stack_loss = run("add", added, stack_loss, unit_loss, out=f.specs.everywhere)
         return x, residuals_by_unit, {"embed": embed_loss, STACK: stack_loss or (None, {})}
 
-    def ahead(
+    def unit_forward(
         self,
         index: int,
         x: Carry,
         keeps: str,
         next_index: int,
-    ) -> tuple[Carry, list[jax.Array], LossAndMetrics]:
+    ) -> tuple[Carry, UnitResiduals, LossAndMetrics]:
         """Runs one unit forward, and brings the weights of the next one to the device: (y, what is kept, loss and
         metrics)."""
         f = self.f
-        weights = self.unit(index)
+        weights = self.unit_weights(index)
         self.want_unit(next_index)
         y, residuals, unit_loss, buffers = self.run(
             f"ahead {keeps}",
-            partial(f.ahead, keeps),
+            partial(f.unit_forward, keeps),
             weights,
             self.shared,
-            part(self.buffers, STACK, index),
+            Part.unit(index).of(self.buffers),
             x,
             self.inputs,
             self.numbers[index],
             donate=(3,),
             out=lambda results: (
-                f.carry_specs(results[0]),
-                f.kept_specs(results[1], keeps),
-                *f.everywhere(results[2:]),
+                f.specs.carry(results[0]),
+                f.specs.residuals(results[1], keeps),
+                *f.specs.everywhere(results[2:]),
             ),
         )
         # A group's second forward pass ("now") sees the buffers as the first one found them.
@@ -169,18 +184,12 @@ class Evaluation(Pass[EvaluationFunctions]):
         for number in range(f.learner.accumulate):
             self.begin(buffers, (batch, {}, self.numbers[number]))
             x, *_ = self.forward(lambda index: "nothing")
-            head = self.run.take("head", self.weights("head"))
-            arguments = head, part(self.buffers, "head"), x, self.inputs
-            scores = self.run("score", f.score, *arguments, out=f.everywhere)
-            sums = scores if sums is None else self.run("add", added, sums, scores, out=f.everywhere)
+            head = self.stage_weights("head")
+            arguments = head, Part("head").of(self.buffers), x, self.inputs
+            scores = self.run("score", f.score, *arguments, out=f.specs.everywhere)
+            sums = scores if sums is None else self.run("add", added, sums, scores, out=f.specs.everywhere)
         assert sums is not None
         return sums
-
-
-def part(tree: Nested, stage: str, index: int | None = None) -> Nested:
-    """A stage's or a unit's part of a tree by stages; {} for none."""
-    stage_tree = tree.get(stage, {})
-    return stage_tree[index] if index is not None and stage_tree else stage_tree
 
 
 def copied(tree: Nested) -> Nested:

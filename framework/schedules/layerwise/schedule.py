@@ -3,7 +3,7 @@
 Dispatch is asynchronous: Python runs ahead of the devices, and norm, finiteness and metrics are scalars that stay
 there. The number of programs does not depend on the number of layers, so neither does the time to compile them. Each
 layer's arrays are its own (`framework.schedules.layerwise.storage`), what is updated is donated, and what lives in host
-memory is carried by the programs of the layers before and after (`programs.Moves`): nothing is sliced, so it works on
+memory is carried by the programs of the layers before and after (`moves.Moves`): nothing is sliced, so it works on
 GPUs too, whose compiler cannot slice host memory.
 
 Gradients wait, on the device or on the host, until their norm is known, and a second pass through the layers updates;

@@ -1,6 +1,7 @@
-"""The plan of a step in layers: every kind of program compiled for the target, and a rehearsal of the step with them.
+"""What a step needs on a target: its programs compiled for it, and a rehearsal of their calls.
 
-The peak is the largest over the calls of the program's own peak and of what is alive beside its arguments.
+The peak is the largest over the calls of the program's own peak and of what is alive beside its arguments. A step that
+is one program has one call, with nothing beside it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from framework.devices.executables import HostBytes
-from framework.plan import jaxprs
 from framework.plan.compiled import Compiled, compile_for
 from framework.plan.naming import OF_LAYOUT, Named, name_buffers
 from framework.plan.targets import Target
@@ -53,7 +52,16 @@ def rehearsed(target: Target, mib: int | None, run: Callable[[programs.Compile],
         # One program that is refused ends the rehearsal, as the step cannot run without it.
         if compiled.message:
             raise RefusedError(compiled)
-        return programs.Compiled(None, compiled.peak, compiled)
+        moved = 0
+        if compiled.buffers is not None:
+            moved = compiled.buffers.module.host_bytes()
+        return programs.Compiled(
+            None,
+            compiled.peak,
+            compiled,
+            host_temp=compiled.host_temp,
+            moved=moved,
+        )
 
     try:
         ledger = run(compile)
@@ -73,14 +81,14 @@ def rehearsed(target: Target, mib: int | None, run: Callable[[programs.Compile],
     )
 
 
-def compile_layers(program: Program, target: Target, mib: int | None) -> Compiled:
-    """Compiles the programs of the training step."""
-    layout = program.layout
-    run = partial(program.layers.rehearse, layout.specs, program.batch_specs)
-    step = rehearsed(target, mib, run)
+def compile_step(program: Program, target: Target, limit: int | None) -> Compiled:
+    """Compiles the training step. The compiler is told a limit (bytes) that is less than what the target has."""
+    is_lower = limit is not None and limit < (target.limit_bytes or 0)
+    mib = limit >> 20 if limit is not None and is_lower else None
+    step = rehearsed(target, mib, program.execution.rehearse_step)
     if step.ledger is None:
         return replace(step, host_temp=0)
-    hosted = layout.bytes_per_device(memory_kind="pinned_host")
+    hosted = program.layout.bytes_per_device(memory_kind="pinned_host")
     return replace(step, host_temp=step.ledger.host_peak - hosted)
 
 
@@ -115,19 +123,11 @@ def _place(label: str) -> tuple[str, str]:
     return label.split("/", 1)[0], "activations"
 
 
-def totals(ledger: Ledger, tokens: int) -> dict[str, Any]:
-    """The keys of a report that sum up all calls: FLOPs, collective bytes by kind, bytes between host and device."""
-    counts: dict[int, jaxprs.FlopCount] = {}
+def totals(ledger: Ledger) -> dict[str, Any]:
+    """The keys of a report that sum up all calls: collective bytes by kind, and bytes between host and device."""
     collective: Counter[str] = Counter()
     for call in ledger.calls:
         # A program that is called several times is counted each time.
-        counts.setdefault(id(call), jaxprs.flops(call.jaxpr))
         if call.about.buffers is not None:
             collective.update(call.about.buffers.module.collective_bytes())
-    flops = sum(counts[id(call)].flops for call in ledger.calls)
-    return {
-        "flops_per_step": flops,
-        "flops_per_token": flops / tokens,
-        "collective_bytes": dict(collective),
-        "host_transfer_bytes": ledger.moved,
-    }
+    return {"collective_bytes": dict(collective), "host_transfer_bytes": ledger.moved}

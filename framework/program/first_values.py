@@ -1,0 +1,175 @@
+"""The first values of the state: drawn by a seed, and set by a first batch where a model asks for that.
+
+These are functions to be jitted. `framework.program.execution` jits them, into the layout of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from framework.layout import (
+    Nested,
+    StateLayout,
+    TensorSpec,
+    flatten,
+    initialize,
+    merge,
+    store_leaf,
+    unflatten,
+)
+from framework.learner.learner import Learner
+from framework.learner.units import in_structure
+from framework.models.chain import Chain
+from framework.schedules.step import State, training_context
+
+Arrays = dict[str, jax.Array]  # by the path of a parameter
+GroupedArrays = dict[str, Arrays]  # {group of the state: {path: array}}
+Paths = tuple[str, ...]
+# The function (key, paths, layer or None) -> what the state holds of the parameters at these paths.
+Draw = Callable[..., GroupedArrays]
+
+
+class InitPart(NamedTuple):
+    """Parameters whose first values are made together.
+
+    Attributes:
+      paths: of the parameters.
+      num_layers: the layers that they are made for one by one; None where an optimizer spans layers, or where the
+        parameters are of no stack.
+    """
+
+    paths: Paths
+    num_layers: int | None
+
+
+class FirstValues:
+    """Makes the values of a state at step 0.
+
+    Args:
+        model: whose parameters are drawn.
+        learner: knows the optimizer's state and the averages that go with parameters.
+        whole: the layout with whole stacks.
+        layout: that of the running state, where a stack may be a list of layers.
+    """
+
+    def __init__(
+        self,
+        model: Chain,
+        learner: Learner,
+        whole: StateLayout,
+        layout: StateLayout,
+    ):
+        self._model = model
+        self._learner = learner
+        self._whole = whole
+        self._layout = layout
+
+    @cached_property
+    def groups(self) -> dict[str, dict[str, TensorSpec]]:
+        """{group: {path: spec}} of the state with whole stacks."""
+        return {name: flatten(tree) for name, tree in self._whole.specs.items()}
+
+    def nested(self, flat: GroupedArrays) -> State:
+        """{group: {path: array}} as the tree of the running state."""
+        return {name: in_structure(tree, flat[name]) for name, tree in self._layout.specs.items()}
+
+    def values_of(self, precise: Arrays, *, unit: bool) -> GroupedArrays:
+        """Inside jit: all that the state holds of some parameters, {group: {path: array}}.
+
+        The arrays are cast as the layout says, and are not moved to host memory yet.
+
+        Args:
+            precise: by path, float32 or wider; those of one of `learner.init_parts`, or a frozen one.
+            unit: they are one layer's, without the leading axis.
+        """
+        groups = self.groups
+        first_path = next(iter(precise))
+        if first_path in groups["frozen"]:
+            values_by_group = {"frozen": precise}
+        else:
+            values_by_group = self._learner.init_part(precise, unit=unit)
+        if "gradient" in groups and "parameter" in values_by_group:
+            values_by_group["gradient"] = jax.tree.map(jnp.zeros_like, values_by_group["parameter"])
+        cast_values = {}
+        for group, values in values_by_group.items():
+            specs = groups[group]
+            cast_values[group] = {path: x.astype(specs[path].dtype) for path, x in values.items()}
+        return cast_values
+
+    def parts(self) -> Iterator[InitPart]:
+        """All parameters in the order in which they are made."""
+        specs = flatten(self._model.parameter_specs())
+        learner = self._learner
+        frozen_parts = [(path,) for path in self.groups["frozen"]]
+        for paths in [*learner.init_parts(), *frozen_parts]:
+            num_layers = specs[paths[0]].num_layers if learner.scope == "unit" else None
+            yield InitPart(paths, num_layers)
+
+    def draw(self, given_paths: Collection[str]) -> Draw:
+        """The function (key, paths, layer) -> what the state holds of these parameters, not moved to host memory yet.
+
+        Parameters among `given_paths` are zeros.
+        """
+        specs = {}
+        for path, spec in flatten(_uncast(self._model.parameter_specs())).items():
+            if path in given_paths:
+                spec = replace(spec, initializer=jax.nn.initializers.zeros)
+            specs[path] = spec
+
+        def make(key: jax.Array, paths: Paths, layer: jax.Array | None = None) -> GroupedArrays:
+            part_specs = unflatten({path: specs[path] for path in paths})
+            precise = flatten(initialize(part_specs, key, layer))
+            return self.values_of(precise, unit=layer is not None)
+
+        return make
+
+    def calibration(self) -> Callable[[Nested, Nested, Nested, Nested], Nested]:
+        """The function (weights by group, counters, buffers, batch) -> {group: tree} of weights that the model sets for
+        this batch, with the optimizer's state and the averages that fit them."""
+        learner = self._learner
+        layout = self._layout
+        groups = self.groups
+        model: Any = self._model
+
+        def calibrate(weights: Nested, counter: Nested, buffers: Nested, batch: Nested) -> Nested:
+            ctx = training_context(batch, counter, model, layout, "none")
+            trainable = layout.fetch("parameter", weights["parameter"])
+            frozen = layout.fetch("frozen", weights["frozen"])
+            params = merge(trainable, frozen)
+            calibrated_params = flatten(model.calibrate(params, ctx, buffers))
+            params_by_group = {}
+            for group in weights:
+                params_by_group[group] = {path: calibrated_params[path] for path in groups[group]}
+            values_by_group = learner.init_part(params_by_group["parameter"]) | {"frozen": params_by_group["frozen"]}
+            trees = {}
+            for group, values in values_by_group.items():
+                specs = groups[group]
+                stored_values = {path: store_leaf(specs[path], x) for path, x in values.items()}
+                trees[group] = in_structure(layout.specs[group], stored_values)
+            return trees
+
+        return calibrate
+
+
+def check_calibrated_dtypes(model: Chain) -> None:
+    """Raises ValueError: a parameter is narrower than 32 bits, in a model whose first batch decides values."""
+    for path, spec in flatten(model.parameter_specs()).items():
+        if spec.dtype.itemsize < 4:
+            raise ValueError(f"{path} is {spec.dtype}; what a first batch decides is to be float32 (model.param_dtype)")
+
+
+def _uncast(specs: Nested) -> Nested:
+    """Parameters are drawn in float32 (or wider) and cast afterwards, so that a master copy holds what was drawn."""
+
+    def uncast(spec: Any) -> Any:
+        if spec.quantized:
+            return spec
+        return replace(spec, dtype=jnp.promote_types(spec.dtype, "float32"))
+
+    return jax.tree.map(uncast, specs)

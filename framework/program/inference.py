@@ -1,0 +1,36 @@
+"""The program of an experiment for inference: on whatever devices there are, with its stack in host memory if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from framework.devices.mesh import MeshShape
+from framework.program.experiment import Experiment
+from framework.program.program import Program
+
+
+def inference_program(
+    experiment: Experiment,
+    *,
+    host_weights: bool,
+    tell: Callable[[str], None],
+) -> Program:
+    """The experiment's program on all devices, for inference. Where its mesh does not fit them, it is fsdp = -1.
+
+    Args:
+        experiment: has the model.
+        host_weights: the stack's matrices are to live in host memory.
+        tell: gets a message about another mesh.
+
+    Raises:
+        ValueError: the model does not fit the mesh.
+    """
+    mesh = experiment.mesh
+    try:
+        mesh.build(jax.devices())
+    except ValueError as error:
+        tell(f"{error}; using mesh.fsdp = {jax.device_count()}")
+        mesh = MeshShape(fsdp=-1)
+    return Program(experiment, mesh=mesh, training=False, hosted_stack=host_weights)

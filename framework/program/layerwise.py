@@ -1,0 +1,275 @@
+"""Layerwise: the state has each layer of the stack as arrays of its own, and a step is many small programs.
+
+`framework.schedules.layerwise` has the programs of a step and of an evaluation. Checkpoints hold whole stacks, so a
+state is joined for them, and cut again when it is restored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from framework.layout import Leaf, Nested, StateLayout, TensorSpec, flatten, store_leaf
+from framework.program.ahead import Ahead
+from framework.program.execution import Execution
+from framework.program.experiment import Experiment
+from framework.program.first_values import Draw, GroupedArrays, Paths
+from framework.program.rows import Batch, BatchRows
+from framework.schedules.layerwise import schedule, storage
+from framework.schedules.layerwise.programs import Compile, Ledger, Programs
+from framework.schedules.layerwise.schedule import LayerPrograms
+from framework.schedules.step import Metrics, State
+
+
+class Layerwise(Execution):
+    """Small programs that Python calls for one layer after the other (memory.update = layer_programs).
+
+    Args:
+        experiment, whole, rows, ahead, layout: see `Execution`; the thread has nothing to compile.
+
+    Raises:
+        ValueError: learner, memory or model want what a step in layers cannot give.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        whole: StateLayout,
+        rows: BatchRows,
+        ahead: Ahead,
+        layout: StateLayout | None = None,
+    ):
+        schedule.check(experiment.learner, experiment.memory)
+        super().__init__(experiment, whole, rows, ahead, layout)
+
+    @staticmethod
+    def running_specs(experiment: Experiment, specs: Nested) -> Nested:
+        """See `Execution`: the stack is a list of layers."""
+        stages = list(experiment.model.stages)
+        if stages != ["embed", storage.STACK, "head"]:
+            raise ValueError(
+                f"memory.update = layer_programs runs embed, {storage.STACK} and head; the model has "
+                f"{', '.join(stages)}; expected memory.update = in_backward, streamed or after_backward"
+            )
+        num_units = experiment.model.stacks[storage.STACK].num_units
+        return storage.in_parts(specs, num_units, experiment.memory.hosted_layers)
+
+    # --- the state at step 0 ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _init_programs(self) -> Programs:
+        return Programs(self.jit, self.compile_here, self.layout)
+
+    def rehearse_init(self, compile: Compile, given_paths: Collection[str] = ()) -> Ledger:
+        """See `Execution`; parameters among `given_paths` are zeros."""
+        self._init_programs.compile = compile
+        words = TensorSpec((2,), "uint32")
+        number = TensorSpec((), "int32")
+        return self._init_programs.rehearse(lambda *args: self._drawn(given_paths, *args), words, number)
+
+    def init(self, seed: int | None, given_paths: Collection[str]) -> State:
+        """See `Execution`. The values are those of `Whole`, by one program for each kind of leaf."""
+        self.rehearse_init(self.compile_here, given_paths)
+        seed = self.experiment.trainer.seed if seed is None else seed
+        # The keys go to the devices as their data: uint32[2] words each (threefry).
+        keys = jax.random.split(jax.random.key(seed))
+        key_words = np.asarray(jax.random.key_data(keys))
+        host_arguments = (key_words[0], key_words[1], np.int32(0))
+        words, run_words, number = jax.device_put(host_arguments, self.replicated)
+        flat = self._drawn(given_paths, words, number)
+        for name in ("buffer", "counter"):
+            for path, spec in flatten(self.layout.specs[name]).items():
+                sharding = self.layout.sharding(spec)
+                flat[name][path] = jnp.zeros(spec.shape, spec.dtype, device=sharding)
+        flat["counter"]["rng"] = run_words
+        return self.first_values.nested(flat)
+
+    def _drawn(self, given_paths: Collection[str], words: Any, number: Any) -> GroupedArrays:
+        """{group: {path: array}} of all that is made of parameters.
+
+        Args:
+            given_paths: of parameters that are zeros.
+            words: uint32[2], the data of the key.
+            number: int32[], the number of the first layer: 0.
+        """
+        make = self.first_values.draw(given_paths)
+        specs = {name: flatten(tree) for name, tree in self.layout.specs.items()}
+        flat: GroupedArrays = {name: {} for name in specs}
+        for paths, num_layers in self.first_values.parts():
+            stacked = num_layers is not None
+            layer = jnp.int32(0) if stacked else None
+            key = jax.random.key(0)
+            abstract = jax.eval_shape(lambda k, i, p=paths: make(k, p, i), key, layer)
+            for index in range(num_layers or 1):
+                layer_index = index if stacked else None
+                places = {}
+                for name, values in abstract.items():
+                    places[name] = {path: specs[name][_path_in_state(path, layer_index)] for path in values}
+                kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(places))
+                run = functools.partial(_placed_values, make, paths, places, stacked)
+                # The number of the layer is an argument on the device, so all layers whose leaves
+                # are in the same kind of memory share one program.
+                layer_values, number = self._init_programs(
+                    (paths, kinds, paths[0] in given_paths),
+                    run,
+                    words,
+                    number,
+                    donate=(1,),
+                    out=(places, TensorSpec((), "int32")),
+                )
+                for name, values in layer_values.items():
+                    flat[name] |= {_path_in_state(path, layer_index): x for path, x in values.items()}
+            number = self._init_programs("zero", jnp.zeros_like, number, out=TensorSpec((), "int32"))
+        return flat
+
+    def layer_path(self, path: str, layer: int) -> str:
+        """See `Execution`."""
+        return storage.part_path(path, layer)
+
+    def with_layer(self, old: Nested, new: Nested, layer: jax.Array) -> Nested:
+        """The new values, as arrays with a layer axis of length 1."""
+        return jax.tree.map(lambda x: x[None], new)
+
+    # --- programs that a thread compiles ------------------------------------------------------------------------------
+
+    def begin_first_values(self) -> None:
+        """Does nothing: the programs are small, and are compiled by a rehearsal."""
+
+    def begin_evaluation(self) -> None:
+        """Does nothing, as for the first values."""
+
+    @property
+    def evaluation_has_begun(self) -> bool:
+        """See `Execution`."""
+        return False
+
+    # --- the step and evaluation --------------------------------------------------------------------------------------
+
+    @cached_property
+    def layers(self) -> LayerPrograms:
+        """The programs of a step and of an evaluation; those of a step are compiled by `compile`."""
+        experiment = self.experiment
+        return LayerPrograms(
+            experiment.language_model,
+            experiment.learner,
+            self.layout,
+            experiment.memory,
+            self.jit,
+            self.compile_here,
+        )
+
+    @cached_property
+    def step_ledger(self) -> Ledger:
+        """The memory that a step needs. Counting it compiles all programs of the step."""
+        return self.layers.rehearse(self.layout.specs, self.rows.specs)
+
+    def compile(self) -> None:
+        """See `Execution`."""
+        # A cached property, which compiles when it is first read.
+        self.step_ledger  # noqa: B018
+
+    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """See `Execution`."""
+        self.compile()
+        return self.layers(state, batch)
+
+    def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
+        """See `Execution`."""
+        weights = {"parameter": state[group], "frozen": state["frozen"]}
+        return self.layers.evaluate(weights, state["buffer"], batch)
+
+    # --- what is told about the programs ------------------------------------------------------------------------------
+
+    def executables(self) -> list[Any]:
+        """See `Execution`."""
+        return [call.run for call in self.step_ledger.calls]
+
+    def peak_bytes(self) -> int:
+        """The peak over all programs of the step, from their rehearsal."""
+        return self.step_ledger.peak
+
+    def rehearse_step(self, compile: Compile) -> Ledger:
+        """See `Execution`."""
+        return self.layers.rehearse(self.layout.specs, self.rows.specs, compile)
+
+    def rehearse_evaluation(self, compile: Compile) -> Ledger:
+        """See `Execution`."""
+        specs = self.layout.specs
+        weights = {group: specs[group] for group in ("parameter", "frozen")}
+        return self.layers.evaluate(weights, specs["buffer"], self.rows.evaluation_specs, compile)
+
+    def step_jaxprs(self, ledger: Ledger | None = None) -> list[ClosedJaxpr]:
+        """See `Execution`: none without a rehearsal."""
+        return [call.jaxpr for call in ledger.calls] if ledger is not None else []
+
+    # --- what checkpoints hold ----------------------------------------------------------------------------------------
+
+    def stored(self, state: State) -> State:
+        """The part of a state that a checkpoint holds; the layers of a stack are joined in host memory."""
+        saved_groups = {group: state[group] for group in self.layout.kept}
+        return storage.joined(saved_groups, self.whole)
+
+    @property
+    def abstract_stored(self) -> Nested:
+        """See `Execution`. Stacks, which are to be cut into layers, are read into host memory."""
+        return self.whole.abstract(storage.before_cut(self.whole))
+
+    def restored(self, stored: State) -> State:
+        """See `Execution`."""
+        state = storage.cut(stored, self.layout)
+        return {**state, **self.scratch_jit()}
+
+    @property
+    def bytes_by_host(self) -> int:
+        """See `Execution`: the leaves of the stack, which are cut in host memory."""
+        return sum(leaf.bytes_per_device for leaf in self.layout if _comes_by_host(leaf))
+
+    def joined(self, state: State) -> State:
+        """See `Execution`."""
+        model_state = {group: state[group] for group in ("parameter", "frozen", "ema", "buffer")}
+        joined_state = storage.joined(model_state, self.whole)
+        # The layers and the optimizer's state go before the whole stacks come to the devices, which
+        # may not have room for both. Leaves outside of stacks are the same arrays in the joined
+        # state, and stay.
+        layer_parts = [groups.get(storage.STACK, {}) for groups in model_state.values()]
+        for leaf in jax.tree.leaves(layer_parts + [state["optimizer"]]):
+            leaf.delete()
+        specs = {group: self.whole.specs[group] for group in model_state}
+        return jax.device_put(joined_state, self.whole.shardings(specs))
+
+
+def _placed_values(
+    make: Draw,
+    paths: Paths,
+    places: Nested,
+    stacked: bool,
+    words: jax.Array,
+    number: jax.Array,
+) -> Any:
+    """(values of one layer where they belong, the number of the next layer)."""
+    key = jax.random.wrap_key_data(words)
+    values = make(key, paths, number if stacked else None)
+
+    def place(spec: TensorSpec, x: jax.Array) -> jax.Array:
+        return store_leaf(spec, x.reshape(spec.shape))
+
+    placed_values = jax.tree.map(place, places, values)
+    return placed_values, number + 1
+
+
+def _path_in_state(path: str, layer: int | None) -> str:
+    """The path of a parameter's array in the running state; `layer` is None for a parameter of no stack."""
+    if layer is None:
+        return path
+    return storage.part_path(path, layer)
+
+
+def _comes_by_host(leaf: Leaf) -> bool:
+    return leaf.spec.memory_kind == "device" and leaf.path.split("/")[1] == storage.STACK

@@ -1,0 +1,86 @@
+"""The rows of the global batch: which of them each process reads, and how they come to the devices."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from framework.data.batches import Pipeline
+from framework.layers.base import batch_specs
+from framework.layout import StateLayout, TensorSpec
+
+Batch = dict[str, jax.Array]  # global arrays [B, ...] by name
+
+
+class BatchRows:
+    """The rows of a batch on the mesh of a layout.
+
+    Args:
+        data: whose batches they are.
+        layout: knows the mesh, and how arrays of a batch are sharded over it.
+    """
+
+    def __init__(self, data: Pipeline, layout: StateLayout):
+        self._data = data
+        self._layout = layout
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The specs of the arrays of one global training batch, by name."""
+        return batch_specs(self._data.arrays())
+
+    @property
+    def evaluation_specs(self) -> dict[str, TensorSpec]:
+        """The specs of the arrays of one global evaluation batch, by name."""
+        return batch_specs(self._data.arrays(evaluation=True))
+
+    @cached_property
+    def sharding(self) -> dict[str, NamedSharding]:
+        """The sharding of each array of a batch, for training and evaluation."""
+        return {name: self._layout.sharding(spec) for name, spec in self.evaluation_specs.items()}
+
+    @cached_property
+    def local(self) -> np.ndarray:
+        """int[R]: the rows of the global batch that this process's devices hold, in order."""
+        return self.of_processes[jax.process_index()]
+
+    @cached_property
+    def of_processes(self) -> dict[int, np.ndarray]:
+        """The same of every process that has devices of the mesh, by process index."""
+        shape = self.specs["weights"].shape
+        all_rows = np.arange(shape[0])
+        rows_by_process = dict[int, list[np.ndarray]]()
+        indices = self.sharding["weights"].devices_indices_map(shape)
+        for device, index in indices.items():
+            device_rows = all_rows[index[0]]
+            rows_by_process.setdefault(device.process_index, []).append(device_rows)
+        # Devices along the axes that do not split a batch hold the same rows, so a row may come up
+        # several times.
+        unique_rows = {}
+        for process, rows in sorted(rows_by_process.items()):
+            unique_rows[process] = np.unique(np.concatenate(rows))
+        return unique_rows
+
+    def put(self, local: dict[str, np.ndarray]) -> Batch:
+        """This process's rows of a batch (host arrays [R, ...]) as global arrays [B, ...]."""
+        size = self._data.global_batch_size
+        shardings = {name: self.sharding[name] for name in local}
+        if len(self.local) == size:
+            return jax.device_put(local, shardings)
+
+        def shard(name: str, array: np.ndarray) -> jax.Array:
+            def piece(index: Any) -> np.ndarray:
+                # The index counts rows of the global batch, the host array has only those of this
+                # process.
+                global_rows = np.arange(size)[index[0]]
+                local_rows = np.searchsorted(self.local, global_rows)
+                return array[(local_rows, *index[1:])]
+
+            global_shape = (size, *array.shape[1:])
+            return jax.make_array_from_callback(global_shape, shardings[name], piece)
+
+        return {name: shard(name, array) for name, array in local.items()}

@@ -1,0 +1,299 @@
+"""Whole: the step is one jitted program over stacked weights, and so are the first values and evaluation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from framework.devices.executables import HostBytes, compiled, peak_bytes
+from framework.layers.remat import check_platform
+from framework.layout import Nested, merge, store_leaf
+from framework.learner.units import with_unit
+from framework.program.ahead import FIRST_VALUES, evaluation_of
+from framework.program.execution import Execution
+from framework.program.experiment import Experiment
+from framework.program.first_values import GroupedArrays, Paths
+from framework.program.rows import Batch
+from framework.schedules import after_backward, in_backward, streamed
+from framework.schedules.layerwise.programs import Compile, Ledger
+from framework.schedules.step import Metrics, State, evaluation_context, microbatches
+
+# The builder of the training step, by (memory.update, memory.gradients). `layer_programs` is
+# missing on purpose: its step is several compiled programs that Python calls, not one function
+# (see `framework.program.layerwise`).
+SCHEDULES = {
+    ("after_backward", "device"): after_backward.build_step,
+    ("streamed", "device"): streamed.build_step,
+    ("streamed", "pinned_host"): streamed.build_step,
+    ("in_backward", "device"): in_backward.build_step,
+}
+
+
+class Whole(Execution):
+    """One program for each of: the first values, the step, and the evaluation of a batch."""
+
+    @staticmethod
+    def running_specs(experiment: Experiment, specs: Nested) -> Nested:
+        """Those of checkpoints."""
+        return specs
+
+    # --- the state at step 0 ------------------------------------------------------------------------------------------
+
+    def init_function(self, seed: int, given_paths: Collection[str] = ()) -> Callable[[], State]:
+        """The function that makes the first state, straight into the layout when jitted with its shardings.
+
+        A stack is made a layer at a time, and what lives on the host goes there at once: nothing is held twice.
+        Parameters among `given_paths` are zeros: the caller overwrites them.
+        """
+        first_values = self.first_values
+        groups = first_values.groups
+        make = first_values.draw(given_paths)
+
+        def part(key: jax.Array, paths: Paths, layer: jax.Array | None = None) -> GroupedArrays:
+            stored_values = {}
+            for name, values in make(key, paths, layer).items():
+                specs = groups[name]
+                stored_values[name] = {path: store_leaf(specs[path], x) for path, x in values.items()}
+            return stored_values
+
+        def init() -> State:
+            key, run_key = jax.random.split(jax.random.key(seed))
+            flat: GroupedArrays = {name: {} for name in groups}
+            part_values: GroupedArrays = {}
+            for paths, num_layers in first_values.parts():
+                # The barrier makes each part wait for the previous one. Otherwise XLA may make
+                # several at once, with float32 copies of all of them alive together.
+                key, part_values = jax.lax.optimization_barrier((key, part_values))
+                for name, values in part_values.items():
+                    flat[name] |= values
+                make_part = functools.partial(part, key, paths)
+                if num_layers is None:
+                    part_values = make_part()
+                else:
+                    part_values = jax.lax.map(make_part, jnp.arange(num_layers))
+            for name, values in part_values.items():
+                flat[name] |= values
+            for name in ("buffer", "counter"):
+                for path, spec in groups[name].items():
+                    flat[name][path] = jnp.zeros(spec.shape, spec.dtype)
+            flat["counter"]["rng"] = jax.random.key_data(run_key)
+            return first_values.nested(flat)
+
+        return init
+
+    def init_jit(self, seed: int | None = None, given_paths: Collection[str] = ()) -> Any:
+        """`init_function`, jitted with the layout's shardings; the config's seed by default."""
+        seed = self.experiment.trainer.seed if seed is None else seed
+        return self.jit(self.init_function(seed, given_paths), out_shardings=self.layout.shardings())
+
+    def init(self, seed: int | None, given_paths: Collection[str]) -> State:
+        """See `Execution`."""
+        first_values = None
+        # The thread compiles the first values of the config's seed, with every parameter drawn.
+        if not given_paths and seed is None:
+            first_values = self.ahead.program(FIRST_VALUES)
+        if first_values is None:
+            first_values = self.init_jit(seed, given_paths)
+        return first_values()
+
+    def layer_path(self, path: str, layer: int) -> str:
+        """The path itself: a leaf holds all layers."""
+        return path
+
+    def with_layer(self, old: Nested, new: Nested, layer: jax.Array) -> Nested:
+        """See `Execution`."""
+        return with_unit(old, new, layer)
+
+    # --- programs that a thread compiles ------------------------------------------------------------------------------
+
+    def begin_first_values(self) -> None:
+        """See `Execution`."""
+        self.ahead.begin(FIRST_VALUES, lambda: self.init_jit().lower().compile())
+
+    def begin_evaluation(self) -> None:
+        """See `Execution`."""
+        groups = ["parameter"]
+        if self.layout.specs["ema"]:
+            groups.append("ema")
+        for group in groups:
+            self.ahead.begin(evaluation_of(group), functools.partial(self._compiled_evaluation, group))
+
+    @property
+    def evaluation_has_begun(self) -> bool:
+        """See `Execution`."""
+        return evaluation_of("parameter") in self.ahead
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step_jit(self) -> Any:
+        """The jitted training step: in and out shardings from the layout, the state donated."""
+        experiment = self.experiment
+        memory = experiment.memory
+        build = SCHEDULES[memory.update, memory.gradients]
+        check_platform(memory.remat, self.platform)
+        step = build(experiment.model, experiment.learner, self.layout, memory)
+        # `rows.sharding` also has the arrays that only evaluation reads, which are no arguments of
+        # the step.
+        batch_sharding = {name: self.rows.sharding[name] for name in self.rows.specs}
+        return self.jit(
+            step,
+            in_shardings=(self.layout.shardings(), batch_sharding),
+            out_shardings=(self.layout.shardings(), self.replicated),
+            donate_argnums=0,
+        )
+
+    @cached_property
+    def traced_step(self) -> Any:
+        """The step as jax traces it, before any state exists: has its jaxpr, and is lowered from here."""
+        state = self.layout.abstract()
+        batch = self.layout.abstract(self.rows.specs)
+        return self.step_jit.trace(state, batch)
+
+    @cached_property
+    def compiled_step(self) -> Any:
+        """The step compiled ahead of time."""
+        lowered = self.traced_step.lower()
+        return compiled(lowered, self.compiler_options)
+
+    def compile(self) -> None:
+        """See `Execution`."""
+        # A cached property, which compiles when it is first read.
+        self.compiled_step  # noqa: B018
+
+    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """See `Execution`."""
+        return self.compiled_step(state, batch)
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def evaluate_jit(self) -> Any:
+        """The jitted evaluation of a batch: (parameters, frozen, buffers, batch) -> sums."""
+        return self._evaluation("parameter")
+
+    @cached_property
+    def evaluate_averages_jit(self) -> Any:
+        """The same with the averages of the trainable parameters."""
+        return self._evaluation("ema")
+
+    def _evaluation(self, group: str) -> Any:
+        """The jitted evaluation with the weights of a group of the state, "parameter" or "ema"."""
+        model = self.experiment.model
+        layout = self.layout
+        num_microbatches = self.experiment.learner.accumulate
+        places = model.stage_specs(layout.specs[group], layout.specs["frozen"])
+
+        def sums(params: Nested, buffers: Nested, batch: Nested) -> Metrics:
+            _, out = model.loss(params, evaluation_context(batch, model, layout), buffers, places)
+            return model.scores(out, batch)
+
+        def evaluate(params: Nested, frozen: Nested, buffers: Nested, batch: Nested) -> Metrics:
+            params = merge(params, frozen)
+            if num_microbatches == 1:
+                return sums(params, buffers, batch)
+            # A batch that is trained on in parts would not fit in one piece here either.
+            ctx = evaluation_context(batch, model, layout)
+            stacked_batches = microbatches(batch, num_microbatches, ctx)
+            stacked_sums = jax.lax.map(lambda part: sums(params, buffers, part), stacked_batches)
+            return jax.tree.map(jnp.sum, stacked_sums)
+
+        return self.jit(evaluate, out_shardings=self.replicated)
+
+    def _jitted_evaluation(self, group: str) -> Any:
+        return self.evaluate_averages_jit if group == "ema" else self.evaluate_jit
+
+    def _lowered_evaluation(self, group: str) -> Any:
+        """The evaluation of the weights in `group`, lowered from specs alone: there are no arrays yet."""
+        layout = self.layout
+        weights = [layout.abstract(layout.specs[name]) for name in (group, "frozen", "buffer")]
+        return self._jitted_evaluation(group).lower(*weights, layout.abstract(self.rows.evaluation_specs))
+
+    def _compiled_evaluation(self, group: str) -> Any:
+        return self._lowered_evaluation(group).compile()
+
+    def evaluate(self, state: State, batch: Batch, group: str) -> Metrics:
+        """See `Execution`."""
+        evaluation = self.ahead.program(evaluation_of(group))
+        if evaluation is None:
+            evaluation = self._jitted_evaluation(group)
+        return evaluation(state[group], state["frozen"], state["buffer"], batch)
+
+    # --- what is told about the programs ------------------------------------------------------------------------------
+
+    def executables(self) -> list[Any]:
+        """See `Execution`."""
+        return [self.compiled_step]
+
+    def peak_bytes(self) -> int:
+        """See `Execution`."""
+        stats = self.compiled_step.memory_analysis()
+        return peak_bytes(stats, self.platform, HostBytes.in_place(self._hosted_bytes()))
+
+    def _hosted_bytes(self) -> int:
+        """The bytes of the state in host memory, per device."""
+        return self.layout.bytes_per_device(memory_kind="pinned_host")
+
+    def rehearse_init(self, compile: Compile) -> Ledger:
+        """See `Execution`."""
+        hosted = HostBytes(results=self._hosted_bytes())
+        return _rehearsed(self.init_jit().lower(), hosted, compile)
+
+    def rehearse_step(self, compile: Compile) -> Ledger:
+        """See `Execution`."""
+        hosted = self._hosted_bytes()
+        ledger = _rehearsed(self.traced_step.lower(), HostBytes.in_place(hosted), compile)
+        step = ledger.calls[0]
+        ledger.host_peak = hosted + step.host_temp
+        # Each host leaf is taken in and out, also where the program's text does not name its memory
+        # space (CPU, GPU).
+        ledger.moved = max(step.moved, 2 * hosted)
+        return ledger
+
+    def rehearse_evaluation(self, compile: Compile) -> Ledger:
+        """See `Execution`."""
+        layout = self.layout
+        hosted = sum(layout.bytes_per_device(group, "pinned_host") for group in ("parameter", "frozen"))
+        return _rehearsed(self._lowered_evaluation("parameter"), HostBytes(arguments=hosted), compile)
+
+    def step_jaxprs(self, ledger: Ledger | None = None) -> list[ClosedJaxpr]:
+        """The step's, which needs no rehearsal."""
+        return [self.traced_step.jaxpr]
+
+    # --- what checkpoints hold ----------------------------------------------------------------------------------------
+
+    def stored(self, state: State) -> State:
+        """See `Execution`."""
+        return {group: state[group] for group in self.layout.kept}
+
+    @property
+    def abstract_stored(self) -> Nested:
+        """See `Execution`."""
+        return self.whole.abstract(self.whole.kept)
+
+    def restored(self, stored: State) -> State:
+        """See `Execution`."""
+        return {**stored, **self.scratch_jit()}
+
+    @property
+    def bytes_by_host(self) -> int:
+        """None: leaves are read into their places."""
+        return 0
+
+    def joined(self, state: State) -> State:
+        """The state itself, whose stacks are whole."""
+        return state
+
+
+def _rehearsed(lowered: Any, hosted: HostBytes, compile: Compile) -> Ledger:
+    """The ledger of one program that is called once."""
+    program = compile(lowered, hosted)
+    ledger = Ledger()
+    ledger.count(program, program.peak)
+    return ledger
