@@ -15,9 +15,8 @@ from framework.devices.allocator import keep_freed_memory
 from framework.files.workdir import write_json
 from framework.inference.images import save_grid
 from framework.metrics.plot import plot_losses
-from framework.plan import guard
+from framework.plan import guard, host_room
 from framework.plan.guard import Need
-from framework.plan.host_room import check_host
 from framework.plan.start_table import start_report
 from framework.processes import distributed
 from framework.processes.health import EXIT_REPLICAS, Pulse
@@ -130,7 +129,7 @@ class Training:
         goodput = self.job.goodput
         report = start_report(self.job.command.spec, self.program)
         self.progress.print(render(report))
-        check_host(self.program)
+        host_room.check_host(self.program)
         self.progress.status("compiling")
         goodput.enter("compile")
         # First values that come from a checkpoint or from files are not drawn, and a dry run draws

@@ -212,9 +212,10 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
     """launch.train with one more hook, first in the list: it lets steps pass as the driver asks for them."""
     import jax
 
-    from framework.run import trainer
     from framework.run.hooks import Hook
     from framework.run.run import Run
+    from framework.run.trainer import Trainer
+    from launch import training
     from launch.train import main
 
     class Gate(Hook):
@@ -244,21 +245,20 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
             """Keeps the newest loss."""
             self.loss = metrics["loss"]
 
-    class GatedTrainer(trainer.Trainer):
+    class GatedTrainer(Trainer):
         """The trainer that launch.train builds, with the gate."""
 
         def __init__(self, *args: Any):
             super().__init__(*args)
             self.hooks.insert(0, Gate())
 
-    plain_trainer = trainer.Trainer
-    trainer.Trainer = GatedTrainer  # pyright: ignore[reportAttributeAccessIssue]
+    training.Trainer = GatedTrainer  # pyright: ignore[reportAttributeAccessIssue]
     try:
         code = main(arguments)
     except Finished:
         return
     finally:
-        trainer.Trainer = plain_trainer
+        training.Trainer = Trainer  # pyright: ignore[reportPrivateImportUsage]
     sys.exit(code)
 
 
