@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import configs
-from framework.learner import learner
+from framework.learner import reaches
 from framework.program.ahead import Ahead, evaluation_of
 from framework.program.program import Program
 from framework.program.whole import Whole
@@ -34,7 +34,7 @@ def small() -> Program:
 
 
 def test_programs_of_the_thread_compute_what_those_of_the_main_thread_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
+    monkeypatch.setattr(reaches, "probe", lambda *_: pytest.fail("a trial of the optimizer compiles"))
     ahead, plain = small(), small()
     begin_first_values(ahead)
     begin_evaluation(ahead)
