@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from framework.config.components import component
 from framework.config.names import (
-    TRUSTED,
     ConfigError,
     FieldError,
     FieldTypeError,
@@ -46,7 +45,7 @@ from framework.config.schema import (
     schema,
     short_names,
 )
-from framework.config.texts import literal, parse_text, without_duplicates
+from framework.config.texts import literal, value_of_text, without_duplicates
 
 # This many levels of JSON data are decoded; the limit comes before Python's own recursion limit.
 _MAX_DEPTH = 100
@@ -321,7 +320,7 @@ class Config(ConfigBase):
         if component is not None:
             self._set(place, path, component)
             return
-        value = _value_of_text(hint, text, path)
+        value = value_of_text(hint, text, path)
         if place.keys:
             # An element that is valid alone may not be beside the others: the field decides.
             self._set(place, path, value)
@@ -473,20 +472,6 @@ def _component_of_text(hint: Any, text: str, path: str) -> Any:
     if accepts_config(hint) and is_trusted(text):
         return config_for(resolve(text, path))
     return None
-
-
-def _value_of_text(hint: Any, text: str, path: str) -> Any:
-    """Returns the value that text other than a component's stands for, as a field stores it."""
-    try:
-        return parse_text(hint, text, path)
-    except FieldTypeError as error:
-        if accepts_config(hint):
-            packages = ", ".join(TRUSTED)
-            components = short_names(hint)
-            choices = f", or is one of {', '.join(components)}" if components else ""
-            advice = f"a component goes by its dotted name, inside {packages}{choices}"
-            error.args = (f"{error.args[0]}; {advice}",)
-        raise
 
 
 def _decode(data: Any, path: str, depth: int = 0) -> Any:

@@ -6,8 +6,19 @@ import json
 import re
 from typing import Any, Literal
 
-from framework.config.names import ConfigError, join, name_of
-from framework.config.schema import LISTS, REQUIRED, ConfigBase, Mark, arms, convert, element_hint, split
+from framework.config.names import TRUSTED, ConfigError, FieldTypeError, join, name_of
+from framework.config.schema import (
+    LISTS,
+    REQUIRED,
+    ConfigBase,
+    Mark,
+    accepts_config,
+    arms,
+    convert,
+    element_hint,
+    short_names,
+    split,
+)
 
 _PLAIN = re.compile(r"[\w./:*+-]+\Z")
 # Words of the command line, in lower case: JSON and Python each read some of them, in one spelling.
@@ -20,6 +31,23 @@ _LITERALS = {
     "-inf": float("-inf"),
     "nan": float("nan"),
 }
+
+
+def value_of_text(hint: Any, text: str, path: str) -> Any:
+    """Returns the value that text other than a component's stands for, as a field stores it.
+
+    Raises as `convert` does; where a component may stand, the error says how to name one.
+    """
+    try:
+        return parse_text(hint, text, path)
+    except FieldTypeError as error:
+        if accepts_config(hint):
+            packages = ", ".join(TRUSTED)
+            components = short_names(hint)
+            choices = f", or is one of {', '.join(components)}" if components else ""
+            advice = f"a component goes by its dotted name, inside {packages}{choices}"
+            error.args = (f"{error.args[0]}; {advice}",)
+        raise
 
 
 def parse_text(hint: Any, text: str, path: str) -> Any:

@@ -17,6 +17,8 @@ from framework.optimizers.clipping import limit_norm_growth, limit_update_rms
 from framework.optimizers.reach import Reach
 
 ClipMode = Literal["global_norm", "two_pass", "previous_norm", "update_rms", "norm_growth"]
+# Modes that clip a unit by what is known while it is updated. Any other mode needs the norm of all gradients first.
+_MODES_OF_ONE_UNIT: tuple[ClipMode, ...] = ("previous_norm", "update_rms", "norm_growth")
 
 
 class ClippedGradients(NamedTuple):
@@ -41,6 +43,11 @@ class Clipping:
     def keeps_norms(self) -> bool:
         """Whether the optimizer state holds the norm that each tensor's gradient had in the step before."""
         return self.mode == "norm_growth"
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether no unit can be clipped before the gradients of all units were seen."""
+        return self.mode is not None and self.mode not in _MODES_OF_ONE_UNIT
 
     def widened(self, reach: Reach) -> Reach:
         """The smallest part of a unit that can be updated by itself, where an optimizer alone needs `reach`."""

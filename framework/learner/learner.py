@@ -129,7 +129,7 @@ class Learner:
             None if master_dtype is None else jnp.dtype(master_dtype),
             None if moment_dtype is None else jnp.dtype(moment_dtype),
         )
-        self._clipping = Clipping(clip, self.clip_mode)
+        self.clipping = Clipping(clip, self.clip_mode)
         self._spikes = decisions.Spikes(spike)
         labels, configs = label(specs, optimizer, [rule.instantiate() for rule in rules])
         divided = groups.divide(specs, labels)
@@ -206,7 +206,7 @@ class Learner:
             self.select(self.specs, group),
             self._instances[group.stage, group.label].optimizer,
             self._precision,
-            self._clipping.keeps_norms,
+            self.clipping.keeps_norms,
         )
 
     def init(self, precise: Nested) -> Update:
@@ -254,7 +254,7 @@ class Learner:
     def reach(self, group: Group) -> Reach:
         """The smallest part of a unit of the group that can be updated by itself; tried out on first use."""
         instance = self._instances[group.stage, group.label]
-        return self._clipping.widened(reach_of(instance, self.unit_specs(group)))
+        return self.clipping.widened(reach_of(instance, self.unit_specs(group)))
 
     def check_reach(self) -> None:
         """Raises ValueError when an optimizer mixes parameters: per layer, it would be silently wrong."""
@@ -290,7 +290,7 @@ class Learner:
             loss,
             norm,
             counter,
-            clipping=self._clipping,
+            clipping=self.clipping,
             spikes=self._spikes,
             draws=self.draws,
         )
@@ -356,7 +356,7 @@ class Learner:
         return GroupUpdate(
             self.state_of(group),
             self._instances[group.stage, group.label].learning_rate,
-            self._clipping,
+            self.clipping,
             self.ema,
             self.draws,
         )

@@ -19,7 +19,7 @@ from framework.schedules.memory import Memory
 from framework.schedules.stack_pass import StackPass, StackPull
 from framework.schedules.stage_pass import StagePass, StagePull
 from framework.schedules.unit import Carry, Cotangent
-from framework.schedules.visits import Hooks, Turns, Visit, Work
+from framework.schedules.visits import Turns, Visit, Visits, Work
 
 _NO_TURNS = Turns()
 
@@ -112,7 +112,7 @@ class _ChainPull:
         ct: Cotangent = jnp.ones_like(self.loss)
         for name in reversed(stages.model.stages):
             if name in stages.model.stacks:
-                work, ct, shared_grads = self.stack_pulls[name](work, ct, Hooks(visit, turns))
+                work, ct, shared_grads = self.stack_pulls[name](work, ct, Visits(visit, turns))
                 if shared_grads:
                     shared_grads = stages.sharded("shared", shared_grads)
                     work = visit(work, "shared", shared_grads, None)

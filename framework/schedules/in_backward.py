@@ -40,9 +40,10 @@ def check(learner: Learner, setting: str = "memory.update = in_backward") -> Non
             "gradients are gone when the second comes; expected 1, or memory.update = streamed with memory.gradients = "
             "pinned_host"
         )
-    if learner.clip_mode == "global_norm":
+    # A second backward pass has the norm of all gradients from the first.
+    if learner.clipping.needs_all_gradients and learner.clip_mode != "two_pass":
         raise ValueError(
-            f"learner.clip_mode = global_norm with {setting}: the norm of all gradients is known only "
+            f"learner.clip_mode = {learner.clip_mode} with {setting}: the norm of all gradients is known only "
             "when all units are updated; expected two_pass (exact, a second backward pass), previous_norm, update_rms, "
             "norm_growth, or learner.clip = None; or memory.update = streamed with memory.gradients = pinned_host, "
             "which clips exactly in one pass"

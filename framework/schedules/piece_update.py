@@ -63,7 +63,7 @@ class PieceUpdate:
     single: bool
     writes_first: bool
 
-    def on_device(self, grads: Flat) -> Flat:
+    def unhosted(self, grads: Flat) -> Flat:
         """The gradients that are not in host memory."""
         return {path: grad for path, grad in grads.items() if not is_hosted(self.specs.grads[path])}
 

@@ -104,7 +104,7 @@ def _in_turn(
     # The compiler would fetch everything as early as it can. State is fetched by this index: not before
     # its gradients are there, nor before the last piece but one is done.
     start = jnp.int32(0) if index is None else index
-    device_grads = update.on_device(leaves.grads)
+    device_grads = update.unhosted(leaves.grads)
     start, (device_grads, last_but_one) = jax.lax.optimization_barrier((start, (device_grads, last_but_one)))
     leaves = leaves._replace(grads=leaves.grads | device_grads)
     # Blocks are those of a device's own rows; the partitioner would gather the leaf to slice it.

@@ -1,7 +1,8 @@
 """A stack's forward and backward pass within one program: loops over its units, or over groups of them.
 
 Going forward, a scan keeps what the remat policy keeps of each unit; going back, a loop gives each unit's gradient to
-the hooks, which may write it away or update the unit. The loop's carry holds the parameters, as hooks may change them.
+the visits, which may write it away or update the unit. The loop's carry holds the parameters, as visits may change
+them.
 
 What is kept are the leaves of `jax.vjp`'s result that are not its arguments: those (the unit's weights above all) are
 put back in the backward loop, so no copies of them are stacked.
@@ -23,16 +24,16 @@ from framework.layers.stack import Stack
 from framework.layout import Nested, merge
 from framework.learner.units import unit_at
 from framework.schedules.stage_pass import StagePass, StageWeights
-from framework.schedules.unit import Carry, Cotangent, Unit
+from framework.schedules.unit import Carry, Cotangent, UnitFunctions
 from framework.schedules.unit_pass import Flat, PlacedResiduals, UnitPass, moved, stacks_of
-from framework.schedules.visits import Hooks, Work
+from framework.schedules.visits import Visits, Work
 
 
 class StackGradients(NamedTuple):
     """What the backward pass over a stack, or a group of its units, hands on.
 
     Attributes:
-      work: as hooks left it.
+      work: as visits left it.
       ct: the cotangent of the input.
       shared: the sum, over the units so far, of the gradients of the parameters that all units share.
     """
@@ -42,9 +43,9 @@ class StackGradients(NamedTuple):
     shared: Nested
 
 
-# (what the units after these handed on, hooks) -> what these hand on.
-UnitsPull = Callable[[StackGradients, Hooks], StackGradients]
-StackPull = Callable[[Work, Cotangent, Hooks], StackGradients]
+# (what the units after these handed on, visits) -> what these hand on.
+UnitsPull = Callable[[StackGradients, Visits], StackGradients]
+StackPull = Callable[[Work, Cotangent, Visits], StackGradients]
 
 
 class StackForward(NamedTuple):
@@ -80,7 +81,7 @@ class _BackwardCarry(NamedTuple):
     """The carry of the backward loop over units.
 
     Attributes:
-      work: the weights, and what hooks change.
+      work: the weights, and what visits change.
       ct: the cotangent of the output of the unit whose turn comes next.
       shared_sums: the sum of the shared parameters' gradients so far.
       y: the output of the unit whose turn comes next, where units are inverted; else None.
@@ -126,7 +127,7 @@ class StackPass:
         # Without groups, all units are one group.
         group_size = remat.group_size(ctx.remat, stack.num_units) or stack.num_units
         units = UnitPass(
-            unit=Unit(name, stack, function),
+            unit=UnitFunctions(name, stack, function),
             ctx=ctx,
             buffers=stages.buffers.get(name, {}),
             shared=shared,
@@ -154,11 +155,11 @@ class StackPass:
             pull_units = partial(self._units_backward, units, jnp.int32(0))
         x, pull_leave = jax.vjp(lambda x: self.stack.leave(x, self.ctx), x)
 
-        def pull(work: Work, ct: Cotangent, hooks: Hooks) -> StackGradients:
+        def pull(work: Work, ct: Cotangent, visits: Visits) -> StackGradients:
             (ct,) = pull_leave(ct)
             # In float32 at least: in bfloat16 each addition would lose up to 1/512 of the sum.
             shared_sums = sums.zeros(self.units.shared.trainable)
-            gradients = pull_units(StackGradients(work, ct, shared_sums), hooks)
+            gradients = pull_units(StackGradients(work, ct, shared_sums), visits)
             (ct,) = pull_enter(gradients.ct)
             return gradients._replace(ct=ct)
 
@@ -194,25 +195,25 @@ class StackPass:
         group_starts: jax.Array,
         input_of: Callable[[jax.Array], Carry],
         gradients: StackGradients,
-        hooks: Hooks,
+        visits: Visits,
     ) -> StackGradients:
         """Runs the stack backward group by group; in a group, its units run forward again.
 
         Args:
             group_starts: the index of each group's first unit.
             input_of: the input of the group of that number, on the device.
-            gradients, hooks: see `UnitsPull`.
+            gradients, visits: see `UnitsPull`.
         """
 
         def body(step: jax.Array, gradients: StackGradients) -> StackGradients:
             index = group_starts.size - 1 - step
             x = input_of(index)
             x, ct = jax.lax.optimization_barrier((x, gradients.ct))
-            # The weights of the loop's carry: hooks have not changed those of this group yet, and the
+            # The weights of the loop's carry: visits have not changed those of this group yet, and the
             # forward pass's stacks would have to be kept beside these.
             stacks = stacks_of(gradients.work, self.name)
             units = self._units_forward(x, stacks, group_starts[index])
-            return self._units_backward(units, group_starts[index], gradients._replace(ct=ct), hooks)
+            return self._units_backward(units, group_starts[index], gradients._replace(ct=ct), visits)
 
         return jax.lax.fori_loop(0, group_starts.size, body, gradients)
 
@@ -252,7 +253,7 @@ class StackPass:
         units: _Units,
         first: jax.Array,
         gradients: StackGradients,
-        hooks: Hooks,
+        visits: Visits,
     ) -> StackGradients:
         """Runs a group's units backward, and visits each.
 
@@ -260,25 +261,25 @@ class StackPass:
             units: of the forward pass.
             first: the index of the first unit.
             gradients: as the units after these left them.
-            hooks: called for each unit.
+            visits: called for each unit.
         """
         name = self.name
         work, ct, shared_sums = gradients
         first, ct = jax.lax.optimization_barrier((first, ct))
         fetched = self.units.prefetch(stacks_of(work, name), first + self.group_size - 1)
-        work = hooks.turns.begin_loop(work, name, first + self.group_size - 1)
+        work = visits.turns.begin_loop(work, name, first + self.group_size - 1)
         output = units.output if self.units.inverts else None
         carry = _BackwardCarry(work, ct, shared_sums, output, fetched)
-        body = partial(self._backward_turn, first, units.residuals, hooks)
+        body = partial(self._backward_turn, first, units.residuals, visits)
         carry = jax.lax.fori_loop(0, self.group_size, body, carry)
-        work = hooks.turns.end_loop(carry.work, name)
+        work = visits.turns.end_loop(carry.work, name)
         return StackGradients(work, carry.ct, carry.shared_sums)
 
     def _backward_turn(
         self,
         first: jax.Array,
         residuals: PlacedResiduals,
-        hooks: Hooks,
+        visits: Visits,
         step: jax.Array,
         carry: _BackwardCarry,
     ) -> _BackwardCarry:
@@ -289,7 +290,7 @@ class StackPass:
         # Hosted weights of the unit below come while this one is computed with, as in the forward pass.
         next_fetched = self.units.prefetch(stacks_of(work, name), first + jnp.maximum(i - 1, 0))
         # A turn may write to the stacks that this unit's weights are taken from.
-        work = hooks.turns.begin_unit(work, name, first + i)
+        work = visits.turns.begin_unit(work, name, first + i)
         ready = (carry.ct, carry.y)
         unit_params, (ct, y) = self.units.take_weights(stacks_of(work, name), first + i, carry.fetched, ready)
         result = self.units.backward(unit_params, unit_at(residuals, i), first + i, y, ct)
@@ -297,5 +298,5 @@ class StackPass:
         # A stack that is frozen as a whole has no gradients.
         if result.grads:
             grads = self.stages.sharded(name, result.grads)
-            work = hooks.visit(work, name, grads, first + i)
+            work = visits.visit(work, name, grads, first + i)
         return _BackwardCarry(work, result.ct, shared_sums, result.x, next_fetched)

@@ -161,7 +161,7 @@ class UnitBackward(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitFunctions:
     """One unit of a stack; the same function for all of them.
 
     Attributes:

@@ -17,10 +17,10 @@ from framework.schedules.stage_pass import StageWeights
 from framework.schedules.unit import (
     Carry,
     Cotangent,
-    Unit,
     UnitArguments,
     UnitBackward,
     UnitConstants,
+    UnitFunctions,
     UnitResiduals,
     is_worth_offloading,
 )
@@ -66,7 +66,7 @@ class UnitPass:
       in_groups: whether only inputs of groups of units are kept beyond the group's own turn.
     """
 
-    unit: Unit
+    unit: UnitFunctions
     ctx: Context
     buffers: Nested
     shared: StageWeights

@@ -40,7 +40,7 @@ class Turns(NamedTuple):
     end_loop: Callable[[Work, str], Work] = lambda work, stack: work
 
 
-class Hooks(NamedTuple):
+class Visits(NamedTuple):
     """All that a schedule hangs into one backward pass."""
 
     visit: Visit

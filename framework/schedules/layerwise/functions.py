@@ -22,7 +22,15 @@ from framework.schedules.layerwise.result_specs import ResultSpecs
 from framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
 from framework.schedules.memory import Memory
 from framework.schedules.step import evaluation_context, microbatches, training_context
-from framework.schedules.unit import Carry, Cotangent, Unit, UnitArguments, UnitConstants, UnitResiduals, run_stage
+from framework.schedules.unit import (
+    Carry,
+    Cotangent,
+    UnitArguments,
+    UnitConstants,
+    UnitFunctions,
+    UnitResiduals,
+    run_stage,
+)
 
 Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one unit
 Inputs = tuple[Nested, Nested, jax.Array]  # batch, counters, number of the microbatch
@@ -162,14 +170,14 @@ class LayerFunctions:
         buffers: Nested,
         inputs: Inputs,
         index: jax.Array,
-    ) -> tuple[Unit, UnitArguments]:
+    ) -> tuple[UnitFunctions, UnitArguments]:
         """A unit, and what it is a function of but its input; arguments as those of `unit_forward`."""
         params = _without_axis(weights["parameter"])
         frozen = _without_axis(weights["frozen"])
         unit_buffers = _without_axis(buffers)
         stack = self.model.stack
         stack_ctx = self.context(inputs).fold("stack")
-        unit = Unit("stack", stack, stack.unit_function(merge(params, frozen), stack_ctx))
+        unit = UnitFunctions("stack", stack, stack.unit_function(merge(params, frozen), stack_ctx))
         ctx = stack_ctx.fold_index(index)
         constants = UnitConstants(frozen, shared["frozen"], unit_buffers, ctx)
         return unit, UnitArguments(params, shared["parameter"], constants)

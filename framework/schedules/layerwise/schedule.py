@@ -24,7 +24,7 @@ from framework.schedules import in_backward
 from framework.schedules.layerwise.functions import EvaluationFunctions, LayerFunctions, Weights
 from framework.schedules.layerwise.passes import Evaluation
 from framework.schedules.layerwise.programs import Compile, Ledger, Programs
-from framework.schedules.layerwise.step import Step
+from framework.schedules.layerwise.step import LayerwiseStep
 from framework.schedules.memory import Memory
 from framework.schedules.step import Metrics, State
 
@@ -82,13 +82,13 @@ class LayerPrograms:
         self.programs.compile = compile or self.programs.compile
 
         def step(numbers: list[Any], *trees: Any) -> tuple[State, Metrics]:
-            return Step(self._functions, self.programs, numbers)(*trees)
+            return LayerwiseStep(self._functions, self.programs, numbers)(*trees)
 
         return self.programs.rehearse(step, self._numbers, state, batch)
 
     def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
         """Runs one step; the old state is gone afterwards."""
-        return Step(self._functions, self.programs, self._numbers)(state, batch)
+        return LayerwiseStep(self._functions, self.programs, self._numbers)(state, batch)
 
     def evaluate(
         self,

@@ -17,7 +17,7 @@ from framework.schedules.layerwise.update_pass import UpdatePass
 from framework.schedules.step import Metrics, State
 
 
-class Step(BackwardPass):
+class LayerwiseStep(BackwardPass):
     """One step on its way."""
 
     def __call__(self, state: State, batch: Nested) -> tuple[State, Metrics]:
