@@ -256,6 +256,15 @@ class Learner:
         instance = self._instances[group.stage, group.label]
         return self.clipping.widened(reach_of(instance, self.unit_specs(group)))
 
+    def try_reach(self) -> None:
+        """Tries out how far each optimizer looks, for schedules that divide a unit.
+
+        They ask for it again while a step is traced. A trial at that point would compile each of its operations by
+        itself.
+        """
+        for group in self.groups:
+            self.reach(group)
+
     def check_reach(self) -> None:
         """Raises ValueError when an optimizer mixes parameters: per layer, it would be silently wrong."""
         if self.scope != "unit":

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
-
 from framework.layout import Nested, flatten
 from framework.learner.instances import Instance
 from framework.optimizers.dependence import keeps_apart
@@ -36,9 +34,7 @@ def reach_of(instance: Instance, unit_specs: Nested) -> Reach:
     shapes = tuple((path, spec.shape) for path, spec in flatten(unit_specs).items())
     kind = _Kind(instance.config, shapes)
     if kind not in _reaches:
-        # Schedules ask while a step is traced: the trial runs all the same.
-        with jax.ensure_compile_time_eval():
-            _reaches[kind] = probe(instance.optimizer, unit_specs)
+        _reaches[kind] = probe(instance.optimizer, unit_specs)
     return _reaches[kind]
 
 

@@ -55,6 +55,21 @@ def probe(optimizer: Any, specs: Nested) -> Reach:
         owners[f"state/{path}"] = owner
     for path in toy_shapes:
         owners[f"update/{path}"] = path
+    # Schedules may ask while a step is traced: the trial runs all the same. What is above must not be under this, as
+    # it would make arrays of the true sizes.
+    with jax.ensure_compile_time_eval():
+        return max(reaches | _tried(optimizer, toy_shapes, owners), key=_REACHES.index)
+
+
+def _tried(optimizer: Any, toy_shapes: Shapes, owners: dict[str, str | None]) -> set[Reach]:
+    """How far the gradients of single elements reached in a trial, at least "element".
+
+    Args:
+        optimizer: `init` and `update`, as in optax.
+        toy_shapes: by path of a parameter.
+        owners: the parameter that each array of a trial belongs to, by its path, or None.
+    """
+    reaches: set[Reach] = {"element"}
     run = _trial(optimizer, toy_shapes)
     clean = run(None, 0.0)
     has_matrices = any(len(shape) > 1 for shape in toy_shapes.values())
@@ -78,7 +93,7 @@ def probe(optimizer: Any, specs: Nested) -> Reach:
                     reaches.add("global" if changed.any() else "element")
                 elif changed.shape == shape and len(shape) >= min_ndim:
                     reaches.add(_reach_within(changed))
-    return max(reaches, key=_REACHES.index)
+    return reaches
 
 
 def _changed(clean: np.ndarray, spoiled: np.ndarray) -> np.ndarray:

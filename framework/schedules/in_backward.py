@@ -78,6 +78,7 @@ def build_step(
     check(learner)
     platform = layout.mesh.devices.flat[0].platform
     check_platform(layout, memory, platform)
+    learner.try_reach()
     ahead = _state_ahead(learner, layout, memory, platform)
     turns = Turns() if ahead is None else _turns(ahead)
 

@@ -89,6 +89,7 @@ def build_step(
     """The training step; see `after_backward.build_step`, and `check` for what is raised."""
     platform = layout.mesh.devices.flat[0].platform
     check(layout, memory, platform)
+    learner.try_reach()
     hosted_groups = {leaf.group for leaf in layout if leaf.spec.memory_kind != "device"}
     weights_are_hosted = bool(hosted_groups & {"parameter", "frozen"})
     # Where nothing has to move during the backward pass, jax.value_and_grad takes it.

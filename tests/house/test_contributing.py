@@ -19,7 +19,7 @@ def test_names_in_tables_are_where_they_are_said_to_be():
     assert "class JsonLines" in (ROOT / "framework/data/sources.py").read_text()
     assert "class Hook" in (ROOT / "framework/run/hooks.py").read_text()
     for name, file in [
-        ("SCHEDULES", "framework/program/program.py"),
+        ("SCHEDULES", "framework/program/whole.py"),
         ("OPTIMIZERS", "framework/optimizers/named.py"),
         ("MEMORY", "tests/support/exact.py"),
         ("SMALL", "tests/support/exact.py"),

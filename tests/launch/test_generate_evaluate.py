@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from framework.program import program as programs
+from framework.layout import flatten
 from launch import evaluate, generate, weights
 from tests.support import runs
 
@@ -53,7 +53,7 @@ def test_only_weights_are_loaded(workdir: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def weights_by_path(loaded: weights.Loaded) -> dict[str, jax.Array]:
-    return programs.flatten(loaded.state["parameter"])
+    return flatten(loaded.state["parameter"])
 
 
 def test_fewer_devices_than_the_mesh_wants(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,6 +123,19 @@ def test_a_tensor_of_one_row_is_not_the_only_one_that_is_tried(order: int) -> No
     assert probe(optax.lamb(0.1), specs) == "tensor"
 
 
+def test_no_array_of_the_true_size_is_made_while_a_step_is_traced():
+    """A terabyte would not fit; a plan of a large model asks on a laptop."""
+    specs = {"weight": ParameterSpec((1 << 19, 1 << 19), "float32", roles=("axis", "axis"))}
+    reaches = []
+
+    def step(x: jax.Array) -> jax.Array:
+        reaches.append(probe(optax.adamw(0.1), specs))
+        return x
+
+    jax.eval_shape(step, jnp.zeros(()))
+    assert reaches == ["element"]
+
+
 def test_the_learner_tries_each_kind_of_unit_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("framework.learner.reaches.probe", lambda one, specs: calls.append(specs) or probe(one, specs))

@@ -270,6 +270,7 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
         assert hosted == (field in PLACEMENTS[case.placement] and not vectors)
     if isinstance(program.execution, Layerwise):
         program.execution.jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+        _ = program.execution.layers
         with jax.checking_leaks():
             program.compile()
     else:
@@ -287,6 +288,8 @@ def train(case: Case) -> tuple[Any, list[float], list[float], list[Any]]:
 
 
 def _compile(program: Program, case: Case) -> None:
+    # What a schedule tries out before the trace is made here: under checking_leaks nothing is cached.
+    _ = program.step_jit
     with jax.checking_leaks():
         traced = program.traced_step
     if PLACEMENTS[case.placement] in [(), ("activations",)] and case.memory != "hosted_gradients":  # else there is more

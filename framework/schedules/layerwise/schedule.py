@@ -58,6 +58,7 @@ class LayerPrograms:
         jit: Any,
         compile: Compile,
     ):
+        learner.try_reach()
         self._functions = LayerFunctions(model, learner, layout, memory)
         self._scoring = EvaluationFunctions(model, learner, layout, memory)
         self.programs = Programs(jit, compile, layout)
