@@ -178,6 +178,7 @@ def test_every_program_is_compiled_with_the_options(tmp_path: Path):
     assert {"jit_init", "jit_step", "jit_evaluate", "jit__prefill", "jit__decode", "jit__score"} <= dumped
 
 
+@pytest.mark.pairs
 def test_training_and_plan_have_the_same_numbers():
     plain, told = small.experiment(), small.experiment()
     told.compiler.options = {"xla_disable_hlo_passes": "fusion"}  # other temporaries are alive: the bytes tell

@@ -191,7 +191,7 @@ def parameters(workdir: Path, step: int) -> dict:
     return {name: leaf for name, leaf in leaves.items() if not name.startswith("counter")}
 
 
-@pytest.mark.once("streamed")
+@pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "streamed", "in_backward"])
 def test_15_a_loss_spike_is_skipped_and_counted(text: Path, tmp_path: Path, capsys, update: str) -> None:
     seed, bad = poison(text, 2, range(23, 26), 25)  # the first twenty updates are never skipped

@@ -89,6 +89,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
+@pytest.mark.pairs
 def test_11_sigterm_to_one_stops_both_after_the_same_step(calm: Path, text: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     pair = several(workdir, 2, *RUN)

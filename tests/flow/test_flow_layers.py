@@ -75,7 +75,7 @@ def images(name: str, dtype: Any, seed: int = 0) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
-@pytest.fixture(params=["float32", "float64"])
+@pytest.fixture(params=[pytest.param("float32", marks=pytest.mark.pairs), "float64"])
 def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
     with jax.enable_x64(True) if request.param == "float64" else nullcontext():
         yield request.param

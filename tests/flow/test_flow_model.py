@@ -264,7 +264,7 @@ def plain() -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     return trace({"remat": "none"})
 
 
-@pytest.mark.once("memory1-None")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("memory", "mesh"),
     [

@@ -52,7 +52,7 @@ def lines(text: str) -> dict[str, str]:
 # --- whole pods ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.once("v5p-2048-mesh0-data 32  fsdp 8-256")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("target", "mesh", "across", "processes"),
     [("v5p-2048", {"data": 32}, "data 32  fsdp 8", 256), ("2xv5e-256", {"data": 16}, "data 16 (over 2 slices)", 128)],

@@ -81,6 +81,7 @@ def test_two_processes_read_what_their_devices_hold(folder: Path):
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=2e-5)
 
 
+@pytest.mark.pairs
 def test_a_model_with_learned_positions_keeps_them_all(folder: Path):
     """transformers reads max_position_embeddings as another name of n_positions."""
     workdir = folder / "gpt2"
@@ -151,7 +152,7 @@ def test_a_directory_appears_with_its_tokenizer(folder: Path, monkeypatch: pytes
     assert seen == [ALL_FILES]
 
 
-@pytest.mark.once("hf-memory0", "lora-memory1")
+@pytest.mark.once("hf-memory0")
 @pytest.mark.parametrize(
     ("kind", "memory"), [("hf", HOSTED), ("lora", ("update=in_backward",)), ("qlora", ("update=streamed",))]
 )

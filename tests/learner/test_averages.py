@@ -20,7 +20,7 @@ def experiment(memory=None):
     return small.experiment(small.llama(**BFLOAT16), memory=memory, optimizer=optimizer, ema=DECAY, clip=None)
 
 
-@pytest.mark.once("streamed", "layer_programs")
+@pytest.mark.once("streamed")
 @pytest.mark.parametrize(
     "memory",
     [{}, HOSTED, {"update": "in_backward"}, {"update": "layer_programs"}],

@@ -40,7 +40,7 @@ def by_copies():
     return jax.device_get(state), loss, grads
 
 
-@pytest.mark.once("1-sqrt:2-None", "1-full-mesh3")
+@pytest.mark.once("1-full-mesh3")
 @pytest.mark.parametrize(
     ("unroll", "remat", "mesh"),
     [(1, "none", None), (0, "none", None), (1, "sqrt:2", None), (1, "full", {"fsdp": 8}), (0, "sqrt", {"fsdp": 8})],
@@ -68,7 +68,7 @@ def test_there_is_one_copy_and_every_use_is_work():
     assert needs[0]["gradients"] < needs[1]["gradients"]
 
 
-@pytest.mark.once("memory0")
+@pytest.mark.pairs
 @pytest.mark.parametrize("memory", [{"update": "streamed", "gradients": "pinned_host"}, {"update": "in_backward"}])
 def test_schedules_agree(memory):
     learner = {"optimizer": config_for(optax.sgd, learning_rate=0.3, momentum=0.9), "clip": None}

@@ -61,6 +61,7 @@ def test_the_reference_imports_nothing_of_the_framework(name: str):
     )
 
 
+@pytest.mark.once("53")
 @pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10))])
 def test_a_random_experiment_equals_float64_and_plain_optax(seed: int, capsys: pytest.CaptureFixture[str]):
     """By the command that people use. These seeds are none that the framework refuses."""

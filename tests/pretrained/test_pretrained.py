@@ -55,6 +55,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     return {name: array for file in folder.glob("*.safetensors") for name, array in load_file(file).items()}
 
 
+@pytest.mark.once("gpt2", "llama3-scaled", "gemma2")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_comes_in_goes_out(name, tmp_path):
     source = directory(tmp_path / "in", name)

@@ -59,7 +59,6 @@ SLOW = STREAMS[1:] + [
 @pytest.mark.once(
     "twins-adamw-layers_hosted_gradients-state-save:attention-eight-float64-1",
     "twins-adamw-layers_two_pass-state+boundaries-none-eight-float64-1",
-    "tied-adamw-layers-all-full-eight-float64-2",
 )
 @pytest.mark.parametrize(
     "case",

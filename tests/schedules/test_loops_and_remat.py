@@ -41,6 +41,7 @@ def results():
     return of
 
 
+@pytest.mark.once("full", "sqrt", "save:query;offload:mlp_up")
 @pytest.mark.parametrize(
     "policy", ["full", "sqrt", "dots", "dots_no_batch", "save:query,mlp_up", "offload", "save:query;offload:mlp_up"]
 )

@@ -46,7 +46,7 @@ def trained(config: Config) -> tuple[dict[str, np.ndarray], list[dict[str, float
     return small.arrays(state), metrics
 
 
-@pytest.mark.once("adafactor")
+@pytest.mark.pairs
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_numbers_are_those_of_the_plain_update(optimizer: str):
     expected, losses = trained(experiment("after_backward", "device", optimizer))

@@ -58,7 +58,7 @@ def test_weights_are_gathered_twice_and_their_gradients_scattered_once(schedule)
     assert 2 * STACK_BYTES <= received["all-gather"] < 2.2 * STACK_BYTES
 
 
-@pytest.mark.once("unit-5")
+@pytest.mark.pairs
 @pytest.mark.parametrize(("prefetch", "fetched_layers"), [("piece", LAYERS), ("unit", LAYERS + 1)])
 def test_state_in_host_memory_comes_and_goes_once(prefetch, fetched_layers):
     """Master weights and two moments in float32, of the stack and of the tokens' table; those of positions are small.

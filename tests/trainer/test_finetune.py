@@ -114,6 +114,7 @@ def written(workdir: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.pairs
 def test_whichever_comes_first_ends_the_run(folder: Path, capsys: pytest.CaptureFixture):
     assert train(folder, "epochs", "--config.trainer.max_epochs=2", "--config.trainer.max_steps=none") == 0
     out, rows = capsys.readouterr().out, runs.losses(folder / "epochs")

@@ -117,6 +117,7 @@ def test_a_roll_back_leaves_out_what_was_not_finite_and_nothing_else(
     check_never_had(tmp_path / "run", bad, monkeypatch, *flags)
 
 
+@pytest.mark.pairs
 def test_a_resumed_run_leaves_out_the_same(tmp_path: Path, monkeypatch, trained: dict[int, int], capsys) -> None:
     poison(monkeypatch, 2, 6)
     assert train(tmp_path / "run", ROLL_BACK, "--config.trainer.max_steps=8") == 0
