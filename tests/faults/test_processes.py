@@ -322,7 +322,7 @@ def listens_at(pid: int) -> set[str]:
     return found
 
 
-@pytest.mark.once("2")
+@pytest.mark.pairs
 @pytest.mark.parametrize("count", [1, 2])
 def test_nothing_listens_to_others(text: Path, tmp_path: Path, count: int) -> None:
     long = ("--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")

@@ -167,7 +167,7 @@ def test_residual_flows_under_sqrt():
         model.stages["level0"].check_remat("invert")
 
 
-@pytest.mark.once("patterns0")
+@pytest.mark.pairs
 @pytest.mark.parametrize("patterns", [(GLOW, MIXED), (RESIDUAL,)])
 def test_images_and_latents(patterns: Any):
     model = flow(*patterns)

@@ -240,6 +240,7 @@ print(json.dumps(startup.writing(found)[0]))
 """
 
 
+@pytest.mark.pairs
 def test_what_each_process_writes_is_what_lies_on_the_disk(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

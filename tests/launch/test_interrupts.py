@@ -76,6 +76,7 @@ def test_while_the_step_compiles(tmp_path: Path, number: signal.Signals) -> None
     assert f'"exit": {128 + number}' in (tmp_path / "run" / "health" / "process-00000.json").read_text()
 
 
+@pytest.mark.pairs
 def test_while_a_plan_compiles_and_its_folder_goes(tmp_path: Path) -> None:
     write_text(tmp_path)
     words = [sys.executable, "-m", "launch.plan", f"--config={CONFIG}:tiny", "--target=cpu:1", "--fresh"]

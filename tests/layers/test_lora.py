@@ -82,7 +82,7 @@ def test_adapters_alone_are_trained_and_kept():
     small.assert_same_bits(small.run(program, 3)[0]["frozen"], frozen)
 
 
-@pytest.mark.once("full")
+@pytest.mark.pairs
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
     needs = {}
@@ -99,7 +99,7 @@ def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
     assert needs["trained"] > needs[None] + matrices // 2  # gradients
 
 
-@pytest.mark.once("int8-fsdp-full")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("base", "axis", "remat"), [(None, "fsdp", "dots"), ("int8", "fsdp", "full"), ("nf4", "seq", "none")]
 )

@@ -136,6 +136,7 @@ def hosted() -> Program:
     return large("pinned_host")
 
 
+@pytest.mark.pairs
 def test_hosted_state_is_on_the_host_and_its_numbers_are_those_of_the_device(hosted):
     on_device = large("device")
     first = hosted.init()

@@ -80,7 +80,7 @@ def program(optimizer: Config, **memory: str) -> Any:
 MU = {f"optimizer/stack/default/state/0/mu/block0/mlp/{name}/weight" for name in ("down", "gate", "up")}
 
 
-@pytest.mark.once("streamed")
+@pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "streamed"])
 def test_the_layout_moves_what_the_wrapper_tags(update: str, tmp_path: Path) -> None:
     ours, plain = program(wrapped("mu/"), update=update), program(ADAMW, update=update)

@@ -40,7 +40,7 @@ def by_copies():
     return jax.device_get(state), loss, grads
 
 
-@pytest.mark.once("1-full-mesh3")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("unroll", "remat", "mesh"),
     [(1, "none", None), (0, "none", None), (1, "sqrt:2", None), (1, "full", {"fsdp": 8}), (0, "sqrt", {"fsdp": 8})],

@@ -50,7 +50,7 @@ def go_on(program, state, steps):
     return state, losses
 
 
-@pytest.mark.once("galore")
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_state_is_cut_saved_restored_on_other_meshes_and_counted(name, tmp_path):
     first = program(name, EIGHT)

@@ -95,7 +95,7 @@ def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
         assert sum(map(bool, map(rare, experiments))) >= 2
 
 
-@pytest.mark.once("streamed")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "phase",
     [Phase(update="layer_programs", remat="full"), Phase(update="streamed", remat="full", activations="pinned_host")],
@@ -124,6 +124,7 @@ def test_layers_run_one_by_one_on_more_devices_than_a_head_has_frequencies():
     assert verdict.outcome == "agree", verdict.detail
 
 
+@pytest.mark.pairs
 def test_microbatches_of_a_shared_layer_run_by_layers_donate_what_can_be_donated():
     """JAX warns where a donated array's place cannot be taken, and warnings are errors."""
     model = replace(PLAIN.model, layers=PLAIN.model.layers * 2, units=1, shared=(0,))

@@ -156,6 +156,7 @@ def test_train_refuses_what_does_not_fit_before_it_makes_anything(
     assert not list((tmp_path / "run").glob("metrics.jsonl"))
 
 
+@pytest.mark.pairs
 def test_force_trains_all_the_same_and_measures(tmp_path: Path, capsys: pytest.CaptureFixture):
     flags = ["--device_memory_gib=0.0003", "--force", "--config.trainer.max_steps=3"]
     assert run_train(tmp_path / "run", *flags) == 0

@@ -79,7 +79,7 @@ def test_what_comes_in_goes_out(name, tmp_path):
         assert diff(again, families.model_of(source)[0]) == []
 
 
-@pytest.mark.once("unit")
+@pytest.mark.pairs
 @pytest.mark.parametrize("scope", ["unit", "model", "layers"])
 def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 1024}  # stacks of state large enough for the host

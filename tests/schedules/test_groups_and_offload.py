@@ -19,7 +19,7 @@ def config(policy: str, layers: int = 6, dtype: str = "float32", **fields):
     return small.experiment(model, memory={"remat": policy}, **fields)
 
 
-@pytest.mark.once("one device")
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 8}], ids=["one device", "fsdp"])
 def test_in_float64_the_gradients_are_those_of_no_remat(mesh):
     with jax.enable_x64(True):
@@ -30,6 +30,7 @@ def test_in_float64_the_gradients_are_those_of_no_remat(mesh):
             small.assert_close(grads, expected, 1e-13)
 
 
+@pytest.mark.pairs
 def test_groups_save_memory():
     """36 units' inputs, or those of 6 groups and of the 6 units in one; a group's weights and gradients come on top."""
     needs = {}

@@ -61,7 +61,7 @@ def hosted(tree: Any) -> set[str]:
     return {re.sub("/stack/[0-9]+/", "/stack/", path) for path in paths}
 
 
-@pytest.mark.once("adapted-in_backward")
+@pytest.mark.pairs
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("make", [averaged, adapted])
 def test_frozen_quantized_and_averaged_weights_too(make: Any, schedule: str):

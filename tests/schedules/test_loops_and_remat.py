@@ -62,6 +62,7 @@ def test_recomputing_saves_memory_also_where_there_was_no_loop(results):
     assert results("full", 0)[2] < 0.8 * results("none", 0)[2]
 
 
+@pytest.mark.once("none-False")
 @pytest.mark.parametrize(("policy", "frozen"), [("none", False), ("none", True), ("dots", False), ("full", False)])
 def test_no_layers_gathered_weights_wait_for_the_backward_pass(policy, frozen):
     experiment = small.experiment(small.llama(), mesh={"fsdp": 8}, memory={"remat": policy})
@@ -71,6 +72,7 @@ def test_no_layers_gathered_weights_wait_for_the_backward_pass(policy, frozen):
     assert "f32[2,32,48]" not in text  # the same, gathered
 
 
+@pytest.mark.once("none-True")
 @pytest.mark.parametrize(("policy", "unlike"), [("full", False), ("none", True)])
 def test_a_stack_without_a_loop_computes_the_same(results, policy, unlike):
     loss, grads, _ = results(policy, 0, unlike)

@@ -104,6 +104,7 @@ def test_rows_of_any_shape_are_cut_evenly():
         assert blocks == 1 or (shape[0] // blocks % 32 == 0 and np.prod(shape) // blocks <= 2 << 20)
 
 
+@pytest.mark.pairs
 def test_blocks_give_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch):
     """Blocks of 4096 elements instead of two million, on a mesh too: the same numbers as in one block."""
     monkeypatch.setattr(division, "_SMALL", 1)

@@ -28,7 +28,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.once("tied-adam_mini-in_backward-device-full-eight-float64-1")
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "case",
     [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW if case.is_tried() and case not in CASES)],

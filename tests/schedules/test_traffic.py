@@ -44,7 +44,7 @@ def module(**fields) -> hlo.Module:
     return hlo.Module(program.compiled_step.as_text())
 
 
-@pytest.mark.once("in_backward")
+@pytest.mark.pairs
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_weights_are_gathered_twice_and_their_gradients_scattered_once(schedule):
     """Twice: in the forward pass, and when the backward pass runs it again. An all-reduce would bring each chip twice

@@ -208,13 +208,8 @@ def covering(cases: list[Case]) -> list[Case]:
 
 
 def each_value_of(cases: list[Case]) -> list[Case]:
-    """Some of the cases, in which each value of each axis comes up that does in one of them; greedily. Every schedule
-    meets every mesh."""
-
-    def values_of(case: Case) -> set[Any]:
-        return set(case._asdict().items()) | {("memory", case.memory, "mesh", case.mesh)}
-
-    return _chosen({case: values_of(case) for case in cases})
+    """Some of the cases, in which each value of each axis comes up that does in one of them; greedily."""
+    return _chosen({case: set(case._asdict().items()) for case in cases})
 
 
 def _chosen(aspects_by_case: dict[Case, set[Any]]) -> list[Case]:

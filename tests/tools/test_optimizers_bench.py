@@ -86,6 +86,7 @@ def test_rates_seeds_and_edges(bench, monkeypatch: pytest.MonkeyPatch):
     assert run("--rows=adamw", "--seeds=1", "--extend=0").count('"run"') == 2
 
 
+@pytest.mark.once("apollo_mini")
 @pytest.mark.parametrize("name", ["apollo_mini", "adamw8bit", "kahan"])
 def test_bytes_are_those_of_the_state(name: str, bench):
     row, steps = ROWS[name], 3

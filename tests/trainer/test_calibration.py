@@ -30,6 +30,7 @@ def first_batch(program: Program, tmp_path: Path) -> dict[str, jax.Array]:
     return program.put(program.experiment.data.train_batch(0, program.rows))
 
 
+@pytest.mark.once("all")
 @pytest.mark.parametrize("rules", [[], [config_for(Rule, pattern="level0", freeze=True)]], ids=["all", "frozen"])
 def test_the_state_holds_what_the_model_makes_of_the_batch(tmp_path: Path, rules: list[Config]):
     made = config()

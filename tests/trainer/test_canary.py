@@ -53,7 +53,7 @@ def prepared(memory: Any, model: Any = None, mesh: Any = None, learner: Any = No
         return config, small.program(config)
 
 
-@pytest.mark.once("all of it", "in layers, some hosted")
+@pytest.mark.once("all of it")
 @pytest.mark.parametrize("case", CASES)
 def test_agrees(case: str) -> None:
     line = canary.check(*prepared(*CASES[case]))

@@ -70,6 +70,7 @@ def train(folder: Path, workdir: str, *flags: str, config: str = "chat") -> int:
     return main([f"--config={folder}/my.py:{config}", f"--workdir={folder / workdir}", *flags])
 
 
+@pytest.mark.pairs
 def test_schedules_agree_and_the_loss_falls(folder: Path, capsys: pytest.CaptureFixture):
     curves = {}
     for name in ("after_backward", "in_backward"):

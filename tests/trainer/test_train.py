@@ -69,6 +69,7 @@ def test_a_signal_saves_and_exits(done: Path, text: Path, tmp_path: Path, number
     assert all(losses(workdir)[step] == undisturbed[step] for step in losses(workdir) if step <= 120)
 
 
+@pytest.mark.once("flags1")
 @pytest.mark.parametrize("flags", [["--config.trainer.save_every=3"], ["--config.trainer.save_every_minutes=0.000001"]])
 def test_the_row_of_a_saved_step_is_written_before_it_is_saved(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
