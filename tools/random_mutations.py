@@ -54,11 +54,11 @@ OPERATORS: dict[type[ast.AST], Any] = {
 
 
 class Mutation(NamedTuple):
-    """One change of one file: the text of lines `first` to `last` (from 1) becomes `new`."""
+    """One change of one file: the text `old` that begins at a line (from 1) and a column (from 0) becomes `new`."""
 
     file: str
-    first: int
-    last: int
+    line: int
+    column: int
     kind: str
     old: str
     new: str
@@ -90,21 +90,23 @@ def _changes_of(file: str, source: str, statement: ast.stmt) -> Iterator[Mutatio
     if isinstance(statement, ast.If | ast.While):
         expression = statement.test
         text = ast.get_source_segment(source, expression)
-        yield _mutation(file, expression, "condition turned", text, f"not ({text})")
+        yield _mutation(file, source, expression, "condition turned", f"(not ({text}))")
     elif isinstance(statement, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
         expression = statement
         is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
         if is_docstring:
             return
         if isinstance(statement, ast.Expr | ast.AugAssign):
-            yield _mutation(file, statement, "statement dropped", ast.get_source_segment(source, statement), "pass")
+            yield _mutation(file, source, statement, "statement dropped", "pass")
     else:
         return
+    # Python 3.11 has wrong places for what is inside of f-strings.
+    texts = [node for node in ast.walk(expression) if isinstance(node, ast.JoinedStr)]
+    inside_texts = {id(node) for text in texts for node in ast.walk(text)}
     for node in ast.walk(expression):
         changed_node = _changed(node)
-        if changed_node is not None:
-            text = ast.get_source_segment(source, node)
-            yield _mutation(file, node, f"another {type(node).__name__}", text, f"({ast.unparse(changed_node)})")
+        if changed_node is not None and id(node) not in inside_texts:
+            yield _mutation(file, source, node, f"another {type(node).__name__}", f"({ast.unparse(changed_node)})")
 
 
 def _changed(node: ast.AST) -> ast.AST | None:
@@ -123,10 +125,14 @@ def _changed(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def _mutation(file: str, node: ast.AST, kind: str, old: str | None, new: str) -> Mutation:
+def _mutation(file: str, source: str, node: ast.AST, kind: str, new: str) -> Mutation:
     assert isinstance(node, ast.stmt | ast.expr)
+    old = ast.get_source_segment(source, node)
     assert old is not None
-    return Mutation(file, node.lineno, node.end_lineno or node.lineno, kind, old, new)
+    # The columns of ast count bytes.
+    line = source.splitlines()[node.lineno - 1]
+    column = len(line.encode()[: node.col_offset].decode())
+    return Mutation(file, node.lineno, column, kind, old, new)
 
 
 def drawn(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
@@ -138,7 +144,7 @@ def drawn(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
     tests_by_line = _tests_by_line()
     chosen: list[tuple[Mutation, list[str]]] = []
     for mutation in candidates:
-        tests = sorted(tests_by_line.get((mutation.file, mutation.first), ()))
+        tests = sorted(tests_by_line.get((mutation.file, mutation.line), ()))
         if tests:
             chosen.append((mutation, tests))
         if len(chosen) == count:
@@ -207,14 +213,15 @@ def _tests_by_line() -> dict[tuple[str, int], set[str]]:
 
 
 def apply(mutation: Mutation, folder: Path) -> None:
-    """Changes the file in a copy of the checkout. Raises ValueError: the text is not on its lines."""
+    """Changes the file in a copy of the checkout. Raises ValueError: the text is not at its place."""
     path = folder / mutation.file
     lines = path.read_text().splitlines(keepends=True)
-    block = "".join(lines[mutation.first - 1 : mutation.last])
-    if mutation.old not in block:
-        raise ValueError(f"{mutation.file}:{mutation.first} has no {mutation.old!r}")
-    lines[mutation.first - 1 : mutation.last] = [block.replace(mutation.old, mutation.new, 1)]
-    path.write_text("".join(lines))
+    start = sum(map(len, lines[: mutation.line - 1])) + mutation.column
+    source = "".join(lines)
+    if not source.startswith(mutation.old, start):
+        raise ValueError(f"{mutation.file}:{mutation.line} has no {mutation.old!r}")
+    end = start + len(mutation.old)
+    path.write_text(source[:start] + mutation.new + source[end:])
 
 
 def tried(folder: Path, arguments: list[str], marks: str) -> Verdict:
@@ -266,7 +273,7 @@ def main() -> int:
         noticed_by_pairs += pairs.noticed
         suite = "test" if once.noticed else "test-pairs" if pairs.noticed else "NONE"
         seconds = time.perf_counter() - began
-        print(f"{suite:10} {seconds:4.0f} s  {mutation.file}:{mutation.first}  {mutation.kind}")
+        print(f"{suite:10} {seconds:4.0f} s  {mutation.file}:{mutation.line}  {mutation.kind}")
         print(f"    {mutation.old!r} -> {mutation.new!r}")
         print(f"    {len(tests)} tests run the line; {pairs.words}", flush=True)
     print(f"make test notices {noticed_once} of {args.count}, with make test-pairs {noticed_by_pairs}")

@@ -70,6 +70,12 @@ def test_twenty_steps_equal_plain_optax(case: Case):
     twenty_steps_equal_plain_optax(case)
 
 
+@pytest.mark.parametrize("memory", ["layers", pytest.param("layers_two_pass", marks=pytest.mark.pairs)])
+def test_groups_of_two_streams_run_again(memory: str):
+    """What flows between units is two arrays then."""
+    twenty_steps_equal_plain_optax(Case("streams", memory=memory, remat="sqrt"))
+
+
 @pytest.fixture(autouse=True)
 def small_leaves_are_hosted() -> Iterator[None]:
     """Matrices of 256 bytes are."""

@@ -146,16 +146,19 @@ class BackwardPass(Pass[LayerFunctions]):
             return [carry.before]
         if self.f.group_size == 1:
             return [residuals[first]]
-        return self._run_group_again(first, residuals[first], purpose.measures)
+        # The cotangent has the structure of what flows between units, which residuals have not.
+        return self._run_group_again(first, residuals[first], jax.tree.structure(carry.ct), purpose.measures)
 
     def _run_group_again(
         self,
         first: int,
         group_input: Residuals,
+        carry_structure: Any,
         measures: bool,
     ) -> list[Residuals]:
         """What the backward pass of a group of units needs, by a forward pass from its input."""
-        (x,) = self.run.take(Part.unit(first).residuals, group_input).leaves
+        # No other name may refer to the input: it is to be gone when the first unit has run.
+        x = jax.tree.unflatten(carry_structure, self.run.take(Part.unit(first).residuals, group_input).leaves)
         end = first + self.f.group_size
         group_residuals: list[Residuals] = []
         if measures:
