@@ -52,6 +52,7 @@ def result(text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("result"))
 
 
+@pytest.mark.pairs
 def test_kept_and_found_again(tmp_path: Path) -> None:
     first = run(tmp_path)
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "processes").iterdir()}

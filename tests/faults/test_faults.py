@@ -77,6 +77,7 @@ def test_6_missing_data_is_named_before_any_compile(text: Path, tmp_path: Path, 
     assert "data.source" in error
 
 
+@pytest.mark.pairs
 def test_7_a_garbled_token_cache_is_named(text: Path, tmp_path: Path, capsys) -> None:
     assert train(tmp_path / "run", "--config.trainer.max_steps=1") == 0
     tokens = next((tmp_path / "run").rglob("*.bin"))
@@ -105,6 +106,7 @@ def test_8_a_flipped_byte_falls_back_loudly(text: Path, tmp_path: Path, capsys) 
     assert [row for row in losses(workdir).items() if row[0] <= 12] == list(undisturbed.items())
 
 
+@pytest.mark.pairs
 def test_9_a_partial_checkpoint_is_ignored_and_listed(text: Path, tmp_path: Path, capsys) -> None:
     workdir = tmp_path / "run"
     assert train(workdir, "--config.trainer.max_steps=8") == 0
@@ -223,6 +225,7 @@ def test_15_a_loss_spike_is_skipped_and_counted(text: Path, tmp_path: Path, caps
         assert steps(tmp_path / "limit") == [bad - 1]
 
 
+@pytest.mark.pairs
 def test_20_a_checkpoint_of_another_model(text: Path, tmp_path: Path, capsys) -> None:
     workdir = tmp_path / "run"
     assert train(workdir, "--config.trainer.max_steps=1") == 0
@@ -236,6 +239,7 @@ def test_20_a_checkpoint_of_another_model(text: Path, tmp_path: Path, capsys) ->
     assert steps(workdir) == [1]
 
 
+@pytest.mark.pairs
 def test_21_two_jobs_in_one_workdir(text: Path, tmp_path: Path, capsys) -> None:
     workdir = tmp_path / "run"
     first = start(workdir, "--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")

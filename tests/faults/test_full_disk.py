@@ -78,6 +78,7 @@ def fills(disk: pytest.MonkeyPatch, full: int, room: int | None) -> None:
     disk.setattr(Trainer, "__init__", start)
 
 
+@pytest.mark.pairs
 def test_training_goes_on_and_no_row_is_lost(text: Path, tmp_path: Path, disk, capsys) -> None:
     with disk.context() as patch:
         fills(patch, 3, 9)

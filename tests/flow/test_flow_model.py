@@ -118,7 +118,7 @@ def test_a_uniform_density_costs_the_bits_of_its_levels():
     )
 
 
-@pytest.mark.once("float64")
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_constant_memory_has_the_plain_gradient(dtype: str):
     """memory.remat = invert against none: the loss, every gradient, dropout included; none of them is zero."""

@@ -32,6 +32,7 @@ def load(published: Path) -> weights.Loaded:
     return weights.load(*weights.parse(weights.parser("x", ""), [f"--hf={published}"]))
 
 
+@pytest.mark.pairs
 def test_a_directory_is_asked(published: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load(published)
     assert not jax.tree.leaves(loaded.state["optimizer"])

@@ -114,7 +114,7 @@ def test_meshes_and_remat_change_no_number_dropout_included(base, axis, remat):
     small.assert_close(small.arrays(many.init()["parameter"]), small.arrays(single.init()["parameter"]), 1e-6)
 
 
-@pytest.mark.once("None")
+@pytest.mark.pairs
 @pytest.mark.parametrize("base", BASES)
 def test_merged_weights_are_those_of_the_model_without_adapters(base):
     built = config(base)

@@ -109,7 +109,7 @@ def test_gradients_are_those_of_the_plain_backward_pass(streams: str, dtype: str
             assert worst(grads, expected) <= (1e-2 * tolerance if streams == "fixed" else tolerance, "")
 
 
-@pytest.mark.once("float64")
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_layer_alone_gives_its_input_and_gradient(dtype: str):
     with jax.enable_x64(dtype == "float64"):

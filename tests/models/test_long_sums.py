@@ -145,7 +145,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.once("in_backward", "layer_programs")
+@pytest.mark.once("in_backward")
 @pytest.mark.parametrize(("param_dtype", "memory", "mesh"), SCHEDULES)
 def test_tables_move_by_the_sum_of_their_terms(param_dtype, memory, mesh, expected_of):
     """A tied table of tokens, and positions under document masks, under every schedule."""

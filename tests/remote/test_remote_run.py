@@ -92,6 +92,7 @@ def test_a_killed_run_goes_on_and_equals_a_local_one(store, text, tmp_path):
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in out.read_text()
 
 
+@pytest.mark.pairs
 def test_mistakes_end_with_exit_code_2_before_any_compile(s3, tmp_path):
     write_text(tmp_path / "text")
     bucket = s3.removeprefix("s3://")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import exact
 from tests.support.exact import Case
+from tests.support.selection import slow
 
 AXES = {
     "model": exact.MODELS,
@@ -21,7 +22,7 @@ AXES = {
 CASES = exact.covering(exact.every(**AXES, precision=exact.PRECISIONS, microbatches=(1, 2)))
 ONCE = exact.each_value_of(CASES)
 PAIRS = [pytest.param(case, marks=pytest.mark.pairs) for case in CASES if case not in ONCE]
-REST = [pytest.param(case, marks=pytest.mark.slow) for case in exact.every(**AXES) if case not in CASES]
+REST = slow(case for case in exact.every(**AXES) if case not in CASES)
 
 
 AHEAD = [

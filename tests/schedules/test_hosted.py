@@ -94,7 +94,7 @@ def test_frozen_quantized_and_averaged_weights_too(make: Any, schedule: str):
     assert Generator(program, state)(prompts, sampling) == Generator(plain, expected)(prompts, sampling)
 
 
-@pytest.mark.once("one")
+@pytest.mark.pairs
 @pytest.mark.parametrize("mesh", [None, {"data": 2, "fsdp": 2, "model": 2}], ids=["one", "eight"])
 def test_the_whole_update_moves_averages_too(mesh: Any):
     """after_backward, whose weights stay on the device."""

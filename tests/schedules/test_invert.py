@@ -30,7 +30,7 @@ def trace(config: Config, steps: int = 12) -> list[float]:
     return losses
 
 
-@pytest.mark.once("in_backward")
+@pytest.mark.pairs
 @pytest.mark.parametrize("update", ["after_backward", "in_backward", "layer_programs"])
 def test_the_training_trace_is_that_of_linear_memory(update: str):
     """In float64: AdamW makes as much of a gradient's last bit as of the rest of it."""

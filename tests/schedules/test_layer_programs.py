@@ -17,6 +17,7 @@ from framework.schedules.layerwise import programs
 from tests.schedules.test_exact import test_twenty_steps_equal_plain_optax as twenty_steps_equal_plain_optax
 from tests.support import exact, small
 from tests.support.exact import Case
+from tests.support.selection import slow
 
 HOSTED = dict.fromkeys(("parameters", "activations", "optimizer_state", "gradients"), "pinned_host")
 # Every combination of hosted weights, state and boundaries, and every value of the other axes.
@@ -62,7 +63,7 @@ SLOW = STREAMS[1:] + [
 )
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW if case not in CASES)],
+    [*CASES, *slow(case for case in SLOW if case not in CASES)],
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_twenty_steps_equal_plain_optax(case: Case):
@@ -70,6 +71,7 @@ def test_twenty_steps_equal_plain_optax(case: Case):
     twenty_steps_equal_plain_optax(case)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("memory", ["layers", pytest.param("layers_two_pass", marks=pytest.mark.pairs)])
 def test_groups_of_two_streams_run_again(memory: str):
     """What flows between units is two arrays then."""
@@ -89,7 +91,7 @@ def deep(num_layers: int, memory: dict[str, Any], **fields: Any) -> Config:
     return small.experiment(small.llama(stack__num_layers=num_layers), memory=memory, **fields)
 
 
-@pytest.mark.once("hosted")
+@pytest.mark.pairs
 @pytest.mark.parametrize("memory", [{}, HOSTED, {**HOSTED, "gradients": "none"}], ids=["device", "hosted", "at once"])
 def test_there_are_as_many_programs_at_any_depth(memory: dict[str, Any]):
     """And a step compiles nothing more."""
@@ -165,6 +167,7 @@ def test_gradients_and_state_of_one_unit_are_on_the_device():
     assert peak(12, {}) > 3 * more
 
 
+@pytest.mark.pairs
 def test_some_layers_are_hosted():
     program = small.program(deep(4, {"parameters": "pinned_host", "hosted_layers": 1}))
     state = program.init()
@@ -176,6 +179,7 @@ def test_some_layers_are_hosted():
     program.layout.check(state)
 
 
+@pytest.mark.pairs
 def test_a_stack_in_parts_and_whole():
     """There and back on eight devices, with parts in both kinds of memory; each phase with one copy."""
     config = deep(

@@ -8,12 +8,29 @@ real processes where threads show the same, compilers of machines that are not h
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 
+class Selection:
+    """What -m leaves, known before test modules are imported."""
+
+    has_slow_tests = True
+
+
+def slow(cases: Iterable[Any]) -> list[Any]:
+    """Cases for `pytest.mark.parametrize` that are slow; none where -m leaves no slow test, as each takes a millisecond
+    to collect, in every process."""
+    if not Selection.has_slow_tests:
+        return []
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marks."""
+    Selection.has_slow_tests = "not slow" not in config.getoption("markexpr")
     config.addinivalue_line("markers", "once(*ids): of this test's cases, those that `make test` runs")
     config.addinivalue_line("markers", "pairs: shows once more, in another setting; `make test-pairs` runs it")
 

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.runs import losses, pair, start
 
 
+@pytest.mark.pairs
 def test_two_processes_equal_one(text: Path, tmp_path: Path) -> None:
     mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=2")
     one = start(tmp_path / "one", *mesh, devices=4)
