@@ -252,7 +252,7 @@ def _add_host(
 
 def traced(program: Program) -> Report:
     """The keys of a report that are read off the traced loss: parameters that it does not reach."""
-    layout = program.whole
+    layout = program.checkpoint_layout
     model = program.experiment.model
     remat = program.experiment.memory.remat
 

@@ -102,7 +102,7 @@ def named(program: Program, ledger: Ledger) -> list[Named]:
             name, group = _place(label)
             named_buffers.append(Named(name, group, size, ""))
     if compiled.about.buffers is not None:
-        named_buffers += name_buffers(compiled.about.buffers, program.whole)
+        named_buffers += name_buffers(compiled.about.buffers, program.checkpoint_layout)
     return sorted(named_buffers, key=lambda buffer: -buffer.bytes)
 
 

@@ -83,7 +83,7 @@ def processes(program: Program) -> Section:
     row_counts = _span(map(len, rows_by_process.values()))
     share = f"{row_counts} of {program.experiment.data.global_batch_size} rows for each process"
     sets = f"{len(different_sets)} different sets"
-    leaves = sum(leaf.group in program.whole.kept for leaf in program.whole)
+    leaves = sum(leaf.group in program.checkpoint_layout.kept for leaf in program.checkpoint_layout)
     total = human_bytes(sum(written_by_process.values()))
     least = human_bytes(min(written_by_process.values()))
     most = human_bytes(max(written_by_process.values()))
@@ -126,10 +126,10 @@ def writing(program: Program) -> tuple[dict[int, int], int]:
     # A process that writes nothing is listed too.
     written_by_process = Counter({device.process_index: 0 for device in program.mesh.devices.flat})
     pieces = 0
-    for leaf in program.whole:
-        if leaf.group not in program.whole.kept or not leaf.bytes_per_device:
+    for leaf in program.checkpoint_layout:
+        if leaf.group not in program.checkpoint_layout.kept or not leaf.bytes_per_device:
             continue
-        sharding = program.whole.sharding(leaf.spec)
+        sharding = program.checkpoint_layout.sharding(leaf.spec)
         shard_shape = sharding.shard_shape(leaf.spec.shape)
         processes_by_shard: dict[tuple[object, ...], list[int]] = {}
         for device, index in sharding.devices_indices_map(leaf.spec.shape).items():

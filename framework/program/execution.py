@@ -31,7 +31,7 @@ class Execution(ABC):
 
     Args:
         experiment: what to train.
-        whole: the layout of checkpoints, which is the same for every execution: stacks are whole.
+        checkpoint_layout: the layout of checkpoints, which is the same for every execution: stacks are whole.
         rows: the batches on the mesh.
         ahead: the thread that compiles programs before they are called.
         layout: that of the running state, if it is not what `running_specs` says.
@@ -44,22 +44,24 @@ class Execution(ABC):
     def __init__(
         self,
         experiment: Experiment,
-        whole: StateLayout,
+        checkpoint_layout: StateLayout,
         rows: BatchRows,
         ahead: Ahead,
         layout: StateLayout | None = None,
     ):
         self.experiment = experiment
-        self.mesh = whole.mesh
-        self.whole = whole
-        self.layout = layout or StateLayout(self.running_specs(experiment, whole.specs), whole.mesh)
+        self.mesh = checkpoint_layout.mesh
+        self.checkpoint_layout = checkpoint_layout
+        if layout is None:
+            layout = StateLayout(self.running_specs(experiment, checkpoint_layout.specs), self.mesh)
+        self.layout = layout
         self.rows = rows
         self.ahead = ahead
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self.compiler_options = experiment.compiler.options_for(self.mesh)
         jit_options = self.compiler_options or None
         self.jit: Any = functools.partial(jax.jit, compiler_options=jit_options)
-        self.first_values = FirstValues(experiment.model, experiment.learner, whole, self.layout)
+        self.first_values = FirstValues(experiment.model, experiment.learner, checkpoint_layout, self.layout)
 
     @staticmethod
     @abstractmethod

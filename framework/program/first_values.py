@@ -54,7 +54,7 @@ class FirstValues:
     Args:
         model: whose parameters are drawn.
         learner: knows the optimizer's state and the averages that go with parameters.
-        whole: the layout with whole stacks.
+        checkpoint_layout: the layout with whole stacks.
         layout: that of the running state, where a stack may be a list of layers.
     """
 
@@ -62,18 +62,18 @@ class FirstValues:
         self,
         model: Chain,
         learner: Learner,
-        whole: StateLayout,
+        checkpoint_layout: StateLayout,
         layout: StateLayout,
     ):
         self._model = model
         self._learner = learner
-        self._whole = whole
+        self._checkpoint_layout = checkpoint_layout
         self._layout = layout
 
     @cached_property
     def groups(self) -> dict[str, dict[str, TensorSpec]]:
         """{group: {path: spec}} of the state with whole stacks."""
-        return {name: flatten(tree) for name, tree in self._whole.specs.items()}
+        return {name: flatten(tree) for name, tree in self._checkpoint_layout.specs.items()}
 
     def nested(self, flat: GroupedArrays) -> State:
         """{group: {path: array}} as the tree of the running state."""

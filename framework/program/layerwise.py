@@ -32,7 +32,7 @@ class Layerwise(Execution):
     """Small programs that Python calls for one layer after the other (memory.update = layer_programs).
 
     Args:
-        experiment, whole, rows, ahead, layout: see `Execution`; the thread has nothing to compile.
+        experiment, checkpoint_layout, rows, ahead, layout: see `Execution`; the thread has nothing to compile.
 
     Raises:
         ValueError: learner, memory or model want what a step in layers cannot give.
@@ -41,13 +41,13 @@ class Layerwise(Execution):
     def __init__(
         self,
         experiment: Experiment,
-        whole: StateLayout,
+        checkpoint_layout: StateLayout,
         rows: BatchRows,
         ahead: Ahead,
         layout: StateLayout | None = None,
     ):
         schedule.check(experiment.learner, experiment.memory)
-        super().__init__(experiment, whole, rows, ahead, layout)
+        super().__init__(experiment, checkpoint_layout, rows, ahead, layout)
 
     @staticmethod
     def running_specs(experiment: Experiment, specs: Nested) -> Nested:
@@ -214,12 +214,12 @@ class Layerwise(Execution):
     def stored(self, state: State) -> State:
         """The part of a state that a checkpoint holds; the layers of a stack are joined in host memory."""
         saved_groups = {group: state[group] for group in self.layout.kept}
-        return storage.joined(saved_groups, self.whole)
+        return storage.joined(saved_groups, self.checkpoint_layout)
 
     @property
     def abstract_stored(self) -> Nested:
         """See `Execution`. Stacks, which are to be cut into layers, are read into host memory."""
-        return self.whole.abstract(storage.before_cut(self.whole))
+        return self.checkpoint_layout.abstract(storage.before_cut(self.checkpoint_layout))
 
     def restored(self, stored: State) -> State:
         """See `Execution`."""
@@ -234,15 +234,15 @@ class Layerwise(Execution):
     def joined(self, state: State) -> State:
         """See `Execution`."""
         model_state = {group: state[group] for group in ("parameter", "frozen", "ema", "buffer")}
-        joined_state = storage.joined(model_state, self.whole)
+        joined_state = storage.joined(model_state, self.checkpoint_layout)
         # The layers and the optimizer's state go before the whole stacks come to the devices, which
         # may not have room for both. Leaves outside of stacks are the same arrays in the joined
         # state, and stay.
         layer_parts = [groups.get(storage.STACK, {}) for groups in model_state.values()]
         for leaf in jax.tree.leaves(layer_parts + [state["optimizer"]]):
             leaf.delete()
-        specs = {group: self.whole.specs[group] for group in model_state}
-        return jax.device_put(joined_state, self.whole.shardings(specs))
+        specs = {group: self.checkpoint_layout.specs[group] for group in model_state}
+        return jax.device_put(joined_state, self.checkpoint_layout.shardings(specs))
 
 
 def _placed_values(

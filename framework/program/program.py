@@ -46,7 +46,7 @@ class Program:
 
     Attributes:
       execution: how the state lies in memory, and the compiled functions.
-      whole: the layout of checkpoints, which are the same for every schedule.
+      checkpoint_layout: the layout of checkpoints, which are the same for every schedule.
       calibrates: whether a first batch decides first values (Salimans and Kingma 2016, arXiv 1602.07868).
       ahead: the thread that compiles programs before they are called.
     """
@@ -73,12 +73,12 @@ class Program:
         if self.calibrates:
             check_calibrated_dtypes(experiment.model)
         specs = experiment.state_specs()
-        self.whole = StateLayout(specs, self.mesh)
-        self._rows = BatchRows(experiment.data, self.whole)
+        self.checkpoint_layout = StateLayout(specs, self.mesh)
+        self._rows = BatchRows(experiment.data, self.checkpoint_layout)
         self.ahead = Ahead()
         kind = execution_type(experiment.memory) if training else Whole
         layout = StateLayout(_with_hosted_stack(specs), self.mesh) if hosted_stack else None
-        self.execution: Execution = kind(experiment, self.whole, self._rows, self.ahead, layout)
+        self.execution: Execution = kind(experiment, self.checkpoint_layout, self._rows, self.ahead, layout)
 
     @property
     def layout(self) -> StateLayout:

@@ -275,7 +275,7 @@ class Whole(Execution):
     @property
     def abstract_stored(self) -> Nested:
         """See `Execution`."""
-        return self.whole.abstract(self.whole.kept)
+        return self.checkpoint_layout.abstract(self.checkpoint_layout.kept)
 
     def restored(self, stored: State) -> State:
         """See `Execution`."""
@@ -283,7 +283,7 @@ class Whole(Execution):
 
     @property
     def bytes_by_host(self) -> int:
-        """None: leaves are read into their places."""
+        """Zero: leaves are read straight into their places."""
         return 0
 
     def joined(self, state: State) -> State:

@@ -232,7 +232,7 @@ class Pretrained:
         places = self.places(model)
         state = program.init(given=places)
         state = {group: flatten(tree) for group, tree in state.items()}
-        trained = flatten(program.whole.specs["parameter"])
+        trained = flatten(program.checkpoint_layout.specs["parameter"])
         # Lists, not sets: all processes must run the same programs in the same order.
         frozen_parts = [(path,) for path in places if path not in trained]
         for paths in [*learner.init_parts(), *frozen_parts]:

@@ -12,9 +12,11 @@ from optax import contrib
 import configs
 from framework.config import config_for
 from framework.layout import ParameterSpec, unflatten
+from framework.learner import reaches
 from framework.learner.learner import Learner
 from framework.optimizers.dependence import keeps_apart
 from framework.optimizers.reach import probe
+from framework.program.program import Program
 from tests.support import updates
 
 SHAPES = {"norm/scale": (64,), "attention/weight": (64, 32), "attention/heads": (32, 4, 8), "mlp/up": (32, 64)}
@@ -134,6 +136,19 @@ def test_no_array_of_the_true_size_is_made_while_a_step_is_traced():
 
     jax.eval_shape(step, jnp.zeros(()))
     assert reaches == ["element"]
+
+
+@pytest.mark.parametrize("update", ["streamed", "in_backward"])
+def test_schedules_ask_before_a_step_is_traced(update: str, monkeypatch: pytest.MonkeyPatch):
+    """A trial within a trace compiles each of its operations by itself."""
+    config = configs.load("nanogpt-cpu")
+    config.memory.update = update
+    config.learner.clip_mode = "update_rms"
+    program = Program(config.instantiate(), jax.devices()[:1])
+    monkeypatch.setattr(reaches, "_reaches", {})
+    _ = program.step_jit
+    monkeypatch.setattr(reaches, "probe", lambda *_: pytest.fail("tried while the step is traced"))
+    _ = program.traced_step
 
 
 def test_the_learner_tries_each_kind_of_unit_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

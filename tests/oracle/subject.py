@@ -50,7 +50,7 @@ def train(drawn: plain.Drawn, programs: list[Program]) -> Result:
 
 def _first_state(drawn: plain.Drawn, program: Program) -> Any:
     """The state at step 0, of the drawn values for weights; the learner makes the rest of them."""
-    specs, learner = program.whole.kept, program.experiment.learner
+    specs, learner = program.checkpoint_layout.kept, program.experiment.learner
     layers: dict[str, list[np.ndarray]] = {}
     for name, value in first_values(drawn).items():
         layers.setdefault(path(name), []).append(value)

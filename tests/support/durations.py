@@ -33,9 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files that take longest first, so that no worker begins a long one when the other has finished."""
+    durations = recorded()
     seconds_by_file: dict[str, float] = defaultdict(float)
-    for function, (cases, seconds) in recorded().items():
-        seconds_by_file[function.split("::")[0]] += seconds / cases
+    for item in items:
+        cases, seconds = durations.get(item.nodeid.split("[")[0], (1, 0.0))
+        seconds_by_file[item.nodeid.split("::")[0]] += seconds / cases
     # The order of a file's own tests stays: sorting is stable.
     items.sort(key=lambda item: -seconds_by_file[item.nodeid.split("::")[0]])
 
