@@ -14,7 +14,9 @@ from framework.checkpoint.checkpointer import Checkpointer
 
 # Each process has two devices. Arguments: directory, port, process id.
 JOB = """
-import os, random, sys
+import faulthandler, os, random, sys
+# A process that hangs ends with the stacks of its threads, which the test prints.
+faulthandler.dump_traceback_later(150, exit=True)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp, numpy as np
