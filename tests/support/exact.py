@@ -6,7 +6,9 @@ state. A new schedule is one line in MEMORY, a new policy one in REMATS: all tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import combinations, product
@@ -193,34 +195,51 @@ def every(**axes: Any) -> list[Case]:
     return [case for case in cases if case.is_tried()]
 
 
-def covering(cases: list[Case]) -> list[Case]:
-    """Some of the cases, in which any two values that meet in one of them meet; greedily. Placements are three values,
-    where state, weights and boundaries are; whole they meet schedules and meshes."""
+def covering(cases: list[Case], chosen: Sequence[Case] = ()) -> list[Case]:
+    """Some of the cases, in which (or in the `chosen` ones) any two values that meet in one of them meet; greedily."""
+    pairs_by_case = {case: _pairs_of(case) for case in cases}
+    missing_pairs = set().union(*pairs_by_case.values()).difference(*map(_pairs_of, chosen))
+    covering_cases = []
+    while missing_pairs:
+        best_case = max(cases, key=lambda case: len(pairs_by_case[case] & missing_pairs))
+        covering_cases.append(best_case)
+        missing_pairs -= pairs_by_case[best_case]
+    return covering_cases
 
-    def pairs_of(case: Case) -> set[Any]:
-        places = {field: field in PLACEMENTS[case.placement] for field in PLACEMENTS["all"]}
-        values = {**case._asdict(), **places}
-        whole = {("placement", case.placement, field, values[field]) for field in ("memory", "mesh")}
-        del values["placement"]
-        return set(combinations(values.items(), 2)) | whole
 
-    return _chosen({case: pairs_of(case) for case in cases})
+def _pairs_of(case: Case) -> set[Any]:
+    """Any two values of a case. Placements are three values, where state, weights and boundaries are; whole they meet
+    schedules and meshes."""
+    places = {field: field in PLACEMENTS[case.placement] for field in PLACEMENTS["all"]}
+    values = {**case._asdict(), **places}
+    whole = {("placement", case.placement, field, values[field]) for field in ("memory", "mesh")}
+    del values["placement"]
+    return set(combinations(values.items(), 2)) | whole
 
 
 def each_value_of(cases: list[Case]) -> list[Case]:
-    """Some of the cases, in which each value of each axis comes up that does in one of them; greedily."""
-    return _chosen({case: set(case._asdict().items()) for case in cases})
+    """Few of the cases, in which each value of each axis comes up that does in one of them; greedily.
 
-
-def _chosen(aspects_by_case: dict[Case, set[Any]]) -> list[Case]:
-    """Cases that have all aspects between them: always the one with most of those that are still missing."""
-    missing_aspects = set().union(*aspects_by_case.values())
-    cases = list(aspects_by_case)
+    A value that few cases have counts for more: taken last, it would need a case of its own. Of cases that are as good,
+    the one is chosen in which more values meet that have not met.
+    """
+    values_by_case = {case: set(case._asdict().items()) for case in cases}
+    pairs_by_case = {case: _pairs_of(case) for case in cases}
+    frequencies = Counter(value for values in values_by_case.values() for value in values)
+    missing_values = set(frequencies)
+    met_pairs: set[Any] = set()
     chosen_cases = []
-    while missing_aspects:
-        best_case = max(cases, key=lambda case: len(aspects_by_case[case] & missing_aspects))
+
+    def gain(case: Case) -> tuple[float, int]:
+        new_values = values_by_case[case] & missing_values
+        # fsum does not depend on the order of a set, which every process of pytest-xdist has its own of.
+        return math.fsum(1.0 / frequencies[value] for value in new_values), len(pairs_by_case[case] - met_pairs)
+
+    while missing_values:
+        best_case = max(cases, key=gain)
         chosen_cases.append(best_case)
-        missing_aspects -= aspects_by_case[best_case]
+        missing_values -= values_by_case[best_case]
+        met_pairs |= pairs_by_case[best_case]
     return chosen_cases
 
 
