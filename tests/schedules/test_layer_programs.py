@@ -224,16 +224,14 @@ def test_the_plan_of_a_step_in_layers(tmp_path: Any):
     from framework.plan import plan, targets
 
     target = targets.resolve("cpu-1")
-    found = {
-        update: plan.plan("small", deep(4, {"update": update, **memory}), target, None)
-        for update, memory in {"after_backward": {}, "layer_programs": HOSTED}.items()
-    }
-    layers, whole = found["layer_programs"], found["after_backward"]
+    layers = plan.plan("small", deep(4, HOSTED), target, None)
+    whole = plan.plan("small", deep(4, {"update": "after_backward"}), target, None, phases=False)
     assert sum(layers["breakdown"].values()) == layers["device_peak_bytes"]
     assert layers["flops_per_step"] == whole["flops_per_step"]
     assert layers["host_argument_bytes"] <= layers["host_peak_bytes"] < 1.5 * layers["host_argument_bytes"]
     assert layers["device_peak_bytes"] < 0.6 * whole["device_peak_bytes"]
-    assert layers["phases"]["init"]["device_peak_bytes"] < whole["phases"]["init"]["device_peak_bytes"]
+    # The first state is never on the device as a whole.
+    assert layers["phases"]["init"]["device_peak_bytes"] < whole["device_argument_bytes"]
     names = {one["name"] for one in layers["largest"]}
     assert any("from the host" in name for name in names), names
     assert layers["breakdown"]["optimizer_state"] > 0
