@@ -114,6 +114,7 @@ class Text(HTMLParser):
 
 
 @needs_browser
+@pytest.mark.once("400")  # where things are more likely not to fit
 @pytest.mark.parametrize("width", [1200, 400])
 def test_bars_are_as_long_as_their_bytes(tmp_path, width):
     seen = measure(page(COMPARED), tmp_path, width)
