@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import optax
 import pytest
 
 import configs
@@ -123,6 +124,7 @@ def test_in_a_usual_config_every_gradient_arrives(report: dict[str, Any]):
 
 def test_too_big_is_a_report_and_what_fits_is_compiled():
     trial = config(mesh__data=1, data__seq_len=32, data__global_batch_size=64, memory__remat="full")
+    trial.learner.optimizer = config_for(optax.sgd, learning_rate=0.1)  # compiled fast, and five times
     limit = quick("small", trial, resolve("cpu:1"), None)["device_peak_bytes"] // 2
     found = plan("small", trial, resolve("cpu:1"), limit, phases=False)
     assert not found["fits"]
