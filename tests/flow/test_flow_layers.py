@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -61,12 +62,12 @@ def context(dtype: Any, training: bool = True) -> Context:
 def drawn(layer: Any, dtype: Any, seed: int = 0) -> Any:
     """Parameters away from zero and one; what is frozen is as it begins."""
     specs = jax.tree.map(lambda spec: replace(spec, dtype=dtype), layer.parameter_specs())
-    keys = iter(jax.random.split(jax.random.key(seed), 100))
+    rng = np.random.default_rng(seed)
 
     def moved(spec: Any, p: jax.Array) -> jax.Array:
-        return p + 0.3 * jax.random.normal(next(keys), p.shape, p.dtype) if spec.trainable else p
+        return p + jnp.asarray(0.3 * rng.normal(size=p.shape), p.dtype) if spec.trainable else p
 
-    return jax.tree.map(moved, specs, initialize(specs, jax.random.key(seed)))
+    return jax.tree.map(moved, specs, jax.jit(lambda key: initialize(specs, key))(jax.random.key(seed)))
 
 
 def images(name: str, dtype: Any, seed: int = 0) -> jax.Array:
@@ -86,20 +87,25 @@ def test_inverse_and_log_determinant(name: str, dtype: str):
     """inverse(forward(x)) is x, and log_det is that of the dense Jacobian, whichever way it was asked for."""
     layer: Invertible = ALL[name].instantiate()
     ctx, x = context(dtype), images(name, dtype)
-    weights = layer.prepare(drawn(layer, dtype), ctx)
-    y, log_det = jax.jit(lambda x: layer.forward(weights, x, ctx))(x)
-    back, again = jax.jit(lambda y: layer.inverse(weights, y, ctx))(y)
     tolerance = 2e-5 if dtype == "float32" else 1e-11
+
+    @jax.jit
+    def everything(params: Any, x: jax.Array) -> Any:
+        weights = layer.prepare(params, ctx)
+        y, log_det = layer.forward(weights, x, ctx)
+
+        def flat(v: jax.Array) -> jax.Array:  # all images at once: dropout's masks go by row
+            return layer.forward(weights, v.reshape(x.shape), ctx)[0].reshape(BATCH, -1)
+
+        return log_det, layer.inverse(weights, y, ctx), jax.jacrev(flat)(x.reshape(-1))
+
+    log_det, (back, again), jacobian = everything(drawn(layer, dtype), x)
     np.testing.assert_allclose(back, x, atol=tolerance * 10, rtol=0)
     np.testing.assert_allclose(again, log_det, atol=tolerance * 30, rtol=tolerance)
     assert log_det.dtype == jnp.dtype(dtype)
-
-    def flat(v: jax.Array) -> jax.Array:  # all images at once: dropout's masks go by row
-        return layer.forward(weights, v.reshape(x.shape), ctx)[0].reshape(BATCH, -1)
-
-    jacobian = jax.jit(jax.jacrev(flat))(x.reshape(-1)).reshape(BATCH, x[0].size, BATCH, x[0].size)
+    jacobian = np.asarray(jacobian, np.float64).reshape(BATCH, x[0].size, BATCH, x[0].size)
     for row in range(BATCH):
-        dense = np.linalg.slogdet(np.asarray(jacobian[row, :, row], np.float64))[1]
+        dense = np.linalg.slogdet(jacobian[row, :, row])[1]
         np.testing.assert_allclose(log_det[row], dense, atol=tolerance * 30, rtol=tolerance)
 
 
@@ -109,20 +115,20 @@ def test_reverse_is_the_gradient_of_apply(name: str, dtype: str):
     layer: Bijection = CHEAP[name].instantiate()
     assert isinstance(layer, Reversible)
     ctx, x = context(dtype), images(name, dtype)
-    weights = layer.prepare(drawn(layer, dtype), ctx)
-    sums = {"log_det": jnp.arange(3.0).astype(dtype), "log_prior": jnp.ones(3, dtype)}
+    sums = {"log_det": np.arange(3).astype(dtype), "log_prior": np.ones(3, dtype)}
     carry = {"x": x, **sums}
 
-    def both(weights: Any, carry: Any) -> Any:
+    def both(params: Any, carry: Any) -> Any:
+        weights = layer.prepare(params, ctx)
         after, pull = jax.vjp(lambda w, c: layer.apply(w, c, ctx, {})[0], weights, carry)
         cts = {"x": images("ct", dtype, 1).reshape(after["x"].shape), **jax.tree.map(lambda s: 0.5 - s, sums)}
         return pull(cts), layer.reverse(weights, after, (cts, None), ctx, {})
 
-    (grads, ct), (before, own_grads, own_ct) = jax.jit(both)(weights, carry)
+    (grads, ct), (before, own_grads, own_ct) = jax.jit(both)(drawn(layer, dtype), carry)
     tolerance = 3e-5 if dtype == "float32" else 1e-11
     small.assert_close(small.arrays(before), small.arrays(carry), tolerance)
     small.assert_close(small.arrays(own_ct), small.arrays(ct), tolerance)
-    assert jax.tree.structure(own_grads) == jax.tree.structure(weights)
+    assert jax.tree.structure(own_grads) == jax.tree.structure(grads)
     if grads:
         small.assert_close(small.arrays(own_grads), small.arrays(grads), tolerance)
         assert all(np.any(g) for p, g in flatten(own_grads).items()), "a gradient of zeros compares nothing"
@@ -178,7 +184,7 @@ def test_log_det_is_checked_while_tracing():
         layer.fault = fault
         with pytest.raises(ValueError, match=words):
             jax.eval_shape(lambda c, layer=layer: layer.apply({}, c, context("float32"), {})[0], carry)
-    after, _ = Doubling().apply({}, carry, context("float32"), {})
+    after, _ = jax.jit(lambda c: Doubling().apply({}, c, context("float32"), {}))(carry)
     np.testing.assert_allclose(after["log_det"], 64 * np.log(2.0), rtol=1e-6)
     x = carry["x"]
     with pytest.raises(ValueError, match=r"expected y float32 of 192 values, given float32\[3, 4, 4, 2\]"):
@@ -201,24 +207,28 @@ def test_shapes_that_do_not_go():
         Preprocess(levels=17, alpha=0.7)
     layer = RESIDUAL.instantiate()
     with pytest.raises(ValueError, match="size = 4: given an image of 8 x 2"):
-        layer.forward(layer.prepare(drawn(layer, "float32"), ctx), jnp.zeros((1, 8, 2, 4)), ctx)
+        jax.eval_shape(lambda p, x: layer.forward(p, x, ctx), drawn(layer, "float32"), jnp.zeros((1, 8, 2, 4)))
+
+
+def at_first(layer: Any, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+    """The layer's forward pass with the parameters that it begins with."""
+    specs = layer.parameter_specs()
+    return jax.jit(lambda key: layer.forward(initialize(specs, key), x, ctx))(jax.random.key(1))
 
 
 def test_the_first_convolution_is_a_rotation_and_couplings_begin_as_the_identity():
     ctx, x = context("float32"), images("", "float32")
     conv = CHEAP["conv1x1"].instantiate()
-    params = initialize(conv.parameter_specs(), jax.random.key(1))
-    y, log_det = conv.forward(params, x, ctx)
+    y, log_det = at_first(conv, x, ctx)
     assert np.abs(y - x).max() > 0.1
-    np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(y, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
     np.testing.assert_array_equal(log_det, 0.0)
     assert not conv.parameter_specs()["fixed"].trainable
     permuted = CHEAP["conv1x1-permutation"].instantiate()
-    y, _ = permuted.forward(initialize(permuted.parameter_specs(), jax.random.key(2)), x, ctx)
+    y, _ = at_first(permuted, x, ctx)
     np.testing.assert_allclose(np.sort(y), np.sort(x), atol=1e-6)
     for name in ("additive", "affine-flipped", "affine-attention"):
-        layer = CHEAP[name].instantiate()
-        y, log_det = layer.forward(initialize(layer.parameter_specs(), jax.random.key(1)), x, ctx)
+        y, log_det = at_first(CHEAP[name].instantiate(), x, ctx)
         np.testing.assert_array_equal(y, x)
         np.testing.assert_array_equal(log_det, 0.0)
 
@@ -237,11 +247,14 @@ def test_dequantization_goes_by_row_and_step_in_training_and_is_always_the_same_
     layer = Preprocess(levels=17, alpha=0.05)
     batch = {"images": np.random.default_rng(0).integers(0, 17, (4, 2, 2, 1)).astype(np.uint8)}
 
+    @partial(jax.jit, static_argnums=3)
+    def seen(own: Any, rng: Any, rows: Any, training: bool) -> jax.Array:
+        ctx = Context(batch=own, rng=rng, rows=rows, training=training)
+        return layer.inverse({}, layer.apply({}, None, ctx, {})[0]["x"], ctx)[0]
+
     def noise(rng: Any, rows: Any, training: bool, part: slice = slice(None)) -> np.ndarray:
         own = {"images": batch["images"][part]}
-        ctx = Context(batch=own, rng=rng, rows=rows, training=training)
-        x, _ = layer.inverse({}, layer.apply({}, None, ctx, {})[0]["x"], ctx)
-        return np.asarray(x) - own["images"]
+        return np.asarray(seen(own, rng, rows, training)) - own["images"]
 
     rows, key = jnp.arange(4), jax.random.key(1)
     first = noise(key, rows, True)
@@ -254,31 +267,46 @@ def test_dequantization_goes_by_row_and_step_in_training_and_is_always_the_same_
     assert np.abs(noise(None, None, False) - first).max() > 0.1
 
 
+def log_normal(x: Any, mean: np.ndarray, log_std: np.ndarray) -> np.ndarray:
+    """The log-density of normal distributions."""
+    deviations = (np.asarray(x) - mean) / np.exp(log_std)
+    return -0.5 * (deviations**2 + np.log(2.0 * np.pi)) - log_std
+
+
 def test_splits_and_priors_count_what_leaves():
     ctx, x = context("float32"), images("", "float32")
     carry = {"x": x, "log_det": jnp.zeros(3), "log_prior": jnp.ones(3)}
     for learned in (True, False):
         layer = Split(dim=4, learned=learned)
-        weights = layer.prepare(drawn(layer, "float32"), ctx)
-        after, _ = layer.apply(weights, carry, ctx, {})
-        kept, latent = layer.encode(weights, x, ctx)
+
+        @jax.jit
+        def everything(params: Any, layer: Split = layer, learned: bool = learned) -> Any:
+            weights = layer.prepare(params, ctx)
+            after, _ = layer.apply(weights, carry, ctx, {})
+            kept, latent = layer.encode(weights, x, ctx)
+            head = layer.conv(weights["conv"], kept, ctx) if learned else jnp.zeros_like(x)
+            return after, kept, layer.decode(weights, kept, latent, ctx), head
+
+        after, kept, back, head = jax.device_get(everything(drawn(layer, "float32")))
         np.testing.assert_array_equal(after["x"], kept)
-        np.testing.assert_allclose(layer.decode(weights, kept, latent, ctx), x, atol=1e-6)
-        if not learned:
-            expected = jax.scipy.stats.norm.logpdf(x[..., 2:]).sum((1, 2, 3))
-        else:
-            mean, log_std = jnp.split(layer.conv(weights["conv"], kept, ctx), 2, axis=-1)
-            expected = jax.scipy.stats.norm.logpdf(x[..., 2:], mean, jnp.exp(log_std)).sum((1, 2, 3))
+        np.testing.assert_allclose(back, x, atol=1e-6)
+        mean, log_std = np.split(head, 2, axis=-1)
+        expected = log_normal(x[..., 2:], mean, log_std).sum((1, 2, 3))
         np.testing.assert_allclose(after["log_prior"] - 1.0, expected, rtol=1e-5)
     prior = Prior(shape=SHAPE, dims=64)
     weights = drawn(prior, "float32")
     batch = {"weights": jnp.array([1.0, 0.0, 1.0])}
     ctx = Context(batch=batch, num_targets=jnp.float32(2.0), training=True)
-    nothing, out = prior.apply(weights, {**carry, "log_det": jnp.array([5.0, 6.0, 7.0])}, ctx, {})
-    log_prior = 1.0 + jax.scipy.stats.norm.logpdf(x, weights["mean"], jnp.exp(weights["log_std"])).sum((1, 2, 3))
+
+    @jax.jit
+    def ends(weights: Any, carry: Any) -> Any:
+        nothing, latent = prior.encode(weights, carry["x"], ctx)
+        return prior.apply(weights, carry, ctx, {}), prior.decode(weights, nothing, latent, ctx)
+
+    (nothing, out), back = ends(weights, {**carry, "log_det": jnp.array([5.0, 6.0, 7.0])})
+    log_prior = 1.0 + log_normal(x, *map(np.asarray, (weights["mean"], weights["log_std"]))).sum((1, 2, 3))
     assert nothing is None
     np.testing.assert_allclose(out.metrics["log_prior"], (log_prior[0] + log_prior[2]) / 128, rtol=1e-5)
     np.testing.assert_allclose(out.metrics["log_det"], 12.0 / 128, rtol=1e-6)
     np.testing.assert_allclose(out.loss, -(out.metrics["log_det"] + out.metrics["log_prior"]), rtol=1e-5)
-    _, latent = prior.encode(weights, x, ctx)
-    np.testing.assert_allclose(prior.decode(weights, None, latent, ctx), x, atol=1e-5)
+    np.testing.assert_allclose(back, x, atol=1e-5)

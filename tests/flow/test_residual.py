@@ -20,7 +20,7 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), jnp.float32)
 def block(**fields: Any) -> tuple[ResidualBlock, Any]:
     """A block with weights so large that each convolution is at its bound, of one sign so that bounds multiply."""
     layer = ResidualBlock(**{"dim": 2, "hidden": 8, "size": 4, **fields})
-    params = initialize(layer.parameter_specs(), jax.random.key(0))
+    params = jax.jit(lambda key: initialize(layer.parameter_specs(), key))(jax.random.key(0))
     return layer, jax.tree.map(lambda p: 3.0 * jnp.abs(p) + 0.1, params)
 
 
@@ -31,39 +31,54 @@ def training(seed: int = 0) -> Context:
 @pytest.mark.parametrize("coefficient", [0.5, 0.9])
 def test_the_residual_contracts(coefficient: float):
     layer, params = block(coefficient=coefficient, power_iterations=20)
-    weights = layer.prepare(params, training())
+    small_weights = jax.tree.map(lambda p: 1e-3 * p, params)
 
-    def flat(x: jax.Array) -> jax.Array:
-        return layer.residual(weights, x.reshape(1, *SHAPE[1:]), training()).reshape(-1)
+    @jax.jit
+    def jacobians(params: Any, x: jax.Array) -> Any:
+        weights = layer.prepare(params, training())
 
-    norms = [np.linalg.norm(jax.jacobian(flat)(x.reshape(-1)), 2) for x in (X[0], X[1], 10.0 * jnp.abs(X[0]))]
+        def flat(x: jax.Array) -> jax.Array:
+            return layer.residual(weights, x.reshape(1, *SHAPE[1:]), training()).reshape(-1)
+
+        def linear(weight: jax.Array, x: jax.Array) -> jax.Array:
+            return jax.lax.conv_general_dilated(
+                x.reshape(1, 4, 4, -1), weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            ).reshape(-1)
+
+        of_convs = {
+            name: jax.jacobian(linear, argnums=1)(weights[name]["weight"], jnp.zeros(16 * conv.shape[2]))
+            for name, conv in layer.convs.items()
+        }
+        return jax.vmap(jax.jacobian(flat))(x.reshape(len(x), -1)), of_convs
+
+    of_residual, of_convs = jacobians(params, jnp.stack([X[0], X[1], 10.0 * jnp.abs(X[0])]))
+    norms = [np.linalg.norm(jacobian, 2) for jacobian in of_residual]
     assert max(norms) <= coefficient**3
     assert max(norms) > 0.3 * coefficient**3
-    for name, conv in layer.convs.items():  # each by itself is at its bound, to what a power iteration finds
-        inputs = conv.shape[2]
-        linear = lambda x, w=weights[name]: jax.lax.conv_general_dilated(  # noqa: E731
-            x.reshape(1, 4, 4, -1), w["weight"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        ).reshape(-1)
-        norm = np.linalg.norm(jax.jacobian(linear)(jnp.zeros(16 * inputs)), 2)
-        np.testing.assert_allclose(norm, coefficient, rtol=0.02)
-    small_weights = jax.tree.map(lambda p: 1e-3 * p, params)
-    same = layer.prepare(small_weights, training())
+    for jacobian in of_convs.values():  # each by itself is at its bound, to what a power iteration finds
+        np.testing.assert_allclose(np.linalg.norm(jacobian, 2), coefficient, rtol=0.02)
+    same = jax.jit(lambda p: layer.prepare(p, training()))(small_weights)
     np.testing.assert_array_equal(same["first"]["weight"], small_weights["first"]["weight"])
 
 
 def test_the_inverse_is_bounded_in_steps_and_stops_at_its_tolerance():
     layer, params = block(coefficient=0.97)
-    ctx = training()
-    weights = layer.prepare(params, ctx)
-    y = X + layer.residual(weights, X, ctx)
-    np.testing.assert_allclose(layer.inverse(weights, y, ctx)[0], X, atol=5e-6)
     short, _ = block(coefficient=0.97, max_iterations=2)
-    by_hand = y - layer.residual(weights, y - layer.residual(weights, y, ctx), ctx)
-    np.testing.assert_allclose(short.inverse(weights, y, ctx)[0], by_hand, atol=1e-6)
-    assert np.abs(by_hand - X).max() > 1e-3
     loose, _ = block(coefficient=0.97, tolerance=1e-2)
-    error = np.abs(loose.inverse(weights, y, ctx)[0] - X).max()
-    assert 1e-5 < error < 0.1
+    ctx = training()
+
+    @jax.jit
+    def everything(params: Any) -> Any:
+        weights = layer.prepare(params, ctx)
+        y = X + layer.residual(weights, X, ctx)
+        by_hand = y - layer.residual(weights, y - layer.residual(weights, y, ctx), ctx)
+        return by_hand, [one.inverse(weights, y, ctx)[0] for one in (layer, short, loose)]
+
+    by_hand, (whole, after_two, near) = everything(params)
+    np.testing.assert_allclose(whole, X, atol=5e-6)
+    np.testing.assert_allclose(after_two, by_hand, atol=1e-6)
+    assert np.abs(by_hand - X).max() > 1e-3
+    assert 1e-5 < np.abs(near - X).max() < 0.1
 
 
 def test_the_series_is_unbiased_in_value_and_gradient():
@@ -88,10 +103,10 @@ def test_the_series_is_unbiased_in_value_and_gradient():
     spread = np.std(values) / np.sqrt(draws)
     assert spread < 0.02 * abs(expected) + 0.02
     np.testing.assert_allclose(np.mean(values), expected, atol=4.0 * spread)
-    for path, mean in small.arrays(jax.tree.map(lambda g: g.mean(0), drawn)).items():
-        error = small.arrays(jax.tree.map(lambda g: g.std(0) / np.sqrt(draws), drawn))[path]
-        truth = small.arrays(grads)[path]
-        scale = np.linalg.norm(error)
+    truths = small.arrays(grads)
+    for path, all_drawn in small.arrays(drawn).items():
+        mean, truth = all_drawn.mean(0), truths[path]
+        scale = np.linalg.norm(all_drawn.std(0) / np.sqrt(draws))
         assert np.linalg.norm(mean - truth) < 2.0 * scale + 1e-6, path
         assert np.linalg.norm(truth) > 3.0 * scale or "bias" in path, f"{path}: too noisy to tell"
 
@@ -100,11 +115,16 @@ def test_evaluation_is_exact_where_dims_are_few_and_repeats_itself_elsewhere():
     layer, params = block()
     exact, _ = block(log_det="exact")
     evaluation = Context(batch={})
-    weights = layer.prepare(params, evaluation)
-    truth = exact.forward(weights, X, evaluation)[1]
-    np.testing.assert_array_equal(layer.forward(weights, X, evaluation)[1], truth)
     large, _ = block(exact_dims=0)
-    first = large.forward(weights, X, evaluation)[1]
-    np.testing.assert_array_equal(first, large.forward(weights, X, evaluation)[1])
+    weights = jax.jit(lambda p: layer.prepare(p, evaluation))(params)
+
+    def log_det(layer: ResidualBlock) -> Any:
+        return jax.jit(lambda w: layer.forward(w, X, evaluation)[1])
+
+    truth = log_det(exact)(weights)
+    np.testing.assert_array_equal(log_det(layer)(weights), truth)
+    estimate = log_det(large)
+    first = estimate(weights)
+    np.testing.assert_array_equal(first, estimate(weights))
     assert np.abs(first - truth).max() > 1e-4
     np.testing.assert_allclose(first, truth, atol=3.0)

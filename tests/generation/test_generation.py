@@ -1,5 +1,6 @@
 """Generation against the model itself: no cache, no padding, one device, weights on the device."""
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -51,26 +52,38 @@ def program(config: Config, mesh: dict[str, int] | None = None) -> Program:
     return small.program(small.experiment(config, mesh=mesh))
 
 
+SHARDED = {"data": 2, "fsdp": 2, "model": 2}
+
+
+@cache
+def started(name: str, mesh: frozenset[tuple[str, int]] | None = None) -> tuple[Program, Any, Generator]:
+    """The program of one of MODELS, the state that it begins with on one device, and a generator; for tests that change
+    none of them."""
+    built = program(MODELS[name](), mesh and dict(mesh))
+    state = jax.device_put(started(name)[1], built.layout.shardings()) if mesh else built.init()
+    return built, state, Generator(built, state)
+
+
 def without_cache(program: Program, state: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy, whole sequences through the model for each token."""
     rows, model = [list(prompt) for prompt in prompts], program.experiment.model
     logits = jax.jit(lambda params, x: model.logits(params, program.evaluation_context({"tokens": x}), {}))
+    weights = program.weights(state)
     for _ in range(count):
         window = np.zeros((len(rows), 32), np.int32)
         for filled, row in zip(window, rows, strict=True):
             filled[: len(row)] = row
-        values = np.asarray(logits(program.weights(state), window))
+        values = np.asarray(logits(weights, window))
         for one, row in zip(values, rows, strict=True):
             row.append(int(np.argmax(one[len(row) - 1])))
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
-@pytest.mark.once("llama-gqa", "alternating")
+@pytest.mark.once("llama-gqa", "shared")  # which is alternating, and more
 @pytest.mark.parametrize("name", MODELS)
 def test_a_padded_batch_equals_each_alone_without_a_cache(name: str) -> None:
-    one = program(MODELS[name]())
-    state = one.init()
-    got = Generator(one, state)(PROMPTS, Sampling(NEW))
+    one, state, generator = started(name)
+    got = generator(PROMPTS, Sampling(NEW))
     assert got == without_cache(one, state, PROMPTS, NEW)
     assert len({*got[0], *got[1], *got[2]}) > 3, "nearly constant output shows little"
 
@@ -82,47 +95,41 @@ def test_bfloat16_cache() -> None:
     seen = []
     decode = generator._decode
     generator._decode = lambda *args: seen.append(args[2]) or decode(*args)
-    generator(PROMPTS, Sampling(2))
+    generator(PROMPTS, Sampling(4))
     shapes = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(seen[0])}
-    assert shapes == {((2, 3, bucket(18), 2, 8), "bfloat16")}
+    assert shapes == {((2, 3, bucket(20), 2, 8), "bfloat16")}
 
 
 @pytest.mark.once("mesh0-1.0")
-@pytest.mark.parametrize(
-    ("mesh", "temperature"), [({"data": 2, "fsdp": 2, "model": 2}, 1.0), ({"fsdp": 4, "seq": 2}, 0.0)]
-)
+@pytest.mark.parametrize(("mesh", "temperature"), [(SHARDED, 1.0), ({"fsdp": 4, "seq": 2}, 0.0)])
 def test_a_mesh_equals_one_device(mesh: dict[str, int], temperature: float) -> None:
     sampling = Sampling(NEW, temperature, seed=4)
-    one, many = program(alternating()), program(alternating(), mesh)
-    state = one.init()
-    spread = jax.device_put(state, many.layout.shardings())
-    assert Generator(many, spread)(PROMPTS, sampling) == Generator(one, state)(PROMPTS, sampling)
+    one, many = started("shared")[2], started("shared", frozenset(mesh.items()))[2]
+    assert many(PROMPTS, sampling) == one(PROMPTS, sampling)
 
 
 @pytest.mark.once("mesh1")
-@pytest.mark.parametrize("mesh", [None, {"data": 2, "fsdp": 2, "model": 2}])
+@pytest.mark.parametrize("mesh", [None, SHARDED])
 def test_hosted_weights_equal_device_weights(mesh: dict[str, int] | None) -> None:
-    here = program(shared(), mesh)
-    state = here.init()
+    here, state, generator = started("shared", mesh and frozenset(mesh.items()))
+    sampling = Sampling(NEW, 1.0, seed=4)
     hosted = copy_partition(here.layout.specs["parameter"], pattern=".", memory_kind="pinned_host")
     there = {**state, "parameter": jax.device_put(state["parameter"], here.layout.shardings(hosted))}
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(there["parameter"])} == {"pinned_host"}
-    assert Generator(here, there)(PROMPTS, Sampling(NEW)) == Generator(here, state)(PROMPTS, Sampling(NEW))
+    assert Generator(here, there)(PROMPTS, sampling) == generator(PROMPTS, sampling)
 
 
 def test_draws_depend_on_seed_and_row_alone() -> None:
-    one = program(small.llama())
-    generator = Generator(one, one.init())
+    generator = started("llama-gqa")[2]
     draw = lambda prompts, seed: generator(prompts, Sampling(NEW, 1.0, seed=seed))  # noqa: E731
     batch = draw([PROMPTS[0]] * 3, 7)
     assert batch == draw([PROMPTS[0]] * 3, 7)
     assert len({tuple(row) for row in [*batch, *draw(PROMPTS[:1], 8)]}) == 4
-    assert draw(PROMPTS[:1], 7)[0] == batch[0] == draw([PROMPTS[0], PROMPTS[1]], 7)[0]
+    assert draw(PROMPTS[:1], 7)[0] == batch[0] == draw(PROMPTS, 7)[0]
 
 
 def test_stop_tokens_end_their_rows_alone() -> None:
-    one = program(small.llama())
-    generator = Generator(one, one.init())
+    generator = started("llama-gqa")[2]
     rows = generator(PROMPTS, Sampling(NEW))
     stops = (rows[0][3], rows[1][5])
     got = generator(PROMPTS, Sampling(NEW, stop_ids=stops))
@@ -134,8 +141,7 @@ def test_stop_tokens_end_their_rows_alone() -> None:
 
 
 def test_compiles_once_per_shape() -> None:
-    one = program(small.llama())
-    generator = Generator(one, one.init())
+    generator = Generator(*started("llama-gqa")[:2])  # nothing is compiled yet
     for sampling in (
         Sampling(3),
         Sampling(5),
@@ -167,13 +173,12 @@ def test_lengths_fall_into_few_buckets() -> None:
     ],
 )
 def test_bad_requests(prompts: list[list[int]], fields: dict[str, Any], message: str) -> None:
-    one = program(small.gpt2())
+    generator = started("gpt2")[2]
     with pytest.raises(ValueError, match=message):
-        Generator(one, one.init()).stream(prompts, Sampling(**{"max_new_tokens": 1, **fields}))
+        generator.stream(prompts, Sampling(**{"max_new_tokens": 1, **fields}))
 
 
 def test_positions_to_the_last_one() -> None:
-    one = program(small.gpt2())
-    state = one.init()
-    assert Generator(one, state)([[3] * 20], Sampling(12)) == without_cache(one, state, [[3] * 20], 12)
-    assert Generator(one, state)([], Sampling(12)) == []
+    one, state, generator = started("gpt2")
+    assert generator([[3] * 20], Sampling(12)) == without_cache(one, state, [[3] * 20], 12)
+    assert generator([], Sampling(12)) == []

@@ -15,14 +15,23 @@ from tests.support import small
 ROWS = [([1, 5, 9, 2, 2, 7], 3), ([3, 4], 1), ([8] * 10, 1), ([*range(40)], 35), ([*range(40)], 2), ([6, 6, 6], 2)]
 
 
-def by_hand(program: Program, state: Any, tokens: list[int], start: int) -> tuple[float, int, bool]:
-    seq_len = program.experiment.data.seq_len
+def logits_of(program: Program, state: Any) -> Any:
+    """tokens -> logits, by one program: what comes after the tokens, no position of theirs sees."""
+    model, weights = program.experiment.model, program.weights(state)
+    compiled = jax.jit(lambda weights, x: model.logits(weights, program.evaluation_context({"tokens": x}), {}))
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        row = np.zeros((1, program.experiment.data.seq_len), np.int32)
+        row[0, : len(tokens)] = tokens
+        return np.asarray(compiled(weights, row))[0, : len(tokens)]
+
+    return logits
+
+
+def by_hand(logits: Any, seq_len: int, tokens: list[int], start: int) -> tuple[float, int, bool]:
     start -= max(0, len(tokens) - seq_len - 1)
     tokens, start = tokens[-seq_len - 1 :], max(1, start)
-    logits = program.experiment.model.logits(
-        program.weights(state), program.evaluation_context({"tokens": np.int32([tokens[:-1]])}), {}
-    )
-    log_probs = log_softmax(np.float64(logits[0]), axis=-1)
+    log_probs = log_softmax(np.float64(logits(tokens[:-1])), axis=-1)
     picked = [(log_probs[i - 1, token], log_probs[i - 1].argmax() == token) for i, token in enumerate(tokens)][start:]
     return sum(float(p) for p, _ in picked), len(picked), all(greedy for _, greedy in picked)
 
@@ -33,16 +42,13 @@ def test_scores_are_sums_of_log_probabilities(mesh: dict[str, int] | None) -> No
     program = small.program(small.experiment(small.llama(head__chunk_tokens=5), mesh=mesh))
     one = small.program(small.experiment(small.llama()))
     state = one.init()
-    greedy = [1, 5, 9]
+    greedy, logits = [1, 5, 9], logits_of(one, state)
     for _ in range(2):
-        logits = one.experiment.model.logits(
-            one.weights(state), one.evaluation_context({"tokens": np.int32([greedy])}), {}
-        )
-        greedy.append(int(logits[0, -1].argmax()))
+        greedy.append(int(logits(greedy)[-1].argmax()))
     rows = [*ROWS, (greedy, 3)]
     scores = list(Scorer(program, jax.device_put(state, program.layout.shardings()), batch_size=4).score(rows))
     for score, row in zip(scores, rows, strict=True):
-        log_prob, tokens, is_greedy = by_hand(one, state, *row)
+        log_prob, tokens, is_greedy = by_hand(logits, 16, *row)
         assert score.log_prob == pytest.approx(log_prob, rel=1e-5)
         assert (score.tokens, score.greedy) == (tokens, is_greedy)
     assert [score.greedy for score in scores][-1:] == [True]
@@ -55,7 +61,8 @@ def test_a_text_is_predicted_once_in_windows() -> None:
     tokens = np.random.default_rng(0).integers(0, small.VOCAB, 16 * 3 + 6)
     score = Scorer(program, state, batch_size=3).text(tokens, 100)
     windows = [tokens[at : at + 17].tolist() for at in (0, 16, 32, 48)]
-    nll = -sum(by_hand(program, state, window, 1)[0] for window in windows)
+    logits = logits_of(program, state)
+    nll = -sum(by_hand(logits, 16, window, 1)[0] for window in windows)
     assert score.tokens == len(tokens) - 1
     assert score.loss == pytest.approx(nll / score.tokens, rel=1e-5)
     assert score.perplexity == pytest.approx(np.exp(score.loss))

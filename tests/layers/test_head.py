@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from framework.config import config_for
 from framework.layers.base import Context
@@ -119,12 +120,18 @@ def test_bf16_hidden_states_give_f32_losses_and_bf16_gradients(expected):
 def test_logits_are_what_the_loss_is_of():
     head = config_for(LMHead, dim=D, vocab_size=V, softcap=2.0).instantiate()
     ctx = context()
-    logits = head.logits(head.prepare(PARAMS, ctx), X, ctx)
+
+    @jax.jit
+    def both(params, x):
+        weights = head.prepare(params, ctx)
+        return head.logits(weights, x, ctx), head.apply(weights, x, ctx, {})[1]
+
+    logits, out = both(PARAMS, X)
     assert (logits.shape, logits.dtype) == ((B, S, V), jnp.float32)
     assert float(jnp.abs(logits).max()) < 2.0
-    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), BATCH["targets"][..., None], -1)[..., 0]
-    expected = jnp.sum(nll * BATCH["weights"]) / jnp.sum(BATCH["weights"])
-    _, out = head.apply(head.prepare(PARAMS, ctx), X, ctx, {})
+    targets, counted = np.asarray(BATCH["targets"]), np.asarray(BATCH["weights"])
+    nll = -np.take_along_axis(log_softmax(np.asarray(logits), axis=-1), targets[..., None], -1)[..., 0]
+    expected = np.sum(nll * counted) / np.sum(counted)
     np.testing.assert_allclose(out.metrics["nll"], expected, rtol=1e-6)
 
 

@@ -11,7 +11,7 @@ from framework.config import Config, config_for
 from framework.layers.base import Context
 from framework.layers.reversible import TwoStream, rounded
 from framework.layers.stack import Stack
-from framework.layout import flatten, initialize
+from framework.layout import initialize
 from tests.support import small
 from tests.support.layers import Twins
 from tools.drift import there_and_back
@@ -44,15 +44,20 @@ def context(model: Any, remat: str = "none") -> Context:
 def made(config: Config, scale: float = 1.0) -> tuple[Any, Any]:
     """The model, and parameters of which none is zero; `scale`: of the layers' matrices."""
     model = config.instantiate()
-    params = initialize(model.parameter_specs(), jax.random.key(0))
-    params = jax.tree.map(lambda p: p + jnp.asarray(0.1, p.dtype), params)
-    return model, {**params, "stack": jax.tree.map(lambda p: p * scale if p.ndim > 2 else p, params["stack"])}
+
+    @jax.jit
+    def parameters(key: jax.Array) -> Any:
+        params = initialize(model.parameter_specs(), key)
+        params = jax.tree.map(lambda p: p + jnp.asarray(0.1, p.dtype), params)
+        return {**params, "stack": jax.tree.map(lambda p: p * scale if p.ndim > 2 else p, params["stack"])}
+
+    return model, parameters(jax.random.key(0))
 
 
 def worst(actual: Any, expected: Any) -> tuple[float, str]:
     """The largest max|a - b| / max|b| of a leaf, and which. Those of keys' biases are nothing but rounding."""
-    found, known = flatten(actual), flatten(expected)
-    errors = {path: float(jnp.abs(known[path] - x).max() / jnp.abs(known[path]).max()) for path, x in found.items()}
+    found, known = small.arrays(actual), small.arrays(expected)
+    errors = {path: float(np.abs(known[path] - x).max() / np.abs(known[path]).max()) for path, x in found.items()}
     return max((error, path) for path, error in errors.items() if "key/bias" not in path)
 
 
@@ -73,7 +78,7 @@ def test_fixed_point_streams_come_back_bit_for_bit_after_256_layers(compute: str
     first, y, last = there_and_back(model, params, context(model))
     small.assert_same_bits(last, first)
     assert all(100 < np.abs(stream).max() < 2**12 for stream in y)
-    ((_, metrics), _) = gradients(model, params, "invert")
+    metrics = jax.jit(lambda params: model.loss(params, context(model, "invert"), {})[1].metrics)(params)
     assert metrics["stack/block0/out_of_range"] == 0
 
 
@@ -86,27 +91,27 @@ def test_streams_over_the_range_are_counted():
     assert metrics["stack/block0/out_of_range"] > 0
 
 
-def test_float32_streams_drift():
+@pytest.mark.once("float32")
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_float32_streams_drift(compute: str):
     """By how much is in docs/memory.md."""
-    for compute in ("float32", "bfloat16"):
-        model, params = made(deep(64, "float32", compute_dtype=compute), 0.3)
-        first, _, last = there_and_back(model, params, context(model))
-        assert 0 < np.abs(last[0] - first[0]).max() / np.abs(first[0]).max() < 1e-3, compute
+    model, params = made(deep(64, "float32", compute_dtype=compute), 0.3)
+    first, _, last = there_and_back(model, params, context(model))
+    assert 0 < np.abs(last[0] - first[0]).max() / np.abs(first[0]).max() < 1e-3
 
 
-@pytest.mark.once("float64-1e-11-fixed")
+@pytest.mark.once("float64-1e-11-fixed-gpt2")
+@pytest.mark.parametrize("family", [small.gpt2, small.llama])
 @pytest.mark.parametrize("streams", ["float32", "fixed"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("float64", 1e-11)])
-def test_gradients_are_those_of_the_plain_backward_pass(streams: str, dtype: str, tolerance: float):
+def test_gradients_are_those_of_the_plain_backward_pass(streams: str, dtype: str, tolerance: float, family: Any):
     with jax.enable_x64(dtype == "float64"):
-        fields = {"param_dtype": dtype, "compute_dtype": dtype, "stack__num_layers": 6}
-        for config in (small.llama(**fields), small.gpt2(**fields)):
-            config.stack.streams = streams
-            model, params = made(config)
-            (plain, metrics), expected = gradients(model, params, "none")
-            (loss, found), grads = gradients(model, params, "invert")
-            assert (loss, found) == (plain, metrics)
-            assert worst(grads, expected) <= (1e-2 * tolerance if streams == "fixed" else tolerance, "")
+        fields = {"param_dtype": dtype, "compute_dtype": dtype, "stack__num_layers": 6, "stack__streams": streams}
+        model, params = made(family(**fields))
+        (plain, metrics), expected = gradients(model, params, "none")
+        (loss, found), grads = gradients(model, params, "invert")
+        assert (loss, found) == (plain, metrics)
+        assert worst(grads, expected) <= (1e-2 * tolerance if streams == "fixed" else tolerance, "")
 
 
 @pytest.mark.pairs
@@ -170,13 +175,17 @@ def test_tokens_one_by_one_have_the_logits_of_the_whole():
     state = program.init()
     prompt = [3, 1, 4, 1, 5]
     (tokens,) = Generator(program, state)([prompt], Sampling(temperature=0.0, max_new_tokens=4))
-    text = list(prompt)
-    for token in tokens:
-        batch = {"tokens": jnp.asarray([text], jnp.int32)}
-        ctx = program.evaluation_context(batch)
-        logits = program.experiment.language_model.logits(program.weights(state), ctx, state["buffer"])
-        assert token == int(jnp.argmax(logits[0, -1]))
-        text.append(token)
+    text = np.zeros((1, len(prompt) + len(tokens)), np.int32)  # no position sees the zeros that come later
+    text[0, : len(prompt)] = prompt
+
+    @jax.jit
+    def logits(weights: Any, tokens: jax.Array) -> jax.Array:
+        ctx = program.evaluation_context({"tokens": tokens})
+        return program.experiment.language_model.logits(weights, ctx, state["buffer"])
+
+    for at, token in enumerate(tokens, len(prompt)):
+        assert token == int(np.argmax(logits(program.weights(state), text)[0, at - 1]))
+        text[0, at] = token
 
 
 def test_what_cannot_be_run_backwards_is_refused():

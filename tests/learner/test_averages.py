@@ -45,11 +45,12 @@ def test_the_average_of_bfloat16_weights_moves(memory):
     assert np.isfinite(program.evaluate(state, program.put(small.host_batch(program)), averaged=True)["nll"])
 
 
+@pytest.mark.once("host")
 @pytest.mark.parametrize("memory", [{}, HOSTED], ids=["device", "host"])
 def test_averages_of_a_checkpoint_in_bfloat16_are_read_as_float32(tmp_path, memory):
     program = small.program(experiment(memory))
     state = program.init()
-    narrow = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.bfloat16), state["ema"])
+    narrow = jax.tree.map(lambda x: jax.device_put(np.asarray(x).astype(jnp.bfloat16)), state["ema"])
     with Checkpointer(directory=tmp_path) as checkpointer:
         kept = {group: state[group] for group in program.layout.kept}
         checkpointer.save(1, {**kept, "ema": narrow}, {})

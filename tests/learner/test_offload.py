@@ -54,8 +54,9 @@ def test_without_a_learner_it_moves_the_state_and_back(make: Any, mapped: bool) 
     expected, specs, device = each(plain.init)(params), moving.partition(SPECS), jax.devices()[0]
     places = jax.tree.map(lambda spec: SingleDeviceSharding(device, memory_kind=spec.memory_kind), specs)
     state = jax.device_put(expected, places)
+    update_moving, update_plain = (jax.jit(each(one.update)) for one in (moving, plain))
     for grad in grads:
-        result, wanted = (jax.jit(each(one.update))(grad, s, params) for one, s in [(moving, state), (plain, expected)])
+        result, wanted = update_moving(grad, state, params), update_plain(grad, expected, params)
         small.assert_same_bits(result, wanted)
         state, expected = result[1], wanted[1]
         assert hosted(state) == hosted(specs) != set()

@@ -142,6 +142,7 @@ def test_no_array_of_the_true_size_is_made_while_a_step_is_traced():
 def test_schedules_ask_before_a_step_is_traced(update: str, monkeypatch: pytest.MonkeyPatch):
     """A trial within a trace compiles each of its operations by itself."""
     config = configs.load("nanogpt-cpu")
+    config.model.stack.num_layers = 2
     config.memory.update = update
     config.learner.clip_mode = "update_rms"
     program = Program(config.instantiate(), jax.devices()[:1])

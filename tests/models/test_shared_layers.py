@@ -8,8 +8,7 @@ import pytest
 
 from framework.checkpoint.checkpointer import Checkpointer
 from framework.config import config_for
-from framework.inference.generation import Generator
-from framework.inference.sampling import Sampling
+from framework.layout import flatten
 from framework.learner.rules import Rule
 from framework.plan.suggest import closed_form
 from framework.plan.targets import resolve
@@ -78,7 +77,8 @@ def test_schedules_agree(memory):
     small.assert_close(small.arrays(state["parameter"]), small.arrays(expected["parameter"]), 2e-6)
 
 
-def test_evaluation_sampling_rules_and_checkpoints_know_them(tmp_path):
+def test_evaluation_rules_and_checkpoints_know_them(tmp_path):
+    """For sampling see tests/generation, where a model has them."""
     rules = [config_for(Rule, pattern="^shared/block1/mlp", freeze=True)]
     program = small.program(config(rules=rules, ema=0.9))
     state = program.init()
@@ -91,7 +91,10 @@ def test_evaluation_sampling_rules_and_checkpoints_know_them(tmp_path):
     assert not any(path.startswith("frozen/") for path in moved)
     sums = program.evaluate(state, program.put(small.host_batch(program)), averaged=True)
     assert float(sums["nll"]) > 0
-    assert len(Generator(program, state, averaged=True)([[1, 2]], Sampling(3))[0]) == 3
+    averages = flatten(program.weights(state, averaged=True))
+    for group, name in (("ema", "attention/query/weight"), ("frozen", "mlp/up/weight")):
+        kept = flatten(state[group])[f"shared/block1/{name}"]
+        np.testing.assert_array_equal(averages[f"shared/block1/{name}"], kept)
     with Checkpointer(directory=tmp_path) as checkpointer:
         checkpointer.save(1, state, {})
         checkpointer.wait()

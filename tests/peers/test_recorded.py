@@ -34,7 +34,7 @@ def setup(name, **options):
     return program, ours.parameters(FAMILIES[name], program.experiment.model, results.weights), inputs, results
 
 
-@pytest.mark.parametrize(("name", "variant"), [*GRADIENTS.items(), ("gpt2", FLAT)])
+@pytest.mark.parametrize(("name", "variant"), [*GRADIENTS.items(), pytest.param("gpt2", FLAT, marks=pytest.mark.pairs)])
 def test_logits_and_gradients(name, variant):
     program, params, inputs, theirs = setup(name, **VARIANTS[variant])
     logits, loss, grads = ours.gradients(program, params, inputs.batch())

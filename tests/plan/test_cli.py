@@ -13,6 +13,9 @@ from tests.support.runs import CONFIG, ROOT, write_text
 from tests.support.runs import train as run_train
 
 TINY = f"--config={CONFIG}:tiny"
+# Where the closed form tries all settings: each is traced, so little is to be traced, and one row has no microbatches.
+ONE_LAYER = "--config.model.stack.num_layers=1"
+ONE_ROW = "--config.data.global_batch_size=1"
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +34,8 @@ def planned(tmp_path: Path, *flags: str) -> tuple[int, Any]:
 def test_a_plan_is_printed_and_written_and_asked_again_at_once(
     tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    code, report = planned(tmp_path, "--target=cpu:2", "--step_only")
+    flags = ["--target=cpu:2", "--step_only", ONE_LAYER]
+    code, report = planned(tmp_path, *flags)
     assert code == 0
     assert report["fits"]
     text = capsys.readouterr().out
@@ -39,7 +43,7 @@ def test_a_plan_is_printed_and_written_and_asked_again_at_once(
     assert "optimizer state" in text
     assert len(list(own_cache.iterdir())) == 1
     monkeypatch.setattr("framework.plan.plan.plan", lambda *_, **__: pytest.fail("compiled again"))
-    assert planned(tmp_path, "--target=cpu:2", "--step_only") == (0, report)
+    assert planned(tmp_path, *flags) == (0, report)
 
 
 def test_the_cache_knows_config_target_and_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -66,7 +70,8 @@ def test_the_cache_knows_config_target_and_limit(tmp_path: Path, monkeypatch: py
 
 
 def test_too_big_is_exit_code_3_with_a_report(tmp_path: Path, capsys: pytest.CaptureFixture):
-    code, report = planned(tmp_path, "--target=cpu:1", "--estimate", "--device_memory_gib=0.0001")
+    flags = ["--target=cpu:1", "--estimate", "--device_memory_gib=0.0001", ONE_LAYER, ONE_ROW]
+    code, report = planned(tmp_path, *flags)
     assert code == plan.EXIT_TOO_BIG == 3
     assert not report["fits"]
     assert report["device_limit_bytes"] == int(0.0001 * 2**30)
@@ -147,7 +152,8 @@ def test_train_refuses_what_does_not_fit_before_it_makes_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("framework.program.program.Program.init", lambda *_: pytest.fail("made arrays"))
-    assert run_train(tmp_path / "run", "--device_memory_gib=0.0003") == train.EXIT_TOO_BIG == 4
+    flags = ["--device_memory_gib=0.0003", ONE_LAYER, "--config.memory.remat=full"]
+    assert run_train(tmp_path / "run", *flags) == train.EXIT_TOO_BIG == 4
     text = capsys.readouterr().out
     assert "the training step needs " in text
     assert "there are 314.5" in text

@@ -191,7 +191,7 @@ WORK = ("model.dim=256", "data.seq_len=128", "model.embed.max_positions=128", "d
 def test_what_is_recomputed_counts_as_the_compiler_counts_it(remat, monkeypatch):
     # XLA counts one iteration of a loop, so there is to be none: units one after the other.
     monkeypatch.setattr(Stack, "is_unrolled", lambda stack, policy: True)
-    experiment = load("nanogpt-cpu", *WORK, "model.stack.unroll=0", f"memory.remat={remat}")
+    experiment = load("nanogpt-cpu", *WORK, "model.stack.num_layers=2", "model.stack.unroll=0", f"memory.remat={remat}")
     program = Program(experiment, jax.devices()[:1])
     by_xla = program.traced_step.lower().compile().cost_analysis()["flops"]
     assert of(experiment, 1, "cpu").flops.flops == pytest.approx(by_xla, rel=0.03)

@@ -114,6 +114,7 @@ class Text(HTMLParser):
 
 
 @needs_browser
+@pytest.mark.once("400")  # where things are more likely not to fit
 @pytest.mark.parametrize("width", [1200, 400])
 def test_bars_are_as_long_as_their_bytes(tmp_path, width):
     seen = measure(page(COMPARED), tmp_path, width)
@@ -167,7 +168,8 @@ def test_light_and_dark(tmp_path):
         browse(page(COMPARED), tmp_path, 800 + scheme, *flags)
         image = matplotlib.image.imread(shot)
         assert image.shape[:2] == (1500, 800 + scheme)
-        assert len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 50, "an empty page"
+        colours = (255 * image[..., :3]).astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
+        assert len(np.unique(colours)) > 50, "an empty page"
         corners.append(image[2, 2, :3].mean())
     assert corners[0] < 0.1
     assert corners[1] > 0.9

@@ -195,11 +195,6 @@ def test_buffers_thread_through_microbatches(program, three_steps):
 # --- the compiled step -----------------------------------------------------------------------------------------------
 
 
-def aliased_bytes(jitted, program: Program) -> int:
-    compiled = jitted.lower(program.layout.abstract(), program.layout.abstract(program.batch_specs)).compile()
-    return compiled.memory_analysis().alias_size_in_bytes
-
-
 def test_every_byte_of_the_state_is_updated_in_place(program):
     aliased = program.compiled_step.memory_analysis().alias_size_in_bytes
     assert aliased == program.layout.bytes_per_device()
@@ -209,9 +204,6 @@ def test_every_byte_of_the_state_is_updated_in_place(program):
 def test_every_byte_is_updated_in_place_on_a_mesh():
     program = small.program(eventful(accumulate=2, mesh={"data": 2, "fsdp": 2, "model": 2}, dropout=0.1))
     assert program.compiled_step.memory_analysis().alias_size_in_bytes == program.layout.bytes_per_device()
-    # And it is donation that does it.
-    kept = jax.jit(program.step_jit.__wrapped__, out_shardings=(program.layout.shardings(), program.replicated))
-    assert aliased_bytes(kept, program) == 0
 
 
 def test_the_old_state_is_gone_after_a_step(program, three_steps):
@@ -237,7 +229,8 @@ def test_no_tracer_leaks(unroll):
 def test_evaluation_goes_by_microbatches_and_adds_up():
     whole, parts = small.program(small.experiment()), small.program(small.experiment(accumulate=4))
     batch = small.host_batch(whole)
-    expected, found = (p.evaluate(p.init(), p.put(batch)) for p in (whole, parts))
+    state = whole.init()
+    expected, found = (p.evaluate(state, p.put(batch)) for p in (whole, parts))
     assert float(found["tokens"]) == float(expected["tokens"])
     np.testing.assert_allclose(float(found["nll"]), float(expected["nll"]), rtol=1e-6)
     jaxpr = str(parts.evaluate_jit.trace(*_evaluation_arguments(parts)).jaxpr)

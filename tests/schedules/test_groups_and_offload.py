@@ -1,5 +1,6 @@
 """remat sqrt and offload: the numbers of remat none, and bytes that are where they should be."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import jax
@@ -76,6 +77,7 @@ def test_gpus_refuse_by_name(monkeypatch):
 
 
 def test_the_closed_form_counts_both_memories():
+    @cache
     def of(policy, layers):
         found = closed_form(config(policy, layers, batch=64).instantiate(), resolve("v5e-1"))
         return found.breakdown["activations"], found.host_breakdown["activations"]

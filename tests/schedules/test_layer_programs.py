@@ -154,17 +154,15 @@ def test_what_a_rehearsal_counts_is_alive(memory: dict[str, Any], accumulate: in
 
 
 def test_gradients_and_state_of_one_unit_are_on_the_device():
-    """With everything hosted the peak hardly grows with depth; with gradients on the device it grows by theirs."""
-
-    def peak(depth: int, memory: dict[str, Any]) -> int:
-        model = small.llama(dim=64, stack__num_layers=depth)
-        small.block(model).mlp.hidden = 256
-        config = small.experiment(model, memory={"update": "layer_programs", "remat": "full", **memory}, clip=None)
-        return guard.need(small.program(config)).peak
-
-    shallow, more = peak(4, HOSTED), peak(12, HOSTED)
-    assert more - shallow < 0.03 * shallow, "norms alone"
-    assert peak(12, {}) > 3 * more
+    """With everything hosted the peak of a deep stack is a part of its weights, or of its gradients, alone."""
+    depth = 96
+    model = small.llama(dim=64, stack__num_layers=depth)
+    small.block(model).mlp.hidden = 256
+    config = small.experiment(model, memory={"update": "layer_programs", "remat": "full", **HOSTED}, clip=None)
+    program = small.program(config)
+    weights = sum(leaf.spec.num_bytes for leaf in program.layout if leaf.path.startswith("parameter/stack"))
+    # A unit's weights, gradients and both moments at least.
+    assert 4 * weights / depth < guard.need(program).peak < 0.2 * weights
 
 
 @pytest.mark.pairs
@@ -224,16 +222,14 @@ def test_the_plan_of_a_step_in_layers(tmp_path: Any):
     from framework.plan import plan, targets
 
     target = targets.resolve("cpu-1")
-    found = {
-        update: plan.plan("small", deep(4, {"update": update, **memory}), target, None)
-        for update, memory in {"after_backward": {}, "layer_programs": HOSTED}.items()
-    }
-    layers, whole = found["layer_programs"], found["after_backward"]
+    layers = plan.plan("small", deep(4, HOSTED), target, None)
+    whole = plan.plan("small", deep(4, {"update": "after_backward"}), target, None, phases=False)
     assert sum(layers["breakdown"].values()) == layers["device_peak_bytes"]
     assert layers["flops_per_step"] == whole["flops_per_step"]
     assert layers["host_argument_bytes"] <= layers["host_peak_bytes"] < 1.5 * layers["host_argument_bytes"]
     assert layers["device_peak_bytes"] < 0.6 * whole["device_peak_bytes"]
-    assert layers["phases"]["init"]["device_peak_bytes"] < whole["phases"]["init"]["device_peak_bytes"]
+    # The first state is never on the device as a whole.
+    assert layers["phases"]["init"]["device_peak_bytes"] < whole["device_argument_bytes"]
     names = {one["name"] for one in layers["largest"]}
     assert any("from the host" in name for name in names), names
     assert layers["breakdown"]["optimizer_state"] > 0

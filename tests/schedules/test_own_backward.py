@@ -1,5 +1,6 @@
 """What the schedules with a backward pass of their own hold, refuse and report."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.support import small
 
 HOSTED = {"update": "streamed", "gradients": "pinned_host", "optimizer_state": "pinned_host"}
 IN_BACKWARD = {"update": "in_backward"}
+FROZEN_STACK = [config_for(Rule, pattern="^stack", freeze=True)]
 UNIT_AHEAD = {**IN_BACKWARD, "optimizer_state": "pinned_host", "prefetch": "unit"}
 
 
@@ -30,17 +32,18 @@ def held(config: Config) -> int:
 
 
 def test_no_program_holds_a_gradient_of_the_whole_stack():
-    """Twelve more layers cost the plain step their gradients.
+    """The plain step does.
 
-    They cost next to nothing where gradients go to the host, or where each unit is updated in the backward pass.
+    One whose gradients go to the host, or that updates each unit in the backward pass, holds less than half of it with
+    all else that it holds: the stack is so deep that its gradients are more than what does not grow with it.
     """
-    layers = [leaf for leaf in small.program(experiment({})).layout if leaf.path.startswith("parameter/stack")]
-    gradients = sum(leaf.spec.num_bytes for leaf in layers) // 8 * 12
-    schedules = {}, HOSTED, IN_BACKWARD
-    plain, hosted, in_backward = (held(experiment(memory, 16)) - held(experiment(memory, 4)) for memory in schedules)
+    depth = 48
+    layers = [leaf for leaf in small.program(experiment({}, depth)).layout if leaf.path.startswith("parameter/stack")]
+    gradients = sum(leaf.spec.num_bytes for leaf in layers)
+    plain, hosted, in_backward = (held(experiment(memory, depth)) for memory in ({}, HOSTED, IN_BACKWARD))
     assert plain > gradients
-    assert hosted < 0.3 * gradients
-    assert in_backward < 0.3 * gradients
+    assert hosted < 0.5 * gradients
+    assert in_backward < 0.5 * gradients
 
 
 @pytest.mark.once("update_rms")
@@ -56,6 +59,7 @@ def test_each_clip_mode_is_that_of_the_plain_schedule(mode: str):
     assert abs(unclipped[-1]["loss"] - first[-1]["loss"]) > 1e-5, "nothing was clipped"
 
 
+@pytest.mark.pairs  # test_exact.py has this schedule with a clip that is active, in float64
 def test_two_passes_clip_exactly():
     sgd = config_for(optax.sgd, learning_rate=0.3, momentum=0.9)
     expected, _ = small.run(small.program(experiment({}, 2, clip=0.1, optimizer=sgd)), 4)
@@ -120,10 +124,16 @@ def test_blocks_give_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch):
         small.assert_close(states[4096, single], states[1 << 21, single], 1e-6)
 
 
-def test_a_frozen_stack_is_passed_over():
-    rules = [config_for(Rule, pattern="^stack", freeze=True)]
-    expected, _ = small.run(small.program(experiment({}, layers=2, rules=rules)), 2)
-    for memory in (HOSTED, IN_BACKWARD, UNIT_AHEAD):
-        state, _ = small.run(small.program(experiment(memory, layers=2, rules=rules)), 2)
-        found = {k: v for k, v in small.arrays(state).items() if not k.startswith("gradient/")}
-        small.assert_close(found, small.arrays(expected), 1e-5)
+@cache
+def plain_run_with_a_frozen_stack() -> dict[str, np.ndarray]:
+    """The last state of the plain schedule."""
+    state, _ = small.run(small.program(experiment({}, layers=2, rules=FROZEN_STACK)), 2)
+    return small.arrays(state)
+
+
+@pytest.mark.once("hosted", "unit ahead")
+@pytest.mark.parametrize("memory", [HOSTED, IN_BACKWARD, UNIT_AHEAD], ids=["hosted", "in backward", "unit ahead"])
+def test_a_frozen_stack_is_passed_over(memory: dict[str, str]):
+    state, _ = small.run(small.program(experiment(memory, layers=2, rules=FROZEN_STACK)), 2)
+    found = {k: v for k, v in small.arrays(state).items() if not k.startswith("gradient/")}
+    small.assert_close(found, plain_run_with_a_frozen_stack(), 1e-5)

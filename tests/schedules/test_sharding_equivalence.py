@@ -43,7 +43,7 @@ def config(model: str, mesh: dict[str, int] | None = None):
     return small.experiment(MODELS[model](), documents=True, mesh=mesh)
 
 
-@pytest.mark.once("llama-{'data':2,'fsdp':2,'model':2}")
+@pytest.mark.pairs  # below, a step of SGD on such a mesh shows loss and gradients; test_exact.py has a Llama on one
 @pytest.mark.parametrize(("model", "mesh"), MESHES, ids=lambda value: str(value).replace(" ", ""))
 def test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh):
     state, expected_loss, expected = one_device(model)

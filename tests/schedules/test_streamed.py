@@ -66,6 +66,7 @@ def test_on_a_mesh_too():
     small.assert_close(state, expected, 1e-5)
 
 
+@pytest.mark.pairs  # one step of each run of test_exact.py is such a step
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
     config = experiment("streamed", "pinned_host")
     program = small.program(config)

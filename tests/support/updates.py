@@ -59,7 +59,8 @@ def unstack(tree: Any) -> Any:
     """{"embed": ..., "stack": [layer 0, layer 1, layer 2], "head": ...}; trees without a stack stay."""
     if "stack" not in tree:
         return tree
-    return {**tree, "stack": [jax.tree.map(lambda x, i=i: x[i], tree["stack"]) for i in range(LAYERS)]}
+    stacks = jax.device_get(tree["stack"])  # on the device each shape and layer would be a program of its own
+    return {**tree, "stack": [jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), stacks) for i in range(LAYERS)]}
 
 
 class Kept(NamedTuple):
