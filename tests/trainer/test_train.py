@@ -65,7 +65,8 @@ def test_killed_stopped_by_a_signal_and_resumed_to_the_same_bits(
     assert max(steps) == last
     assert not {step for step in steps if saved < step < last}
     end = max(120, last + 1)
-    assert start(workdir, f"--config.trainer.max_steps={end}").wait(timeout=300) == 0, output(workdir)
+    rest = start(workdir, *LONG, f"--config.trainer.max_steps={end}")
+    assert rest.wait(timeout=300) == 0, output(workdir)
     assert resumed_from(workdir) == [saved, last]
     assert {step: loss for step, loss in losses(workdir).items() if step <= 120} == losses(done)
     steps = [row["step"] for row in rows(workdir) if "train/loss" in row]
