@@ -185,7 +185,7 @@ REFUSED = {
     "mesh": ["--config.mesh.fsdp=3"],
     "batch": ["--config.data.global_batch_size=12"],
     "rows": ["--config.data.global_batch_size=8000"],
-    "room": ["--device_memory_gib=0.0003"],
+    "room": ["--device_memory_gib=0.0003", "--config.model.stack.num_layers=1"],
     "flag": ["--nonsense"],
 }
 
