@@ -323,7 +323,7 @@ def kill_and_resume(directory, times, seed):
 
 def test_kill_during_a_save(tmp_path):
     """Row 10 of the faults, a few times."""
-    kill_and_resume(tmp_path / "checkpoints", times=4, seed=0)
+    kill_and_resume(tmp_path / "checkpoints", times=3, seed=0)
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from framework.checkpoint.checkpointer import Checkpointer
 
-# Each process has two devices. Arguments: directory, port, process id.
+# Each process has two devices. Arguments: the directory to save to, the one to restore from, port, process id.
 JOB = """
 import faulthandler, os, random, sys
 # A process that hangs ends with the stacks of its threads, which the test prints.
@@ -21,7 +21,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-directory, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
+directory, restored_directory, port, process = *sys.argv[1:4], int(sys.argv[4])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, heartbeat_timeout_seconds=30)
 import logging
 from framework.checkpoint.checkpointer import Checkpointer, CheckpointCorruptError, CheckpointSaveError
@@ -46,9 +46,7 @@ abstract = jax.tree.map(lambda v, s: jax.ShapeDtypeStruct(v.shape, v.dtype, shar
 checkpointer = Checkpointer(directory=directory, keep=2)
 """
 
-SAVE = (
-    JOB
-    + """
+SAVE = """
 state = put(1)
 checkpointer.save(1, state, {"next": 1})
 # The arrays may be donated at once, in every process.
@@ -71,11 +69,9 @@ except CheckpointSaveError:
     print("REFUSED", checkpointer.steps())
 checkpointer.close()
 """
-)
 
-RESTORE = (
-    JOB
-    + """
+RESTORE = """
+checkpointer = Checkpointer(directory=restored_directory, keep=2)
 # Both see what process 0 sees, whatever their file system shows them.
 if process == 1:
     import framework.checkpoint.directory
@@ -87,16 +83,17 @@ check(restored.state, 8)
 print("PROBLEMS", len(restored.problems), "parameter/w" in restored.problems[0])
 checkpointer.close()
 """
-)
 
 
-def run(code, directory):
+def run(directory, restored_directory):
+    """What each of two processes says when it has saved, and when it has restored."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", "-c", JOB + SAVE + RESTORE, str(directory), str(restored_directory)]
     jobs = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code, str(directory), str(port), str(process)],
+            [*command, str(port), str(process)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -110,7 +107,8 @@ def run(code, directory):
         for job in jobs:
             job.kill()
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(err[-3000:] for _, err in results)
-    return [out.splitlines()[-1] for out, _ in results]  # before that, gloo counts its peers
+    # Between these lines gloo counts its peers.
+    return [[line for line in out.splitlines() if line.startswith(("REFUSED", "PROBLEMS"))] for out, _ in results]
 
 
 def abstract_of(values, spec, kind="device"):
@@ -126,10 +124,36 @@ ABSTRACT = {
 }
 
 
-def test_two_processes_save_one_restores(tmp_path):
-    outs = run(SAVE, tmp_path)
-    assert outs == ["REFUSED [2, 3]"] * 2
-    checkpointer = Checkpointer(directory=tmp_path)
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """(where two processes have saved, what each has said): in the same processes, as each start takes seconds."""
+    saved, made = tmp_path_factory.mktemp("by-two"), tmp_path_factory.mktemp("by-one")
+    save_by_one(made)
+    return saved, run(saved, made)
+
+
+def save_by_one(directory):
+    """Two steps of one process, of which the newer is corrupt."""
+
+    def place(values, x):
+        return jax.device_put(values, x.sharding)
+
+    values = {"parameter": {"w": W * 8, "b": B * 8}, "optimizer": HOST * 8}
+    state = jax.tree.map(place, values, ABSTRACT)
+    with Checkpointer(directory=directory) as checkpointer:
+        checkpointer.save(1, state, {"next": 8})
+        checkpointer.save(2, state, {"next": 9})
+    path = max((directory / "00000002").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    raw = bytearray(path.read_bytes())
+    at = raw.index((W * 8)[40, :16].tobytes())  # beyond what HOST holds, whichever of them comes first in the file
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def test_two_processes_save_one_restores(both):
+    directory, said = both
+    assert [lines[0] for lines in said] == ["REFUSED [2, 3]"] * 2
+    checkpointer = Checkpointer(directory=directory)
     assert checkpointer.steps() == [2, 3]
     restored = checkpointer.restore_latest(ABSTRACT)
     assert (restored.step, restored.extra, restored.problems) == (3, {"next": 3}, [])
@@ -139,18 +163,6 @@ def test_two_processes_save_one_restores(tmp_path):
     assert restored.state["optimizer"].sharding.memory_kind == "pinned_host"
 
 
-def test_one_process_saves_two_restore(tmp_path):
-    def place(values, x):
-        return jax.device_put(jnp.asarray(values), x.sharding)
-
-    values = {"parameter": {"w": W * 8, "b": B * 8}, "optimizer": HOST * 8}
-    state = jax.tree.map(place, values, ABSTRACT)
-    with Checkpointer(directory=tmp_path) as checkpointer:
-        checkpointer.save(1, state, {"next": 8})
-        checkpointer.save(2, state, {"next": 9})
-    path = max((tmp_path / "00000002").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
-    raw = bytearray(path.read_bytes())
-    at = raw.index((W * 8)[40, :16].tobytes())  # beyond what HOST holds, whichever of them comes first in the file
-    raw[at] ^= 1
-    path.write_bytes(raw)
-    assert run(RESTORE, tmp_path) == ["PROBLEMS 1 True"] * 2
+def test_one_process_saves_two_restore(both):
+    _, said = both
+    assert [lines[1:] for lines in said] == [["PROBLEMS 1 True"]] * 2

@@ -167,7 +167,7 @@ def test_the_environments_options_go_before_those_of_the_accelerator(tpu, monkey
 
 def test_every_program_is_compiled_with_the_options(tmp_path: Path):
     """Training, evaluation and generation, by what XLA writes when it is told to."""
-    experiment = small.experiment()
+    experiment = small.experiment(small.gpt2(stack__num_layers=1))
     experiment.compiler.options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": "true"}
     program = Program(experiment.instantiate(), jax.devices()[:1])
     state, _ = small.run(program, 1)

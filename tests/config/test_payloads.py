@@ -349,6 +349,7 @@ def test_a_config_of_something_else_is_one_line(folder, experiment, capsys):
     assert "expected the config of an Experiment, given that of Linear" in capsys.readouterr().err
 
 
+@pytest.mark.once("generate")
 @pytest.mark.parametrize(
     ("verb", "payload", "flags"),
     [("generate", PAYLOADS[0], ["--prompt=x"]), ("evaluate", PAYLOADS[25], ["--files=precious"])],

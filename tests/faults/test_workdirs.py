@@ -185,7 +185,7 @@ REFUSED = {
     "mesh": ["--config.mesh.fsdp=3"],
     "batch": ["--config.data.global_batch_size=12"],
     "rows": ["--config.data.global_batch_size=8000"],
-    "room": ["--device_memory_gib=0.0003"],
+    "room": ["--device_memory_gib=0.0003", "--config.model.stack.num_layers=1"],
     "flag": ["--nonsense"],
 }
 
@@ -231,6 +231,7 @@ def test_a_dry_run_leaves_nothing(finished: Path, tmp_path: Path, monkeypatch, f
 
 def test_files_of_others_stay(finished: Path, tmp_path: Path, monkeypatch) -> None:
     """Somebody's notes, and what a shell redirects there, written before or while the start is refused."""
+    from framework.config import ConfigError
     from framework.data.pipeline import DataPipeline
 
     monkeypatch.setenv("TINY_TEXT", str(finished.parent / "text"))
@@ -239,11 +240,12 @@ def test_files_of_others_stay(finished: Path, tmp_path: Path, monkeypatch) -> No
     def with_notes(self: DataPipeline, *args: object, **options: object) -> None:
         setup(self, *args, **options)  # pyright: ignore[reportArgumentType]
         (tmp_path / "run" / "data" / "mine.txt").write_text("mine")
+        raise ConfigError("refused after the start has written its own files")
 
     monkeypatch.setattr(DataPipeline, "setup", with_notes)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    assert train(tmp_path / "run", *REFUSED["room"]) == 4
+    assert train(tmp_path / "run") == 2
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {
         "run",
         "run/notes.txt",

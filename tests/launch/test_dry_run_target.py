@@ -75,14 +75,14 @@ def test_a_pod_is_started_without_it(tpu, text, tmp_path, capsys, target, mesh, 
 
 
 def test_the_peak_is_the_plans(text, tmp_path, capsys):
-    assert start(tmp_path, "cpu:4", "--config.mesh.data=2", "--config.mesh.fsdp=2") == 0
+    flags = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.model.stack.num_layers=1")
+    assert start(tmp_path, "cpu:4", *flags) == 0
     peak = re.search(r"its peak is ([\d.]+ \w+) of", capsys.readouterr().out)
     assert peak is not None
     from framework.terminal.tables import human_bytes
     from launch import cli
 
-    overrides = [f"--config={CONFIG}:tiny", "--config.mesh.data=2", "--config.mesh.fsdp=2"]
-    config, _ = cli.Parser("plan").parse(overrides).resolve("cpu-4")
+    config, _ = cli.Parser("plan").parse([f"--config={CONFIG}:tiny", *flags]).resolve("cpu-4")
     report = plan("tiny", config, resolve("cpu:4"), None, phases=False)
     assert peak[1] == human_bytes(report["device_peak_bytes"])
 

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -63,7 +64,7 @@ def logits(*flags: str) -> np.ndarray:
     loaded = weights.load(*weights.parse(weights.parser("x", ""), list(flags)))
     program = loaded.program
     context = program.evaluation_context({"tokens": np.arange(3, 35)[None].repeat(8, 0)})
-    return np.asarray(program.experiment.model.logits(program.weights(loaded.state), context, {}))
+    return np.asarray(jax.jit(program.experiment.model.logits)(program.weights(loaded.state), context, {}))
 
 
 @pytest.mark.pairs

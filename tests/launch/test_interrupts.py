@@ -64,6 +64,7 @@ def test_at_the_first_moment(tmp_path: Path, verb: str, number: signal.Signals) 
     assert lines == [f"stopped by {number.name}"]
 
 
+@pytest.mark.once("15")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_while_the_step_compiles(tmp_path: Path, number: signal.Signals) -> None:
     write_text(tmp_path)

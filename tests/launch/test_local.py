@@ -92,7 +92,7 @@ if starts == 2: sys.exit(0)
 if i == 1: os.kill(os.getpid(), signal.SIGSTOP)
 while i == 2 or not os.path.exists('go'): time.sleep(0.01)
 sys.exit(5)"""
-    run = launched(script)
+    run = launched(script, grace=0.2)
     *_, last = run.pids(3)
     killed = time.time()
     os.kill(last, signal.SIGKILL)
@@ -136,7 +136,7 @@ def test_a_restart_resumes_whatever_the_first_start_was_told(launched) -> None:
 @pytest.mark.parametrize("code", [2, 3, 4, 130, 143])
 def test_final_codes_are_not_tried_again(launched, code: int) -> None:
     # 2, 3 and 4: the others are waiting for it somewhere. 130 and 143: the others are still saving.
-    others = "time.sleep(60)" if code < 100 else f"time.sleep(1); sys.exit({code})"
+    others = "time.sleep(60)" if code < 100 else f"time.sleep(0.4); sys.exit({code})"
     # Process 1 ends when process 0 has begun: on a busy machine it might be killed before that.
     first = f"while not os.path.exists('pids/0'): time.sleep(0.05)\n    sys.exit({code})"
     run = launched(f"if i == 1:\n    {first}\n{others}", 2, grace=0.1)
@@ -163,7 +163,7 @@ def test_signals_are_passed_on_once_and_the_second_kills(launched) -> None:
 
 
 def test_stopped_by_a_signal_the_processes_end_as_they_like(launched) -> None:
-    script = "signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), sys.exit(130)))\nopen(f'ready{i}', 'w')"
+    script = "signal.signal(signal.SIGINT, lambda *_: (time.sleep(0.4), sys.exit(130)))\nopen(f'ready{i}', 'w')"
     run = launched(script + "\nwhile True: time.sleep(0.01)", 2, grace=0.1)
     wait_for(lambda: (run.folder / "ready0").exists() and (run.folder / "ready1").exists())
     run.process.send_signal(signal.SIGINT)

@@ -70,6 +70,7 @@ def test_host_leaves_stay_there(tmp_path: Path):
     program.layout.check(state)
 
 
+@pytest.mark.pairs  # tests/launch/test_sample.py looks at the first loss of a run
 def test_the_first_loss_is_that_of_the_calibrated_parameters(tmp_path: Path):
     program = Program(config().instantiate(), jax.devices()[:1])
     batch, losses = first_batch(program, tmp_path), []

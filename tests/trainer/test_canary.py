@@ -11,6 +11,7 @@ import pytest
 from configs import load
 from framework import layout
 from framework.config import config_for
+from framework.devices.executables import use_compilation_cache
 from framework.layers import remat
 from framework.layout import StateLayout
 from framework.learner.rules import Rule
@@ -20,6 +21,7 @@ from framework.schedules import piece_loop
 from framework.schedules.memory import Memory
 from tests.support import small
 from tests.support.runs import train
+from tests.support.tiny import CACHE
 
 HOSTED = {"optimizer_state": "pinned_host"}
 STREAMED = {"update": "streamed", "gradients": "pinned_host", **HOSTED}
@@ -44,6 +46,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "bfloat16, part frozen": (STREAMED, BFLOAT16, None, {"master_dtype": "float32", "rules": [FREEZE]}),
     "eight devices": ({**STREAMED, "remat": "sqrt:2"}, {}, {"data": 2, "fsdp": 2, "model": 2}, {"accumulate": 2}),
 }
+
+
+@pytest.fixture(autouse=True)
+def compiled_once() -> None:
+    """Programs that differ in nothing, as are those with all on the device, are compiled once, as in runs."""
+    use_compilation_cache(CACHE)
 
 
 def prepared(memory: Any, model: Any = None, mesh: Any = None, learner: Any = None) -> tuple[Any, Program]:

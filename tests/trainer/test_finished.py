@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,15 +12,44 @@ from framework.run.run import Run
 from tests.support.runs import rows, train, write_text
 
 
+class Killed(NamedTuple):
+    """What a run left that was killed after its last save."""
+
+    rows: list[dict]
+    checkpoints: dict[str, tuple[int, bytes]]
+
+
+FLAGS = ("--config.trainer.max_steps=4", "--config.trainer.save_every=2")
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A workdir whose run of four steps came to its end."""
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Killed]]:
+    """(a workdir whose run of four steps came to its end in a second start, what the first had left)."""
     root = tmp_path_factory.mktemp("finished")
+    saved = Run.save
+
+    def die(run: Run, step: int) -> None:
+        saved(run, step)
+        if step == 4:
+            run.checkpointer.wait()
+            raise RuntimeError("killed")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINY_TEXT", "")
         write_text(root / "text")
-        assert train(root / "run", "--config.trainer.max_steps=4", "--config.trainer.save_every=2") == 0
-        yield root / "run"
+        with patch.context() as dying:
+            dying.setattr(Run, "save", die)
+            with pytest.raises(RuntimeError, match="killed"):
+                train(root / "run", *FLAGS)
+        left = Killed(rows(root / "run"), files(root / "run" / "checkpoints"))
+        assert train(root / "run", *FLAGS) == 0
+        yield root / "run", left
+
+
+@pytest.fixture
+def finished(killed: tuple[Path, Killed]) -> Path:
+    """The workdir of a run of four steps that came to its end."""
+    return killed[0]
 
 
 def files(workdir: Path) -> dict[str, tuple[int, bytes]]:
@@ -78,30 +107,11 @@ def test_a_dry_run_and_a_longer_one_start(finished: Path, never_starts: None):
             train(finished, *flags)
 
 
-def test_a_run_killed_after_its_last_save_is_evaluated_and_not_saved_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    monkeypatch.setenv("TINY_TEXT", "")
-    write_text(tmp_path / "text")
-    flags = ["--config.trainer.max_steps=4", "--config.trainer.save_every=2"]
-    saved = Run.save
-
-    def die(run: Run, step: int) -> None:
-        saved(run, step)
-        if step == 4:
-            run.checkpointer.wait()
-            raise RuntimeError("killed")
-
-    monkeypatch.setattr(Run, "save", die)
-    with pytest.raises(RuntimeError, match="killed"):
-        train(tmp_path / "run", *flags)
-    monkeypatch.setattr(Run, "save", saved)
-    assert not any("eval/held/loss" in row for row in rows(tmp_path / "run"))
-    before = files(tmp_path / "run" / "checkpoints")
-    assert train(tmp_path / "run", *flags) == 0
-    assert "resumed from step 4" in capsys.readouterr().out
-    assert [row["step"] for row in rows(tmp_path / "run") if "eval/held/loss" in row] == [4]
-    assert files(tmp_path / "run" / "checkpoints") == before
-    assert json.loads((tmp_path / "run" / "health" / "process-00000.json").read_text())["exit"] == 0
-    assert train(tmp_path / "run", *flags) == 0
-    assert "step 4 of 4: nothing to do" in capsys.readouterr().out
+def test_a_run_killed_after_its_last_save_is_evaluated_and_not_saved_again(killed: tuple[Path, Killed]):
+    workdir, left = killed
+    assert max(row["step"] for row in left.rows) == 4
+    assert not any("eval/held/loss" in row for row in left.rows)
+    assert "resumed from step 4" in (workdir / "log.txt").read_text()
+    assert [row["step"] for row in rows(workdir) if "eval/held/loss" in row] == [4]
+    assert files(workdir / "checkpoints") == left.checkpoints
+    assert json.loads((workdir / "health" / "process-00000.json").read_text())["exit"] == 0

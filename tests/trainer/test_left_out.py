@@ -102,16 +102,18 @@ def check_never_had(workdir: Path, bad: set[int], monkeypatch: pytest.MonkeyPatc
     [
         ({6}, ()),
         ({5, 6, 10}, ()),  # two in a row, and one that is found after a later checkpoint
-        ({0, 2}, ()),  # before there is a checkpoint
+        ({0, 2, 6}, ()),  # before there is a checkpoint, and after
         ({9}, ("--config.learner.accumulate=2", "--config.data.global_batch_size=16")),
         ({11}, ()),  # in the last step
     ],
 )
 def test_a_roll_back_leaves_out_what_was_not_finite_and_nothing_else(
-    tmp_path: Path, monkeypatch, trained: dict[int, int], bad: set[int], flags: tuple[str, ...]
+    tmp_path: Path, monkeypatch, trained: dict[int, int], capsys, bad: set[int], flags: tuple[str, ...]
 ) -> None:
     poison(monkeypatch, *bad)
     assert train(tmp_path / "run", ROLL_BACK, *flags) == 0
+    out = capsys.readouterr().out
+    assert all(f"batch {index} is left out" in out for index in bad)
     good = [index for index in range(30) if index not in bad]
     assert trained == dict(zip(range(1, STEPS + 1), good, strict=False))
     check_never_had(tmp_path / "run", bad, monkeypatch, *flags)

@@ -79,15 +79,32 @@ def batch_bytes(program: Program) -> int:
     return sum(spec.num_bytes for spec in program.batch_specs.values())
 
 
+def beyond_the_layout_while_sampling(monkeypatch: pytest.MonkeyPatch, before: dict[str, int]) -> list[int]:
+    """Bytes on the devices beyond the layout, noted at every token that a run samples from now on."""
+    seen: list[int] = []
+    original = Generator.stream
+
+    def watched(self: Generator, *args: Any) -> Any:
+        layout = self._program.mesh.size * self._program.layout.bytes_per_device(memory_kind="device")
+        for tokens in original(self, *args):
+            seen.append(live("device") - before["device"] - layout)
+            yield tokens
+
+    monkeypatch.setattr(Generator, "stream", watched)
+    return seen
+
+
 @pytest.mark.once("pinned_host")
 @pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
 def test_one_copy_in_every_phase(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, int], memory_kind: str
 ) -> None:
     probe = Probe(monkeypatch, before)
-    flag = f"--config.memory.optimizer_state={memory_kind}"
-    assert train(tmp_path / "run", flag, config="wide") == 0
-    assert train(tmp_path / "run", flag, "--config.trainer.max_steps=6", config="wide") == 0
+    sampling = beyond_the_layout_while_sampling(monkeypatch, before)
+    flags = (f"--config.memory.optimizer_state={memory_kind}", "--config.trainer.save_every=1")
+    flags += ("--config.trainer.eval_every=1",)
+    assert train(tmp_path / "run", *flags, "--config.trainer.max_steps=2", config="wide") == 0
+    assert train(tmp_path / "run", *flags, "--config.trainer.max_steps=3", config="wide") == 0
     assert {
         "after init or restore",
         "after train",
@@ -104,6 +121,8 @@ def test_one_copy_in_every_phase(
         assert device <= limit, f"{phase}: {device} bytes on the devices beyond the layout; all: {probe.seen}"
         # An asynchronous save takes its snapshot into plain host memory, so there is no array of it either.
         assert host <= SLACK, f"{phase}: {host} bytes of arrays in host memory beyond the layout"
+    assert len(sampling) == 6, "three tokens at the end of either run"
+    assert 0 < max(sampling) <= SLACK, "a second model"
 
 
 @pytest.mark.pairs
@@ -118,24 +137,6 @@ def test_one_copy_on_one_device(text: Path, tmp_path: Path) -> None:
     measured = [row["memory/device_bytes"] for row in rows(tmp_path / "run") if "memory/device_bytes" in row]
     assert len(measured) == 6
     assert state <= max(measured) <= state + SLACK
-
-
-def test_sampling_holds_no_second_model(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, int]
-) -> None:
-    seen: list[int] = []
-    original = Generator.stream
-
-    def watched(self: Generator, *args: Any) -> Any:
-        layout = self._program.mesh.size * self._program.layout.bytes_per_device(memory_kind="device")
-        for tokens in original(self, *args):
-            seen.append(live("device") - before["device"] - layout)
-            yield tokens
-
-    monkeypatch.setattr(Generator, "stream", watched)
-    assert train(tmp_path / "run", "--config.trainer.max_steps=1", config="wide") == 0
-    assert len(seen) == 3
-    assert 0 < max(seen) <= SLACK
 
 
 def test_a_lost_donation_is_noticed(

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import random
 import signal
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from framework.program.experiment import Experiment
 from framework.run.run import Run
-from tests.support.runs import LONG, losses, rows, start, train
+from tests.support.runs import LONG, losses, output, rows, start, train, wait_for
 
 
 def test_a_run_leaves_everything(done: Path) -> None:
@@ -32,41 +31,46 @@ def test_a_run_leaves_everything(done: Path) -> None:
     assert "bytes per device" in (done / "log.txt").read_text()
 
 
-def test_killed_and_resumed_to_the_same_bits(done: Path, text: Path, tmp_path: Path) -> None:
-    workdir = tmp_path / "run"
+def kill_after_a_save(workdir: Path) -> None:
+    """Starts the run, and kills it at some moment after its first checkpoint."""
     process = start(workdir, *LONG)
-    deadline = time.time() + 300
-    while not list(workdir.glob("checkpoints/*/commit_success.txt")) and time.time() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: list(workdir.glob("checkpoints/*/commit_success.txt")))
     time.sleep(random.uniform(0.0, 0.3))
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     assert max(losses(workdir)) < 120, "the run was over before it was killed"
-    assert start(workdir, *LONG).wait(timeout=300) == 0, Path(f"{workdir}.out").read_text()
-    assert losses(workdir) == losses(done)
-    resumed = [row["resumed_from"] for row in rows(workdir) if "resumed_from" in row]
-    assert len(resumed) == 1
-    assert resumed[0] in (20, 40, 60, 80, 100)
-    steps = [row["step"] for row in rows(workdir) if "train/loss" in row]
-    assert steps == list(range(1, 121)), "a step is repeated or missing"
+
+
+def resumed_from(workdir: Path) -> list[int]:
+    return [row["resumed_from"] for row in rows(workdir) if "resumed_from" in row]
 
 
 @pytest.mark.once("15-143")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_exits(done: Path, text: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_killed_stopped_by_a_signal_and_resumed_to_the_same_bits(
+    done: Path, text: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     workdir = tmp_path / "run"
-    flags = ("--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")
-    process = start(workdir, *flags)
-    while len(losses(workdir)) < 3 and process.poll() is None:
-        time.sleep(0.02)
+    kill_after_a_save(workdir)
+    # The signal comes long before the end, and no step but the one that it stops at is saved.
+    process = start(workdir, "--config.trainer.max_steps=100000", "--config.trainer.save_every=100000")
+    wait_for(lambda: resumed_from(workdir))
+    (saved,) = resumed_from(workdir)
+    assert saved in (20, 40, 60, 80, 100)
+    wait_for(lambda: max(losses(workdir), default=0) >= saved + 3 or process.poll() is not None)
     process.send_signal(number)
-    assert process.wait(timeout=120) == code, Path(f"{workdir}.out").read_text()
+    assert process.wait(timeout=120) == code, output(workdir)
     last = max(losses(workdir))
-    assert sorted(int(path.name) for path in (workdir / "checkpoints").iterdir()) == [last]
-    stop = (f"--config.trainer.max_steps={last + 1}",)
-    assert start(workdir, *stop).wait(timeout=300) == 0
-    undisturbed = losses(done)
-    assert all(losses(workdir)[step] == undisturbed[step] for step in losses(workdir) if step <= 120)
+    steps = {int(path.name) for path in (workdir / "checkpoints").iterdir()}
+    assert max(steps) == last
+    assert not {step for step in steps if saved < step < last}
+    end = max(120, last + 1)
+    rest = start(workdir, *LONG, f"--config.trainer.max_steps={end}")
+    assert rest.wait(timeout=300) == 0, output(workdir)
+    assert resumed_from(workdir) == [saved, last]
+    assert {step: loss for step, loss in losses(workdir).items() if step <= 120} == losses(done)
+    steps = [row["step"] for row in rows(workdir) if "train/loss" in row]
+    assert steps == list(range(1, end + 1)), "a step is repeated or missing"
 
 
 @pytest.mark.once("flags1")
