@@ -35,7 +35,7 @@ class TextPart(TextSource):
         self,
         *,
         source: Config,
-        split: Literal["train", "validation"],
+        split: Literal["train", "validation"] = "train",
         validation_fraction: Fraction = 0.05,
     ):
         self.source: TextSource = source.instantiate()
@@ -124,7 +124,7 @@ class TokenPart(TokenMemmap):
         self,
         *,
         path: str,
-        split: Literal["train", "validation"],
+        split: Literal["train", "validation"] = "train",
         validation_fraction: Fraction = 0.05,
         dtype: TokenDType | None = None,
         eos_id: NonNegativeInt | None = None,
