@@ -10,7 +10,7 @@
 
 A mistake of the user's ends as one line on stderr and exit code 2, an exception in a user's own file as one line and
 that file's frames; anything unexpected keeps its traceback (set PLIMSOLL_TRACEBACK=1 to see one for mistakes too).
-Imports `framework.config`, `configs`, `launch.flag_hints`, `launch.mistakes`.
+Imports `framework.config`, `configs`, `launch.flag_hints`, `launch.mistakes`, `launch.own_data`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import configs
 from framework.config import Config, ConfigError, did_you_mean, diff
 from framework.config.texts import as_text
 from framework.terminal import interrupts
-from launch import flag_hints, mistakes
+from launch import flag_hints, mistakes, own_data
 
 # (dotted path, text) in the order of the command line.
 Overrides = Sequence[tuple[str, str]]
@@ -64,8 +64,9 @@ class Command:
 
     args: argparse.Namespace  # the verb's own flags
     spec: str  # what --config named
-    named: Config  # that config, untouched
+    named: Config  # that config, untouched but for --data
     overrides: Overrides
+    notes: list[str] = dataclasses.field(default_factory=list)  # lines that say what --data has found
 
     @functools.cached_property
     def _applied(self) -> _Applied:
@@ -128,6 +129,15 @@ class Parser(argparse.ArgumentParser):
             help="sets one field; applied in order",
         )
 
+    def add_data(self) -> None:
+        """Adds --data, for verbs that read data."""
+        self.add_argument(
+            "--data",
+            metavar="PATH",
+            help="your own data instead of the config's: a file, a folder, a glob or a URL; its kind is found, "
+            "and a twentieth of it is held out for evaluation",
+        )
+
     def parse(self, argv: Sequence[str]) -> Command:
         """Reads and checks everything, so that a mistake anywhere is a ConfigError before JAX starts."""
         spec, overrides, verb_flags = split(argv)
@@ -135,7 +145,11 @@ class Parser(argparse.ArgumentParser):
         if spec is None:
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
         named = configs.load(spec)
-        command = Command(args, spec, named, overrides)
+        notes: list[str] = []
+        if getattr(args, "data", None) is not None:
+            overridden = [path for path, _ in overrides]
+            named, notes = own_data.with_data(named, args.data, overridden)
+        command = Command(args, spec, named, overrides, notes)
         # Reading the property checks overrides and rules.
         command.config  # noqa: B018
         return command

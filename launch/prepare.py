@@ -40,7 +40,10 @@ def main(argv: list[str]) -> int:
         help="the folder to write; must not exist, or be empty",
     )
     parser.add_argument("--force", action="store_true", help="replace DIR when an earlier run of this verb wrote it")
+    parser.add_data()
     command = parser.parse(argv)
+    for note in command.notes:
+        print(note, file=sys.stderr)
     prepare(command.config.data, Path(command.args.out).expanduser(), force=command.args.force)
     return 0
 

@@ -1,6 +1,7 @@
 """Train a model from a named config: start, resume, or only look (--dry_run). Ctrl-C and SIGTERM save first.
 
     python -m launch.train --config=stdlib-tiny --workdir=runs/stdlib-tiny
+    python -m launch.train --config=stdlib-tiny --data=my_folder/ --workdir=runs/mine
     python -m launch.train --config=gpt2-124m --config.data.source.path=data/train.bin --workdir=runs/gpt2
 
 Exit codes: 0 the run came to its end; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
@@ -35,6 +36,7 @@ def add_flags(parser: cli.Parser) -> None:
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--workdir", metavar="DIR", help="config, metrics, checkpoints and logs go there")
     place.add_argument("--run_name", metavar="NAME", help="short for --workdir=runs/NAME")
+    parser.add_data()
     parser.add_argument(
         "--resume",
         choices=["auto", "never", "must"],

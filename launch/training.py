@@ -71,6 +71,7 @@ class Training:
     def execute(self) -> int:
         """Does everything from the start table to the last picture; the exit code."""
         with self.progress:
+            self._tell(self.job.command.notes)
             self._tell(self.rule_lines)
             self._prepare()
             code = self._plan()

@@ -25,6 +25,7 @@ from framework.config.names import (
     ConfigError,
     FieldError,
     FieldTypeError,
+    beside,
     did_you_mean,
     is_trusted,
     join,
@@ -309,8 +310,9 @@ class Config(ConfigBase):
 
         The field's type decides how the text is read (see `parse_text`). Where a config may stand,
         the dotted name of a class or function (`optax.lion`) puts that component there, with fresh
-        defaults; so do its short name, where the field has such (`lion`), and JSON with a "$class".
-        Raises ConfigError.
+        defaults; so do its short name, where the field has such (`lion`), JSON with a "$class", and
+        the name alone of a component whose module this config uses already, such as `JsonLines` in
+        the place of TextFiles. Raises ConfigError.
         """
         place = self._walk_to(path)
         hint = place.config._field(place.field).hint
@@ -320,13 +322,28 @@ class Config(ConfigBase):
         if component is not None:
             self._set(place, path, component)
             return
-        value = value_of_text(hint, text, path)
+        try:
+            value = value_of_text(hint, text, path)
+        except FieldTypeError as error:
+            if not accepts_config(hint):
+                raise
+            component, advice = beside(text, self._neighbors(path))
+            if component is None:
+                error.args = (f"{error.args[0]}{advice}",)
+                raise
+            self._set(place, path, config_for(component))
+            return
         if place.keys:
             # An element that is valid alone may not be beside the others: the field decides.
             self._set(place, path, value)
         else:
             # The text was read as a value of the field's type, so there is nothing left to check.
             place.config._fields[place.field] = value
+
+    def _neighbors(self, path: str) -> list[str]:
+        """Lists the dotted names of all components in this config, that at the path first."""
+        configs = {at: value for at, value in self.walk() if isinstance(value, Config)}
+        return [name_of(configs[at]._target) for at in sorted(configs, key=lambda at: at != path)]
 
     def to_dict(
         self,

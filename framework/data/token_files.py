@@ -249,6 +249,30 @@ class TokenStream:
         return np.concatenate(parts)
 
 
+class TokenRange(TokenStream):
+    """The tokens [start, stop) of a stream, as a stream of their own. Its documents and its text are not counted.
+
+    Args:
+        stream: the stream that they are of.
+        start: index of the first token.
+        stop: index after the last token.
+    """
+
+    def __init__(self, stream: TokenStream, start: int, stop: int):
+        self._stream = stream
+        self._start = start
+        self.shards = stream.shards
+        self.eos_id = stream.eos_id
+        self.num_tokens = stop - start
+        self.num_documents = None
+        self.num_bytes = None
+        self.digest = hashlib.sha256(f"{stream.digest} {start} {stop}".encode()).hexdigest()
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
+        return self._stream.read(self._start + start, self._start + stop)
+
+
 def _total(counts: Sequence[int | None]) -> int | None:
     """Returns the sum, or None where a shard has no sidecar that gives its count."""
     total = 0

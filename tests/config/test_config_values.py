@@ -222,6 +222,14 @@ def test_overrides_apply_in_order_and_swap_components():
     assert config.optimizer is None
 
 
+def test_a_component_goes_by_its_name_alone_beside_those_that_are_there():
+    config = config_for(All, optimizer=config_for(optax.adamw, learning_rate=1.0))
+    config.override("optimizer", "lion")
+    assert config.optimizer == config_for(optax.lion)
+    with pytest.raises(ConfigError, match=r"expected a config or none, given 'lin' .*; did you mean 'lion'\?"):
+        config.override("optimizer", "lin")
+
+
 def test_get_and_set_path():
     config = config_for(All, loose={"plain": {"x": 1}})
     assert (config.get_path("layers.1.heads"), config.get_path("loose.plain.x")) == (4, 1)

@@ -15,7 +15,7 @@ import configs
 import launch
 from framework.data import images, sources, tokenizers
 from framework.data.packing import pack
-from launch import cli, prepare
+from launch import cli, prepare, train
 from launch import configs as show
 
 ROOT = Path(launch.__path__[0]).parent
@@ -60,9 +60,9 @@ def test_commands_run(saved_files: Path, capsys: pytest.CaptureFixture[str]):
         elif words[2] == "launch.prepare":
             assert prepare.main(words[3:]) == 0, capsys.readouterr().err
         else:  # training takes longer than a test may: that its data are as promised is tried below
-            spec, overrides, _ = cli.split(words[3:])
-            assert spec is not None
-            cli.apply_overrides(configs.load(spec), overrides)
+            parser = cli.Parser("train")
+            train.add_flags(parser)
+            parser.parse(words[3:])
     assert ran.count("launch.prepare") == 2
     assert ran[-4:] == ["make_rows.py", "launch.configs", "launch.prepare", "launch.train"]
     assert (saved_files / "rows-tokens/train.bin").exists()

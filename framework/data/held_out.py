@@ -1,0 +1,142 @@
+"""Two disjoint parts of one source: what is trained on, and what is held out to be evaluated on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from framework.config import Config, Fraction, NonNegativeInt, component
+from framework.data.files import DataFile, FileHashes
+from framework.data.sources import TextFiles, TextSource, TokenMemmap, split_of
+from framework.data.token_files import TokenDType, TokenRange, TokenStream
+from framework.data.tokenizers import Tokenizer
+
+# From so many files on, whole files are held out.
+_MANY_FILES = 20
+
+
+@component
+class TextPart(TextSource):
+    """One of two disjoint parts of a source of text. Nothing is in both, and neither is empty.
+
+    Of 20 files or more with one document each, whole files are held out, by the sha256 of their names. Of fewer files,
+    the end of each is, from the beginning of a line. Of files with many documents, those are held out that the sha256
+    of their text chooses (so that equal documents are in one part), and the last one of each file.
+
+    Args:
+        source: config of the source of text.
+        split: which part to read.
+        validation_fraction: about so much of the text is "validation".
+    """
+
+    def __init__(
+        self,
+        *,
+        source: Config,
+        split: Literal["train", "validation"] = "train",
+        validation_fraction: Fraction = 0.05,
+    ):
+        self.source: TextSource = source.instantiate()
+        if not isinstance(self.source, TextSource):
+            raise ValueError(f"TextPart.source: expected a source of text, given {type(self.source).__name__}")
+        self.split = split
+        self.validation_fraction = validation_fraction
+        self.is_whole_files = isinstance(self.source, TextFiles) and self.source.separator is None
+
+    def files(self) -> list[DataFile]:
+        files = self.source.files()
+        if not self._splits_by_file(files):
+            return files
+        held_out_names = self._held_out_names([file.name for file in files])
+        is_validation = self.split == "validation"
+        return [file for file in files if (file.name in held_out_names) == is_validation]
+
+    def _splits_by_file(self, files: list[DataFile]) -> bool:
+        """Whether each file belongs to one part as a whole."""
+        return self.is_whole_files and len(files) >= _MANY_FILES
+
+    def _held_out_names(self, names: list[str]) -> set[str]:
+        """Names of the files that are held out; at least one."""
+        # The folder that all files share is left out: a corpus that moved is split as before.
+        folder = os.path.commonpath(names)
+        relative_names = {name: name.removeprefix(folder) for name in names}
+        held_out_names = {
+            name for name in names if split_of(relative_names[name], self.validation_fraction) == "validation"
+        }
+        if held_out_names:
+            return held_out_names
+        return {min(names, key=lambda name: hashlib.sha256(relative_names[name].encode()).digest())}
+
+    def read(self, file: DataFile) -> Iterator[str]:
+        documents = self.source.read(file)
+        if not self.is_whole_files:
+            return self._chosen_documents(documents)
+        if self._splits_by_file(self.source.files()):
+            return documents
+        return (self._part_of(document) for document in documents)
+
+    def _part_of(self, document: str) -> str:
+        """The beginning of a document, or its end."""
+        middle = int(len(document) * (1.0 - self.validation_fraction))
+        # A line stays whole, unless the document has only one.
+        line_start = document.rfind("\n", 0, middle) + 1
+        cut = line_start or middle
+        return document[:cut] if self.split == "train" else document[cut:]
+
+    def _chosen_documents(self, documents: Iterator[str]) -> Iterator[str]:
+        """Those of one file's documents that belong to this part."""
+        last_document = None
+        for document in documents:
+            if last_document is not None and split_of(last_document, self.validation_fraction) == self.split:
+                yield last_document
+            last_document = document
+        if last_document is not None and self.split == "validation":
+            yield last_document
+
+    def codec(self, tokenizer: Tokenizer) -> Tokenizer:
+        return self.source.codec(tokenizer)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "split": self.split,
+            "validation_fraction": self.validation_fraction,
+            "source": type(self.source).__name__,
+            **self.source.settings(),
+        }
+
+
+@component
+class TokenPart(TokenMemmap):
+    """One of two disjoint parts of token files: the beginning of the stream, or its end.
+
+    Args:
+        path: as for TokenMemmap.
+        split: which part to read.
+        validation_fraction: so much of the tokens is "validation".
+        dtype: as for TokenMemmap.
+        eos_id: as for TokenMemmap.
+        verify: as for TokenMemmap.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        split: Literal["train", "validation"] = "train",
+        validation_fraction: Fraction = 0.05,
+        dtype: TokenDType | None = None,
+        eos_id: NonNegativeInt | None = None,
+        verify: bool = True,
+    ):
+        super().__init__(path=path, dtype=dtype, eos_id=eos_id, verify=verify)
+        self.split = split
+        self.validation_fraction = validation_fraction
+
+    def open(self, tokenizer: Tokenizer, hashes: FileHashes, cache_dir: str | None = None) -> TokenStream:
+        stream = super().open(tokenizer, hashes, cache_dir)
+        middle = int(stream.num_tokens * (1.0 - self.validation_fraction))
+        if self.split == "train":
+            return TokenRange(stream, 0, middle)
+        return TokenRange(stream, middle, stream.num_tokens)

@@ -1,0 +1,226 @@
+"""--data=PATH: the kind of somebody's own data is found, and it is split into two parts without overlap."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+import configs
+from framework.config import config_for
+from framework.data.files import FileHashes
+from framework.data.held_out import TextPart, TokenPart
+from framework.data.recognize import recognized
+from framework.data.sources import JsonLines, TextFiles
+from framework.data.tokenizers import NoTokenizer
+from launch import train
+from launch.own_data import with_data
+
+SPLITS = ("train", "validation")
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    """Writes JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def parts_of(**fields) -> list[list[str]]:
+    """The documents of both parts of a source."""
+    return [list(TextPart(split=split, **fields).documents()) for split in SPLITS]
+
+
+# --- the split -------------------------------------------------------------------------------------------------------
+
+
+def test_of_few_files_the_end_of_each_is_held_out_from_the_beginning_of_a_line(tmp_path: Path):
+    texts = ["".join(f"line {line} of file {number}\n" for line in range(100)) for number in range(3)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    source = config_for(TextFiles, paths=[f"{tmp_path}/*.txt"])
+    train_texts, held_out_texts = parts_of(source=source, validation_fraction=0.1)
+    assert [a + b for a, b in zip(train_texts, held_out_texts, strict=True)] == texts
+    assert all(text.startswith("line ") and 0.05 < len(text) / len(texts[0]) < 0.15 for text in held_out_texts)
+
+
+def test_one_line_is_cut_within(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("0123456789" * 10)
+    source = config_for(TextFiles, paths=[f"{tmp_path}/a.txt"])
+    assert parts_of(source=source, validation_fraction=0.1) == [["0123456789" * 9], ["0123456789"]]
+
+
+@pytest.mark.parametrize("count", [20, 200])
+def test_of_many_files_whole_ones_are_held_out_wherever_they_are(tmp_path: Path, count: int):
+    parts = []
+    for folder in (tmp_path / "a", tmp_path / "moved"):
+        folder.mkdir()
+        for number in range(count):
+            (folder / f"{number}.txt").write_text(f"file {number}")
+        source = config_for(TextFiles, paths=[f"{folder}/*.txt"])
+        parts.append(parts_of(source=source))
+    (train_texts, held_out_texts), moved_parts = parts
+    assert moved_parts == [train_texts, held_out_texts]
+    assert sorted(train_texts + held_out_texts) == sorted(f"file {number}" for number in range(count))
+    assert 1 <= len(held_out_texts) < count / 5
+
+
+def test_equal_documents_are_in_one_part(tmp_path: Path):
+    rows = [{"text": f"document {number % 50}"} for number in range(200)] + [{"text": "the last"}]
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    train_texts, held_out_texts = parts_of(source=config_for(JsonLines, paths=[str(file)]), validation_fraction=0.2)
+    assert sorted(train_texts + held_out_texts) == sorted(row["text"] for row in rows)
+    assert not set(train_texts) & set(held_out_texts)
+    assert held_out_texts[-1] == "the last", "so that a file of few rows has one"
+
+
+def test_tokens_are_cut_in_two(tmp_path: Path):
+    tokens = np.arange(1000, dtype=np.uint16)
+    (tmp_path / "a.bin").write_bytes(tokens.tobytes())
+    tokenizer = NoTokenizer(vocab_size=1000)
+    streams = [
+        TokenPart(path=f"{tmp_path}/a.bin", split=split, validation_fraction=0.25).open(tokenizer, FileHashes())
+        for split in SPLITS
+    ]
+    assert [stream.num_tokens for stream in streams] == [750, 250]
+    np.testing.assert_array_equal(np.concatenate([stream.read(0, stream.num_tokens) for stream in streams]), tokens)
+    np.testing.assert_array_equal(streams[1].read(10, 12), [760, 761])
+    assert streams[0].digest != streams[1].digest
+
+
+# --- what is found ---------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_text(tmp_path: Path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ("a.md", "sub/b.py", ".git/config", ".hidden"):
+        (tmp_path / name).write_text("text\n" * 10)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
+    data = recognized(str(tmp_path))
+    assert data.source.source.paths == [f"{tmp_path}/a.md", f"{tmp_path}/sub/b.py"]
+    assert data.line == f"data: text from {tmp_path}: 2 files, 5% held out; left out: 1 .png"
+    assert data.has_text
+
+
+def test_many_files_go_into_the_config_as_globs_unless_these_name_others_too(tmp_path: Path):
+    (tmp_path / "sub").mkdir()
+    for number in range(10):
+        (tmp_path / f"sub/{number}.md").write_text("text")
+        (tmp_path / f"{number}.txt").write_text("text")
+    globs = [f"{tmp_path}/**/*.md", f"{tmp_path}/**/*.txt"]
+    assert recognized(str(tmp_path)).source.source.paths == globs
+    (tmp_path / "empty.txt").write_text("")
+    assert len(recognized(str(tmp_path)).source.source.paths) == 20
+
+
+@pytest.mark.parametrize(
+    ("names", "training", "validation"),
+    [
+        (["train.txt", "val.txt"], ["train.txt"], ["val.txt"]),
+        (["train/a.txt", "test/a.txt"], ["train/a.txt"], ["test/a.txt"]),
+        (["train-0.txt", "train-1.txt", "validation.txt"], ["train-0.txt", "train-1.txt"], ["validation.txt"]),
+        (["trainer.txt", "value.txt"], None, None),
+        (["train.txt", "other.txt", "val.txt"], None, None),
+        (["train.txt", "train2.txt"], None, None),
+    ],
+)
+def test_parts_that_names_tell(tmp_path: Path, names: list[str], training: list[str] | None, validation: list[str]):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    data = recognized(str(tmp_path))
+    if training is None:
+        assert data.source.split == "train"
+        return
+    assert data.source.paths == [f"{tmp_path}/{name}" for name in training]
+    assert data.held_out.paths == [f"{tmp_path}/{name}" for name in validation]
+
+
+def test_json_lines_and_their_field(tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", [{"id": "7", "story": "once", "n": 1}])
+    data = recognized(str(file))
+    assert (data.source.source.field, data.source.source.paths) == ("story", [str(file)])
+    assert data.line.endswith("; the text is in 'story' (of id, story)")
+    compressed = tmp_path / "b.json.gz"
+    compressed.write_bytes(gzip.compress(b'{"body": "long", "x": 1}\n{"body": "y"}\n'))
+    assert recognized(str(compressed)).source.source.field == "body"
+    renamed = file.rename(tmp_path / "a.json")
+    assert recognized(str(renamed)).source.source.field == "story"
+
+
+def test_parquet(tmp_path: Path):
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"id": [1], "content": ["text"]}), file)
+    data = recognized(f"{tmp_path}/*.parquet")
+    assert (data.source.source.column, data.source.source.paths) == ("content", [str(file)])
+
+
+def test_conversations(tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hello"}]}])
+    data = recognized(str(file))
+    assert data.line == f"data: conversations from {file}: 1 file, 5% held out"
+    assert (data.source.split, data.held_out.split) == ("train", "validation")
+    with pytest.raises(ValueError, match=r"conversations, which need the chat template of a model: --config=hf:DIR"):
+        with_data(configs.load("stdlib-tiny"), str(file), [])
+
+
+def test_token_files(tmp_path: Path):
+    for name in ("train.bin", "val.bin"):
+        (tmp_path / name).write_bytes(b"\1\0" * 100)
+    data = recognized(str(tmp_path))
+    assert (data.source.path, data.held_out.path) == (f"{tmp_path}/train.bin", f"{tmp_path}/val.bin")
+    assert not data.has_text
+    config, lines = with_data(configs.load("gpt2-124m"), f"{tmp_path}/train.bin", [])
+    assert config.data.tokenizer == configs.load("gpt2-124m").data.tokenizer
+    assert len(lines) == 1
+
+
+def test_a_config_without_a_tokenizer_trains_one_unless_it_is_told_another(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text")
+    named = configs.load("gpt2-124m")
+    config, lines = with_data(named, str(tmp_path), [])
+    assert config.data.tokenizer.vocab_size == named.data.tokenizer.vocab_size
+    assert lines[1] == "tokenizer: byte-level BPE of 50,257 ids, trained on this text"
+    config, lines = with_data(named, str(tmp_path), ["data.tokenizer.path"])
+    assert config.data.tokenizer == named.data.tokenizer
+    assert named == configs.load("gpt2-124m"), "the named config stays as it was"
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ({}, "the folder .* holds no files"),
+        ({"a.png": b"\0\1"}, r"holds no data that is known \(.png\): expected UTF-8 text, .jsonl, .parquet or .bin"),
+        ({"a.jsonl": b"not json\n"}, r"a.jsonl, line 1 \(byte 0\): not JSON"),
+        ({"a.jsonl": b"[1]\n"}, r"a.jsonl, line 1 \(byte 0\): expected a JSON object, given list"),
+        ({"a.jsonl": b"\n"}, r"a.jsonl holds no rows"),
+        ({"a.jsonl": b'{"n": 1}\n'}, r"a.jsonl: no field of its first row holds text: n"),
+        ({"a.parquet": b"PAR1"}, r"a.parquet: damaged, truncated or not Parquet"),
+        ({"a.bin": b"\0\0", "b.bin": b"\0\0"}, "2 token files: name them by one glob"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_compiled(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    contents: dict[str, bytes],
+    message: str,
+):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    workdir = tmp_path / "run"
+    assert train.main(["--config=stdlib-tiny", f"--data={folder}", f"--workdir={workdir}"]) == 2
+    error = capsys.readouterr().err
+    assert re.match(f"error: --data: .*{message}", error), error
+    assert not workdir.exists()
+
+
+def test_the_nearest_name(tmp_path: Path):
+    (tmp_path / "corpus.txt").write_text("text")
+    with pytest.raises(FileNotFoundError, match=r"--data: .*corpsu.txt does not exist; did you mean 'corpus.txt'\?"):
+        with_data(configs.load("stdlib-tiny"), f"{tmp_path}/corpsu.txt", [])
