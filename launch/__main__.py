@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import launch
+from framework.terminal.exit_codes import ExitCode
 from launch import cli
 
 
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     lines = [f"  {verb:{width}}  {line}" for verb, line in line_by_verb.items()]
     print("usage: plimsoll VERB ...   (or: python -m launch.VERB ...)\n", *lines, sep="\n")
     print("\n`plimsoll VERB --help` shows the flags of a verb.")
-    return 0
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

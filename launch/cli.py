@@ -33,6 +33,7 @@ import configs
 from framework.config import Config, ConfigError, did_you_mean, diff
 from framework.config.texts import as_text
 from framework.terminal import interrupts
+from framework.terminal.exit_codes import ExitCode
 from launch import flag_hints, mistakes, own_data
 
 # (dotted path, text) in the order of the command line.
@@ -285,7 +286,7 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
             # The reader of a pipe (`| head`) left. Python would complain once more when it flushes
             # stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return ExitCode.DONE
         except Exception as error:
             interrupts.settle()
             code = mistakes.tell(error, of_process=of_process)

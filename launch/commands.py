@@ -1,4 +1,4 @@
-"""What the launchers share: launch.train's command line, checked before anything starts, and its exit codes.
+"""What the launchers share: launch.train's command line, checked before anything starts, and what its exit codes mean.
 
 A launcher takes every flag of launch.train and adds its own; what it does not know itself is passed on.
 """
@@ -11,22 +11,8 @@ from collections.abc import Sequence
 
 from framework.files.workdir import safe_child
 from framework.terminal import interrupts
+from framework.terminal.exit_codes import meaning_of
 from launch import cli, train
-
-# What launch.train's exit codes from 0 on mean.
-MEANINGS = [
-    "the run came to its end",
-    "failed",
-    "command, config or data are wrong",
-    "loss not finite",
-    "does not fit",
-    "another process is gone, or was not found",
-    "hung",
-    "replicas disagree",
-]
-STOPPED = {130: "stopped by SIGINT", 143: "stopped by SIGTERM"}
-# Codes after which starting again would change nothing, or is not wanted.
-FINAL = (0, 2, 3, 4, 130, 143)
 
 
 class Parser(cli.Parser):
@@ -80,5 +66,4 @@ def meaning(code: int) -> str:
     """How a process ended, for people; a negative code is a signal, as in subprocess."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    meanings = {**dict(enumerate(MEANINGS)), **STOPPED}
-    return f"ended with exit code {code} ({meanings.get(code, 'unknown')})"
+    return f"ended with exit code {code} ({meaning_of(code)})"

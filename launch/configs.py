@@ -12,6 +12,7 @@ from typing import Any
 import configs
 from framework.config import Config, diff, join, target_of
 from framework.config.texts import as_text
+from framework.terminal.exit_codes import ExitCode
 from launch import cli
 
 # The widths at which a column of values and a comment end.
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
         raise cli.UsageError(f"{action} takes {num_names} names of configs, given {len(names)}")
     if action == "list":
         _print(_list())
-        return 0
+        return ExitCode.DONE
     commands = [cli.Command(args, name, configs.load(name), overrides) for name in names]
     # Reading `config` checks the overrides and all rules, whichever accelerator is asked for.
     for command in commands:
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
     else:
         title = f"{names[0]}: {summary(configs.find(names[0]))}"
         _print([title, *_show(config, rules, overrides)])
-    return 0
+    return ExitCode.DONE
 
 
 def _list() -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.files.workdir import writing
+from framework.terminal.exit_codes import ExitCode
 from launch import cli, weights
 
 
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
     if args.json:
         with writing(args.json):
             Path(args.json).expanduser().write_text(json.dumps(results, indent=2) + "\n")
-    return 0
+    return ExitCode.DONE
 
 
 def read_text(path: str) -> str:

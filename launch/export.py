@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.data.tokenizers import ByteTokenizer, Tokenizer
+from framework.terminal.exit_codes import ExitCode
 from launch import cli, weights
 
 TOKENIZER_FILES = (
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
     folder = Path(args.to).expanduser()
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {facts['architectures'][0]}, {human_bytes(size)}")
-    return 0
+    return ExitCode.DONE
 
 
 def _tokenizer(loaded: weights.Loaded) -> dict[str, bytes]:

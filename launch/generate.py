@@ -9,6 +9,7 @@ Several prompts are one batch; the first is shown as it grows, the others after 
 import sys
 from pathlib import Path
 
+from framework.terminal.exit_codes import ExitCode
 from launch import cli, weights
 
 _DEFAULT_TOKENS = 128
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
     for text, continuation in zip(texts[1:], continuations[1:], strict=True):
         show(f"\n---\n{text}{continuation}")
     show("\n")
-    return 0
+    return ExitCode.DONE
 
 
 def read_text(path: str) -> str:

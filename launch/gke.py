@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from framework.plan import targets
+from framework.terminal.exit_codes import HOPELESS, ExitCode
 from launch import cli, commands
 
 # The names that GKE gives to the accelerators of its nodes.
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> int:
     text = yaml.safe_dump(manifest, sort_keys=False, width=120)
     if args.dry_run:
         print(text, end="")
-        return 0
+        return ExitCode.DONE
     return commands.execute(["kubectl", "apply", "-f", "-"], text)
 
 
@@ -279,7 +280,7 @@ def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
 def _job(pods: _Pods, pod: dict[str, Any]) -> dict[str, Any]:
     """The spec of a Job, which Kubernetes never starts again by itself."""
     # The exit codes of launch.train after which another start would change nothing.
-    exits = {"containerName": "train", "operator": "In", "values": [2, 3, 4]}
+    exits = {"containerName": "train", "operator": "In", "values": [int(code) for code in HOPELESS]}
     return {
         "parallelism": pods.hosts,
         "completions": pods.hosts,

@@ -1,16 +1,10 @@
-"""What `launch.train` asks of a run, and the exit codes that it ends with. Nothing here starts JAX."""
+"""What `launch.train` asks of a run. Nothing here starts JAX."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from framework.config import Config
 from launch import cli
-
-# framework.processes.health has those of processes that are gone, hang or disagree.
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_NONFINITE = 3
-EXIT_TOO_BIG = 4
 
 
 @dataclass

@@ -30,6 +30,7 @@ from multiprocessing.context import ForkServerProcess
 
 from framework.checkpoint.directory import folder, scan
 from framework.terminal import interrupts
+from framework.terminal.exit_codes import FINAL, STOPPED, ExitCode
 from launch import cli, commands
 
 
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
             line = [sys.executable, "-m", "launch.train", *words, *place]
             settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
             print(*settings, shlex.join(line))
-        return 0
+        return ExitCode.DONE
     workdir = args.workdir or f"runs/{args.run_name}"
     newest = partial(_newest, os.path.expanduser(workdir))
     supervisor = Supervisor(words, environments, newest)
@@ -231,7 +232,7 @@ class Supervisor:
                     fruitless = 1
                 else:
                     fruitless += 1
-                if code in commands.FINAL or self.stopped or fruitless > max_restarts:
+                if code in FINAL or self.stopped or fruitless > max_restarts:
                     _say(message)
                     return code
                 # The first restart after progress comes at once, as what ended the run may be gone
@@ -320,7 +321,7 @@ class Supervisor:
             del self.alive[index]
             if not killed:
                 code_by_index[index] = code
-            if failed_at is None and code not in (0, *commands.STOPPED):
+            if failed_at is None and code not in (ExitCode.DONE, *STOPPED):
                 failed_at = time.time()
                 deadline = time.monotonic() + grace
         index = _to_blame(code_by_index)
@@ -354,14 +355,14 @@ def _to_blame(code_by_index: dict[int, int]) -> int:
     A failure of its own is the first reason, then that a signal stopped the process, then that another process was gone
     (5), and then success. Of several processes with the same reason, the one that ended first is to blame.
     """
-    peer_codes = [5]
+    peer_codes: list[int] = [ExitCode.PEER]
     # JAX aborts a process that waits for others which a signal has stopped.
-    if {*commands.STOPPED} & {*code_by_index.values()}:
+    if {*STOPPED} & {*code_by_index.values()}:
         peer_codes.append(-signal.SIGABRT)
 
     def innocence(index: int) -> tuple[bool, bool, bool]:
         code = code_by_index[index]
-        return code == 0, code in peer_codes, code in commands.STOPPED
+        return code == ExitCode.DONE, code in peer_codes, code in STOPPED
 
     return min(code_by_index, key=innocence)
 

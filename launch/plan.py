@@ -3,7 +3,7 @@
     python -m launch.plan --config=llama2-7b --target=v5e-16 --config.memory.remat=full
     python -m launch.plan --config=gpt2-124m --target=h200 --compare memory.remat=none,dots,full --html=plan.html
 
-Exit codes: 0 it fits (of several, one does); 2 the command or the config was wrong; 3 it does not fit.
+Exit codes: 0 it fits (of several, one does); 2 the command or the config was wrong; 4 it does not fit.
 """
 
 import dataclasses
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from framework.files.workdir import writing
+from framework.terminal.exit_codes import ExitCode
 from launch import cli
-
-EXIT_TOO_BIG = 3
 
 
 def add_flags(parser: cli.Parser) -> None:
@@ -85,7 +84,7 @@ def main(argv: list[str]) -> int:
             args.html.write_text(html.page(reports))
         print(f"page: {args.html}")
     fits = any(plan_report["fits"] for plan_report in reports)
-    return 0 if fits else EXIT_TOO_BIG
+    return ExitCode.DONE if fits else ExitCode.TOO_BIG
 
 
 def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator[cli.Command]:

@@ -22,6 +22,7 @@ from framework.data.sources import TokenMemmap, located
 from framework.data.tokenize import Progress, write_tokens
 from framework.files.workdir import writing
 from framework.terminal import interrupts
+from framework.terminal.exit_codes import ExitCode
 from launch import cli
 
 MANIFEST = "prepare.json"
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
     for note in command.notes:
         print(note, file=sys.stderr)
     prepare(command.config.data, Path(command.args.out).expanduser(), force=command.args.force)
-    return 0
+    return ExitCode.DONE
 
 
 def prepare(data: Config, out: Path, *, force: bool) -> None:

@@ -10,6 +10,7 @@ import math
 import sys
 from pathlib import Path
 
+from framework.terminal.exit_codes import ExitCode
 from launch import cli, weights
 
 
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
         ends = held_out[order[:num_ends]]
         pictures = images.between(ends[:rows], ends[rows:], steps)
     print(save_grid(pictures, output, levels=data.levels, columns=steps))
-    return 0
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

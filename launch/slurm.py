@@ -13,6 +13,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from framework.terminal.exit_codes import ExitCode
 from launch import cli, commands
 
 # srun's own exit code is the highest one, which hides why the first task ended from those that were
@@ -93,7 +94,7 @@ def main(argv: list[str]) -> int:
     text = script(args, words)
     if args.dry_run:
         print(text, end="")
-        return 0
+        return ExitCode.DONE
     return commands.execute(["sbatch"], text)
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+from framework.terminal.exit_codes import ExitCode
 from launch import cli
 
 # A process is silent when it has not written for this many of its intervals, and for this many
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     workdir = folder(os.path.expanduser(args.workdir))
     facts = status(workdir, time.time())
     print(json.dumps(facts, indent=1) if args.json else _table(facts))
-    return 0 if facts["health"] in _GOOD else 1
+    return ExitCode.DONE if facts["health"] in _GOOD else ExitCode.FAILED
 
 
 def status(workdir: Any, now: float) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def _health(facts: dict[str, Any], now: float) -> str:
     """running, done, ended (with its exit code), silent, or standing still."""
     code = facts.get("exit")
     if code is not None:
-        return "done" if code == 0 else f"ended with exit code {code}"
+        return "done" if code == ExitCode.DONE else f"ended with exit code {code}"
     silent_seconds = now - facts["time"]
     if silent_seconds > _SILENT * facts["interval"] + _SILENT:
         return f"silent for {silent_seconds:.0f} s"

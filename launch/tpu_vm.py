@@ -18,6 +18,7 @@ import shlex
 import sys
 
 from framework.plan import targets
+from framework.terminal.exit_codes import ExitCode
 from launch import cli, commands
 
 RUNTIMES = {
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
         code = commands.execute(line)
         if code:
             return code
-    return 0
+    return ExitCode.DONE
 
 
 def lines(subverb: str, args: argparse.Namespace, words: list[str]) -> list[list[str]]:

@@ -22,8 +22,9 @@ from functools import partial
 from typing import Any
 
 from framework.terminal import interrupts
+from framework.terminal.exit_codes import REFUSED, ExitCode
 from launch import cli, mistakes, stored
-from launch.job import EXIT_FAILED, EXIT_TOO_BIG, EXIT_USAGE, Job
+from launch.job import Job
 
 # The time that all processes of a run have to end after a signal, before the first does.
 _OTHERS_SECONDS = 0.5
@@ -74,7 +75,6 @@ def main(argv: list[str]) -> int:
     from framework.files.workdir import Workdir, safe_child
     from framework.metrics.goodput import Goodput
     from framework.processes import distributed
-    from framework.processes.health import EXIT_PEER
     from framework.processes.rendezvous import ProcessesMissingError
     from launch import finished
 
@@ -90,14 +90,14 @@ def main(argv: list[str]) -> int:
         last.refuse()
     # Looked at before JAX starts, so that a command which has nothing to do says so at once.
     if last is not None and _is_over(last, command, cluster):
-        return 0
+        return ExitCode.DONE
     workdir = Workdir(folder)
     cli.prepare_jax()
     try:
         _connect(cluster, experiment.health)
     except ProcessesMissingError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_PEER
+        return ExitCode.PEER
     use_compilation_cache(command.config.trainer.compilation_cache)
     return _in_workdir(Job(command, experiment, workdir, limit, goodput), last)
 
@@ -136,7 +136,7 @@ def _in_workdir(job: Job, last: Any) -> int:
     workdir = job.workdir
     # The code of what is raised before the run is guarded; a run that is over changes nothing
     # either.
-    code = EXIT_USAGE
+    code = ExitCode.USAGE
     try:
         if distributed.is_primary():
             message = workdir.claim()
@@ -144,13 +144,13 @@ def _in_workdir(job: Job, last: Any) -> int:
                 print(message, file=sys.stderr)
         _check_shared(workdir)
         if last is not None and _epochs_are_over(last, job):
-            return 0
+            return ExitCode.DONE
         # The code that `finally` sees if `_guarded` raises.
-        code = EXIT_FAILED
+        code = ExitCode.FAILED
         code = _guarded(job)
         return code
     finally:
-        refused = code in (EXIT_USAGE, EXIT_TOO_BIG)
+        refused = code in REFUSED
         workdir.release(undo=job.args.dry_run or refused)
 
 
@@ -201,7 +201,7 @@ def _guarded(job: Job) -> int:
     """Trains, and says how it ended. Of several processes one that fails does not wait for those that wait for it."""
     import jax
 
-    from framework.processes.health import EXIT_PEER, UNLIMITED, Pulse
+    from framework.processes.health import UNLIMITED, Pulse
 
     workdir = job.workdir
     goodput = job.goodput
@@ -211,7 +211,7 @@ def _guarded(job: Job) -> int:
     health = job.experiment.health
     pulse = Pulse(workdir.path / "health", process, count, health, goodput, workdir.release)
     with nullcontext() if dry_run else pulse:
-        code = EXIT_FAILED
+        code = ExitCode.FAILED
         reason = ""
         try:
             # `cli.main` tells the user's mistakes and turns them into exit codes, which the pulse
@@ -225,14 +225,14 @@ def _guarded(job: Job) -> int:
                 raise
             traceback.print_exc()
             peer_is_gone = isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error))
-            code = EXIT_PEER if peer_is_gone else EXIT_FAILED
+            code = ExitCode.PEER if peer_is_gone else ExitCode.FAILED
         finally:
             if not dry_run:
                 pulse.write(exit=code, reason=reason)
-    if count > 1 and code in (EXIT_FAILED, EXIT_USAGE, EXIT_PEER):
+    if count > 1 and code in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.PEER):
         # JAX ends all others as soon as the first is gone; they may be about to speak.
         time.sleep(0 if process else 1)
-        workdir.release(undo=dry_run or code == EXIT_USAGE)
+        workdir.release(undo=dry_run or code == ExitCode.USAGE)
         # os._exit waits for no process that waits for this one, and flushes nothing.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -261,7 +261,7 @@ def _dry_run(job: Job) -> int:
     workdir.claim()
     try:
         fits = startup.dry_run(command.spec, config, experiment, target, workdir.path, job.limit)
-        return 0 if fits else EXIT_TOO_BIG
+        return 0 if fits else ExitCode.TOO_BIG
     finally:
         workdir.release(undo=True)
 

@@ -19,7 +19,7 @@ from framework.plan import guard, host_room
 from framework.plan.guard import Need
 from framework.plan.start_table import start_report
 from framework.processes import distributed
-from framework.processes.health import EXIT_REPLICAS, Pulse
+from framework.processes.health import Pulse
 from framework.program.experiment import Experiment
 from framework.program.options import TrainerOptions
 from framework.program.program import Program
@@ -30,9 +30,10 @@ from framework.run.hooks import NonFiniteError, own_hooks
 from framework.run.report import compression_lines, sample_images, sample_text
 from framework.run.run import Run
 from framework.run.trainer import LastStepNotSavedError, Trainer
+from framework.terminal.exit_codes import ExitCode
 from framework.terminal.progress import Progress
 from framework.terminal.tables import human_bytes, render
-from launch.job import EXIT_FAILED, EXIT_NONFINITE, EXIT_TOO_BIG, Job
+from launch.job import Job
 
 
 class Training:
@@ -152,11 +153,11 @@ class Training:
             self.progress.print(refusal or "another process of this run has less memory than the training step needs")
             if not args.force or self.need.message:
                 self.program.ahead.close()
-                return EXIT_TOO_BIG
+                return ExitCode.TOO_BIG
         if args.dry_run:
             peak = human_bytes(self.need.peak)
             self.progress.print(f"dry run: the step compiles, and its peak is {peak} per device. Nothing was trained.")
-            return 0
+            return ExitCode.DONE
         return None
 
     def _train(self) -> int | None:
@@ -182,8 +183,8 @@ class Training:
             stopped = Trainer(self.run, self.need, self.hooks).train(step)
         except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
             self.progress.print(f"error: {error}")
-            codes = {NonFiniteError: EXIT_NONFINITE, ReplicaMismatchError: EXIT_REPLICAS}
-            return codes.get(type(error), EXIT_FAILED)
+            codes = {NonFiniteError: ExitCode.NONFINITE, ReplicaMismatchError: ExitCode.REPLICAS}
+            return codes.get(type(error), ExitCode.FAILED)
         except jax.errors.JaxRuntimeError:
             # Pending saves are waited for, but not one that another process has left.
             waits = jax.process_count() == 1

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch import plan, train
+from framework.terminal.exit_codes import ExitCode
+from launch import plan
 from tests.support.runs import CONFIG, ROOT, write_text
 from tests.support.runs import train as run_train
 
@@ -69,10 +70,10 @@ def test_the_cache_knows_config_target_and_limit(tmp_path: Path, monkeypatch: py
     assert seen[-1] == (False, "cpu-2", 3 << 30)
 
 
-def test_too_big_is_exit_code_3_with_a_report(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_too_big_is_exit_code_4_with_a_report(tmp_path: Path, capsys: pytest.CaptureFixture):
     flags = ["--target=cpu:1", "--estimate", "--device_memory_gib=0.0001", ONE_LAYER, ONE_ROW]
     code, report = planned(tmp_path, *flags)
-    assert code == plan.EXIT_TOO_BIG == 3
+    assert code == ExitCode.TOO_BIG == 4
     assert not report["fits"]
     assert report["device_limit_bytes"] == int(0.0001 * 2**30)
     assert "DOES NOT FIT" in capsys.readouterr().out
@@ -138,7 +139,7 @@ def test_a_real_tpu_compiler_from_the_command_line(tmp_path: Path):
     assert report["host_transfer_bytes"] == 2 * report["host_argument_bytes"]
     refused = [*command, "--device_memory_gib=0.01"]
     done = subprocess.run(refused, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 3
+    assert done.returncode == 4
     report = json.loads(path.read_text())
     assert not report["fits"]
     assert "RESOURCE_EXHAUSTED" in report["message"]
@@ -153,7 +154,7 @@ def test_train_refuses_what_does_not_fit_before_it_makes_anything(
 ):
     monkeypatch.setattr("framework.program.program.Program.init", lambda *_: pytest.fail("made arrays"))
     flags = ["--device_memory_gib=0.0003", ONE_LAYER, "--config.memory.remat=full"]
-    assert run_train(tmp_path / "run", *flags) == train.EXIT_TOO_BIG == 4
+    assert run_train(tmp_path / "run", *flags) == ExitCode.TOO_BIG
     text = capsys.readouterr().out
     assert "the training step needs " in text
     assert "there are 314.5" in text
