@@ -43,6 +43,7 @@ class Training:
     `_prepare`, as the steps of an epoch are known only when the data is ready. Then the changed config is built.
     """
 
+    saved_step: int | None  # the step of the newest checkpoint; known when the run is prepared
     begins: bool  # whether the workdir holds no checkpoint; known when the run is prepared
     need: Need  # what the step needs; known when the run is planned
     run: Run  # there when the training begins
@@ -98,6 +99,7 @@ class Training:
         notes = remains.check(self.workdir, self.job.args.resume, self.config.to_dict())
         self._tell(notes)
         saved_steps = Checkpointer(directory=self.workdir.checkpoints, read_only=True).steps()
+        self.saved_step = max(saved_steps, default=None)
         self.begins = not saved_steps
         pretrained = self.experiment.pretrained
         if pretrained is not None and self.begins:
@@ -124,12 +126,20 @@ class Training:
             self.experiment.data.setup(self.workdir.path, is_primary=self.primary, barrier=meet)
         self.progress.status("")
 
+    def _begins_at(self) -> str:
+        """The step that the run begins at, and where its values come from."""
+        if self.saved_step is not None:
+            return f"step {self.saved_step:,}, resumed from {self.workdir.checkpoints}"
+        if self.experiment.pretrained is not None:
+            return "step 0, published weights"
+        return "step 0, first values"
+
     def _plan(self) -> int | None:
         """Compiles the step, and compares its memory with that of the devices. The exit code of a run that ends with
         that; None: it goes on."""
         args = self.job.args
         goodput = self.job.goodput
-        report = start_report(self.job.command.spec, self.program)
+        report = start_report(self.job.command.spec, self.program, begins_at=self._begins_at())
         self.progress.print(render(report))
         host_room.check_host(self.program)
         self.progress.status("compiling")

@@ -74,6 +74,10 @@ class Pipeline(abc.ABC):
         """
         return math.ceil(epochs * self._num_rows / self.global_batch_size)
 
+    def epochs_of(self, num_batches: int) -> float:
+        """Returns how often all rows of the training sources were read after that many batches."""
+        return num_batches * self.global_batch_size / self._num_rows
+
     def train_batch(self, index: int, rows: Sequence[int] | np.ndarray) -> Batch:
         """Returns rows of the global batch of that index: arrays [b, ...].
 

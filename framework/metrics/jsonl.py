@@ -1,15 +1,16 @@
 """metrics.jsonl: one JSON object per line, the record of a run that resume, plots and people read.
 
-Every row is `{"step": int, name: value, ...}`. Floats are written as Python's shortest repr of the
-float64 that equals them, so a float32 read back as float32 has the same bits. JSON has no NaN or
-infinity: they are written as the strings "NaN", "Infinity", "-Infinity", and `read_metrics` turns
-them back.
+Every row is `{"step": int, name: value, ...}`; those of a run begin with `time` too, in seconds since
+1970, and with what the run has read of its data until that step. Floats are written as Python's
+shortest repr of the float64 that equals them, so a float32 read back as float32 has the same bits.
+JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity", "-Infinity", and
+`read_metrics` turns them back.
 """
 
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,19 @@ class JsonlWriter:
     A last line that a kill or a full disk cut short is repaired when the file is opened again:
     completed if only its newline is missing, else dropped (ValueError if a line of it is no JSON
     object).
+
+    Args:
+        path: the file.
+        stamp: what every row of a step has beside its metrics; None for nothing.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        stamp: Callable[[int], Mapping[str, Any]] | None = None,
+    ):
         self.path = Path(path)
+        self._stamp = stamp
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 (see close)
         size = self._file.seek(0, os.SEEK_END)
@@ -38,12 +48,12 @@ class JsonlWriter:
         Values are numbers (0-d arrays too), bools, strings and None. Raises OSError on a full disk,
         which leaves nothing of the row behind.
         """
-        self._append(_encode({"step": step, **metrics}))
+        self._append_row(step, metrics)
 
     def resume(self, from_step: int) -> None:
         """Drops the rows after `from_step`, and appends one that says so.
 
-        That row is `{"step": from_step, "resumed_from": from_step}`. Raises ValueError: a line is
+        That row is `{"step": from_step, "resumed_from": from_step}`, with its stamp. Raises ValueError: a line is
         no JSON object; the file is left as it is.
         """
         remaining_lines = []
@@ -59,11 +69,15 @@ class JsonlWriter:
             os.ftruncate(self._file.fileno(), num_bytes)
         else:
             self._replace(remaining_lines)
-        self._append(_encode({"step": from_step, "resumed_from": from_step}))
+        self._append_row(from_step, {"resumed_from": from_step})
 
     def close(self) -> None:
         """Closes the file. A second call does nothing."""
         self._file.close()
+
+    def _append_row(self, step: int, metrics: Mapping[str, Any]) -> None:
+        stamps = {} if self._stamp is None else self._stamp(step)
+        self._append(_encode({"step": step, **stamps, **metrics}))
 
     def _append(self, line: bytes) -> None:
         size = self._file.seek(0, os.SEEK_END)

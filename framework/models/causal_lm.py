@@ -131,10 +131,13 @@ class CausalLM(Chain):
         return sums
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """{"loss": nats per token, "tokens": ..., and where tokens stand for text "bits_per_byte": ...}."""
+        """{"loss": nats per token, "perplexity": its exponential, "tokens": ..., and where tokens stand for text
+        "bits_per_byte": ...}."""
         # The maximum is for an evaluation without any counted target.
         loss = totals["nll"] / max(totals["tokens"], 1.0)
-        row = {"loss": loss, "tokens": totals["tokens"]}
+        # Beyond that, a float64 has no room for the exponential.
+        perplexity = math.inf if loss > 700 else math.exp(loss)
+        row = {"loss": loss, "perplexity": perplexity, "tokens": totals["tokens"]}
         if totals.get("bytes"):
             bits = totals["nll"] / math.log(2)
             row["bits_per_byte"] = bits / totals["bytes"]

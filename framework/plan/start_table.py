@@ -9,14 +9,21 @@ from framework.devices.accelerators import accelerator_name, spec_for
 from framework.devices.mesh import island, mesh_text
 from framework.layout import GROUPS, MemoryKind
 from framework.program.program import Program
+from framework.program.run_length import rate_course
 from framework.terminal.tables import Section, start_table
 
 
-def start_report(name: str, program: Program, without_data: str = "") -> list[Section]:
+def start_report(name: str, program: Program, without_data: str = "", begins_at: str = "") -> list[Section]:
     """The table of a run's start.
 
-    It has parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item, and the
-    data, or `without_data`, the reason why there are none.
+    It has parameters by group, bytes per device by group and memory kind, mesh, items per step, FLOPs per item, how
+    long the run is, its learning rates, and the data.
+
+    Args:
+        name: of the config.
+        program: its experiment on the devices.
+        without_data: the reason why there are no data; "" where the pipeline was set up.
+        begins_at: the step that the run begins at, and where its values are from; "" shows no such row.
     """
     layout = program.layout
     experiment = program.experiment
@@ -48,4 +55,24 @@ def start_report(name: str, program: Program, without_data: str = "") -> list[Se
         data={"not checked": without_data} if without_data else {row.name: str(row) for row in data.source_report()},
         item=data.item,
         versions={name: version(name) for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "grain")},
+        course=_course(program, begins_at, has_data=not without_data),
     )
+
+
+def _course(program: Program, begins_at: str, *, has_data: bool) -> dict[str, str]:
+    """The rows about a run's length, its learning rate and its beginning."""
+    experiment = program.experiment
+    steps = experiment.trainer.known_steps
+    rows = {}
+    # The length is not known where it is in epochs of data that are not on this machine.
+    if steps is not None:
+        epochs = ""
+        if has_data:
+            epochs = f" ({experiment.data.epochs_of(steps):.3g} epochs)"
+        rows["steps"] = f"{steps:,}{epochs}"
+        course = rate_course(experiment.learner.learning_rate, steps)
+        if course is not None:
+            rows["learning rate"] = course
+    if begins_at:
+        rows["begins at"] = begins_at
+    return rows

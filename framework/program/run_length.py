@@ -15,6 +15,7 @@ import numpy as np
 
 from framework.config import Config, ConfigError, diff, target_of
 from framework.config.names import join
+from framework.learner.instances import LearningRate
 from framework.optimizers.learning_rates import warmup_cosine, warmup_linear, warmup_stable_decay
 from framework.optimizers.schedule_steps import (
     following,
@@ -27,6 +28,8 @@ from framework.optimizers.schedule_steps import (
 
 # Rates are looked at in at most so many steps of a run.
 _SAMPLES = 1024
+# The peak of a run of at most so many steps is told to the step.
+_PEAK_SAMPLES = 1 << 20
 # A run that ends at 99% of the peak, or with 1% of its steps at a rate of zero, is one that
 # somebody meant.
 _NEARLY = 0.99
@@ -123,10 +126,28 @@ def rate_notes(learner: Config, steps: int) -> list[str]:
     return notes
 
 
-def _rates(function: Callable[[Any], Any], steps: int) -> tuple[np.ndarray, np.ndarray]:
+def rate_course(rate: LearningRate | None, steps: int) -> str | None:
+    """The learning rate over a run of so many steps, read from the schedule: "first -> peak -> last", as far as they
+    differ. None where the optimizer names no rate. Evaluates the schedule, so JAX must have started."""
+    if rate is None:
+        return None
+    counts, rates = _rates(rate, steps, _PEAK_SAMPLES)
+    peak_index = int(np.argmax(rates))
+    first, peak, last = (f"{rates[index]:.3g}" for index in (0, peak_index, -1))
+    # A peak at either end is that end.
+    if peak in (first, last):
+        return " -> ".join(dict.fromkeys([first, last]))
+    return f"{first} -> {peak} (step {counts[peak_index] + 1:,}) -> {last}"
+
+
+def _rates(
+    function: Callable[[Any], Any],
+    steps: int,
+    num_samples: int = _SAMPLES,
+) -> tuple[np.ndarray, np.ndarray]:
     """(int32[N] counts of updates before a step, float32[N] rates of these steps) over a run, evenly spaced."""
-    samples = np.linspace(0, steps - 1, _SAMPLES).round()
-    # A run with fewer steps than samples has some of them twice.
+    samples = np.linspace(0, steps - 1, min(steps, num_samples)).round()
+    # Rounding may give a step twice.
     counts = np.unique(samples.astype(np.int32))
     rates_of = jax.jit(jax.vmap(lambda count: jnp.asarray(function(count), jnp.float32)))
     rates = rates_of(counts)

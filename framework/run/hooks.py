@@ -173,8 +173,7 @@ class Evaluate(Hook):
             return
         run.writer.write(step, row)
         run.evaluation = row
-        losses = [f"{key} {value:.4f}" for key, value in row.items() if not key.endswith(_NOT_LOSSES)]
-        run.progress.print(f"step {step}: " + ", ".join(losses))
+        run.progress.print(evaluation_line(step, row))
 
     @staticmethod
     def evaluate_set(
@@ -201,6 +200,17 @@ class Evaluate(Hook):
         for _, sums in buffer.take(keep=0):
             totals.update(sums)
         return run.experiment.model.summary(dict(totals))
+
+
+def evaluation_line(step: int, row: Row) -> str:
+    """What a person sees of an evaluation, on a line that stays."""
+    figures = []
+    for key, value in row.items():
+        if not key.endswith(_NOT_LOSSES):
+            # A perplexity is as exact as its loss with fewer digits behind the point.
+            digits = 2 if key.endswith("/perplexity") else 4
+            figures.append(f"{key} {value:.{digits}f}")
+    return f"step {step}: " + ", ".join(figures)
 
 
 class Agree(Hook):

@@ -262,12 +262,23 @@ class Run:
         finally:
             self.writer.close()
 
+    def _stamp(self, step: int) -> dict[str, float]:
+        """What every row of metrics.jsonl has: the time in seconds since 1970, the tokens or images that were trained
+        on until this step, and the epoch, where batches that were left out count as read."""
+        num_items = step * self.data.global_batch_size * self.data.seq_len
+        num_batches = self.batch_order.batch_after(step)
+        return {
+            "time": round(time.time(), 3),
+            f"{self.data.item}s": num_items,
+            "epoch": self.data.epochs_of(num_batches),
+        }
+
     def _writers(self) -> Writer:
         # All processes have the same metrics, so one of them writes.
         if not distributed.is_primary():
             return MultiWriter([])
         say = self.progress.print
-        jsonl = JsonlWriter(self.workdir.metrics)
+        jsonl = JsonlWriter(self.workdir.metrics, self._stamp)
         # A full disk does not end a run: rows wait in memory until there is room.
         writers: list[Writer] = [PatientWriter(jsonl, "metrics.jsonl", say)]
         tensorboard = TensorBoardWriter(self.workdir.tensorboard)

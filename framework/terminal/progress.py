@@ -100,8 +100,8 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Shows the metrics of a step.
 
-        Shown are train/loss, train/tokens_per_second or images_per_second, train/mfu and
-        memory/device_bytes.
+        Shown are train/loss, train/learning_rate, train/grad_norm, train/tokens_per_second or
+        images_per_second, train/mfu and memory/device_bytes.
         """
         fields = self._fields(step, metrics)
         is_last = step >= self._total
@@ -192,8 +192,15 @@ class Progress:
         fields = [
             f"step {step:>{step_width}}/{self._total}",
             f"loss {loss:8.4f}",
-            f"{item_rate:>6} {self._unit}",
         ]
+        rate = metrics.get("train/learning_rate")
+        norm = metrics.get("train/grad_norm")
+        # An optimizer may have no learning rate that it names.
+        if rate is not None:
+            fields.append(f"lr {rate:8.2e}")
+        if norm is not None:
+            fields.append(f"norm {norm:8.3g}")
+        fields.append(f"{item_rate:>6} {self._unit}")
         # A device whose peak is not known has no MFU.
         if mfu is not None:
             fields.append(f"MFU {mfu:6.1%}")

@@ -34,6 +34,7 @@ def start_table(
     data: Mapping[str, str],
     versions: Mapping[str, str],
     item: str = "token",
+    course: Mapping[str, str] | None = None,
 ) -> list[Section]:
     """Returns the table that is shown before the first step.
 
@@ -49,6 +50,7 @@ def start_table(
       data: descriptions of the sources, by name.
       versions: versions of packages, by name.
       item: the kind of item that is counted, token or image.
+      course: what is known of the run from its start to its end, by name.
     """
     run = {
         "config": config,
@@ -56,6 +58,7 @@ def start_table(
         "mesh": mesh,
         f"{item}s per step": f"{tokens_per_step:,}",
         f"FLOPs per {item}": human_count(flops_per_token),
+        **(course or {}),
     }
     return [
         Section("run", list(run.items())),

@@ -23,7 +23,7 @@ from framework.optimizers.schedule_steps import (
     with_run_length,
 )
 from framework.program.options import TrainerOptions
-from framework.program.run_length import changed_length, rate_notes, set_length
+from framework.program.run_length import changed_length, rate_course, rate_notes, set_length
 
 # A schedule of each kind, written for 1000 steps, and its length.
 OF_OPTAX: dict[str, tuple[Config, int | None]] = {
@@ -323,6 +323,24 @@ def test_epochs_alone_are_the_length():
     assert set_length(config, 43) == ["trainer.max_epochs = 3: trainer.max_steps none -> 43"]
     assert config.learner.learning_rate.warmup == 5
     assert set_length(config, 43) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "course"),
+    [
+        (config_for(warmup_cosine, peak_value=0.1, warmup=20), "0 -> 0.1 (step 21) -> 0.01"),
+        (config_for(optax.linear_schedule, init_value=0.1, end_value=0.0, transition_steps=299), "0.1 -> 0"),
+        (config_for(optax.linear_schedule, init_value=0.0, end_value=0.1, transition_steps=9), "0 -> 0.1"),
+        (0.25, "0.25"),
+        (None, None),
+    ],
+)
+def test_the_course_of_the_learning_rate_is_read_from_the_schedule(rate: Any, course: str | None):
+    if isinstance(rate, Config):
+        rate = with_run_length(rate, 300).instantiate()
+    elif rate is not None:
+        rate = optax.constant_schedule(rate)
+    assert rate_course(rate, 300) == course
 
 
 def test_a_run_that_goes_on_with_another_length_is_told_of_its_rates():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import random
 import signal
 import time
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
+import configs
 from framework.program.experiment import Experiment
 from framework.run.run import Run
-from tests.support.runs import LONG, losses, output, rows, start, train, wait_for
+from tests.support.runs import CONFIG, LONG, losses, output, rows, start, train, wait_for
 
 
 def test_a_run_leaves_everything(done: Path) -> None:
@@ -104,6 +106,46 @@ def test_a_start_before_the_first_checkpoint_leaves_no_second_rows(
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
     assert train(tmp_path / "run", *flags) == 0
     assert [row["step"] for row in rows(tmp_path / "run") if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_death_between_a_row_and_its_checkpoint_leaves_no_second_rows(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Both rows of step 4, of training and of its evaluation, are there when the run dies; its checkpoint is not."""
+    save = Run.save
+
+    def die(run: Run, step: int) -> None:
+        if step == 4:
+            run.checkpointer.wait()
+            raise RuntimeError("before the checkpoint of step 4")
+        save(run, step)
+
+    workdir = tmp_path / "run"
+    flags = ("--config.trainer.save_every=2", "--config.trainer.eval_every=2", "--config.trainer.max_steps=6")
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "save", die)
+        with pytest.raises(RuntimeError):
+            train(workdir, *flags)
+    assert "  begins at         step 0, first values\n" in capsys.readouterr().out
+    kinds = ("train/loss", "eval/held/loss")
+    assert [[row["step"] for row in rows(workdir) if kind in row] for kind in kinds] == [[1, 2, 3, 4], [2, 4]]
+    before = time.time()
+    assert train(workdir, *flags) == 0
+    assert [[row["step"] for row in rows(workdir) if kind in row] for kind in kinds] == [[1, 2, 3, 4, 5, 6], [2, 4, 6]]
+    assert resumed_from(workdir) == [2]
+    out = capsys.readouterr().out
+    assert f"  begins at         step 2, resumed from {workdir / 'checkpoints'}\n" in out
+    epochs = rows(workdir)[-1]["epoch"]
+    assert f"  steps             6 ({epochs:.3g} epochs)\n" in out
+    assert "step 4: eval/held/loss" in out
+    data = configs.load(f"{CONFIG}:tiny").data
+    for row in rows(workdir):
+        assert (row["time"] >= before - 0.01) == (row["step"] > 2 or "resumed_from" in row)
+        assert row["tokens"] == row["step"] * data.global_batch_size * data.seq_len
+        assert row["epoch"] == pytest.approx(row["step"] * rows(workdir)[0]["epoch"])
+    for row in rows(workdir):
+        if "eval/held/loss" in row:
+            assert row["eval/held/perplexity"] == pytest.approx(math.exp(row["eval/held/loss"]))
 
 
 def test_resume_flags(done: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
