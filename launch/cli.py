@@ -10,7 +10,8 @@
 
 A mistake of the user's ends as one line on stderr and exit code 2, an exception in a user's own file as one line and
 that file's frames; anything unexpected keeps its traceback (set PLIMSOLL_TRACEBACK=1 to see one for mistakes too).
-Imports `framework.config`, `configs`, `launch.flag_hints`, `launch.mistakes`, `launch.own_data`.
+Imports `framework.config`, `configs`, `launch.flag_hints`, `launch.mistakes`, `launch.own_data`,
+`launch.reports`.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from framework.config import Config, ConfigError, did_you_mean, diff
 from framework.config.texts import as_text
 from framework.terminal import interrupts
 from framework.terminal.exit_codes import ExitCode
-from launch import flag_hints, mistakes, own_data
+from launch import flag_hints, mistakes, own_data, reports
 
 # (dotted path, text) in the order of the command line.
 Overrides = Sequence[tuple[str, str]]
@@ -146,6 +147,7 @@ class Parser(argparse.ArgumentParser):
         if spec is None:
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
         named = configs.load(spec)
+        overrides = [*reports.overrides(args), *overrides]
         notes: list[str] = []
         if getattr(args, "data", None) is not None:
             overridden = [path for path, _ in overrides]

@@ -23,7 +23,7 @@ from typing import Any
 
 from framework.terminal import interrupts
 from framework.terminal.exit_codes import REFUSED, ExitCode
-from launch import cli, mistakes, stored
+from launch import cli, mistakes, reports, stored
 from launch.job import Job
 
 # The time that all processes of a run have to end after a signal, before the first does.
@@ -49,6 +49,7 @@ def add_flags(parser: cli.Parser) -> None:
         action="store_true",
         help="show the start table, compile the step, train nothing",
     )
+    reports.add_flags(parser)
     parser.add_argument("--force", action="store_true", help="resume on other data; train although it does not fit")
     parser.add_argument("--device_memory_gib", type=float, metavar="GIB", help="instead of what the devices have")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: where process 0 listens")

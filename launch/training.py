@@ -15,6 +15,7 @@ from framework.devices.allocator import keep_freed_memory
 from framework.files.workdir import write_json
 from framework.inference.images import save_grid
 from framework.metrics.plot import plot_losses
+from framework.metrics.services import check_installed
 from framework.plan import guard, host_room
 from framework.plan.guard import Need
 from framework.plan.start_table import start_report
@@ -96,6 +97,7 @@ class Training:
 
     def _prepare(self) -> None:
         """Looks at what the workdir holds, makes the data ready, and settles how long the run is."""
+        check_installed(self.options.wandb_project, self.options.mlflow_uri)
         notes = remains.check(self.workdir, self.job.args.resume, self.config.to_dict())
         self._tell(notes)
         saved_steps = Checkpointer(directory=self.workdir.checkpoints, read_only=True).steps()

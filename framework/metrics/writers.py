@@ -1,4 +1,4 @@
-"""Writers of metrics: JSONL and TensorBoard always, Weights & Biases if installed and asked for.
+"""Writers of metrics: TensorBoard, Weights & Biases, and several at once.
 
 tensorboardX and wandb are imported by the methods that use them. One process writes.
 """
@@ -110,6 +110,7 @@ class WandbWriter:
 
     Raises:
         ImportError: the package is not installed.
+        ValueError: W&B refuses: nobody is logged in, say.
     """
 
     def __init__(self, project: str, name: str, *, workdir: Path, config: Mapping[str, Any]):
@@ -121,16 +122,22 @@ class WandbWriter:
                 "run `pip install wandb`, or switch W&B off in the config"
             ) from error
         id_file = workdir / "wandb_run_id"
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:12])
-        self._run: Any = wandb.init(
-            project=project,
-            name=name,
-            id=id_file.read_text(),
-            resume="allow",
-            dir=os.fspath(workdir),
-            config=config,
-        )
+        run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:12]
+        try:
+            self._run: Any = wandb.init(
+                project=project,
+                name=name,
+                id=run_id,
+                resume="allow",
+                dir=os.fspath(workdir),
+                config=config,
+            )
+        except wandb.Error as error:
+            first_line = str(error).partition("\n")[0]
+            raise ValueError(
+                f"--wandb={project}: {first_line} (WANDB_MODE=offline keeps the run in {workdir}/wandb)"
+            ) from error
+        id_file.write_text(run_id)
         # W&B's own step only grows; the run's step goes back on resume, so it is the axis of every
         # curve.
         self._run.define_metric("step")

@@ -33,7 +33,10 @@ class TrainerOptions:
         sample_prompt: what the sample continues.
         sample_temperature: 0 is greedy. Of images: the standard deviation of latents.
         compilation_cache: folder where compiled programs outlive the process; None keeps none.
+        tensorboard: also write event files into WORKDIR/tensorboard.
         wandb_project: also report to this Weights & Biases project (`pip install wandb`).
+        mlflow_uri: also report to this MLflow server, database or folder (`pip install mlflow`); "default": to
+            what MLFLOW_TRACKING_URI says.
         hooks: your own, each a subclass of `framework.run.hooks.Hook`; they are asked in this order, after those that
             every run has.
     """
@@ -56,7 +59,9 @@ class TrainerOptions:
         sample_prompt: str = "",
         sample_temperature: NonNegativeFloat = 0.8,
         compilation_cache: str | None = "~/.cache/plimsoll/xla",
+        tensorboard: bool = True,
         wandb_project: str | None = None,
+        mlflow_uri: str | None = None,
         hooks: list[Config] = [],  # noqa: B006
     ):
         if profile and (len(profile) != 2 or not 1 <= profile[0] <= profile[1]):
@@ -81,7 +86,9 @@ class TrainerOptions:
         self.sample_prompt = sample_prompt
         self.sample_temperature = sample_temperature
         self.compilation_cache = compilation_cache
+        self.tensorboard = tensorboard
         self.wandb_project = wandb_project
+        self.mlflow_uri = mlflow_uri
         self.hooks = list(hooks)
 
     @property

@@ -133,7 +133,9 @@ def rate_course(rate: LearningRate | None, steps: int) -> str | None:
         return None
     counts, rates = _rates(rate, steps, _PEAK_SAMPLES)
     peak_index = int(np.argmax(rates))
-    first, peak, last = (f"{rates[index]:.3g}" for index in (0, peak_index, -1))
+    # A schedule that ends at zero may leave the rounding of float32 there.
+    shown_rates = np.where(rates < 1e-6 * rates.max(), 0.0, rates)
+    first, peak, last = (f"{shown_rates[index]:.3g}" for index in (0, peak_index, -1))
     # A peak at either end is that end.
     if peak in (first, last):
         return " -> ".join(dict.fromkeys([first, last]))

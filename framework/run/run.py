@@ -15,12 +15,14 @@ from framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
 from framework.checkpoint.directory import CheckpointCorruptError
 from framework.config import Config
 from framework.config.changes import config_changes
+from framework.config.texts import as_text
 from framework.data.order import BatchOrder
 from framework.devices.accelerators import spec_for
 from framework.files.workdir import Workdir
 from framework.metrics.goodput import Goodput
 from framework.metrics.jsonl import JsonlWriter
 from framework.metrics.patient import PatientWriter
+from framework.metrics.services import MlflowWriter
 from framework.metrics.throughput import Throughput
 from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter, Writer
 from framework.processes import distributed
@@ -145,6 +147,7 @@ class Run:
 
     def _open(self) -> None:
         """Begins to write to the workdir, which is this run's from here on."""
+        services = self._services()
         self.checkpointer = Checkpointer(
             directory=self.workdir.checkpoints,
             keep=self.options.keep,
@@ -153,7 +156,7 @@ class Run:
             before_commit=self.workdir.sync,
             after_commit=partial(remains.record_saved, self.workdir.path),
         )
-        self.writer = self._writers()
+        self.writer = self._writers(services)
         self.workdir.keep()
         self.progress.write_log()
 
@@ -273,19 +276,37 @@ class Run:
             "epoch": self.data.epochs_of(num_batches),
         }
 
-    def _writers(self) -> Writer:
+    def _services(self) -> list[Writer]:
+        """The services that metrics are reported to. They come first: one that refuses leaves nothing in the workdir.
+
+        Raises:
+            ValueError: a service refuses.
+        """
+        services: list[Writer] = []
         # All processes have the same metrics, so one of them writes.
+        if not distributed.is_primary():
+            return services
+        path = self.workdir.path
+        project = self.options.wandb_project
+        if project is not None:
+            config = self.config.to_dict()
+            services.append(WandbWriter(project, path.name, workdir=path, config=config))
+        uri = self.options.mlflow_uri
+        if uri is not None:
+            fields = {field: as_text(value) for field, value in self.config.walk() if field}
+            mlflow = MlflowWriter(uri, path.name, workdir=path, config=fields)
+            services.append(PatientWriter(mlflow, "MLflow", self.progress.print))
+        return services
+
+    def _writers(self, services: list[Writer]) -> Writer:
+        """All that takes rows of metrics: files in the workdir, and the services."""
         if not distributed.is_primary():
             return MultiWriter([])
         say = self.progress.print
         jsonl = JsonlWriter(self.workdir.metrics, self._stamp)
         # A full disk does not end a run: rows wait in memory until there is room.
         writers: list[Writer] = [PatientWriter(jsonl, "metrics.jsonl", say)]
-        tensorboard = TensorBoardWriter(self.workdir.tensorboard)
-        writers.append(PatientWriter(tensorboard, "tensorboard", say))
-        project = self.options.wandb_project
-        if project is not None:
-            path = self.workdir.path
-            config = self.config.to_dict()
-            writers.append(WandbWriter(project, path.name, workdir=path, config=config))
-        return MultiWriter(writers)
+        if self.options.tensorboard:
+            tensorboard = TensorBoardWriter(self.workdir.tensorboard)
+            writers.append(PatientWriter(tensorboard, "tensorboard", say))
+        return MultiWriter([*writers, *services])

@@ -2,13 +2,17 @@
 
 import builtins
 import struct
+import sys
 import types
 
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from framework.metrics import patient
 from framework.metrics.jsonl import JsonlWriter, read_metrics
+from framework.metrics.patient import PatientWriter
+from framework.metrics.services import MlflowWriter, check_installed
 from framework.metrics.writers import MultiWriter, TensorBoardWriter, WandbWriter
 
 
@@ -90,7 +94,7 @@ def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
         calls.append(("init", kwargs))
         return Run()
 
-    monkeypatch.setitem(__import__("sys").modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Error=ValueError))
     for start in (0, 5):
         writer = WandbWriter("plimsoll", "tiny", workdir=tmp_path, config={"a": 1})
         if start:
@@ -105,6 +109,74 @@ def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
     assert logged == [{"step": 1, "train/loss": 0.5}, {"step": 5, "resumed_from": 5}, {"step": 6, "train/loss": 0.5}]
     assert ("define", "*", "step") in calls
     assert calls.count(("finish",)) == 2
+
+
+def test_a_service_without_its_package_is_refused_with_the_command():
+    check_installed(None, None)
+    with pytest.raises(ImportError, match=r"--wandb.*`pip install wandb` installs it"):
+        check_installed("mine", None)
+    with pytest.raises(ImportError, match=r"--mlflow.*`pip install mlflow` installs it"):
+        check_installed(None, "http://127.0.0.1")
+
+
+class Server:
+    """Stands in for MLflow's client: what is logged, and whether it answers."""
+
+    def __init__(self):
+        self.runs: list[str] = []
+        self.rows: list[tuple[str, dict, dict]] = []
+        self.ended: list[str] = []
+        self.answers = True
+
+    def get_experiment_by_name(self, name):
+        return types.SimpleNamespace(experiment_id=name)
+
+    def create_run(self, experiment_id, run_name):
+        self.runs.append(run_name)
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"run-{len(self.runs)}"))
+
+    def update_run(self, run_id, status):
+        assert (run_id, status) == ("run-1", "RUNNING")
+
+    def log_batch(self, run_id, metrics=(), params=()):
+        if not self.answers:
+            raise ConnectionError("nobody answers\nat length")
+        numbers = {name: (value, step) for name, value, _, step in metrics}
+        self.rows.append((run_id, numbers, dict(params)))
+
+    def set_terminated(self, run_id):
+        self.ended.append(run_id)
+
+
+def test_mlflow_goes_on_with_the_same_run_and_waits_for_its_server(tmp_path, monkeypatch):
+    server = Server()
+    modules = {
+        "mlflow": types.ModuleType("mlflow"),
+        "mlflow.exceptions": types.SimpleNamespace(MlflowException=ConnectionError),
+        "mlflow.tracking": types.SimpleNamespace(MlflowClient=lambda uri: server),
+        "mlflow.entities": types.SimpleNamespace(Metric=lambda *of: of, Param=lambda *of: of),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(patient, "RETRY_SECONDS", 0.0)
+    said: list[str] = []
+    for first in (1, 3):
+        mlflow = MlflowWriter("default", "tiny", workdir=tmp_path, config={f"field{i}": "x" for i in range(150)})
+        writer = PatientWriter(mlflow, "MLflow", said.append)
+        server.answers = False
+        writer.write(first, {"train/loss": 0.5})
+        server.answers = True
+        writer.write(first + 1, {"train/loss": np.float32(0.25)})
+        writer.close()
+    assert [len(parameters) for *_, parameters in server.rows] == [100, 50, 0, 0, 0, 0]
+    assert [row["train/loss"] for _, row, _ in server.rows[2:]] == [(0.5, 1), (0.25, 2), (0.5, 3), (0.25, 4)]
+    assert server.runs == ["tiny"]
+    assert server.ended == ["run-1", "run-1"]
+    assert said[0].startswith("MLflow cannot be written: nobody answers. Training goes on")
+    server.answers = False
+    (tmp_path / "mlflow_run_id").unlink()
+    with pytest.raises(ValueError, match=r"^--mlflow=default: nobody answers$"):
+        MlflowWriter("default", "tiny", workdir=tmp_path, config={"field": "x"})
 
 
 def test_multi_writer_hands_on_and_closes_all(tmp_path):

@@ -329,7 +329,7 @@ def test_epochs_alone_are_the_length():
     ("rate", "course"),
     [
         (config_for(warmup_cosine, peak_value=0.1, warmup=20), "0 -> 0.1 (step 21) -> 0.01"),
-        (config_for(optax.linear_schedule, init_value=0.1, end_value=0.0, transition_steps=299), "0.1 -> 0"),
+        (config_for(optax.linear_schedule, init_value=0.1, end_value=0.0, transition_steps=100), "0.1 -> 0"),
         (config_for(optax.linear_schedule, init_value=0.0, end_value=0.1, transition_steps=9), "0 -> 0.1"),
         (0.25, "0.25"),
         (None, None),

@@ -1,0 +1,45 @@
+"""--wandb, --mlflow and --tensorboard: short for the fields of `trainer` that say where metrics are reported to."""
+
+import argparse
+import os
+
+# The fields of a config that the flags set, by the flag's name.
+_FIELDS = {
+    "wandb": "trainer.wandb_project",
+    "mlflow": "trainer.mlflow_uri",
+    "tensorboard": "trainer.tensorboard",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the three flags to a verb that trains."""
+    group = parser.add_argument_group("reports, beside WORKDIR/metrics.jsonl")
+    group.add_argument(
+        "--wandb",
+        nargs="?",
+        const=os.environ.get("WANDB_PROJECT", "plimsoll"),
+        metavar="PROJECT",
+        help="to Weights & Biases; WANDB_MODE=offline and the like work as usual",
+    )
+    group.add_argument(
+        "--mlflow",
+        nargs="?",
+        const="default",
+        metavar="URI",
+        help="to MLflow; without a URI to what MLFLOW_TRACKING_URI says",
+    )
+    group.add_argument(
+        "--tensorboard",
+        action=argparse.BooleanOptionalAction,
+        help="event files in WORKDIR/tensorboard: written unless the config or --no-tensorboard says otherwise",
+    )
+
+
+def overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The (path, text) of the fields that the flags set; [] for a verb without them."""
+    found = []
+    for flag, path in _FIELDS.items():
+        value = getattr(args, flag, None)
+        if value is not None:
+            found.append((path, str(value)))
+    return found

@@ -1,0 +1,35 @@
+"""--wandb, --mlflow and --tensorboard set fields of the config, and are checked before anything is compiled."""
+
+import pytest
+
+from launch import cli, reports
+from tests.support.runs import CONFIG, train
+
+
+def trainer_of(*flags: str):
+    parser = cli.Parser("train")
+    reports.add_flags(parser)
+    return parser.parse([f"--config={CONFIG}:tiny", *flags]).config.trainer
+
+
+def test_flags_are_short_for_fields(monkeypatch: pytest.MonkeyPatch):
+    plain = trainer_of()
+    assert (plain.wandb_project, plain.mlflow_uri, plain.tensorboard) == (None, None, True)
+    bare = trainer_of("--wandb", "--mlflow", "--no-tensorboard")
+    assert (bare.wandb_project, bare.mlflow_uri, bare.tensorboard) == ("plimsoll", "default", False)
+    named = trainer_of("--wandb=mine", "--mlflow", "http://host:5000", "--tensorboard")
+    assert (named.wandb_project, named.mlflow_uri, named.tensorboard) == ("mine", "http://host:5000", True)
+    assert trainer_of("--wandb=mine", "--config.trainer.wandb_project=other").wandb_project == "other"
+    monkeypatch.setenv("WANDB_PROJECT", "ours")
+    assert trainer_of("--wandb").wandb_project == "ours"
+
+
+def test_a_missing_package_is_told_before_anything_is_compiled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("framework.program.program.Program.compile", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("framework.data.pipeline.DataPipeline.setup", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setenv("TINY_TEXT", str(tmp_path))
+    assert train(tmp_path / "run", "--mlflow", "--wandb") == 2
+    error = capsys.readouterr().err
+    assert error.endswith("the package `wandb` is not installed; `pip install wandb` installs it\n")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
