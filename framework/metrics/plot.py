@@ -1,4 +1,4 @@
-"""Draws loss curves as a PNG, from metrics.jsonl.
+"""Draws the losses and the learning rate of a run as a PNG, from metrics.jsonl.
 
 matplotlib is used without pyplot, whose global state and choice of a display have no place in a
 training process.
@@ -12,7 +12,14 @@ from typing import Any
 from framework.metrics.jsonl import read_metrics
 
 TRAIN = "train/loss"
+RATE = "train/learning_rate"
 _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
+_RATE_COLOR = "#444444"
+# A training loss of fewer points is drawn as it is.
+_MIN_SMOOTHED = 20
+
+# (step, value) of each row, by step.
+Points = list[tuple[int, float]]
 
 
 def plot_losses(
@@ -20,42 +27,33 @@ def plot_losses(
 ) -> Path:
     """Draws the losses of a run by step; replaces `png_path` atomically, and returns it.
 
-    Drawn are `train/loss` (raw and smoothed) and every other metric that ends in "loss". Values
-    that are not finite are gaps, a dotted line marks each resume, and the loss axis leaves out
-    spikes that would flatten the rest. Raises what `read_metrics` does, and OSError.
+    Drawn are `train/loss` (smoothed, and pale as it is) and every other metric that ends in "loss";
+    a learning rate that changes is in a panel below. Values that are not finite are gaps, a dotted
+    line marks each resume, and the loss axis leaves out spikes that would flatten the rest. Raises
+    what `read_metrics` does, and OSError.
     """
-    import numpy as np
     from matplotlib.figure import Figure
 
     rows = read_metrics(metrics_jsonl)
-    curves = loss_curves(rows)
-    figure = Figure(figsize=(9, 5.2), dpi=130, layout="constrained")
-    axes = figure.add_subplot()
-    # The colors come again where there are more curves than colors.
-    for color, (name, points) in zip(_COLORS * len(curves), curves.items(), strict=False):
-        steps, losses = np.array(points).T
-        if name == TRAIN and len(steps) > 100:
-            axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
-            losses = smoothed(losses)
-        # Points of an evaluation may be few; markers on many would be a thick line.
-        marker = "o" if len(steps) < 40 else None
-        label = f"{name}  {losses[-1]:.4f}"
-        axes.plot(steps, losses, color=color, marker=marker, markersize=3.5, label=label)
-    for row in rows:
-        if "resumed_from" in row:
-            axes.axvline(row["step"], color="#888888", linestyle=":", linewidth=1.0, zorder=0)
-    all_losses = [loss for points in curves.values() for _, loss in points]
-    finite_losses = np.array([loss for loss in all_losses if np.isfinite(loss)])
-    if finite_losses.size:
-        low = np.min(finite_losses)
-        # By a percentile, as a few spikes would move the highest loss.
-        typical_high = np.percentile(finite_losses, 98)
-        top = min(np.max(finite_losses), low + 2 * (typical_high - low))
-        axes.set_ylim(low - 0.05, top + 0.05)
-        axes.legend(frameon=False, fontsize=9)
-    axes.set(title=title, xlabel="step", ylabel=f"loss ({unit})")
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    rates = _points(rows, RATE)
+    has_rates = len({rate for _, rate in rates}) > 1
+    figure = Figure(figsize=(9, 6.4 if has_rates else 5.2), dpi=130, layout="constrained")
+    if has_rates:
+        loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        _draw_rates(rate_axes, rates)
+        all_axes = [loss_axes, rate_axes]
+    else:
+        loss_axes = figure.add_subplot()
+        all_axes = [loss_axes]
+    _draw_losses(loss_axes, loss_curves(rows))
+    loss_axes.set(title=title, ylabel=f"loss ({unit})")
+    all_axes[-1].set_xlabel("step")
+    for axes in all_axes:
+        for row in rows:
+            if "resumed_from" in row:
+                axes.axvline(row["step"], color="#888888", linestyle=":", linewidth=1.0, zorder=0)
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
     temporary = png_path.with_name(png_path.name + ".tmp")
     try:
         figure.savefig(temporary, format="png")
@@ -67,17 +65,56 @@ def plot_losses(
     return png_path
 
 
-def loss_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+def _draw_losses(axes: Any, curves: Mapping[str, Points]) -> None:
+    """Draws each curve with its last value in the legend, and bounds the axis."""
+    import numpy as np
+
+    # The colors come again where there are more curves than colors.
+    for color, (name, points) in zip(_COLORS * len(curves), curves.items(), strict=False):
+        steps, losses = np.array(points).T
+        if name == TRAIN and len(steps) > _MIN_SMOOTHED:
+            axes.plot(steps, losses, color=color, alpha=0.35, linewidth=0.8)
+            losses = smoothed(losses)
+            name = f"{name}, smoothed"
+        # Points of an evaluation may be few; markers on many would be a thick line.
+        is_few = len(steps) < 40 and not name.startswith(TRAIN)
+        # A single point has no line.
+        marker = "o" if is_few or len(steps) == 1 else None
+        label = f"{name}  {losses[-1]:.4f}"
+        axes.plot(steps, losses, color=color, marker=marker, markersize=3.5, label=label)
+    all_losses = [loss for points in curves.values() for _, loss in points]
+    finite_losses = np.array([loss for loss in all_losses if np.isfinite(loss)])
+    if finite_losses.size:
+        low = np.min(finite_losses)
+        # By a percentile, as a few spikes would move the highest loss.
+        typical_high = np.percentile(finite_losses, 98)
+        top = min(np.max(finite_losses), low + 2 * (typical_high - low))
+        axes.set_ylim(low - 0.05, top + 0.05)
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_rates(axes: Any, rates: Points) -> None:
+    """Draws the learning rate, from zero on."""
+    axes.plot(*zip(*rates, strict=True), color=_RATE_COLOR, linewidth=1.2)
+    axes.set_ylabel("learning rate")
+    axes.set_ylim(bottom=0.0)
+    # 2e-4 in place of 0.0002, once above the axis.
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+
+
+def loss_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     """Returns [(step, value)], sorted by step, for each metric whose name ends in "loss".
 
     The metrics stand in the order of their first appearance.
     """
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name.endswith("loss"):
-                curves.setdefault(name, []).append((row["step"], value))
-    return {name: sorted(points) for name, points in curves.items()}
+    names = [name for row in rows for name in row if name.endswith("loss")]
+    # A dict instead of a set, as it keeps the order.
+    return {name: _points(rows, name) for name in dict.fromkeys(names)}
+
+
+def _points(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
+    """Returns (step, value) of each row that has a metric, by step."""
+    return sorted((row["step"], row[name]) for row in rows if name in row)
 
 
 def smoothed(losses: Any) -> Any:

@@ -10,6 +10,7 @@ from framework.metrics.jsonl import JsonlWriter
 from framework.metrics.plot import loss_curves, plot_losses, smoothed
 
 TRAIN_BLUE, VALIDATION_RED, EMA_TEAL = (0x30, 0x63, 0x8E), (0xD1, 0x49, 0x5B), (0x00, 0x79, 0x8C)
+RATE_GREY = (0x44, 0x44, 0x44)
 
 
 def write(path, steps, *, evaluate_every=0, ema=False, nan=(), resume=None):
@@ -70,6 +71,19 @@ def test_nan_a_spike_and_a_run_without_losses(tmp_path):
         writer.close()
         picture = pixels(plot_losses(tmp_path / f"{name}.jsonl", tmp_path / "loss.png", name))
         assert (count(picture, TRAIN_BLUE) > 300) == (name == "spike")
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_learning_rate_that_changes_has_a_panel(tmp_path, changes):
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    for step in range(1, 61):
+        rate = 3e-4 * (61 - step if changes else 1)
+        writer.write(step, {"train/loss": 3.0 - step / 60, "train/learning_rate": rate})
+    writer.close()
+    picture = pixels(plot_losses(tmp_path / "m.jsonl", tmp_path / "loss.png", "tiny"))
+    below = picture[-200:, 200:]  # right of the axis and its numbers
+    assert (count(below, RATE_GREY) > 500) == changes
+    assert count(picture, TRAIN_BLUE) > 500
 
 
 def test_loss_curves():
