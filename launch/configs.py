@@ -1,4 +1,8 @@
-"""List the named configs, show one as it resolves, or compare two: list | show NAME | diff A B. Trains nothing."""
+"""List the named configs, show one as it resolves, or compare two: list | show NAME | diff A B. Trains nothing.
+
+python -m launch.configs show llama2-7b                     # what one usually sets
+python -m launch.configs show llama2-7b --only=learner      # a part of it; or --all
+"""
 
 import functools
 import inspect
@@ -13,7 +17,7 @@ import configs
 from framework.config import Config, diff, join, target_of
 from framework.config.texts import as_text
 from framework.terminal.exit_codes import ExitCode
-from launch import cli
+from launch import cli, shown_fields
 
 # The widths at which a column of values and a comment end.
 _COLUMN = 60
@@ -38,6 +42,14 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="show: print the config as it is stored with a checkpoint",
     )
+    parser.add_argument("--all", action="store_true", help="show: all fields, in place of those that one usually sets")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="show: a path with all fields below it, or the fields that have a word in their path; repeatable",
+    )
     spec, overrides, verb_flags = cli.split(argv)
     args = parser.parse_flags(verb_flags)
     action = args.action
@@ -48,6 +60,8 @@ def main(argv: list[str]) -> int:
     resolves_nothing = action == "list" and (overrides or args.accelerator)
     if (args.json and action != "show") or resolves_nothing:
         raise cli.UsageError("--json goes with show; overrides and --accelerator go with show and diff")
+    if (args.only or args.all) and (action != "show" or args.json or (args.only and args.all)):
+        raise cli.UsageError("--only and --all go with show, one of the three: --only, --all, --json")
     num_names = {"list": 0, "show": 1, "diff": 2}[action]
     if len(names) != num_names:
         raise cli.UsageError(f"{action} takes {num_names} names of configs, given {len(names)}")
@@ -67,7 +81,7 @@ def main(argv: list[str]) -> int:
         print(config.to_json())
     else:
         title = f"{names[0]}: {summary(configs.find(names[0]))}"
-        _print([title, *_show(config, rules, overrides)])
+        _print([title, *_show(config, rules, overrides, args.only, everything=args.all)])
     return ExitCode.DONE
 
 
@@ -102,8 +116,15 @@ def field_docs(target: Callable[..., Any]) -> dict[str, str]:
     return docs
 
 
-def _show(config: Config, rules: list[str], overrides: Sequence[tuple[str, str]]) -> list[str]:
-    """The lines of a config: what its rules changed, then a line for each field."""
+def _show(
+    config: Config,
+    rules: list[str],
+    overrides: Sequence[tuple[str, str]],
+    words: Sequence[str],
+    *,
+    everything: bool,
+) -> list[str]:
+    """The lines of a config: what its rules changed, then a line for each field that is shown."""
     # What set a field, by its path. The line of a rule is `rule PATTERN: PATH OLD -> NEW`.
     marks: dict[str, str] = {}
     for line in rules:
@@ -112,6 +133,14 @@ def _show(config: Config, rules: list[str], overrides: Sequence[tuple[str, str]]
         marks[path] = f"  <- {rule}"
     for path, _ in overrides:
         marks[path] = "  <- command line"
+    if words:
+        paths = shown_fields.only(config, words)
+    elif everything:
+        paths = [path for path, _ in config.walk() if path]
+    else:
+        paths = shown_fields.usual(config, list(marks))
+    shown_paths = set(paths)
+    num_fields = 0
     # What a component says of its fields, by path: `walk` gives a component before its fields.
     docs: dict[str, str] = {}
     rows: list[tuple[str, str]] = []
@@ -122,16 +151,23 @@ def _show(config: Config, rules: list[str], overrides: Sequence[tuple[str, str]]
             for name, field_doc in field_docs(target).items():
                 docs[join(path, name)] = field_doc
             doc = doc or summary(target)
+        # The experiment itself, of which the title says enough.
+        if not path:
+            continue
+        num_fields += 1
+        if path not in shown_paths:
+            continue
         text = f"{path} = {as_text(value)}{marks.get(path, '')}"
         rows.append((text, textwrap.shorten(doc, _DOC, placeholder="...")))
     width = _column_width(rows, 0)
     lines = []
-    # The first row is the experiment itself, of which the title says enough.
-    for text, doc in rows[1:]:
+    for text, doc in rows:
         lines.append(f"{text:{width}}  # {doc}" if doc else text)
     if any(text.endswith(" = ?") for text, _ in rows):
         note = "?: not set here. The parent fills it in when it builds the component; if it does not, training says so."
         lines += ["", note]
+    if not words and len(rows) < num_fields:
+        lines += ["", f"{len(rows)} of {num_fields} fields; --all shows all, --only=WORD those with it in their path"]
     return [*rules, *lines]
 
 

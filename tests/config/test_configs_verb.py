@@ -44,6 +44,29 @@ def test_show_prints_one_line_per_leaf_with_its_doc(capsys, user_file, monkeypat
     assert max(map(len, run(capsys, "show", f"{user_file}:mine"))) == 60
 
 
+def test_show_is_short_unless_asked_for_more(capsys):
+    def paths(*flags: str) -> list[str]:
+        lines = run(capsys, "show", "nanogpt-cpu", *flags)
+        return [line.split(" = ")[0] for line in lines if " = " in line]
+
+    everything = paths("--all")
+    short = paths("--config.health.hang_seconds=3", "--config.learner.optimizer=lion")
+    assert len(short) < 70 < len(everything)
+    assert set(short) >= {
+        "model.dim",
+        "trainer.max_steps",
+        "memory.remat",
+        "health.hang_seconds",
+        "learner.optimizer.b1",
+    }
+    assert "health.status_seconds" not in short
+    assert "fields; --all shows all" in run(capsys, "show", "nanogpt-cpu")[-1]
+    learner = paths("--only=learner")
+    assert learner == [path for path in everything if path == "learner" or path.startswith("learner.")]
+    assert paths("--only", "head") == [path for path in everything if "head" in path]
+    assert paths("--only=learner", "--only=status_sec") == [*learner, "health.status_seconds"]
+
+
 def test_show_marks_rules_and_overrides(capsys, user_file):
     lines = run(capsys, "show", f"{user_file}:mine", "--accelerator=v5e-4", "--config.steps=7")
     assert {"rule v5e-*: remat none -> full", "rule v5e-*: steps 10 -> 20"} < set(lines[1:4])
@@ -75,6 +98,9 @@ def test_mistakes(capsys, user_file):
         (("diff", mine, mine, "--json"), "--json goes with show"),
         (("list", "--config.a=1"), "overrides and --accelerator go with show and diff"),
         (("show", mine, "--config.a=1"), "--config.a=1: no such field"),
+        (("show", mine, "--only=optimiser"), "no field has that in its path; did you mean 'optimizer'?"),
+        (("diff", mine, mine, "--only=steps"), "--only and --all go with show"),
+        (("show", mine, "--all", "--json"), "--only and --all go with show"),
     ]:
         assert verb.main(list(argv)) == 2
         assert message in capsys.readouterr().err
