@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from framework.config import ConfigError
-from framework.terminal.exit_codes import ExitCode
+from framework.terminal.exit_codes import DoesNotFitError, ExitCode
 
 _FILE_ERRORS = (
     FileNotFoundError,
@@ -54,6 +54,8 @@ def tell(error: BaseException, *, of_process: bool) -> int | None:
     if os.environ.get("PLIMSOLL_TRACEBACK"):
         traceback.print_exception(error)
     print(f"error: {message}", file=sys.stderr)
+    if isinstance(error, DoesNotFitError):
+        return ExitCode.TOO_BIG
     # Another start may find room, and there is nothing to correct on the command line; a folder is
     # to be corrected.
     may_help = disk is not None and getattr(error, "errno", None) != errno.EROFS

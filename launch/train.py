@@ -230,10 +230,10 @@ def _guarded(job: Job) -> int:
         finally:
             if not dry_run:
                 pulse.write(exit=code, reason=reason)
-    if count > 1 and code in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.PEER):
+    if count > 1 and code in (ExitCode.FAILED, ExitCode.PEER, *REFUSED):
         # JAX ends all others as soon as the first is gone; they may be about to speak.
         time.sleep(0 if process else 1)
-        workdir.release(undo=dry_run or code == ExitCode.USAGE)
+        workdir.release(undo=dry_run or code in REFUSED)
         # os._exit waits for no process that waits for this one, and flushes nothing.
         sys.stdout.flush()
         sys.stderr.flush()

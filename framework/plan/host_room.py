@@ -9,6 +9,7 @@ from framework.layout import GROUPS
 from framework.plan.suggest import closed_form
 from framework.plan.targets import resolve
 from framework.program.program import Program
+from framework.terminal.exit_codes import DoesNotFitError
 from framework.terminal.tables import human_bytes
 
 
@@ -16,8 +17,9 @@ def check_host(program: Program, platform: str | None = None) -> None:
     """Checks that the host has room for what is to live there, before anything is compiled.
 
     Raises:
-        ValueError: the host memory for this process's devices is more than the machine has, or than XLA may pin (GPU).
-            Other processes on the machine are not counted.
+        DoesNotFitError: the host memory for this process's devices is more than the machine has. Other processes on the
+            machine are not counted.
+        ValueError: it is more than XLA may pin (GPU).
     """
     platform = platform or program.mesh.devices.flat[0].platform
     # On a CPU the host's memory is the device's, which is checked elsewhere.
@@ -35,7 +37,9 @@ def check_host(program: Program, platform: str | None = None) -> None:
     machine = machine_memory_bytes()
     # XLA pins 64 GiB at most for GPUs if the environment does not say more.
     pinned = int(os.environ.get(HOST_LIMIT, 64)) * GIB if platform == "gpu" else machine
+    error: type[ValueError] = ValueError
     if need > machine:
+        error = DoesNotFitError
         why = (
             f"this machine has {human_bytes(machine)}; a larger mesh.fsdp, learner.moment_dtype=bfloat16, "
             "memory.hosted_layers, or device for one of memory.* needs less"
@@ -47,4 +51,4 @@ def check_host(program: Program, platform: str | None = None) -> None:
     else:
         return
     parts = ", ".join(f"{name} {human_bytes(count * size)}" for name, size in hosted_bytes.items() if size)
-    raise ValueError(f"config.memory puts {human_bytes(need)} into host memory ({parts}), and {why}")
+    raise error(f"config.memory puts {human_bytes(need)} into host memory ({parts}), and {why}")

@@ -43,6 +43,10 @@ HOPELESS = (ExitCode.USAGE, ExitCode.NONFINITE, ExitCode.TOO_BIG)
 FINAL = (ExitCode.DONE, *HOPELESS, *STOPPED)
 
 
+class DoesNotFitError(ValueError):
+    """What was asked for needs more memory than there is: a verb ends with ExitCode.TOO_BIG."""
+
+
 def meaning_of(code: int) -> str:
     """What an exit code means, for people; "unknown" for one that no verb ends with."""
     return ExitCode(code).meaning if code in set(ExitCode) else "unknown"

@@ -11,6 +11,7 @@ from framework.devices import accelerators
 from framework.devices.accelerators import GIB, HOST_LIMIT, machine_memory_bytes
 from framework.plan import guard, host_room
 from framework.program.program import Program
+from framework.terminal.exit_codes import DoesNotFitError
 from launch import cli
 from tests.support import runs, small
 
@@ -64,7 +65,9 @@ def test_what_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch, program:
             if fits:
                 host_room.check_host(program, platform)
                 continue
-            with pytest.raises(ValueError, match=text + "this machine has 1.19 MiB;.* a larger mesh.fsdp.* needs less"):
+            with pytest.raises(
+                DoesNotFitError, match=text + "this machine has 1.19 MiB;.* a larger mesh.fsdp.* needs less"
+            ):
                 host_room.check_host(program, platform)
 
 
@@ -78,3 +81,7 @@ def test_a_run_is_refused_before_it_compiles(
     monkeypatch.setattr(guard, "need", lambda _: pytest.fail("compiled"))
     assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 2
     assert f"and {HOST_LIMIT}=0 lets XLA pin 0 B; set it to 1 or unset it" in "".join(capfd.readouterr())
+    monkeypatch.setattr(host_room, "machine_memory_bytes", lambda: 1)
+    assert runs.train(tmp_path / "run", "--config.memory.optimizer_state=pinned_host") == 4
+    assert "and this machine has 1 B; a larger mesh.fsdp" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
