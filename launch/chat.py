@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from framework.config import Config, target_of
 from launch import chat_lines, chat_web, cli, weights
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ def make_chat(args: argparse.Namespace, overrides: cli.Overrides, sampling: Samp
     from framework.inference.generation import Generator
 
     tokenizer = loaded.tokenizer
-    data = loaded.experiment.data
-    context = data.seq_len
+    context = loaded.experiment.data.seq_len
     if args.max_new_tokens is None:
         # The default gives way to a short context.
         sampling = replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, context // 2)))
@@ -95,13 +95,22 @@ def make_chat(args: argparse.Namespace, overrides: cli.Overrides, sampling: Samp
             f"--max_new_tokens={args.max_new_tokens} leaves no room for a message in a context of {context} tokens "
             "(data.seq_len)"
         )
-    form = form_of(tokenizer, data.source)
+    form = form_of(tokenizer, template_variables(loaded.config))
     if isinstance(form, TranscriptForm):
         weights.tell(
             "no chat template: the model continues a plain transcript (User: ... Assistant: ...), as a base model does"
         )
     generator = Generator(loaded.program, loaded.state, averaged=loaded.averaged)
     return Chat(generator, tokenizer, form, sampling, context=context, num_samples=args.num_samples)
+
+
+def template_variables(config: Config) -> dict[str, Any]:
+    """The variables that a run on chats has given to its chat template; none of other runs."""
+    from framework.data.chats import ChatSource
+
+    if not config.data.takes("source") or target_of(config.data.source) is not ChatSource:
+        return {}
+    return config.data.source.instantiate().template_variables
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def left_out(num_turns: int, context: int) -> str:
 
 
 class _Screen:
-    """Writes an answer to stdout at once; to a terminal without control characters, and dots before the first letter."""
+    """Writes an answer to stdout at once. A terminal shows dots before the first letter, and no control characters."""
 
     def __init__(self, *, is_terminal: bool):
         self._is_terminal = is_terminal

@@ -81,7 +81,7 @@ class ChatSource(TextSource):
                 place_json = json.dumps(f"{file}, {place}")
                 yield f"[{place_json}, {content[1:]}"
 
-    def codec(self, tokenizer: Tokenizer) -> ChatCodec:
+    def codec(self, tokenizer: Tokenizer) -> Tokenizer:
         # The pipeline has refused any other tokenizer by now.
         assert isinstance(tokenizer, PretrainedTokenizer)
         return ChatCodec(tokenizer, self.template_variables)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from framework.data.chats import ChatCodec, ChatSource
+from framework.data.chats import ChatCodec
 from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer
 from framework.data.tokenizers import Tokenizer
 from framework.inference.generation import Generator, stream_text
@@ -86,18 +86,17 @@ class TranscriptForm:
         return self._tokenizer.encode_prompt(text)
 
 
-def form_of(tokenizer: Tokenizer, source: Any) -> Form:
+def form_of(tokenizer: Tokenizer, variables: dict[str, Any]) -> Form:
     """Returns how conversations are written for a model.
 
     Args:
         tokenizer: the model's.
-        source: what it was trained on; that of a chat has the variables of the template.
+        variables: what its chat template may ask for, such as {"enable_thinking": false}.
     """
-    if not isinstance(tokenizer, PretrainedTokenizer) or tokenizer.chat_template is None:
-        return TranscriptForm(tokenizer)
-    is_of_chats = isinstance(source, ChatSource)
-    codec = source.codec(tokenizer) if is_of_chats else ChatCodec(tokenizer, {})
-    return TemplateForm(codec)
+    if isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_template is not None:
+        codec = ChatCodec(tokenizer, variables)
+        return TemplateForm(codec)
+    return TranscriptForm(tokenizer)
 
 
 class Answer:
