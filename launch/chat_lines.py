@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 HELP = """/reset         forget the conversation
 /system TEXT   another system prompt; without TEXT, none
 /take K        go on from answer K of the last message (--num_samples)
-/quit          leave; so does Ctrl-D. Ctrl-C stops an answer"""
+/quit          leave; so does Ctrl-D. Ctrl-C stops an answer
+A line that begins with a space is a message, whatever follows."""
 _COMMANDS = ["/reset", "/system", "/take", "/quit", "/help"]
 
 # Characters by which a text could move the cursor or change the terminal's settings.
@@ -115,13 +116,14 @@ def talk(session: Session) -> None:
     with interrupts.heard_by(signals.hear), _terminal_restored(typed):
         if typed:
             tell("/help shows the commands")
-        for message in _typed() if typed else _piped():
+        for line in _typed() if typed else _piped():
             try:
-                if re.match(r"/[a-z]+(\s|$)", message):
-                    if not session.command(message):
+                # A message may begin with a slash where a space is before it.
+                if re.match(r"/[a-z]+(\s|$)", line):
+                    if not session.command(line.strip()):
                         return
-                else:
-                    _answer(session, message, signals, typed=typed)
+                elif line.strip():
+                    _answer(session, line.strip(), signals, typed=typed)
             except ValueError as error:
                 if not typed or not mistakes.is_user_error(error):
                     raise
@@ -187,7 +189,7 @@ class _Screen:
 
 
 def _typed() -> Iterator[str]:
-    """Yields the messages that are typed at the terminal, with the keys and the history of readline."""
+    """Yields the lines that are typed at the terminal, with the keys and the history of readline."""
     # Not every Python has it. Importing it is enough for `input` to use it.
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
@@ -197,27 +199,27 @@ def _typed() -> Iterator[str]:
         try:
             line = input("> ")
         except KeyboardInterrupt:
-            line = ""
             tell("\n/quit or Ctrl-D leaves")
+            continue
+        except UnicodeDecodeError as error:
+            tell(f"error: not UTF-8: {error}")
+            continue
         except EOFError:
             show("\n")
             return
         finally:
             signal.signal(signal.SIGINT, handler)
-        if line.strip():
-            yield line.strip()
+        yield line
 
 
 def _piped() -> Iterator[str]:
-    """Yields the lines of stdin, without empty ones. Raises ValueError: one is not UTF-8."""
+    """Yields the lines of stdin. Raises ValueError: one is not UTF-8."""
     # Bytes, as the encoding of sys.stdin depends on the machine.
     for number, data in enumerate(sys.stdin.buffer, start=1):
         try:
-            line = data.decode("utf-8")
+            yield data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"stdin, line {number}: not UTF-8: {error}") from None
-        if line.strip():
-            yield line.strip()
 
 
 @contextlib.contextmanager
