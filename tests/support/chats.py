@@ -54,9 +54,14 @@ def chat(script: Script, *, context: int = 20_000, max_new_tokens: int = 10_000,
 
 if __name__ == "__main__":
     # For a test with a terminal: `launch.chat` but for the model.
+    import fcntl
+    import termios
+
     from framework.terminal import interrupts
     from launch.chat_lines import Session, talk
 
+    # The terminal sends Ctrl-C to the processes of which it is the controlling one.
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     interrupts.begin()
     talk(Session(chat(Script(lambda index: time.sleep(0.002)), num_samples=2), None))
     sys.exit(0)
