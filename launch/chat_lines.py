@@ -137,6 +137,8 @@ def _answer(session: Session, question: str, signals: _Signals, *, typed: bool) 
     prompt = session.chat.prompt(session.system, session.turns, question)
     if prompt.turns_left_out:
         session.turns = session.turns[prompt.turns_left_out :]
+        # The samples are those of the last turn.
+        session.samples = session.samples if session.turns else []
         tell(left_out(prompt.turns_left_out, session.chat.context))
     screen = _Screen(is_terminal=typed)
     answer = session.chat.answer(prompt)

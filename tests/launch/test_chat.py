@@ -61,6 +61,7 @@ def test_the_oldest_turns_go_with_a_line_that_says_so(
     [
         (b"a\n/sytem x\n", "no command '/sytem'; did you mean '/system'"),
         (b"a\n/take 3\n", "no answer '3'"),
+        (b"a\n/reset\n/take 1\n", "there is no answer yet"),
         (b"a\nb \xff\n", "stdin, line 2: not UTF-8"),
         (b"a\n" + b"z" * 300, "has room for 100 beside"),
     ],
