@@ -84,7 +84,7 @@ class ChatSource(TextSource):
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
         # The pipeline has refused any other tokenizer by now.
         assert isinstance(tokenizer, PretrainedTokenizer)
-        return _Codec(tokenizer, self.template_variables)
+        return ChatCodec(tokenizer, self.template_variables)
 
 
 def conversation(row: Any) -> list[Message]:
@@ -153,7 +153,7 @@ def _common_prefix(a: str, b: str) -> int:
     return min(len(a), len(b))
 
 
-class _Codec(Tokenizer):
+class ChatCodec(Tokenizer):
     """A tokenizer of rendered conversations, whose ids say which tokens are targets.
 
     Id 2 * i + 1 is token i as a target, 2 * i the same token elsewhere. The separator comes after all of these.
@@ -199,6 +199,37 @@ class _Codec(Tokenizer):
                 encoded = encoded[is_text]
             encoded_texts.append(encoded)
         return encoded_texts
+
+    def encode_question(self, messages: list[Message]) -> list[int]:
+        """Returns the tokenizer's ids of a conversation, up to where the model's answer begins.
+
+        Special tokens that a message spells are text, as in training.
+
+        Raises:
+            ValueError: the template cannot render these messages.
+        """
+        broken_messages = self._broken(messages)
+        text, _ = self.tokenizer.render(broken_messages, add_generation_prompt=True, **self.variables)
+        (encoding,) = self.tokenizer.encode_rendered([text])
+        tokens = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if text[start:end] != _MARK:
+                tokens.append(token)
+        return tokens
+
+    def turn_end_ids(self) -> list[int]:
+        """Returns the special token that the template writes behind an answer; none if it writes another text there."""
+        example = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": _MARK},
+        ]
+        text, _ = self.tokenizer.render(example, **self.variables)
+        _, _, ending = text.partition(_MARK)
+        turn_end = self._turn_end.match(ending)
+        if turn_end is None:
+            return []
+        (encoding,) = self.tokenizer.encode_rendered([turn_end[0].lstrip()])
+        return encoding.ids[-1:]
 
     def _rendered(
         self,

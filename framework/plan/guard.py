@@ -73,7 +73,9 @@ def refusal(
         lines.append(f"would fit: {suggestion['setting']} ({needs(suggestion)})")
     if not fitting:
         lines.append("no other setting of remat, accumulation, placement and sharding fits: it takes more devices")
-    lines.append("nothing was started; --force tries all the same, and launch.plan shows every buffer")
+    # There is nothing to run where the compiler made no program.
+    force = "" if found.message else "--force tries all the same, and "
+    lines.append(f"nothing was started; {force}launch.plan shows every buffer")
     return "\n".join(lines)
 
 

@@ -219,8 +219,6 @@ def _head(
         "item": experiment.data.item,
         "tokens_per_step": tokens,
         "model_flops_per_token": flops_per_token,
-        "flops_per_token": flops_per_token,
-        "flops_per_step": flops_per_token * tokens,
         "versions": versions("jax", "jaxlib", *_COMPILERS[target.platform]),
     }
 

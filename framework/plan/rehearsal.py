@@ -21,7 +21,7 @@ from framework.schedules.layerwise import programs
 from framework.schedules.layerwise.programs import Ledger
 
 # The arrays that programs leave behind, by the program and the place among its results.
-_GRADIENTS = re.compile(r"back( measured)?/2/1|turn/2/[12]|leave/2/0|sum/2|back( measured)?/2/2")
+_GRADIENTS = re.compile(r"unit backward(, measured)?/2/[12]|head backward/2/[12]|embed backward/2/0|sum/2")
 _NEW = re.compile(r"update [a-z]+/2/([012])")
 _FETCHED = re.compile(r"[^/]*/1/(weights|home|state|kept|gradient|embed|head|shared)\b")
 _KINDS = {"state": "optimizer_state", "kept": "activations", "gradient": "gradients"}

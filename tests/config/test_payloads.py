@@ -86,7 +86,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "framework.inference.sampling.Sampling", "tokens": 1},
     {"$class": "framework.layers.base.Layer"},
     {"$class": "framework.layers.lora.LoRALinear", "base": 1, "lora": 1, "path": ""},
-    {"$class": "framework.data.chats._Codec"},
+    {"$class": "framework.data.chats.ChatCodec"},
     {"$class": "framework.optimizers.partition.partitioned", "optimizer": 1},
     {"$class": "framework.program.program.Program", "experiment": 1},
     # Of optax and jax.nn what is no optimizer, schedule or initializer

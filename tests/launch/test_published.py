@@ -1,5 +1,6 @@
 """launch.generate and launch.evaluate on a published directory; lm-evaluation-harness, where it is installed."""
 
+import io
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from configs import families
 from framework.inference.generation import Generator
 from framework.inference.sampling import Sampling
 from framework.weights.export import export_model
-from launch import evaluate, generate, weights
+from launch import chat, evaluate, generate, weights
 from tests.support import pretrained, small
 
 PROMPT = "the quick brown"
@@ -46,6 +47,30 @@ def test_a_directory_is_asked(published: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == f"{PROMPT}{expected}\n"
     assert generate.main([*flags, "--host_weights"]) == 0
     assert capsys.readouterr().out == f"{PROMPT}{expected}\n"
+
+
+def test_a_directory_is_talked_with(published: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """launch.chat writes the conversation with the directory's template, and a second turn contains the first."""
+    loaded = load(published)
+    tokenizer = loaded.tokenizer
+    generator = Generator(loaded.program, loaded.state)
+    sampling = Sampling(6, stop_ids=tuple(tokenizer.stop_ids))
+    messages = [{"role": "system", "content": "be a fox"}]
+    expected = ""
+    for question in ("who are you?", "and?"):
+        messages.append({"role": "user", "content": question})
+        text, _ = tokenizer.render(messages, add_generation_prompt=True)
+        (encoding,) = tokenizer.encode_rendered([text])
+        (tokens,) = generator([encoding.ids], sampling)
+        answer = tokenizer.decode_bytes(tokens).decode("utf-8", "replace").lstrip()
+        expected += f"{answer}\n"
+        messages.append({"role": "assistant", "content": answer.rstrip()})
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"who are you?\nand?\n")))
+    flags = [f"--hf={published}", "--system=be a fox", "--temperature=0", "--max_new_tokens=6"]
+    assert chat.main(flags) == 0
+    assert capsys.readouterr().out == expected
+    assert chat.main([f"--hf={published}", "--max_new_tokens=128"]) == 2
+    assert "--max_new_tokens=128 leaves no room for a message" in capsys.readouterr().err
 
 
 def test_the_harness_drives_it(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

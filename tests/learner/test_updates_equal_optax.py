@@ -216,6 +216,10 @@ def test_frozen_parameters_have_no_state_and_the_others_move_as_if_they_were_con
             [{"pattern": "embed", "freeze": False, "set": {"b1": 1.5}}],
             r"learner\.rules\.0\.set\.b1: expected a number >= 0 and < 1, given 1\.5",
         ),
+        (
+            [{"pattern": "embed", "freeze": False, "optimizer": config_for(optax.lion, learning_rate=-1.0)}],
+            r"learner\.rules\.0\.optimizer\.learning_rate: expected a finite number >= 0, given -1",
+        ),
         ([{"pattern": "."}], r"learner\.rules freeze every parameter; nothing would be trained"),
         ([{"pattern": "embed"}, {"pattern": "stack|head"}], "freeze every parameter"),
         ([{"pattern": "embed", "set": {"weight_decay": 0.0}}], "expected exactly one of freeze, optimizer and set"),

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from framework.plan import guard
 from framework.terminal.exit_codes import ExitCode
 from launch import plan
+from tests.support import small
 from tests.support.runs import CONFIG, ROOT, write_text
 from tests.support.runs import train as run_train
 
@@ -161,6 +163,16 @@ def test_train_refuses_what_does_not_fit_before_it_makes_anything(
     assert "the largest parts: " in text
     assert "--force tries all the same" in text
     assert not list((tmp_path / "run").glob("metrics.jsonl"))
+
+
+def test_what_the_compiler_refuses_cannot_be_forced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(guard, "suggestions", lambda *_: [])
+    config = small.experiment(small.llama())
+    need = guard.Need(peak=100, resident=50, groups={"parameter": 50}, message="RESOURCE_EXHAUSTED")
+    text = guard.refusal(config, small.program(config), need, limit=200)
+    assert text is not None
+    assert "the compiler says: RESOURCE_EXHAUSTED" in text
+    assert text.endswith("nothing was started; launch.plan shows every buffer")
 
 
 @pytest.mark.pairs

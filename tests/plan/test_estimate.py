@@ -226,3 +226,10 @@ def test_flops_are_those_of_the_traced_step_on_any_mesh(settings):
     experiment = load("nanogpt-cpu", "data.global_batch_size=16", *settings)
     traced = flops(Program(experiment, jax.devices()).traced_step.jaxpr).flops
     assert of(experiment, 8, "cpu").flops.flops == pytest.approx(traced, rel=0.02)
+
+
+def test_two_passes_are_as_much_work_where_programs_of_layers_keep_no_gradients():
+    settings = ("data.global_batch_size=16", "mesh.data=8", "learner.clip_mode=two_pass", "learner.clip=1.0")
+    in_backward = load("nanogpt-cpu", "memory.update=in_backward", *settings)
+    by_layers = load("nanogpt-cpu", "memory.update=layer_programs", "memory.gradients=none", *settings)
+    assert of(by_layers, 8, "cpu").flops == of(in_backward, 8, "cpu").flops

@@ -203,7 +203,7 @@ class BackwardPass(Pass[LayerFunctions]):
         weights = self.stage_weights("head")
         grad_sums = self.updates.earlier_gradients(part)
         ct, grads, tie_grads, loss_and_metrics, buffers = self.run(
-            "turn",
+            "head backward",
             f.head_step,
             weights,
             part.of(self.buffers),
@@ -244,7 +244,7 @@ class BackwardPass(Pass[LayerFunctions]):
         elif f.inverts:
             donate = (3, 4, 5, 6)
         carry.ct, grads, carry.shared_sums, carry.tally, carry.before = self.run(
-            "back measured" if purpose.measures else "back",
+            "unit backward, measured" if purpose.measures else "unit backward",
             f.unit_backward,
             weights,
             self.shared,
@@ -311,7 +311,7 @@ class BackwardPass(Pass[LayerFunctions]):
         if not weights["parameter"]:
             return
         grads, carry.tally = self.run(
-            "leave",
+            "embed backward",
             f.leave_embedding,
             weights,
             part.of(self.buffers),

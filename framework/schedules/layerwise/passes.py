@@ -109,7 +109,7 @@ class Pass(Generic[Functions]):
         weights = self.stage_weights("embed")
         self.want_unit(0)
         x, embed_loss, buffers = run(
-            "enter",
+            "embed forward",
             f.enter_embedding,
             weights,
             Part("embed").of(self.buffers),
@@ -147,7 +147,7 @@ class Pass(Generic[Functions]):
         weights = self.unit_weights(index)
         self.want_unit(next_index)
         y, residuals, unit_loss, buffers = self.run(
-            f"ahead {keeps}",
+            f"unit forward, keeps {keeps}",
             partial(f.unit_forward, keeps),
             weights,
             self.shared,

@@ -1,0 +1,118 @@
+"""Talk with a model: in the terminal, over a pipe (a message a line), or on a page of this machine with --web.
+
+    python -m launch.chat --workdir=runs/tuned
+    python -m launch.chat --hf=DIR --system='You answer in one word.' --temperature=0
+    printf 'Hello\nAnd you?\n' | python -m launch.chat --workdir=runs/tuned > answers.txt
+    python -m launch.chat --workdir=runs/tuned --web --port=8000
+
+The model's own chat template is used where its tokenizer has one. Only answers go to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from framework.config import Config, target_of
+from framework.terminal.exit_codes import ExitCode
+from launch import chat_lines, chat_web, cli, weights
+
+if TYPE_CHECKING:
+    from framework.inference.chat import Chat
+    from framework.inference.sampling import Sampling
+
+_DEFAULT_TOKENS = 512
+_DEFAULT_PORT = 8000
+
+
+def add_flags(parser: cli.Parser) -> None:
+    """The flags of this verb, beside those that name the model."""
+    add = parser.add_argument
+    add("--system", metavar="TEXT", help="a system prompt, which precedes the conversation")
+    add("--num_samples", type=int, default=1, metavar="N", help="answers to each message; the first one is kept")
+    add("--max_new_tokens", type=int, metavar="N", help=f"per answer; default {_DEFAULT_TOKENS}, or half the context")
+    add("--temperature", type=float, default=0.8, help="0 is greedy; default 0.8")
+    add("--top_k", type=int, metavar="K", help="draw from the K most likely tokens")
+    add("--top_p", type=float, default=1.0, metavar="P", help="from the most likely that make up P")
+    add("--seed", type=int, default=0, help="of the first answer's draws; each further answer takes the next seed")
+    add("--web", action="store_true", help="a page for a browser on this machine, instead of the terminal")
+    add("--port", type=int, metavar="N", help=f"of --web; default {_DEFAULT_PORT}, and 0 takes a free one")
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Runs the verb; 0 when the user has left."""
+    parser = weights.parser("chat", __doc__)
+    add_flags(parser)
+    args, overrides = weights.parse(parser, argv)
+    if args.num_samples < 1:
+        raise cli.UsageError(f"--num_samples={args.num_samples}: expected at least 1")
+    if args.port is not None and not args.web:
+        raise cli.UsageError("--port goes with --web")
+
+    from framework.inference.sampling import Sampling
+
+    max_tokens = _DEFAULT_TOKENS if args.max_new_tokens is None else args.max_new_tokens
+    # Made before the model is loaded, so that mistakes show before JAX starts.
+    sampling = Sampling(max_tokens, args.temperature, args.top_k, args.top_p, seed=args.seed)
+    with contextlib.ExitStack() as open_until_end:
+        server = None
+        if args.web:
+            port = _DEFAULT_PORT if args.port is None else args.port
+            # A port that is taken shows before the model is loaded, too.
+            server = open_until_end.enter_context(chat_web.Server(port))
+        chat = make_chat(args, overrides, sampling)
+        chat.check_system(args.system)
+        if server is not None:
+            server.serve(chat, args.system)
+        else:
+            session = chat_lines.Session(chat, args.system)
+            chat_lines.talk(session)
+    return ExitCode.DONE
+
+
+def make_chat(args: argparse.Namespace, overrides: cli.Overrides, sampling: Sampling) -> Chat:
+    """Loads the model, and says on stderr how conversations with it are written.
+
+    Raises:
+        ValueError: its tokenizer has no text, or no message would fit beside max_new_tokens.
+    """
+    loaded = weights.load(args, overrides)
+
+    from dataclasses import replace
+
+    from framework.inference.chat import Chat, TranscriptForm, form_of
+    from framework.inference.generation import Generator
+
+    tokenizer = loaded.tokenizer
+    context = loaded.experiment.data.seq_len
+    if args.max_new_tokens is None:
+        # The default gives way to a short context.
+        sampling = replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, context // 2)))
+    elif args.max_new_tokens >= context:
+        raise ValueError(
+            f"--max_new_tokens={args.max_new_tokens} leaves no room for a message in a context of {context} tokens "
+            "(data.seq_len)"
+        )
+    form = form_of(tokenizer, template_variables(loaded.config))
+    if isinstance(form, TranscriptForm):
+        weights.tell(
+            "no chat template: the model continues a plain transcript (User: ... Assistant: ...), as a base model does"
+        )
+    generator = Generator(loaded.program, loaded.state, averaged=loaded.averaged)
+    return Chat(generator, tokenizer, form, sampling, context=context, num_samples=args.num_samples)
+
+
+def template_variables(config: Config) -> dict[str, Any]:
+    """The variables that a run on chats has given to its chat template; none of other runs."""
+    from framework.data.chats import ChatSource
+
+    if not config.data.takes("source") or target_of(config.data.source) is not ChatSource:
+        return {}
+    return config.data.source.instantiate().template_variables
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""A conversation in lines: typed at a terminal, or read from a pipe, a message a line. Answers alone go to stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from framework.terminal import interrupts
+from launch import cli, mistakes
+from launch.generate import show
+from launch.weights import tell
+
+if TYPE_CHECKING:
+    from framework.inference.chat import Chat, Turn
+
+HELP = """/reset         forget the conversation
+/system TEXT   another system prompt; without TEXT, none
+/take K        go on from answer K of the last message (--num_samples)
+/quit          leave; so does Ctrl-D. Ctrl-C stops an answer
+A line that begins with a space is a message, whatever follows."""
+_COMMANDS = ["/reset", "/system", "/take", "/quit", "/help"]
+
+# Characters by which a text could move the cursor or change the terminal's settings.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Session:
+    """A conversation, and what commands do to it.
+
+    Attributes:
+        turns: the turns that the model is still given.
+        samples: the answers to the last message.
+    """
+
+    def __init__(self, chat: Chat, system: str | None):
+        self.chat = chat
+        self.system = system
+        self.turns: list[Turn] = []
+        self.samples: list[str] = []
+
+    def command(self, line: str) -> bool:
+        """Does what a line with a command says; whether the conversation goes on.
+
+        Raises:
+            UsageError: there is no such command, or no such answer.
+            ValueError: the system prompt cannot be used; the old one stays.
+        """
+        name, _, text = line.partition(" ")
+        text = text.strip()
+        command = cli.choose("command", name, _COMMANDS)
+        if command == "/reset":
+            self.turns, self.samples = [], []
+            tell("the conversation is forgotten")
+        elif command == "/system":
+            self.chat.check_system(text)
+            self.system = text or None
+            tell("the system prompt is set" if text else "there is no system prompt now")
+        elif command == "/take":
+            self._take(text)
+        elif command == "/help":
+            tell(HELP)
+        return command != "/quit"
+
+    def _take(self, text: str) -> None:
+        """Replaces the last answer of the history by another sample."""
+        numbers = [str(number) for number in range(1, len(self.samples) + 1)]
+        if not numbers:
+            raise cli.UsageError("/take: there is no answer yet")
+        number = int(cli.choose("answer", text, numbers))
+        self.turns[-1] = self.turns[-1]._replace(answer=self.samples[number - 1])
+        tell(f"the conversation goes on from answer {number}")
+
+
+class _Signals:
+    """Ctrl-C stops the answer that is being made; a second one before it has stopped ends the process."""
+
+    def __init__(self, *, typed: bool):
+        self.is_answering = False
+        self.stopped = False
+        self._typed = typed
+
+    def hear(self, number: int) -> str | None:
+        """A listener of `interrupts.heard_by`."""
+        if number == signal.SIGINT and self.is_answering and not self.stopped:
+            self.stopped = True
+            return None
+        # At the prompt of a terminal Python's own handler breaks off the line.
+        if number == signal.SIGINT and self._typed and not self.is_answering:
+            return None
+        return interrupts.stopped_by(number)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Marks the time in which an answer can be stopped."""
+        self.stopped = False
+        self.is_answering = True
+        try:
+            yield
+        finally:
+            self.is_answering = False
+
+
+def talk(session: Session) -> None:
+    """Holds the conversation, until the user leaves or the input ends.
+
+    Raises:
+        ValueError: from a pipe, a message cannot be answered. At a terminal the user is told, and goes on.
+    """
+    # With output that is not shown there, the prompt of a terminal would be among the answers.
+    typed = sys.stdin.isatty() and sys.stdout.isatty()
+    signals = _Signals(typed=typed)
+    with interrupts.heard_by(signals.hear), _terminal_restored(typed):
+        if typed:
+            tell("/help shows the commands")
+        for line in _typed() if typed else _piped():
+            try:
+                # A message may begin with a slash where a space is before it.
+                if re.match(r"/[a-z]+(\s|$)", line):
+                    if not session.command(line.strip()):
+                        return
+                elif line.strip():
+                    _answer(session, line.strip(), signals, typed=typed)
+            except ValueError as error:
+                if not typed or not mistakes.is_user_error(error):
+                    raise
+                tell(f"error: {error}")
+
+
+def _answer(session: Session, question: str, signals: _Signals, *, typed: bool) -> None:
+    """Shows the answers to a message as they are made, and adds the first one to the conversation."""
+    from framework.inference.chat import Turn
+
+    prompt = session.chat.prompt(session.system, session.turns, question)
+    if prompt.turns_left_out:
+        session.turns = session.turns[prompt.turns_left_out :]
+        # The samples are those of the last turn.
+        session.samples = session.samples if session.turns else []
+        tell(left_out(prompt.turns_left_out, session.chat.context))
+    screen = _Screen(is_terminal=typed)
+    answer = session.chat.answer(prompt)
+    with signals.answering():
+        for pieces in answer:
+            screen.show(pieces[0])
+            if signals.stopped:
+                break
+    screen.end()
+    # Nothing is kept of an answer that was stopped before its first word.
+    if not signals.stopped or answer.texts[0]:
+        session.samples = answer.texts
+        session.turns.append(Turn(question, answer.texts[0]))
+    for number, text in enumerate(answer.texts[1:], start=2):
+        screen.show(f"--- {number}\n{text}\n" if typed else f"---\n{text}\n")
+    if signals.stopped:
+        tell("(stopped)")
+    elif answer.at_limit:
+        tell("(ended by --max_new_tokens)")
+
+
+def left_out(num_turns: int, context: int) -> str:
+    """The line that says that the oldest turns are not given to the model any more."""
+    turns = "the oldest turn is" if num_turns == 1 else f"the oldest {num_turns} turns are"
+    return f"({turns} left out: the context of {context} tokens is full)"
+
+
+class _Screen:
+    """Writes an answer to stdout at once. A terminal shows dots before the first letter, and no control characters."""
+
+    def __init__(self, *, is_terminal: bool):
+        self._is_terminal = is_terminal
+        self._is_waiting = is_terminal
+        if is_terminal:
+            show("...\r")
+
+    def show(self, text: str) -> None:
+        """Writes a part of the answer."""
+        if self._is_terminal:
+            text = _CONTROL.sub("\ufffd", text)
+        if text and self._is_waiting:
+            # Removes the dots.
+            text = f"\x1b[K{text}"
+            self._is_waiting = False
+        show(text)
+
+    def end(self) -> None:
+        """Ends the line."""
+        self.show("\n")
+
+
+def _typed() -> Iterator[str]:
+    """Yields the lines that are typed at the terminal, with the keys and the history of readline."""
+    # Not every Python has it. Importing it is enough for `input` to use it.
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    while True:
+        # An exception is the only way out of `input`.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            line = input("> ")
+        except KeyboardInterrupt:
+            tell("\n/quit or Ctrl-D leaves")
+            continue
+        except UnicodeDecodeError as error:
+            tell(f"error: not UTF-8: {error}")
+            continue
+        except EOFError:
+            show("\n")
+            return
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        yield line
+
+
+def _piped() -> Iterator[str]:
+    """Yields the lines of stdin. Raises ValueError: one is not UTF-8."""
+    # Bytes, as the encoding of sys.stdin depends on the machine.
+    for number, data in enumerate(sys.stdin.buffer, start=1):
+        try:
+            yield data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"stdin, line {number}: not UTF-8: {error}") from None
+
+
+@contextlib.contextmanager
+def _terminal_restored(typed: bool) -> Iterator[None]:
+    """Puts the terminal's settings back if a signal ends the process while readline has its own."""
+    if not typed:
+        yield
+        return
+    import termios
+
+    settings = termios.tcgetattr(sys.stdin)
+    take_back = interrupts.at_end(lambda number, line: termios.tcsetattr(sys.stdin, termios.TCSANOW, settings))
+    try:
+        yield
+    finally:
+        take_back()

@@ -1,0 +1,142 @@
+"""launch.chat in lines: over a pipe and at a terminal, with a script for a model."""
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import chat as verb
+from launch.chat_lines import Session, talk
+from tests.support import chats
+from tests.support.runs import ROOT
+
+
+def say(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_a_message_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = chats.Script()
+    lines = "é\n\n /etc is what?\n/system be kind\nb\n/take 2\nc\n/reset\n/system\nd\n/quit\nnever read\n"
+    say(monkeypatch, lines.encode())
+    talk(Session(chats.chat(script, num_samples=2), "old"))
+    out, err = capsys.readouterr()
+    answers = [
+        f"I heard {question} (0)\n\n---\nI heard {question} (1)\n" for question in ("é", "/etc is what?", "b", "c", "d")
+    ]
+    assert out == "".join(answers)
+    assert err.splitlines() == [
+        "the system prompt is set",
+        "the conversation goes on from answer 2",
+        "the conversation is forgotten",
+        "there is no system prompt now",
+    ]
+    assert script.prompts[0] == "old\n\nUser: é\nAssistant:"
+    assert script.prompts[3].startswith("be kind\n\nUser: é\nAssistant: I heard é (0)\nUser: /etc")
+    assert script.prompts[3].endswith("\nUser: b\nAssistant: I heard b (1)\nUser: c\nAssistant:")
+    assert script.prompts[4] == "User: d\nAssistant:"
+
+
+def test_the_oldest_turns_go_with_a_line_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = chats.Script()
+    say(monkeypatch, b"one\ntwo\nthree\nfour\n")
+    talk(Session(chats.chat(script, context=150, max_new_tokens=40), None))
+    out, err = capsys.readouterr()
+    assert out.count("I heard") == 4
+    assert err == "(the oldest turn is left out: the context of 150 tokens is full)\n"
+    assert script.prompts[3].startswith("User: two")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"a\n/sytem x\n", "no command '/sytem'; did you mean '/system'"),
+        (b"a\n/take 3\n", "no answer '3'"),
+        (b"a\n/reset\n/take 1\n", "there is no answer yet"),
+        (b"a\nb \xff\n", "stdin, line 2: not UTF-8"),
+        (b"a\n" + b"z" * 300, "has room for 100 beside"),
+    ],
+)
+def test_what_cannot_be_answered_ends_a_pipe(monkeypatch, capsys, data: bytes, message: str) -> None:
+    say(monkeypatch, data)
+    with pytest.raises(ValueError, match=message):
+        talk(Session(chats.chat(chats.Script(), context=200, max_new_tokens=100), None))
+    assert capsys.readouterr().out == "I heard a (0)\n\n"
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(monkeypatch, capsys) -> None:
+    def interrupt(index: int) -> None:
+        if index == 30:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.001)
+
+    script = chats.Script(interrupt)
+    say(monkeypatch, b"long\nb\n")
+    talk(Session(chats.chat(script), None))
+    out, err = capsys.readouterr()
+    assert err == "(stopped)\n"
+    assert out.startswith("many words many words ")
+    assert out.endswith("\nI heard b (0)\n\n")
+    assert 20 < script.given < 2000
+    assert "Assistant: many words many words" in script.prompts[1], "what was shown is part of the conversation"
+
+
+def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for flags, message in [
+        ((), "one of the arguments --workdir --hf is required"),
+        ((f"--workdir={tmp_path}",), "holds no config.json"),
+        ((f"--workdir={tmp_path}", "--port=1"), "--port goes with --web"),
+        ((f"--workdir={tmp_path}", "--num_samples=0"), "--num_samples=0: expected at least 1"),
+        ((f"--workdir={tmp_path}", "--top_p=2"), "top_p: expected over 0"),
+        ((f"--workdir={tmp_path}", "--web", "--port=65536"), "--port=65536: expected 0 to 65535"),
+    ]:
+        assert verb.main(list(flags)) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+class Terminal:
+    """A process that has a terminal of its own."""
+
+    def __init__(self, *words: str):
+        self.descriptor, other_end = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT)}
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), other_end)
+        self.process = subprocess.Popen([sys.executable, *words], env=environment, start_new_session=True, **streams)
+        os.close(other_end)
+
+    def type(self, text: str, wanted: str) -> str:
+        """What the terminal shows until it has shown `wanted`."""
+        os.write(self.descriptor, text.encode())
+        shown = ""
+        end = time.monotonic() + 30
+        while wanted not in shown:
+            assert time.monotonic() < end, shown
+            if select.select([self.descriptor], [], [], 0.2)[0]:
+                shown += os.read(self.descriptor, 4096).decode(errors="replace")
+        return shown
+
+
+def test_a_terminal() -> None:
+    terminal = Terminal("-m", "tests.support.chats")
+    assert "/help shows the commands" in terminal.type("", "> ")
+    assert "\x1b[KI heard a (0)\r\n" in terminal.type("a\x1b[D\n", "\n> "), "an arrow key moves the cursor"
+    assert "many words" in terminal.type("long\n", "many words")
+    assert "(stopped)" in terminal.type("\x03", "\n> ")
+    # Readline does not notice a signal in the instant between its prompt and its first look at the keys.
+    time.sleep(0.3)
+    assert "/quit or Ctrl-D leaves" in terminal.type("half a li\x03", "\n> ")
+    assert "error: no command '/quti'; did you mean '/quit'?" in terminal.type("/quti\n", "\n> ")
+    terminal.type("/quit\n", "/quit")
+    assert terminal.process.wait(30) == 0
+    os.close(terminal.descriptor)

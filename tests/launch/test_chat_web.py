@@ -1,0 +1,182 @@
+"""The page of launch.chat and its server, with a script for a model: by urllib, and in a real browser."""
+
+import http.client
+import json
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.chat_requests import MAX_BODY_BYTES
+from launch.chat_web import Server
+from launch.cli import UsageError
+from tests.support import chats
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+QUIET = "quic background-networking component-update sync gpu dev-shm-usage"
+FLAGS = ["--headless", "--no-sandbox", "--no-first-run", "--enable-logging=stderr", "--remote-debugging-port=0"]
+FLAGS += [f"--disable-{part}" for part in QUIET.split()]
+JSON = {"Content-Type": "application/json"}
+
+# Types, stops and begins anew as a person would; the last question tells the script what was seen.
+PROBE = """<script>
+const until = async test => { while (!test()) await new Promise(done => setTimeout(done, 10)) };
+const type = text => { question.value = text; part("form").requestSubmit() };
+const boxes = () => [...talk.children].map(box => [box.className, box.textContent]);
+const tell = seen => type("SEEN " + JSON.stringify(seen));
+onerror = message => tell({error: message});
+(async () => {
+  await until(() => part("system").value && samples === 2);
+  type("<b>hi</b>");
+  await until(() => turns.length === 1);
+  talk.children[2].click();
+  type("long");
+  await until(() => boxes()[5]?.[1].length > 30);
+  send.click();
+  await until(() => turns.length === 2);
+  const seen = {boxes: boxes(), turns, html: talk.querySelector("b"), scripts: document.scripts.length};
+  part("fresh").click();
+  seen.fresh = [talk.children.length, turns.length];
+  seen.requests = performance.getEntriesByType("resource").map(entry => new URL(entry.name).pathname);
+  tell(seen);
+})();
+</script></body>"""
+
+
+@pytest.fixture
+def script() -> chats.Script:
+    return chats.Script(lambda index: time.sleep(0.0005))
+
+
+@pytest.fixture
+def server(script: chats.Script) -> Iterator[Server]:
+    with Server(0) as made:
+        thread = threading.Thread(target=made.serve, args=(chats.chat(script, num_samples=2), "be kind"))
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def ask(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body, named)
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    return response.status, data
+
+
+def question(text: str, **fields: Any) -> str:
+    return json.dumps({"question": text, **fields})
+
+
+def test_answers_come_as_they_are_made(server: Server, script: chats.Script) -> None:
+    status, data = ask(server, "POST", "/chat", question("a", turns=[["b", "c"]], system="s"), **JSON)
+    assert status == 200
+    events = [json.loads(line) for line in data.splitlines()]
+    assert events[-1] == {"end": "stop"}
+    texts = ["".join(event["text"] for event in events[:-1] if event["row"] == row) for row in (0, 1)]
+    assert texts == ["I heard a (0)\n", "I heard a (1)\n"]
+    assert script.prompts == ["s\n\nUser: b\nAssistant: c\nUser: a\nAssistant:"]
+    assert ask(server, "GET", "/chat") == (200, b'{"system": "be kind", "samples": 2}')
+
+
+def test_one_answer_at_a_time_and_none_for_those_who_left(server: Server, script: chats.Script) -> None:
+    leaving = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    leaving.request("POST", "/chat", question("long"), JSON)
+    response = leaving.getresponse()
+    assert b"text" in response.readline()
+    waiting = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    waiting.request("POST", "/chat", question("second"), JSON)
+    second = waiting.getresponse()
+    assert json.loads(second.readline()) == {"waiting": True}
+    assert len(script.prompts) == 1
+    response.close()
+    leaving.close()
+    assert second.read().splitlines()[-1] == b'{"end": "stop"}'
+    assert script.given < 10_000
+    waiting.close()
+
+
+@pytest.mark.parametrize(
+    ("expected", "reason", "method", "path", "body", "headers"),
+    [
+        (421, "127.0.0.1", "GET", "/", None, {"Host": "evil.example"}),
+        (421, "127.0.0.1", "POST", "/chat", question("a"), {**JSON, "Host": "evil.example:80"}),
+        (403, "other sites", "POST", "/chat", question("a"), {**JSON, "Origin": "http://evil.example"}),
+        (403, "other sites", "POST", "/chat", question("a"), {**JSON, "Origin": "null"}),
+        (415, "application/json", "POST", "/chat", question("a"), {"Content-Type": "text/plain"}),
+        (411, "Content-Length", "POST", "/chat", question("a"), {**JSON, "Content-Length": "-1"}),
+        (413, "at most", "POST", "/chat", None, {**JSON, "Content-Length": f"{MAX_BODY_BYTES + 1}"}),
+        (404, "only /", "GET", "/../chat.py", None, {}),
+        (404, "only /chat", "POST", "/", question("a"), JSON),
+        (501, "", "PUT", "/chat", question("a"), JSON),
+        (400, "no JSON", "POST", "/chat", "{", JSON),
+        (400, "no JSON", "POST", "/chat", "[" * 100_000, JSON),
+        (400, "expected", "POST", "/chat", "[]", JSON),
+        (400, "expected", "POST", "/chat", question(" "), JSON),
+        (400, "expected", "POST", "/chat", question("a", turns=[["b"]]), JSON),
+        (400, "expected", "POST", "/chat", question("a", turns=[["b", 1]]), JSON),
+        (400, "expected", "POST", "/chat", question("a", system=[1]), JSON),
+        (400, "Unicode", "POST", "/chat", question("\ud800"), JSON),
+        (400, "has room for", "POST", "/chat", question("z" * 20_000), JSON),
+    ],
+)
+def test_what_is_refused(server, script, expected, reason, method, path, body, headers) -> None:
+    status, data = ask(server, method, path, body, **headers)
+    assert status == expected
+    assert reason in data.decode()
+    assert not script.prompts
+
+
+def test_only_this_machine_can_reach_it(server: Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    with pytest.raises(UsageError, match=f"--port={server.server_port}: Address already in use"):
+        Server(server.server_port)
+    _, page = ask(server, "GET", "/", Host=f"localhost:{server.server_port}")
+    assert b"http" not in page.replace(b"http-equiv", b"")
+    assert "unsafe" not in server.policy
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_the_page_in_a_browser(server: Server, script: chats.Script, tmp_path: Path) -> None:
+    server.page = server.page.replace("</body>", PROBE)
+    said = tmp_path / "said.txt"
+    command = [
+        str(CHROMIUM),
+        *FLAGS,
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"http://127.0.0.1:{server.server_port}/",
+    ]
+    with said.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=stream) as browser:
+        try:
+            end = time.monotonic() + 60
+            while not any("SEEN " in prompt for prompt in script.prompts):
+                assert time.monotonic() < end, said.read_text()
+                time.sleep(0.05)
+        finally:
+            browser.terminate()
+    told = next(prompt for prompt in script.prompts if "SEEN " in prompt)
+    seen = json.loads(told.partition("SEEN ")[2].removesuffix("\nAssistant:"))
+    assert "error" not in seen, seen
+    assert seen["boxes"][:4] == [
+        ["question", "<b>hi</b>"],
+        ["answer sample", "I heard <b>hi</b> (0)\n"],
+        ["answer sample kept", "I heard <b>hi</b> (1)\n"],
+        ["question", "long"],
+    ]
+    assert seen["boxes"][-1] == ["note", "(stopped)"]
+    assert seen["turns"][0] == ["<b>hi</b>", "I heard <b>hi</b> (1)"]
+    assert seen["turns"][1][1].startswith("many words many words")
+    assert seen["html"] is None
+    assert seen["fresh"] == [0, 0]
+    assert set(seen["requests"]) == {"/chat"}
+    assert script.prompts[1].startswith("be kind\n\nUser: <b>hi</b>\nAssistant: I heard <b>hi</b> (1)\nUser: long")
+    assert "CONSOLE" not in said.read_text()

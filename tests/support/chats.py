@@ -1,0 +1,67 @@
+"""A chat whose model is a script: everything but the model is the product's own."""
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from framework.data.tokenizers import ByteTokenizer
+from framework.inference.chat import Chat, TranscriptForm
+from framework.inference.sampling import Sampling
+
+# What the script says to one that asks for much: more than anyone waits for.
+LONG = "many words "
+
+
+class Script:
+    """Answers "I heard QUESTION (ROW)" in bytes, or without end where the question is "long". Keeps what it read.
+
+    Args:
+        meanwhile: called before each token.
+    """
+
+    def __init__(self, meanwhile: Callable[[int], Any] = lambda index: None):
+        self.prompts: list[str] = []
+        self.seeds: list[int] = []
+        self.given = 0
+        self.meanwhile = meanwhile
+
+    def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int | None]]:
+        prompt = ByteTokenizer().decode(prompts[0])
+        self.prompts.append(prompt)
+        self.seeds.append(sampling.seed)
+        question = prompt.rpartition("User: ")[2].removesuffix("\nAssistant:")
+        rows = [iter(f" I heard {question} ({row})\n".encode()) for row in range(len(prompts))]
+        if question == "long":
+            rows = [itertools.cycle(LONG.encode()) for _ in prompts]
+        for index in range(sampling.max_new_tokens):
+            self.meanwhile(index)
+            tokens = [next(row, None) for row in rows]
+            if not any(tokens):
+                return
+            self.given += 1
+            yield tokens
+
+
+def chat(script: Script, *, context: int = 20_000, max_new_tokens: int = 10_000, **options: Any) -> Chat:
+    """A chat over the script, as a plain transcript."""
+    tokenizer = ByteTokenizer()
+    generator: Any = script
+    sampling = Sampling(max_new_tokens, seed=7)
+    return Chat(generator, tokenizer, TranscriptForm(tokenizer), sampling, context=context, **options)
+
+
+if __name__ == "__main__":
+    # For a test with a terminal: `launch.chat` but for the model.
+    import fcntl
+    import termios
+
+    from framework.terminal import interrupts
+    from launch.chat_lines import Session, talk
+
+    # The terminal sends Ctrl-C to the processes of which it is the controlling one.
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    interrupts.begin()
+    talk(Session(chat(Script(lambda index: time.sleep(0.002)), num_samples=2), None))
+    sys.exit(0)
