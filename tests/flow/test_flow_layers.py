@@ -310,3 +310,10 @@ def test_splits_and_priors_count_what_leaves():
     np.testing.assert_allclose(out.metrics["log_det"], 12.0 / 128, rtol=1e-6)
     np.testing.assert_allclose(out.loss, -(out.metrics["log_det"] + out.metrics["log_prior"]), rtol=1e-5)
     np.testing.assert_allclose(back, x, atol=1e-5)
+
+
+def test_a_permutation_is_the_one_that_its_kind_names():
+    assert Permutation(dim=5).order.tolist() == [4, 3, 2, 1, 0]
+    orders = [Permutation(dim=64, kind="shuffle", seed=seed).order.tolist() for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert all(sorted(order) == list(range(64)) != order for order in orders)
