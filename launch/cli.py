@@ -66,7 +66,8 @@ class Command:
     spec: str  # what --config named
     named: Config  # that config, untouched but for --data
     overrides: Overrides
-    notes: list[str] = dataclasses.field(default_factory=list)  # lines that say what --data has found
+    # Lines that say what is left out of a stored config, and what --data has found.
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
     def _applied(self) -> _Applied:
@@ -120,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         # `split` takes both flags out before argparse sees them: they are added for --help and for
         # did-you-mean.
         if takes_config:
-            config_help = "a named config (`python -m launch.configs list`), or path/to/file.py:NAME"
+            config_help = "a named config (`plimsoll configs list`), path/to/file.py:NAME, or WORKDIR/config.json"
             self.add_argument("--config", metavar="NAME", help=config_help)
         self.add_argument(
             "--config.PATH",
@@ -144,11 +145,12 @@ class Parser(argparse.ArgumentParser):
         args = self.parse_flags(verb_flags, spec)
         if spec is None:
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
-        named = configs.load(spec)
         notes: list[str] = []
+        named = configs.load(spec, notes.append)
         if getattr(args, "data", None) is not None:
             overridden = [path for path, _ in overrides]
-            named, notes = own_data.with_data(named, args.data, overridden)
+            named, data_lines = own_data.with_data(named, args.data, overridden)
+            notes += data_lines
         command = Command(args, spec, named, overrides, notes)
         # Reading the property checks overrides and rules.
         command.config  # noqa: B018

@@ -1,17 +1,11 @@
-"""The config that a run has stored in its workdir, for verbs that look at the run: data from outside.
-
-It says what the model is. Where this machine keeps compiled programs, and which files its compiler writes, is for who
-runs the verb to say: the workdir may be a stranger's.
-"""
+"""The config that a run has stored in its workdir, for verbs that look at the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from framework.config import Config, ConfigError, target_of
-from framework.config.names import printable
-from framework.devices.compiler import names_files
+from framework.config import Config, ConfigError
 from launch import cli
 
 
@@ -22,23 +16,12 @@ def read(workdir: Path, overrides: cli.Overrides, tell: Callable[[str], None]) -
         FileNotFoundError: the workdir has no config.
         ConfigError: the config names something that is no component, or describes no experiment.
     """
-    from framework.program.experiment import Experiment
+    from framework.program import stored
 
-    file = workdir / "config.json"
     try:
-        config = Config.from_json(file.read_bytes())
+        config = stored.read(workdir / "config.json", tell)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of launch.train") from None
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    # Checked by its class before anything is built: the file may be a stranger's.
-    target = target_of(config)
-    if not (isinstance(target, type) and issubclass(target, Experiment)):
-        raise ConfigError(f"{file}: expected the config of an Experiment, given that of {target.__name__}")
-    try:
-        leave_places_out(config, tell)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
     return cli.apply_overrides(config, overrides)
 
 
@@ -48,19 +31,3 @@ def check(config: Config) -> None:
         Config.from_json(config.to_json())
     except ConfigError as error:
         raise ConfigError(f"{error.args[0]}; the config of the run could not be read again", path=error.path) from None
-
-
-def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
-    """Resets, in place, the settings that name a place on the machine that the run was on."""
-    trainer = config.trainer
-    compiler = config.compiler
-    # Machine code is loaded from the cache, so a stranger does not choose where it is.
-    if trainer.takes("compilation_cache") and trainer.compilation_cache is not None:
-        del trainer["compilation_cache"]
-    options = compiler.options if compiler.takes("options") else {}
-    # A copy of the items, as some are deleted on the way.
-    for name, value in list(options.items()):
-        if names_files(name, value):
-            del options[name]
-            shown = printable(f"compiler.options.{name}={value}")
-            tell(f"{shown} of the run is left out, as it names files; to set it, --config.compiler.options.NAME=VALUE")

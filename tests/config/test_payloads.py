@@ -78,6 +78,7 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "framework.processes.rendezvous.meet"},
     {"$class": "launch.train.main", "argv": ["--config=stdlib-tiny"]},
     {"$class": "launch.preload.orbax"},
+    {"$class": "framework.program.stored.read_to_train", "file": "{dir}/precious"},
     {"$class": "launch.commands.run", "words": ["touch", "{dir}/PWNED"]},
     {"$class": "tools.mutate.main"},
     # Classes and functions of ours that are no component
@@ -379,6 +380,21 @@ def test_a_directory_of_published_weights_is_no_door(payload, folder, capsys):
     assert [file.name for file in published.iterdir()] == ["config.json"]
 
 
+def test_a_stored_config_that_is_to_be_trained_is_no_door(folder, experiment, capsys):
+    file = folder / "config.json"
+    for payload in PAYLOADS:
+        for place in ("", "trainer.hooks.0"):
+            file.write_text(json.dumps(_filled(_placed(experiment, place, payload), folder)))
+            with watched() as events:
+                assert _verb("train")([f"--config={file}", f"--workdir={folder}/run"]) == 2
+            assert [event for event in events if str(file) not in str(event)] == []
+            error = capsys.readouterr().err
+            assert error.startswith(f"error: {file}: ")
+            assert error.count("\n") == 1
+    file.unlink()
+    _unharmed(folder)
+
+
 # What a stored config may say of a machine: nothing.
 
 
@@ -403,6 +419,14 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     own = [("trainer.compilation_cache", "mine"), ("compiler.options.xla_dump_to", "mine")]
     config = stored.read(folder, own, lines.append)
     assert (config.trainer.compilation_cache, config.compiler.options["xla_dump_to"]) == ("mine", "mine")
+    rule = {"$class": "framework.program.experiment.AcceleratorRule", "pattern": "*", "set": {"trainer.seed": 7}}
+    (folder / "config.json").write_text(json.dumps(text | {"accelerator_rules": [rule]}))
+    lines.clear()
+    again = configs.load(f"{folder}/config.json", lines.append)
+    again.trainer.compilation_cache, again.compiler.options["xla_dump_to"] = "mine", "mine"
+    assert again == config, "a config that is trained again is that of its run, without the rules that made it"
+    assert len(lines) == 7
+    assert "accelerator_rules" in lines[-1]
     text["trainer"]["compilation_cache"] = None
     (folder / "config.json").write_text(json.dumps(text))
     assert stored.read(folder, [], lines.append).trainer.compilation_cache is None
