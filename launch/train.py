@@ -21,8 +21,9 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from framework.program import stored
 from framework.terminal import interrupts
-from launch import cli, mistakes, stored
+from launch import cli, mistakes
 from launch.job import EXIT_FAILED, EXIT_TOO_BIG, EXIT_USAGE, Job
 
 # The time that all processes of a run have to end after a signal, before the first does.

@@ -11,7 +11,8 @@ import configs
 from framework.config import Config, config_for, target_of
 from framework.data.tokenizers import BPETokenizer
 from framework.files.workdir import read_only
-from launch import cli, stored
+from framework.program import stored
+from launch import cli
 
 
 @dataclass
@@ -81,7 +82,8 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
     if args.hf is not None:
         return _load_hf(args, overrides)
     workdir, checkpoints = read_only(args.workdir)
-    config = stored.read(workdir, overrides, tell)
+    stored_config = stored.read(workdir, tell)
+    config = cli.apply_overrides(stored_config, overrides)
     if text:
         _name_tokenizer_file(config, workdir)
     experiment: Any = config.instantiate()

@@ -1,7 +1,7 @@
-"""The config that a run has stored, read from its file: data from outside.
+"""The config that a run has stored in its workdir, for verbs that look at the run: data from outside.
 
 It says what the model is. Where this machine keeps compiled programs, and which files its compiler writes, is for who
-runs it to say: the file may be a stranger's. Nothing here starts JAX.
+runs the verb to say: the workdir may be a stranger's.
 """
 
 from __future__ import annotations
@@ -14,29 +14,21 @@ from framework.config.names import printable
 from framework.devices.compiler import names_files
 
 
-def read(file: Path, tell: Callable[[str], None]) -> Config:
-    """The config of an experiment in a file, without the settings that belong to a machine; `tell` is told of those.
+def read(workdir: Path, tell: Callable[[str], None]) -> Config:
+    """The config of a workdir, but without the settings that belong to a machine.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the workdir has no config.
         ConfigError: the config names something that is no component, or describes no experiment.
     """
-    from framework.program.experiment import Experiment
-
     try:
-        config = Config.from_json(file.read_bytes())
-        # Checked by its class before anything is built: the file may be a stranger's.
-        target = target_of(config)
-        if not (isinstance(target, type) and issubclass(target, Experiment)):
-            raise ConfigError(f"expected the config of an Experiment, given that of {target.__name__}")
-        _leave_places_out(config, tell)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    return config
+        return _read(workdir / "config.json", tell)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of launch.train") from None
 
 
 def read_to_train(file: Path, tell: Callable[[str], None]) -> Config:
-    """The config that a run has stored, to train it again.
+    """The config that a run has stored, to train it again; also without the accelerator rules, which it has obeyed.
 
     Args:
         file: a config.json.
@@ -44,20 +36,44 @@ def read_to_train(file: Path, tell: Callable[[str], None]) -> Config:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: see `read`.
+        ConfigError: as from `read`.
     """
     if not file.is_file():
         siblings = [sibling.name for sibling in file.parent.glob("*.json")]
         raise FileNotFoundError(f"no config file {str(file)!r}{did_you_mean(file.name, siblings)}")
-    config = read(file, tell)
-    # They were applied when the run started. Applied again, they would undo what its command line had set.
+    config = _read(file, tell)
+    # Applied again, they would undo what the command line of that run had set.
     if "accelerator_rules" in config and config.accelerator_rules:
         config.accelerator_rules = []
         tell(f"accelerator_rules of {file} are left out: its other fields have what they set")
     return config
 
 
-def _leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
+def _read(file: Path, tell: Callable[[str], None]) -> Config:
+    """The config in a file, which is checked by its class before anything is built: it may be a stranger's."""
+    from framework.program.experiment import Experiment
+
+    text = file.read_bytes()
+    try:
+        config = Config.from_json(text)
+        target = target_of(config)
+        if not (isinstance(target, type) and issubclass(target, Experiment)):
+            raise ConfigError(f"expected the config of an Experiment, given that of {target.__name__}")
+        leave_places_out(config, tell)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return config
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError where `read` would refuse what a run with this config stores: before the run, not after it."""
+    try:
+        Config.from_json(config.to_json())
+    except ConfigError as error:
+        raise ConfigError(f"{error.args[0]}; the config of the run could not be read again", path=error.path) from None
+
+
+def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
     """Resets, in place, the settings that name a place on the machine that the run was on."""
     trainer = config.trainer
     compiler = config.compiler

@@ -15,6 +15,7 @@ import configs
 from configs.families.llama import Llama
 from framework.config import Config, ConfigError, config_for, reference
 from framework.weights.pretrained import Pretrained
+from launch import cli
 from tests.support.watched import watched
 
 # In texts: {dir} is a folder with evil.py, which writes the file PWNED when it is run, and with the file `precious`.
@@ -399,7 +400,7 @@ def test_a_stored_config_that_is_to_be_trained_is_no_door(folder, experiment, ca
 
 
 def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, experiment):
-    from launch import stored
+    from framework.program import stored
 
     text = json.loads(json.dumps(experiment))
     text["trainer"]["compilation_cache"] = f"{folder}/PWNED"
@@ -411,13 +412,13 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     text["compiler"]["options"] = options
     (folder / "config.json").write_text(json.dumps(text))
     lines: list[str] = []
-    config = stored.read(folder, [], lines.append)
+    config = stored.read(folder, lines.append)
     assert config.trainer.compilation_cache == "~/.cache/plimsoll/xla"
     assert config.compiler.options == {"xla_cpu_enable_fast_math": False, "xla_backend_optimization_level": 1}
     assert len(lines) == 6
     # The command line is the user's own, and a run without a cache keeps none.
     own = [("trainer.compilation_cache", "mine"), ("compiler.options.xla_dump_to", "mine")]
-    config = stored.read(folder, own, lines.append)
+    config = cli.apply_overrides(stored.read(folder, lines.append), own)
     assert (config.trainer.compilation_cache, config.compiler.options["xla_dump_to"]) == ("mine", "mine")
     rule = {"$class": "framework.program.experiment.AcceleratorRule", "pattern": "*", "set": {"trainer.seed": 7}}
     (folder / "config.json").write_text(json.dumps(text | {"accelerator_rules": [rule]}))
@@ -429,7 +430,7 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     assert "accelerator_rules" in lines[-1]
     text["trainer"]["compilation_cache"] = None
     (folder / "config.json").write_text(json.dumps(text))
-    assert stored.read(folder, [], lines.append).trainer.compilation_cache is None
+    assert stored.read(folder, lines.append).trainer.compilation_cache is None
 
 
 # What was always meant to load does.
