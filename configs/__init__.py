@@ -106,7 +106,7 @@ def find(spec: str, tell: Callable[[str], None] = _ignore) -> ConfigFunction:
         hint = f"valid: {', '.join(function_by_name)}"
         if similar_names:
             hint = f"did you mean {similar_names}?"
-        raise ConfigError(f"no config is named {spec!r}; {hint} (`python -m launch.configs list` shows them all)")
+        raise ConfigError(f"no config is named {spec!r}; {hint} (`plimsoll configs list` shows them all)")
     return function_by_name[spec]
 
 

@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
     ):
         first_line = (description or "").partition("\n")[0]
         super().__init__(
-            prog=f"python -m launch.{verb}",
+            prog=f"plimsoll {verb}",
             description=first_line,
             allow_abbrev=False,
             **options,
