@@ -24,7 +24,7 @@ from framework.program.experiment import Experiment
 from framework.program.options import TrainerOptions
 from framework.program.program import Program
 from framework.program.run_length import rate_notes, set_length
-from framework.run import canary
+from framework.run import canary, resuming
 from framework.run.compile_ahead import begin_evaluation, begin_first_values
 from framework.run.hooks import NonFiniteError, own_hooks
 from framework.run.report import compression_lines, sample_images, sample_text
@@ -103,9 +103,12 @@ class Training:
             # What is wrong with a directory shows before any compile.
             pretrained.places(self.experiment.language_model)
         self._prepare_data()
+        # Before anything is compiled.
+        checkpointer = Checkpointer(directory=self.workdir.checkpoints, read_only=True)
+        order = resuming.check(checkpointer, self.program, self.config, force=self.job.args.force)
         max_epochs = self.options.max_epochs
         if max_epochs is not None:
-            epoch_steps = self.experiment.data.epoch_steps(max_epochs)
+            epoch_steps = self.experiment.data.epoch_steps(max_epochs, order.origin)
             self._tell(set_length(self.config, epoch_steps))
             if self.config.trainer.max_steps != self.options.known_steps:
                 # The data is ready already and does not depend on the length.
