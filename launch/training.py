@@ -103,8 +103,13 @@ class Training:
             # What is wrong with a directory shows before any compile.
             pretrained.places(self.experiment.language_model)
         self._prepare_data()
-        # Before anything is compiled.
         checkpointer = Checkpointer(directory=self.workdir.checkpoints, read_only=True)
+        kept_lines = resuming.keep_counters(checkpointer, self.config)
+        if kept_lines:
+            self._tell(kept_lines)
+            self.experiment = self.config.instantiate(data=self.experiment.data)
+            self.program = Program(self.experiment)
+        # Before anything is compiled.
         order = resuming.check(checkpointer, self.program, self.config, force=self.job.args.force)
         max_epochs = self.options.max_epochs
         if max_epochs is not None:

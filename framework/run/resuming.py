@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import optax
+
 from framework.checkpoint.checkpointer import Checkpointer
-from framework.checkpoint.directory import CheckpointCorruptError, CheckpointMismatchError
-from framework.config import Config
+from framework.checkpoint.directory import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from framework.config import Config, config_for
 from framework.config.changes import config_changes
 from framework.data.batches import Pipeline
 from framework.data.order import BatchOrder
@@ -23,6 +25,8 @@ Extra = Mapping[str, Any]
 # Sections of the config, and fields of the data, on which neither arrays nor the order of the data depend.
 _APART = ("trainer", "health", "compiler", "mesh", "memory", "accelerator_rules")
 _NOT_OF_THE_ORDER = ("global_batch_size", "validation", "prefetch", "cache_dir")
+# Of a table of leaves that do not fit, so many lines are shown beside the fields that changed.
+_LINES = 8
 
 
 def check(checkpointer: Checkpointer, program: Program, config: Config, *, force: bool) -> BatchOrder:
@@ -62,7 +66,43 @@ def _naming_fields(error: CheckpointMismatchError, extra: Extra, config: Config)
     changes = [change for change in config_changes(extra["config"], config.to_dict()) if not _is_under(change, _APART)]
     if not changes:
         return error
-    return CheckpointMismatchError(f"the checkpoint has another {', another '.join(changes)}\n{error}")
+    # Of a table of hundreds of leaves the first say what it is about.
+    lines = str(error).splitlines()
+    if len(lines) > _LINES:
+        lines[_LINES:] = [f"  ... and {len(lines) - _LINES} lines more"]
+    table = "\n".join(lines)
+    return CheckpointMismatchError(f"the checkpoint has another {', another '.join(changes)}\n{table}")
+
+
+def keep_counters(checkpointer: Checkpointer, config: Config) -> list[str]:
+    """Puts constant schedules, in place, for learning rates that are numbers now and were schedules at the newest
+    checkpoint: a schedule counts its steps, and a number would have no place for the count. Returns what to tell."""
+    newest_step = max(checkpointer.steps(), default=None)
+    if newest_step is None:
+        return []
+    lines: list[str] = []
+    with suppress(CheckpointError):
+        old_config = checkpointer.manifest(newest_step).extra["config"]
+        for path, value in list(config.leaves()):
+            is_rate = path.startswith("learner.") and path.endswith(".learning_rate")
+            if not is_rate or not isinstance(value, int | float):
+                continue
+            if "$class" in _mapping_at(old_config, path):
+                config.set_path(path, config_for(optax.constant_schedule, value=float(value)))
+                lines.append(f"config.{path}: {value} from here on, as a constant schedule")
+    return lines
+
+
+def _mapping_at(stored: Any, path: str) -> Mapping[str, Any]:
+    """The part of a stored config at a dotted path; empty where there is none, or a plain value."""
+    for name in path.split("."):
+        if isinstance(stored, list) and name.isdigit() and int(name) < len(stored):
+            stored = stored[int(name)]
+        elif isinstance(stored, dict):
+            stored = stored.get(name)
+        else:
+            return {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def _is_under(change: str, names: tuple[str, ...]) -> bool:
@@ -123,10 +163,11 @@ def difference_of_data(extra: Extra, data: Pipeline, config: Config, *, force: b
     for change in config_changes(old_config, config.to_dict()["data"]):
         if not _is_under(change, _NOT_OF_THE_ORDER):
             changes.append(change.replace("config.", "config.data.", 1))
+    if not changes:
+        changes.append("config.data.source: the same name, other content")
     old_rows = extra["data"].get("rows")
     if old_rows not in (None, data.num_rows):
         changes.append(f"an epoch: {old_rows:,} -> {data.num_rows:,} sequences")
-    changes = changes or ["config.data.source: the same name, other content"]
     fingerprints = f"fingerprint {fingerprint[:12]}, was {old_fingerprint[:12]}"
     message = f"the data differs from the checkpoint's ({fingerprints}): {'; '.join(changes)}"
     if force:
