@@ -181,6 +181,7 @@ def _epochs_are_over(last: Any, job: Job) -> bool:
     Asks the data only where the last run came to its end, so what that run made of the data (tokens) is there.
     """
     from framework.processes import distributed
+    from framework.run import resuming
 
     options = job.experiment.trainer
     data = job.experiment.data
@@ -190,7 +191,8 @@ def _epochs_are_over(last: Any, job: Job) -> bool:
     barrier = partial(distributed.barrier, "finished")
     meet = partial(job.workdir.meet, barrier, is_primary=primary)
     data.setup(job.workdir.path, is_primary=primary, barrier=meet)
-    epoch_steps = data.epoch_steps(options.max_epochs)
+    order = resuming.order_after({"config": last.config, "data": last.data}, last.step, data)
+    epoch_steps = data.epoch_steps(options.max_epochs, order.origin)
     end = min(options.known_steps or epoch_steps, epoch_steps)
     is_over = last.ends(end)
     if is_over and primary:

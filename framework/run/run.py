@@ -103,7 +103,7 @@ class Run:
 
         Raises:
             CheckpointMismatchError: the newest checkpoint is of another model.
-            ValueError: the newest checkpoint is of other data, and `force` is not set.
+            ValueError: the newest checkpoint is of other data, and `force` is not set; see `resuming`.
         """
         with self.goodput.during("restore"):
             return self._start(force)
