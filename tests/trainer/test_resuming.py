@@ -35,7 +35,7 @@ def test_a_run_goes_on_with_what_may_change_and_nothing_else(
         patch.setattr("framework.run.canary.check", pytest.fail)
         patch.setattr("framework.plan.guard.need", pytest.fail)
         for flags, message in {
-            ("--config.model.stack.num_layers=4",): "checkpoint has another config.model.stack.num_layers: 2 -> 4, another",
+            ("--config.model.stack.num_layers=4",): "has another config.model.stack.num_layers: 2 -> 4, another",
             ("--config.data.seed=4",): "config.data.seed: 3 -> 4. Batches would not continue",
             ("--config.data.document_mask=true",): "config.data.document_mask: false -> true",
         }.items():
