@@ -383,7 +383,7 @@ def test_a_directory_of_published_weights_is_no_door(payload, folder, capsys):
 
 
 def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, experiment):
-    from launch import stored
+    from framework.program import stored
 
     text = json.loads(json.dumps(experiment))
     text["trainer"]["compilation_cache"] = f"{folder}/PWNED"
@@ -395,7 +395,7 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     text["compiler"]["options"] = options
     (folder / "config.json").write_text(json.dumps(text))
     lines: list[str] = []
-    config = stored.read(folder, [], lines.append)
+    config = stored.read(folder, lines.append)
     assert config.trainer.compilation_cache == "~/.cache/plimsoll/xla"
     assert config.compiler.options == {"xla_cpu_enable_fast_math": False, "xla_backend_optimization_level": 1}
     assert len(lines) == 6
@@ -405,7 +405,7 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     assert (config.trainer.compilation_cache, config.compiler.options["xla_dump_to"]) == ("mine", "mine")
     text["trainer"]["compilation_cache"] = None
     (folder / "config.json").write_text(json.dumps(text))
-    assert stored.read(folder, [], lines.append).trainer.compilation_cache is None
+    assert stored.read(folder, lines.append).trainer.compilation_cache is None
 
 
 # What was always meant to load does.

@@ -12,23 +12,27 @@ from pathlib import Path
 from framework.config import Config, ConfigError, target_of
 from framework.config.names import printable
 from framework.devices.compiler import names_files
-from launch import cli
 
 
-def read(workdir: Path, overrides: cli.Overrides, tell: Callable[[str], None]) -> Config:
-    """The config of a workdir with `overrides`, but without the settings that belong to a machine.
+def read(workdir: Path, tell: Callable[[str], None]) -> Config:
+    """The config of a workdir, but without the settings that belong to a machine.
 
     Raises:
         FileNotFoundError: the workdir has no config.
         ConfigError: the config names something that is no component, or describes no experiment.
     """
-    from framework.program.experiment import Experiment
-
-    file = workdir / "config.json"
     try:
-        config = Config.from_json(file.read_bytes())
+        return read_file(workdir / "config.json", tell)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of launch.train") from None
+
+
+def read_file(file: Path, tell: Callable[[str], None]) -> Config:
+    """The config of a config.json; raises as `read`."""
+    from framework.program.experiment import Experiment
+
+    try:
+        config = Config.from_json(file.read_bytes())
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     # Checked by its class before anything is built: the file may be a stranger's.
@@ -39,7 +43,7 @@ def read(workdir: Path, overrides: cli.Overrides, tell: Callable[[str], None]) -
         leave_places_out(config, tell)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    return cli.apply_overrides(config, overrides)
+    return config
 
 
 def check(config: Config) -> None:
