@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 
 from framework.program import stored
-from framework.run.job import EXIT_TOO_BIG, Job
+from framework.run.job import Job
+from framework.terminal.exit_codes import ExitCode
 from launch import cli
 
 
@@ -63,7 +64,6 @@ def main(argv: list[str]) -> int:
     from framework.files.workdir import safe_child
     from framework.metrics.goodput import Goodput
     from framework.processes import distributed
-    from framework.processes.health import EXIT_PEER
     from framework.processes.rendezvous import ProcessesMissingError
     from framework.run import start
 
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
         return start.execute(job, cluster)
     except ProcessesMissingError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_PEER
+        return ExitCode.PEER
 
 
 def _guarded(train: Callable[[], int]) -> int:
@@ -112,7 +112,7 @@ def _dry_run(job: Job, command: cli.Command) -> int:
     workdir.claim()
     try:
         fits = startup.dry_run(command.spec, config, experiment, target, workdir.path, job.limit)
-        return 0 if fits else EXIT_TOO_BIG
+        return 0 if fits else ExitCode.TOO_BIG
     finally:
         workdir.release(undo=True)
 

@@ -58,7 +58,7 @@ def load_config(
     spec = str(spec)
     notes: list[str] = []
     if spec.endswith(".json"):
-        named = stored.read_file(Path(spec).expanduser(), notes.append)
+        named = stored.read_to_train(Path(spec).expanduser(), notes.append)
     else:
         named = load_named(spec)
     changes = dict(overrides or {})

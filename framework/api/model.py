@@ -73,7 +73,8 @@ class Model:
             ValueError: a setting is out of range, the prompt is empty or too long, or the model makes no text.
         """
         stops = [stop] if isinstance(stop, str) else stop
-        sampling = Sampling(max_new_tokens or DEFAULT_TOKENS, temperature, top_k, top_p, seed=seed)
+        max_tokens = DEFAULT_TOKENS if max_new_tokens is None else max_new_tokens
+        sampling = Sampling(max_tokens, temperature, top_k, top_p, seed=seed)
         pieces = self.stream([prompt], sampling, stops, shortens=max_new_tokens is None)
         return "".join(piece for (piece,) in pieces)
 

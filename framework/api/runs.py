@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from framework.metrics.plot import plot_losses
 from framework.run import mistakes, start
 from framework.run.job import Job, RunError
 from framework.terminal import interrupts
+from framework.terminal.exit_codes import ExitCode
 
 _RESUME = ("auto", "never", "must")
 
@@ -136,14 +136,14 @@ def _guarded(job: Job, training: Callable[[], int]) -> int:
 
 def _raise_failure(job: Job, code: int) -> None:
     """Raises what an exit code other than 0 stands for."""
-    if code == 0:
+    if code == ExitCode.DONE:
         return
     failure = job.failure
     if failure is not None and mistakes.exit_code(failure) is not None:
         raise failure
-    if code == 128 + signal.SIGINT:
+    if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt(f"what was trained is saved in {job.folder}; the same call goes on from there")
-    if code == 128 + signal.SIGTERM:
+    if code == ExitCode.TERMINATED:
         # Whoever ended the process meant the whole of it.
         raise SystemExit(code)
     raise RunError(str(failure or f"the run ended with exit code {code}"), code) from failure

@@ -1,4 +1,4 @@
-"""What is asked of a run, by `launch.train` or by `framework.train`, and its exit codes. Nothing here starts JAX."""
+"""What is asked of a run, by `launch.train` or by `framework.train`. Nothing here starts JAX."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,12 +6,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from framework.config import Config
-
-# framework.processes.health has those of processes that are gone, hang or disagree.
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_NONFINITE = 3
-EXIT_TOO_BIG = 4
 
 
 class RunError(RuntimeError):

@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 from framework.config import ConfigError
+from framework.terminal.exit_codes import ExitCode
 
 _FILE_ERRORS = (
     FileNotFoundError,
@@ -67,7 +68,7 @@ def _code(error: BaseException) -> int:
     # to be corrected.
     may_help = disk_problem(error) is not None and getattr(error, "errno", None) != errno.EROFS
     in_the_loop = IN_THE_LOOP in getattr(error, "__notes__", ())
-    return 1 if may_help or in_the_loop else 2
+    return ExitCode.FAILED if may_help or in_the_loop else ExitCode.USAGE
 
 
 def disk_problem(error: BaseException) -> str | None:

@@ -19,11 +19,12 @@ from framework.devices.environment import prepare_jax
 from framework.devices.executables import use_compilation_cache
 from framework.files.workdir import Workdir
 from framework.processes import distributed
-from framework.processes.health import EXIT_PEER, UNLIMITED, Health, Pulse
+from framework.processes.health import UNLIMITED, Health, Pulse
 from framework.run import mistakes
 from framework.run.finished import LastCheckpoint, known_length, last_checkpoint
-from framework.run.job import EXIT_FAILED, EXIT_TOO_BIG, EXIT_USAGE, Job
+from framework.run.job import Job
 from framework.terminal import interrupts
+from framework.terminal.exit_codes import REFUSED, ExitCode
 
 # The time that all processes of a run have to end after a signal, before the first does.
 _OTHERS_SECONDS = 0.5
@@ -51,7 +52,7 @@ def execute(job: Job, cluster: distributed.Cluster | None) -> int:
     # Looked at before JAX starts, so that whoever has nothing to do hears so at once.
     is_primary = cluster is None or cluster.process_id == 0
     if last is not None and _is_over(last, job.request.config, is_primary=is_primary):
-        return 0
+        return ExitCode.DONE
     job.workdir = Workdir(job.folder)
     prepare_jax()
     _connect(cluster, job.experiment.health)
@@ -98,7 +99,7 @@ def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
     workdir = job.workdir
     # The code of what is raised before the run is guarded; a run that is over changes nothing
     # either.
-    code = EXIT_USAGE
+    code = ExitCode.USAGE
     try:
         if distributed.is_primary():
             message = workdir.claim()
@@ -106,13 +107,13 @@ def _in_workdir(job: Job, last: LastCheckpoint | None) -> int:
                 print(message, file=sys.stderr)
         _check_shared(workdir)
         if last is not None and _epochs_are_over(last, job):
-            return 0
+            return ExitCode.DONE
         # The code that `finally` sees if `_guarded` raises.
-        code = EXIT_FAILED
+        code = ExitCode.FAILED
         code = _guarded(job)
         return code
     finally:
-        refused = code in (EXIT_USAGE, EXIT_TOO_BIG)
+        refused = code in REFUSED
         workdir.release(undo=job.dry_run or refused)
 
 
@@ -163,7 +164,7 @@ def _guarded(job: Job) -> int:
     health = job.experiment.health
     pulse = Pulse(workdir.path / "health", process, count, health, goodput, workdir.release)
     with nullcontext() if dry_run else pulse:
-        code = EXIT_FAILED
+        code = ExitCode.FAILED
         reason = ""
         try:
             # The user's mistakes become exit codes here, which the pulse then writes down.
@@ -176,14 +177,14 @@ def _guarded(job: Job) -> int:
                 raise
             traceback.print_exc()
             peer_is_gone = isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error))
-            code = EXIT_PEER if peer_is_gone else EXIT_FAILED
+            code = ExitCode.PEER if peer_is_gone else ExitCode.FAILED
         finally:
             if not dry_run:
                 pulse.write(exit=code, reason=reason)
-    if count > 1 and code in (EXIT_FAILED, EXIT_USAGE, EXIT_PEER):
+    if count > 1 and code in (ExitCode.FAILED, ExitCode.USAGE, ExitCode.PEER):
         # JAX ends all others as soon as the first is gone; they may be about to speak.
         time.sleep(0 if process else 1)
-        workdir.release(undo=dry_run or code == EXIT_USAGE)
+        workdir.release(undo=dry_run or code == ExitCode.USAGE)
         # os._exit waits for no process that waits for this one, and flushes nothing.
         sys.stdout.flush()
         sys.stderr.flush()

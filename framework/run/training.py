@@ -19,7 +19,7 @@ from framework.plan import guard, host_room
 from framework.plan.guard import Need
 from framework.plan.start_table import start_report
 from framework.processes import distributed
-from framework.processes.health import EXIT_REPLICAS, Pulse
+from framework.processes.health import Pulse
 from framework.program.experiment import Experiment
 from framework.program.options import TrainerOptions
 from framework.program.program import Program
@@ -27,10 +27,11 @@ from framework.program.run_length import rate_notes, set_length
 from framework.run import canary
 from framework.run.compile_ahead import begin_evaluation, begin_first_values
 from framework.run.hooks import NonFiniteError, own_hooks
-from framework.run.job import EXIT_FAILED, EXIT_NONFINITE, EXIT_TOO_BIG, Job
+from framework.run.job import Job
 from framework.run.report import compression_lines, sample_images, sample_text
 from framework.run.run import Run
 from framework.run.trainer import LastStepNotSavedError, Trainer
+from framework.terminal.exit_codes import ExitCode
 from framework.terminal.progress import Progress
 from framework.terminal.tables import human_bytes, render
 
@@ -154,11 +155,11 @@ class Training:
             if not job.force or self.need.message:
                 job.failure = MemoryError(message)
                 self.program.ahead.close()
-                return EXIT_TOO_BIG
+                return ExitCode.TOO_BIG
         if job.dry_run:
             peak = human_bytes(self.need.peak)
             self.progress.print(f"dry run: the step compiles, and its peak is {peak} per device. Nothing was trained.")
-            return 0
+            return ExitCode.DONE
         return None
 
     def _train(self) -> int | None:
@@ -185,8 +186,8 @@ class Training:
         except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
             self.progress.print(f"error: {error}")
             self.job.failure = error
-            codes = {NonFiniteError: EXIT_NONFINITE, ReplicaMismatchError: EXIT_REPLICAS}
-            return codes.get(type(error), EXIT_FAILED)
+            codes = {NonFiniteError: ExitCode.NONFINITE, ReplicaMismatchError: ExitCode.REPLICAS}
+            return codes.get(type(error), ExitCode.FAILED)
         except jax.errors.JaxRuntimeError:
             # Pending saves are waited for, but not one that another process has left.
             waits = jax.process_count() == 1
