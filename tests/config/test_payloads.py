@@ -15,6 +15,7 @@ import configs
 from configs.families.llama import Llama
 from framework.config import Config, ConfigError, config_for, reference
 from framework.weights.pretrained import Pretrained
+from launch import cli
 from tests.support.watched import watched
 
 # In texts: {dir} is a folder with evil.py, which writes the file PWNED when it is run, and with the file `precious`.
@@ -78,6 +79,8 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "framework.processes.rendezvous.meet"},
     {"$class": "launch.train.main", "argv": ["--config=stdlib-tiny"]},
     {"$class": "launch.preload.orbax"},
+    {"$class": "framework.api.runs.train", "config": "nanogpt-cpu", "workdir": "{dir}/PWNED"},
+    {"$class": "framework.plan", "config": "nanogpt-cpu", "target": "local"},
     {"$class": "launch.commands.run", "words": ["touch", "{dir}/PWNED"]},
     {"$class": "tools.mutate.main"},
     # Classes and functions of ours that are no component
@@ -401,7 +404,7 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     assert len(lines) == 6
     # The command line is the user's own, and a run without a cache keeps none.
     own = [("trainer.compilation_cache", "mine"), ("compiler.options.xla_dump_to", "mine")]
-    config = stored.read(folder, own, lines.append)
+    config = cli.apply_overrides(stored.read(folder, lines.append), own)
     assert (config.trainer.compilation_cache, config.compiler.options["xla_dump_to"]) == ("mine", "mine")
     text["trainer"]["compilation_cache"] = None
     (folder / "config.json").write_text(json.dumps(text))
