@@ -24,12 +24,10 @@ from framework.config import PositiveFloat, PositiveInt, component
 from framework.files.workdir import write_json
 from framework.metrics.goodput import Goodput
 from framework.terminal import interrupts
+from framework.terminal.exit_codes import ExitCode
 
 # The descriptor, since sys.stderr may be a test's object without one.
 _STDERR = 2
-EXIT_PEER = 5
-EXIT_HANG = 6
-EXIT_REPLICAS = 7
 # Phases that may take any time: a corpus to tokenize, a large program to compile, weights to read.
 UNLIMITED = ("start", "data", "compile", "restore")
 
@@ -94,7 +92,7 @@ class Pulse:
         previous = read(self.path)
         if previous:
             # A run that somebody has ended was not down: the time until this start does not count.
-            is_stopped = previous.get("exit") in (0, 128 + signal.SIGINT)
+            is_stopped = previous.get("exit") in (ExitCode.DONE, ExitCode.INTERRUPTED)
             down_seconds = 0.0 if is_stopped else time.time() - previous["time"]
             goodput.carry_over(previous.get("goodput", {}), down_seconds)
         previous_attempt = previous.get("attempt", 0) if previous else 0
@@ -211,10 +209,10 @@ class Pulse:
             faulthandler.dump_traceback(file)
         with contextlib.suppress(ValueError, OSError):
             faulthandler.dump_traceback(_STDERR)
-        self.write(exit=EXIT_HANG, reason=message)
+        self.write(exit=ExitCode.HANG, reason=message)
         with contextlib.suppress(Exception):
             self._last_words()
-        os._exit(EXIT_HANG)
+        os._exit(ExitCode.HANG)
 
 
 def read(path: Path) -> dict[str, Any] | None:

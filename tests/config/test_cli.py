@@ -14,7 +14,8 @@ import pytest
 import configs
 import launch
 from framework.config import Config, ConfigError, config_for, target_of
-from launch import cli, mistakes
+from framework.run import mistakes
+from launch import cli
 
 ROOT = Path(launch.__path__[0]).parent
 

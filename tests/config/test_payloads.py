@@ -80,6 +80,8 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "launch.train.main", "argv": ["--config=stdlib-tiny"]},
     {"$class": "launch.preload.orbax"},
     {"$class": "framework.program.stored.read_to_train", "file": "{dir}/precious"},
+    {"$class": "framework.api.runs.train", "config": "nanogpt-cpu", "workdir": "{dir}/PWNED"},
+    {"$class": "framework.plan", "config": "nanogpt-cpu", "target": "local"},
     {"$class": "launch.commands.run", "words": ["touch", "{dir}/PWNED"]},
     {"$class": "tools.mutate.main"},
     # Classes and functions of ours that are no component

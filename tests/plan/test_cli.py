@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch import plan, train
+from framework.terminal.exit_codes import ExitCode
+from launch import plan
 from tests.support.runs import CONFIG, ROOT, write_text
 from tests.support.runs import train as run_train
 
@@ -153,7 +154,7 @@ def test_train_refuses_what_does_not_fit_before_it_makes_anything(
 ):
     monkeypatch.setattr("framework.program.program.Program.init", lambda *_: pytest.fail("made arrays"))
     flags = ["--device_memory_gib=0.0003", ONE_LAYER, "--config.memory.remat=full"]
-    assert run_train(tmp_path / "run", *flags) == train.EXIT_TOO_BIG == 4
+    assert run_train(tmp_path / "run", *flags) == ExitCode.TOO_BIG == 4
     text = capsys.readouterr().out
     assert "the training step needs " in text
     assert "there are 314.5" in text
