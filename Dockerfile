@@ -1,7 +1,7 @@
 # A container that runs any verb, for launch.gke, launch.slurm --container, or by hand:
 #
 #     docker build --build-arg EXTRAS=tpu --tag plimsoll .        # EXTRAS: tpu, cuda, or nothing for CPU; see pyproject.toml
-#     docker run plimsoll python -m launch.configs list
+#     docker run plimsoll plimsoll configs list
 #
 # Nothing secret goes in: .dockerignore lets in what is named here, and credentials come from the environment at run time.
 FROM python:3.11-slim-bookworm
@@ -13,7 +13,7 @@ ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib64 \
 
 RUN useradd --create-home --uid 10001 plimsoll
 WORKDIR /app
-COPY LICENSE README.md constraints.txt pyproject.toml ./
+COPY LICENSE README.md constraints.txt plimsoll_command.py pyproject.toml ./
 COPY configs configs
 COPY framework framework
 COPY launch launch
@@ -22,4 +22,4 @@ RUN python -m pip install --no-cache-dir --constraint constraints.txt --editable
     && chown plimsoll runs
 
 USER 10001
-CMD ["python", "-m", "launch"]
+CMD ["plimsoll"]

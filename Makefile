@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 WORKDIR ?= runs/stdlib-tiny
 
-.PHONY: train test test-pairs test-all test-peers plan-tpu lint format clean
+.PHONY: train test test-pairs test-all test-peers plan-tpu wheel lint format clean
 
 train: $(VENV)/.train  ## train a small model on the source of Python's standard library (under 5 minutes on 2 cores)
 	$(BIN)/python -m launch.train --config=stdlib-tiny --workdir=$(WORKDIR)
@@ -26,6 +26,11 @@ test-all: $(VENV)/.dev  ## both of these, and whole products of settings (hours)
 test-peers: $(VENV)/.peers  ## against torch and transformers, live
 	$(BIN)/python -m pytest -m peers
 
+wheel: $(VENV)/.train  ## dist/plimsoll_train-*.whl, which `pip install` takes anywhere
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	rm -rf build
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -36,7 +41,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.11 ...")'

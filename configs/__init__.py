@@ -2,8 +2,8 @@
 
 A module of this package defines `CONFIGS: dict[str, Callable[[], Config]]`; each function returns a new config, and its
 docstring documents it. A user's own file is loaded the same way, `path/to/file.py:NAME`, with NAME a key of its CONFIGS
-or one of its functions; a directory of published weights as hf:DIR, lora:DIR or qlora:DIR. Nothing registers itself:
-the package is searched when a name is asked for.
+or one of its functions; a directory of published weights as hf:DIR, lora:DIR or qlora:DIR; what a run has stored as
+WORKDIR/config.json. Nothing registers itself: the package is searched when a name is asked for.
 
 Imports `framework.config`; the modules of named configs import the components that they name.
 """
@@ -21,8 +21,13 @@ from pathlib import Path
 
 from framework.config import Config, ConfigError, did_you_mean
 from framework.config.names import nearest
+from framework.program import stored
 
 ConfigFunction = Callable[[], Config]
+
+
+def _ignore(line: str) -> None:
+    """Drops a line."""
 
 
 def functions() -> dict[str, ConfigFunction]:
@@ -42,15 +47,22 @@ def names() -> list[str]:
     return list(functions())
 
 
-def load(spec: str) -> Config:
-    """Makes a new config by NAME, by path/to/file.py:NAME, or by hf:DIR.
+def load(spec: str, tell: Callable[[str], None] = _ignore) -> Config:
+    """Makes a new config by NAME, by path/to/file.py:NAME, by path/to/config.json, or by hf:DIR.
+
+    Args:
+        spec: one of these.
+        tell: is told what of a stored config is left out, in a line for each.
 
     Raises:
         ConfigError: there is no such name or function, or the function raised one. The message then ends with the line
             that raised it.
         FileNotFoundError: there is no such file.
     """
-    function = find(spec)
+    function = find(spec, tell)
+    if getattr(function, "func", None) is stored.read_to_train:
+        # Its errors name the file, and no line of Python is to be changed.
+        return function()
     try:
         config = function()
     except ConfigError as error:
@@ -67,7 +79,7 @@ def load(spec: str) -> Config:
     return config
 
 
-def find(spec: str) -> ConfigFunction:
+def find(spec: str, tell: Callable[[str], None] = _ignore) -> ConfigFunction:
     """Returns the function that makes the config of a spec; see `load`."""
     kind, _, directory = spec.partition(":")
     if directory:
@@ -75,6 +87,8 @@ def find(spec: str) -> ConfigFunction:
         kinds = importlib.import_module("configs.finetune").KINDS
         if kind in kinds:
             return functools.partial(kinds[kind], directory)
+    if spec.endswith(".json"):
+        return functools.partial(stored.read_to_train, Path(spec).expanduser(), tell)
     if spec.endswith(".py"):
         # The name is missing; `_from_file` says so, unless there is no such file at all.
         path = spec
@@ -84,12 +98,15 @@ def find(spec: str) -> ConfigFunction:
     if path.endswith(".py"):
         return _from_file(Path(path).expanduser().resolve(), name)
     function_by_name = functions()
+    stored_file = Path(spec).expanduser() / "config.json"
+    if spec not in function_by_name and stored_file.is_file():
+        raise ConfigError(f"{spec!r} is a folder; did you mean {str(stored_file)!r}, the config of its run?")
     if spec not in function_by_name:
         similar_names = ", ".join(map(repr, nearest(spec, function_by_name, count=3)))
         hint = f"valid: {', '.join(function_by_name)}"
         if similar_names:
             hint = f"did you mean {similar_names}?"
-        raise ConfigError(f"no config is named {spec!r}; {hint} (`python -m launch.configs list` shows them all)")
+        raise ConfigError(f"no config is named {spec!r}; {hint} (`plimsoll configs list` shows them all)")
     return function_by_name[spec]
 
 

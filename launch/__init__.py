@@ -1,4 +1,4 @@
-"""The verbs: `python -m launch.VERB`, or `plimsoll VERB`. One module per verb, each with `main(argv=None) -> int`."""
+"""The verbs: `plimsoll VERB`, or `python -m launch.VERB`. One module per verb, each with `main(argv=None) -> int`."""
 
 import os
 import sys
@@ -6,6 +6,10 @@ import sys
 # Python calls itself "-m" while it looks for the module that it is to run: this process is a verb,
 # and no program that imports one. Ctrl-C is seen to before anything that takes time is imported.
 if sys.argv[0] == "-m" or sys.argv[0].endswith("/plimsoll"):
+    from launch import own_packages
+
+    own_packages.insist()
+
     from framework.terminal import interrupts
 
     interrupts.begin()

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from framework.run import mistakes
 from framework.terminal import interrupts
-from launch import cli, mistakes
+from launch import cli
 from launch.generate import show
 from launch.weights import tell
 

@@ -10,15 +10,12 @@
 
 A mistake of the user's ends as one line on stderr and exit code 2, an exception in a user's own file as one line and
 that file's frames; anything unexpected keeps its traceback (set PLIMSOLL_TRACEBACK=1 to see one for mistakes too).
-Imports `framework.config`, `configs`, `launch.flag_hints`, `launch.mistakes`, `launch.own_data`,
-`launch.reports`.
 """
 
 import argparse
 import contextlib
 import copy
 import dataclasses
-import fnmatch
 import functools
 import logging
 import os
@@ -31,11 +28,28 @@ from absl import flags
 from absl import logging as absl_logging
 
 import configs
-from framework.config import Config, ConfigError, did_you_mean, diff
-from framework.config.texts import as_text
+from framework.config import Config, ConfigError, did_you_mean
+from framework.config.accelerator_rules import apply_accelerator_rules, is_for, rules_of
+from framework.data import own_data
+from framework.devices.environment import prepare_jax
+from framework.run import mistakes
 from framework.terminal import interrupts
 from framework.terminal.exit_codes import ExitCode
-from launch import flag_hints, mistakes, own_data, reports
+from launch import flag_hints, reports
+
+__all__ = [
+    "Command",
+    "Overrides",
+    "Parser",
+    "UsageError",
+    "apply_accelerator_rules",
+    "apply_overrides",
+    "choose",
+    "gib",
+    "main",
+    "prepare_jax",
+    "split",
+]
 
 # (dotted path, text) in the order of the command line.
 Overrides = Sequence[tuple[str, str]]
@@ -68,7 +82,8 @@ class Command:
     spec: str  # what --config named
     named: Config  # that config, untouched but for --data
     overrides: Overrides
-    notes: list[str] = dataclasses.field(default_factory=list)  # lines that say what --data has found
+    # Lines that say what is left out of a stored config, and what --data has found.
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
     def _applied(self) -> _Applied:
@@ -76,10 +91,14 @@ class Command:
         settings = [_override(config, path, text) for path, text in self.overrides]
         return _Applied(config, settings)
 
-    @functools.cached_property
+    @property
     def config(self) -> Config:
-        """The named config with its overrides, without rules by accelerator. All rules are tried on copies: a mistake
-        in one of them should not wait for its accelerator."""
+        """The named config with its overrides, without rules by accelerator."""
+        return self._checked
+
+    @functools.cached_property
+    def _checked(self) -> Config:
+        """The config after all rules were tried on copies: a mistake in one should not wait for its accelerator."""
         config = self._applied.config
         apply_accelerator_rules(config, None)
         return config
@@ -89,7 +108,7 @@ class Command:
         named config, and overrides after them. Overrides of the rules themselves go first:
         `--config.accelerator_rules=[]` switches the rules off."""
         overridden, settings = self._applied
-        if not any(_is_for(rule, accelerator) for rule in _rules(overridden)):
+        if not any(is_for(rule, accelerator) for rule in rules_of(overridden)):
             return overridden.copy(), []
         config = self.named.copy()
         for setting in settings:
@@ -114,7 +133,7 @@ class Parser(argparse.ArgumentParser):
     ):
         first_line = (description or "").partition("\n")[0]
         super().__init__(
-            prog=f"python -m launch.{verb}",
+            prog=f"plimsoll {verb}",
             description=first_line,
             allow_abbrev=False,
             **options,
@@ -122,7 +141,7 @@ class Parser(argparse.ArgumentParser):
         # `split` takes both flags out before argparse sees them: they are added for --help and for
         # did-you-mean.
         if takes_config:
-            config_help = "a named config (`python -m launch.configs list`), or path/to/file.py:NAME"
+            config_help = "a named config (`plimsoll configs list`), path/to/file.py:NAME, or WORKDIR/config.json"
             self.add_argument("--config", metavar="NAME", help=config_help)
         self.add_argument(
             "--config.PATH",
@@ -146,12 +165,13 @@ class Parser(argparse.ArgumentParser):
         args = self.parse_flags(verb_flags, spec)
         if spec is None:
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
-        named = configs.load(spec)
         overrides = [*reports.overrides(args), *overrides]
         notes: list[str] = []
+        named = configs.load(spec, notes.append)
         if getattr(args, "data", None) is not None:
             overridden = [path for path, _ in overrides]
-            named, notes = own_data.with_data(named, args.data, overridden)
+            named, data_lines = own_data.with_data(named, args.data, overridden)
+            notes += data_lines
         command = Command(args, spec, named, overrides, notes)
         # Reading the property checks overrides and rules.
         command.config  # noqa: B018
@@ -242,35 +262,6 @@ def _located(path: str, text: str) -> Iterator[None]:
         raise ConfigError(f"--config.{path}={text}: {message}") from error
 
 
-def _rules(config: Config) -> list[Config]:
-    return config.accelerator_rules if "accelerator_rules" in config else []
-
-
-def _is_for(rule: Config, accelerator: str) -> bool:
-    return fnmatch.fnmatchcase(accelerator, rule.pattern)
-
-
-def apply_accelerator_rules(config: Config, accelerator: str | None) -> list[str]:
-    """Applies, in place and in order, the rules whose pattern matches a name such as "v5e-8", "h200x8" or "cpu-8".
-    Returns a line for each field that one changes: `rule v5e-*: memory.remat none -> full`. None: all, on copies."""
-    lines: list[str] = []
-    for index, rule in enumerate(_rules(config)):
-        if accelerator is not None and not _is_for(rule, accelerator):
-            continue
-        config_before = config.copy()
-        # Rules of different accelerators may contradict each other, so trying all of them takes a
-        # copy for each.
-        changed = config if accelerator is not None else config.copy()
-        for path, value in rule.set.items():
-            try:
-                changed.set_path(path, value)
-            except ConfigError as error:
-                raise ConfigError(str(error), path=f"accelerator_rules.{index} ({rule.pattern})") from error
-        for path, old, new in diff(config_before, changed):
-            lines.append(f"rule {rule.pattern}: {path} {as_text(old)} -> {as_text(new)}")
-    return lines
-
-
 def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
     """Decorates a verb's `main(argv)`: argv defaults to the process's, and the user's mistakes become exit code 2."""
 
@@ -335,35 +326,6 @@ def _show_records() -> None:
     flags.FLAGS.mark_as_parsed()
     absl_logging.use_absl_handler()
     absl_logging.set_verbosity(absl_logging.WARNING)
-
-
-def prepare_jax() -> None:
-    """Checks the environment of JAX's backends, for verbs that start them, and sets it where it says nothing yet."""
-    import jax  # noqa: F401
-
-    from framework.devices.accelerators import (
-        GIB,
-        GPU_MEMORY_FRACTION,
-        HOST_LIMIT,
-        HOST_MEMORY_FRACTION,
-        machine_memory_bytes,
-    )
-    from framework.devices.compiler import check_environment
-
-    check_environment()
-
-    # JAX takes three quarters of a GPU unless told otherwise; the largest model needs nearly all of
-    # it. The variable has an old name too, and jaxlib refuses both at once.
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_FRACTION))
-    # Nor more host memory than 64 GiB. Only GPUs read either.
-    host_gib = HOST_MEMORY_FRACTION * machine_memory_bytes() / GIB
-    os.environ.setdefault(HOST_LIMIT, str(int(host_gib)))
-    # On a machine without TPU chips, which jax tells when it is imported, libtpu would complain
-    # about that in five lines on stderr, if it is installed for planning.
-    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
 
 
 def gib(flag: str, value: float | None) -> int | None:

@@ -4,9 +4,11 @@ A launcher takes every flag of launch.train and adds its own; what it does not k
 """
 
 import argparse
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 
 from framework.files.workdir import safe_child
@@ -47,6 +49,24 @@ class Parser(cli.Parser):
                 # In `--flag value`, the value is the launcher's as well.
                 next(tokens)
         return args, words
+
+
+def from_here() -> bool:
+    """Whether this process finds packages in the folder that it was started in, as `python -m` in a checkout does."""
+    return "" in sys.path or os.getcwd() in sys.path
+
+
+def words_of_train(python: str, *, is_here: bool = True) -> list[str]:
+    """The words that start launch.train.
+
+    Args:
+        python: the interpreter.
+        is_here: it is this machine's. Plimsoll is installed on the others.
+    """
+    if is_here and from_here():
+        return [python, "-m", "launch.train"]
+    # Without -P, a launch.py in the folder of the start would be taken for the package.
+    return [python, "-P", "-m", "launch.train"]
 
 
 def execute(words: list[str], text: str | None = None) -> int:

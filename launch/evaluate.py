@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from framework.files.texts import read_text
 from framework.files.workdir import writing
 from framework.terminal.exit_codes import ExitCode
 from launch import cli, weights
@@ -45,39 +46,26 @@ def main(argv: list[str]) -> int:
         harness.check()
     loaded = weights.load(args, overrides)
 
-    from framework.inference.scoring import Scorer
+    from framework.api.model import Model
 
-    scorer = Scorer(loaded.program, loaded.state, averaged=loaded.averaged, batch_size=args.batch_size)
+    model = Model(loaded, batch_size=args.batch_size)
     results: dict[str, Any] = {}
     for path, text in texts.items():
-        tokens = loaded.tokenizer.encode_document(text)
-        num_bytes = len(text.encode())
-        score = scorer.text(tokens, num_bytes)
+        score = model.score(text)
         results.setdefault("files", {})[path] = dataclasses.asdict(score)
         line = f"{score.tokens} tokens, loss {score.loss:.4f}, perplexity {score.perplexity:.3f}"
         print(f"{path}: {line}, {score.bits_per_byte:.4f} bits per byte", flush=True)
     if args.choices is not None:
-        scores = score_choices(scorer, loaded.tokenizer, questions, args.choices)
+        scores = score_choices(model.scorer, loaded.tokenizer, questions, args.choices)
         results["choices"] = scores
         print(f"{args.choices}: " + ", ".join(f"{name} {value:.4g}" for name, value in scores.items()))
     if args.tasks:
         tasks = args.tasks.split(",")
-        results["tasks"] = harness.evaluate(loaded, scorer, tasks, args.task_path, args.limit)
+        results["tasks"] = harness.evaluate(loaded, model.scorer, tasks, args.task_path, args.limit)
     if args.json:
         with writing(args.json):
             Path(args.json).expanduser().write_text(json.dumps(results, indent=2) + "\n")
     return ExitCode.DONE
-
-
-def read_text(path: str) -> str:
-    """A file's text, to the byte. Raises ValueError where it is empty or not UTF-8, FileNotFoundError if not there."""
-    try:
-        text = Path(path).expanduser().read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8: {error}") from None
-    if not text:
-        raise ValueError(f"{path} is empty")
-    return text
 
 
 def read_choices(path: str) -> list[dict[str, Any]]:

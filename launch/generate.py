@@ -12,8 +12,6 @@ from pathlib import Path
 from framework.terminal.exit_codes import ExitCode
 from launch import cli, weights
 
-_DEFAULT_TOKENS = 128
-
 
 def add_flags(parser: cli.Parser) -> None:
     """The flags of this verb, beside those that name the model."""
@@ -25,7 +23,7 @@ def add_flags(parser: cli.Parser) -> None:
         metavar="FILE",
         help="a file's text as a prompt",
     )
-    parser.add_argument("--max_new_tokens", type=int, metavar="N", help=f"per prompt; default {_DEFAULT_TOKENS}")
+    parser.add_argument("--max_new_tokens", type=int, metavar="N", help="per prompt; default 128")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy; default 0.8")
     parser.add_argument("--top_k", type=int, metavar="K", help="draw from the K most likely tokens")
     parser.add_argument("--top_p", type=float, default=1.0, metavar="P", help="from the most likely that make up P")
@@ -44,35 +42,16 @@ def main(argv: list[str]) -> int:
     if not texts:
         raise cli.UsageError("--prompt=TEXT or --prompt_file=FILE is required")
 
-    from framework.inference.generation import Generator, stream_text
+    from framework.api.model import DEFAULT_TOKENS, Model
     from framework.inference.sampling import Sampling
 
-    max_tokens = _DEFAULT_TOKENS if args.max_new_tokens is None else args.max_new_tokens
-    # Made once without the tokenizer's stop ids, so that mistakes show before JAX starts.
-    Sampling(max_tokens, args.temperature, args.top_k, args.top_p, seed=args.seed)
-    loaded = weights.load(args, overrides)
-    tokenizer = loaded.tokenizer
-    prompts = [tokenizer.encode_prompt(text) for text in texts]
-    if not all(prompts):
-        raise ValueError("a prompt is empty, and this tokenizer has nothing that opens a text")
-    max_positions = loaded.experiment.language_model.embed.max_positions
-    # The default gives way to a short context. A number of the user's own is refused by the check
-    # below.
-    if max_positions is not None and args.max_new_tokens is None:
-        longest_prompt = max(map(len, prompts))
-        max_tokens = max(1, min(max_tokens, max_positions - longest_prompt))
-    sampling = Sampling(
-        max_tokens,
-        args.temperature,
-        args.top_k,
-        args.top_p,
-        tuple(tokenizer.stop_ids),
-        args.seed,
-    )
-    generator = Generator(loaded.program, loaded.state, averaged=loaded.averaged)
-    # A refusal comes before the prompt is shown.
-    generator.check(prompts, sampling)
-    steps = stream_text(generator, tokenizer, prompts, sampling, args.stop)
+    max_tokens = DEFAULT_TOKENS if args.max_new_tokens is None else args.max_new_tokens
+    # Made before the model is loaded, so that mistakes show before JAX starts.
+    sampling = Sampling(max_tokens, args.temperature, args.top_k, args.top_p, seed=args.seed)
+    model = Model(weights.load(args, overrides))
+    # The default gives way to a short context; a number of the user's own is refused. A refusal
+    # comes before the prompt is shown.
+    steps = model.stream(texts, sampling, args.stop, shortens=args.max_new_tokens is None)
     show(texts[0])
     continuations = [""] * len(texts)
     for pieces in steps:

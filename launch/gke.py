@@ -239,7 +239,7 @@ def _container(
     return {
         "name": "train",
         "image": args.image,
-        "command": ["python", "-m", "launch.train", *words],
+        "command": [*commands.words_of_train("python", is_here=False), *words],
         "env": environment,
         "envFrom": [{"secretRef": {"name": secret}} for secret in args.secret],
         "resources": {"limits": {resource: pods.chips}},

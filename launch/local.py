@@ -33,6 +33,11 @@ from framework.terminal import interrupts
 from framework.terminal.exit_codes import FINAL, STOPPED, ExitCode
 from launch import cli, commands
 
+# Tells Python to leave the folder of the start out of its path.
+_SAFE_PATH = "PYTHONSAFEPATH"
+# Set where that is for the server of forks alone.
+_OF_SERVER = "PLIMSOLL_SAFE_PATH_OF_SERVER"
+
 
 def add_flags(parser: cli.Parser) -> None:
     """The flags of this verb, beside those of launch.train."""
@@ -83,7 +88,7 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         for index, environment in enumerate(environments):
             place = _place("127.0.0.1:PORT", len(environments), index)
-            line = [sys.executable, "-m", "launch.train", *words, *place]
+            line = [*commands.words_of_train(sys.executable), *words, *place]
             settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
             print(*settings, shlex.join(line))
         return ExitCode.DONE
@@ -165,6 +170,9 @@ def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connec
     # These variables are read when a backend starts, so it does no harm that JAX is imported
     # already.
     os.environ.update(environment)
+    # What the run itself starts finds its modules as ever.
+    if os.environ.pop(_OF_SERVER, None):
+        del os.environ[_SAFE_PATH]
     # By descriptor, as libraries in C and C++ also write to stdout and stderr.
     for descriptor in (1, 2):
         os.dup2(out.fileno(), descriptor)
@@ -205,8 +213,11 @@ class Supervisor:
         # What JAX reads when it is imported has to be there in the server, which imports it for all
         # processes.
         os.environ.update(shared, PYTHONUNBUFFERED="1")
+        # The folder of the start comes first on the server's path, and may hold a launch.py.
+        if not commands.from_here() and _SAFE_PATH not in os.environ:
+            os.environ.update({_SAFE_PATH: "1", _OF_SERVER: "1"})
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["launch.leash", self.preload])
+        self._context.set_forkserver_preload(["plimsoll_command", "launch.leash", self.preload])
         with interrupts.heard_by(self._hear):
             return self._run(grace, backoff, max_restarts)
 

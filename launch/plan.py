@@ -121,35 +121,25 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
 
 def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any]:
     """One report: from the cache, the closed form or the compiler."""
-    from framework.plan import cache, plan
+    from framework.api import plans
 
     args = command.args
     config, rule_lines = command.resolve(target.name)
     settings = ["=".join(override) for override in command.overrides]
+    plan_report = plans.planned(
+        command.spec,
+        config,
+        target,
+        limit,
+        name="" if args.target == "local" else args.target,
+        estimate=args.estimate,
+        phases=not args.step_only,
+        fresh=args.fresh,
+        tell=plans.show_progress,
+    )
     # The settings of this command line are no part of what is cached: another may lead to the same
     # config.
-    about: dict[str, Any] = {"settings": [*settings, *rule_lines]}
-    if args.target != "local":
-        about["target"] = args.target
-    if args.estimate:
-        return plan.quick(command.spec, config, target, limit) | about
-    phases = not args.step_only
-    path = cache.path_of(config, name=command.spec, target=args.target, limit=limit, phases=phases)
-    plan_report = None
-    # The name "local" does not say which devices this machine has.
-    if not args.fresh and args.target != "local":
-        plan_report = cache.load(path)
-    if plan_report is None:
-        plan_report = plan.plan(command.spec, config, target, limit, phases=phases, tell=_tell)
-        _tell("")
-        cache.store(path, plan_report)
-    return plan_report | about
-
-
-def _tell(text: str) -> None:
-    """Shows progress on one line of the terminal, which the next text replaces; prints nothing into a pipe."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    return plan_report | {"settings": [*settings, *rule_lines]}
 
 
 if __name__ == "__main__":

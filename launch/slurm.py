@@ -121,7 +121,7 @@ def script(args: argparse.Namespace, words: list[str]) -> str:
     srun = ["srun", "--kill-on-bad-exit=1", *_container_options(args)]
     # The image has a Python of its own.
     python = "python" if args.container else sys.executable
-    line = [python, "-m", "launch.train", *words]
+    line = [*commands.words_of_train(python, is_here=not args.container), *words]
     # sbatch reads its options from lines of the script.
     for word in (*sbatch_options, *srun, *line):
         if not word.isprintable():

@@ -34,7 +34,7 @@ INSTALL = (
     f"mkdir -p plimsoll && tar -xzf {ARCHIVE} -C plimsoll && cd plimsoll && python3 -m venv .venv && "
     ".venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[tpu]'"
 )
-RUN = "cd plimsoll && echo $$ >../{name}.pid && exec .venv/bin/python -m launch.local {words}"
+RUN = "cd plimsoll && echo $$ >../{name}.pid && exec .venv/bin/python -P -m launch.local {words}"
 
 
 @cli.main

@@ -12,24 +12,14 @@ says what to do.
 """
 
 import os
-import re
-import socket
 import sys
 import time
-import traceback
-from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 
-from framework.terminal import interrupts
-from framework.terminal.exit_codes import REFUSED, ExitCode
-from launch import cli, mistakes, reports, stored
-from launch.job import Job
-
-# The time that all processes of a run have to end after a signal, before the first does.
-_OTHERS_SECONDS = 0.5
-# What JAX says when the others have left: gloo on CPU, NCCL on GPU, the coordinator.
-_PEER = re.compile("(?i)gloo|nccl|connection (closed|reset|refused)|coordinat|heartbeat|barrier|unavailable|deadline")
+from framework.program import stored
+from framework.run.job import Job
+from framework.terminal.exit_codes import ExitCode
+from launch import cli, reports
 
 
 def add_flags(parser: cli.Parser) -> None:
@@ -72,185 +62,46 @@ def main(argv: list[str]) -> int:
     experiment = command.config.instantiate()
 
     # Imported late: a typo on the command line should not wait for these.
-    from framework.devices.executables import use_compilation_cache
-    from framework.files.workdir import Workdir, safe_child
+    from framework.files.workdir import safe_child
     from framework.metrics.goodput import Goodput
     from framework.processes import distributed
     from framework.processes.rendezvous import ProcessesMissingError
-    from launch import finished
+    from framework.run import start
 
     args = command.args
-    goodput = Goodput(since=began)
-    limit = cli.gib("device_memory_gib", args.device_memory_gib)
-    folder = args.workdir or safe_child("runs", args.run_name, "--run_name")
+    job = Job(
+        command,
+        experiment,
+        folder=args.workdir or safe_child("runs", args.run_name, "--run_name"),
+        limit=cli.gib("device_memory_gib", args.device_memory_gib),
+        goodput=Goodput(since=began),
+        guarded=_guarded,
+        resume=args.resume,
+        force=args.force,
+        dry_run=args.dry_run,
+    )
     if args.target is not None:
-        return _dry_run(Job(command, experiment, Workdir(folder), limit, goodput))
+        return _dry_run(job, command)
     cluster = distributed.detect(os.environ, (args.coordinator, args.num_processes, args.process_id))
-    last = None if args.dry_run else finished.last_checkpoint(folder)
-    if last is not None and args.resume == "never":
-        last.refuse()
-    # Looked at before JAX starts, so that a command which has nothing to do says so at once.
-    if last is not None and _is_over(last, command, cluster):
-        return ExitCode.DONE
-    workdir = Workdir(folder)
-    cli.prepare_jax()
     try:
-        _connect(cluster, experiment.health)
+        return start.execute(job, cluster)
     except ProcessesMissingError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.PEER
-    use_compilation_cache(command.config.trainer.compilation_cache)
-    return _in_workdir(Job(command, experiment, workdir, limit, goodput), last)
 
 
-def _is_over(last: Any, command: cli.Command, cluster: Any) -> bool:
-    """Whether the config alone says that the run has nothing left to do; the first process prints so."""
-    from launch import finished
-
-    end = finished.known_length(command.config)
-    if end is None or not last.ends(end):
-        return False
-    if cluster is None or cluster.process_id == 0:
-        print("\n".join(last.lines(end, command.config)))
-    return True
+def _guarded(train: Callable[[], int]) -> int:
+    """Trains; a mistake of the user's in it ends as one line and an exit code."""
+    return cli.main(lambda _: train())([])
 
 
-def _connect(cluster: Any, health: Any) -> None:
-    """Joins the other processes of the run, if there are any. Raises ProcessesMissingError."""
-    from framework.processes import distributed
-
-    distributed.initialize(
-        cluster,
-        connect_seconds=health.connect_seconds,
-        heartbeat_seconds=health.heartbeat_seconds,
-    )
-    if cluster is not None and distributed.is_primary():
-        # JAX ends the others as soon as the first is gone; they have a line to say, and their own
-        # exit code.
-        interrupts.at_end(lambda number, line: time.sleep(_OTHERS_SECONDS))
-
-
-def _in_workdir(job: Job, last: Any) -> int:
-    """Claims the workdir and trains there; the exit code. A start that was refused leaves the workdir as it was."""
-    from framework.processes import distributed
-
-    workdir = job.workdir
-    # The code of what is raised before the run is guarded; a run that is over changes nothing
-    # either.
-    code = ExitCode.USAGE
-    try:
-        if distributed.is_primary():
-            message = workdir.claim()
-            if message:
-                print(message, file=sys.stderr)
-        _check_shared(workdir)
-        if last is not None and _epochs_are_over(last, job):
-            return ExitCode.DONE
-        # The code that `finally` sees if `_guarded` raises.
-        code = ExitCode.FAILED
-        code = _guarded(job)
-        return code
-    finally:
-        refused = code in REFUSED
-        workdir.release(undo=job.args.dry_run or refused)
-
-
-def _check_shared(workdir: Any) -> None:
-    """Raises FileNotFoundError, in every process of the run: one of them does not see what the first wrote."""
-    import jax
-
-    from framework.processes import distributed
-
-    owner = distributed.from_primary(workdir.owner())
-    seen = workdir.sees(owner)
-    # Collective: a process that sees the folder has to hear of one that does not, or it would wait
-    # for it later.
-    if not distributed.everywhere(seen):
-        who = "another process of it"
-        if not seen:
-            who = f"process {jax.process_index()} on host {socket.gethostname()}"
-        raise FileNotFoundError(
-            f"--workdir: {who} does not see what process 0 of this run wrote to {workdir.path}: all hosts need the "
-            "same folder (NFS, Lustre, ...), or an object store (gs://..., s3://...)"
-        )
-
-
-def _epochs_are_over(last: Any, job: Job) -> bool:
-    """Whether the run has read its data as often as trainer.max_epochs says and has nothing left to do, and says so.
-
-    Asks the data only where the last run came to its end, so what that run made of the data (tokens) is there.
-    """
-    from framework.processes import distributed
-
-    options = job.experiment.trainer
-    data = job.experiment.data
-    if options.max_epochs is None or not last.ends(last.config["trainer"]["max_steps"]):
-        return False
-    primary = distributed.is_primary()
-    barrier = partial(distributed.barrier, "finished")
-    meet = partial(job.workdir.meet, barrier, is_primary=primary)
-    data.setup(job.workdir.path, is_primary=primary, barrier=meet)
-    epoch_steps = data.epoch_steps(options.max_epochs)
-    end = min(options.known_steps or epoch_steps, epoch_steps)
-    is_over = last.ends(end)
-    if is_over and primary:
-        print("\n".join(last.lines(end, job.command.config)))
-    return is_over
-
-
-def _guarded(job: Job) -> int:
-    """Trains, and says how it ended. Of several processes one that fails does not wait for those that wait for it."""
-    import jax
-
-    from framework.processes.health import UNLIMITED, Pulse
-
-    workdir = job.workdir
-    goodput = job.goodput
-    dry_run = job.args.dry_run
-    process = jax.process_index()
-    count = jax.process_count()
-    health = job.experiment.health
-    pulse = Pulse(workdir.path / "health", process, count, health, goodput, workdir.release)
-    with nullcontext() if dry_run else pulse:
-        code = ExitCode.FAILED
-        reason = ""
-        try:
-            # `cli.main` tells the user's mistakes and turns them into exit codes, which the pulse
-            # then writes down.
-            code = cli.main(lambda _: _train(job, pulse))([])
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"[:500]
-            if count == 1:
-                if goodput.phase not in UNLIMITED:
-                    error.add_note(mistakes.IN_THE_LOOP)
-                raise
-            traceback.print_exc()
-            peer_is_gone = isinstance(error, jax.errors.JaxRuntimeError) and _PEER.search(str(error))
-            code = ExitCode.PEER if peer_is_gone else ExitCode.FAILED
-        finally:
-            if not dry_run:
-                pulse.write(exit=code, reason=reason)
-    if count > 1 and code in (ExitCode.FAILED, ExitCode.PEER, *REFUSED):
-        # JAX ends all others as soon as the first is gone; they may be about to speak.
-        time.sleep(0 if process else 1)
-        workdir.release(undo=dry_run or code in REFUSED)
-        # os._exit waits for no process that waits for this one, and flushes nothing.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    if count > 1:
-        # Waits for the others, whose saves may need this process.
-        jax.distributed.shutdown()
-    return code
-
-
-def _dry_run(job: Job) -> int:
+def _dry_run(job: Job, command: cli.Command) -> int:
     """The start of a run on another machine's devices: everything that takes no array."""
+    from framework.files.workdir import Workdir
     from framework.plan import startup, targets
 
-    command = job.command
-    workdir = job.workdir
-    if not command.args.dry_run:
+    workdir = Workdir(job.folder)
+    if not job.dry_run:
         raise cli.UsageError("--target goes with --dry_run: nothing can be trained on devices that are not here")
     # The target's compiler reads its environment when JAX starts it.
     targets.environment(command.args.target)
@@ -265,14 +116,6 @@ def _dry_run(job: Job) -> int:
         return 0 if fits else ExitCode.TOO_BIG
     finally:
         workdir.release(undo=True)
-
-
-def _train(job: Job, pulse: Any) -> int:
-    """Trains on this process's devices; the exit code."""
-    # All that a run needs until its end is imported here: hours later, the files may have changed.
-    from launch.training import Training
-
-    return Training(job, pulse).execute()
 
 
 if __name__ == "__main__":

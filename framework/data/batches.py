@@ -6,6 +6,7 @@ The global batch is the same whatever the number of processes or devices: a proc
 from __future__ import annotations
 
 import abc
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -67,30 +68,43 @@ class Pipeline(abc.ABC):
         Rows beyond its end have weight 0.
         """
 
-    def epoch_steps(self, epochs: float) -> int:
+    @property
+    def num_rows(self) -> int:
+        """The rows of an epoch; known after `setup`."""
+        return self._num_rows
+
+    def epoch_steps(self, epochs: float, origin: int = 0) -> int:
         """Returns the steps in which all rows of the training sources are read that many times.
 
-        The last batch is a whole one.
+        The last batch is a whole one. `origin` is that of the run's BatchOrder.
         """
-        return math.ceil(epochs * self._num_rows / self.global_batch_size)
+        return math.ceil((epochs * self._num_rows - origin) / self.global_batch_size)
 
-    def epochs_of(self, num_batches: int) -> float:
+    def epochs_of(self, num_batches: int, origin: int = 0) -> float:
         """Returns how often all rows of the training sources were read after that many batches."""
-        return num_batches * self.global_batch_size / self._num_rows
+        return (num_batches * self.global_batch_size + origin) / self._num_rows
 
-    def train_batch(self, index: int, rows: Sequence[int] | np.ndarray) -> Batch:
+    def fingerprint_at(self, global_batch_size: int) -> str:
+        """Returns the fingerprint that these data would have with batches of another size."""
+        other = copy.copy(self)
+        other.global_batch_size = global_batch_size
+        return other.fingerprint()
+
+    def train_batch(self, index: int, rows: Sequence[int] | np.ndarray, origin: int = 0) -> Batch:
         """Returns rows of the global batch of that index: arrays [b, ...].
 
         Args:
             index: number of the batch in the run, from 0.
             rows: b rows, each in [0, B); usually those that the devices of this process hold.
+            origin: the sequence that batch 0 would begin with; see `BatchOrder`.
 
         Raises:
             ValueError: a token file changed since `setup`. The message names shard and offset.
         """
         order = self._order
         assert order is not None, "setup() first"
-        numbers = [index * self.global_batch_size + int(row) for row in rows]
+        first_number = origin + index * self.global_batch_size
+        numbers = [first_number + int(row) for row in rows]
         batch_rows = []
         for number in numbers:
             source, source_row = order.locate(number)
@@ -110,12 +124,12 @@ class Pipeline(abc.ABC):
         Args:
             start_step: steps that are done; the iterator begins with the batch after them.
             rows: as in `train_batch`.
-            order: the batches that are left out.
+            order: the batches that are left out, and where they begin.
         """
 
         def batch_after(num_steps: int) -> tuple[int, Batch]:
             index = order.batch_after(num_steps)
-            return index, self.train_batch(index, rows)
+            return index, self.train_batch(index, rows, order.origin)
 
         return Prefetcher(batch_after, start_step, _ENDLESS, ahead=self.prefetch)
 

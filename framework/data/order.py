@@ -4,7 +4,7 @@
 comes after a number of steps. `Prefetcher` makes batches in background threads.
 
 Sequence g of the run is row g % B of step g // B. Nothing else is counted, so the number of processes and devices may
-change, and resuming needs no saved iterator.
+change, and resuming needs no saved iterator. Where a run goes on with another B, its batches begin at another sequence.
 """
 
 from __future__ import annotations
@@ -32,20 +32,23 @@ class BatchOrder:
         left_out: indices of batches that no step trains on, ascending.
         shift: every batch comes that many steps earlier than without. Always 0 but in a run that goes on from a
             checkpoint of an earlier version, which after a roll back left out everything since the checkpoint.
+        origin: the sequence that batch 0 would begin with, had all batches the size that they have now. 0 but in a run
+            that went on with batches of another size; it may be negative.
     """
 
     left_out: tuple[int, ...] = ()
     shift: int = 0
+    origin: int = 0
 
     @classmethod
     def stored(cls, position: Mapping[str, Any]) -> BatchOrder:
         """Restores an order from a checkpoint: from `to_json`, or from the lone "offset" of an earlier version."""
         left_out = tuple(position.get("left_out", ()))
-        return cls(left_out, int(position["offset"]))
+        return cls(left_out, int(position["offset"]), int(position.get("origin", 0)))
 
     def to_json(self) -> dict[str, Any]:
         """Returns what a checkpoint holds of the order."""
-        return {"left_out": list(self.left_out), "offset": self.shift}
+        return {"left_out": list(self.left_out), "offset": self.shift, "origin": self.origin}
 
     def batch_after(self, num_steps: int) -> int:
         """Returns the index of the batch that comes after `num_steps` steps."""
@@ -60,7 +63,32 @@ class BatchOrder:
     def without(self, *batches: int) -> BatchOrder:
         """Returns the same order with these batches left out too."""
         left_out = {*self.left_out, *batches}
-        return BatchOrder(tuple(sorted(left_out)), self.shift)
+        return BatchOrder(tuple(sorted(left_out)), self.shift, self.origin)
+
+    def sequences_after(self, num_steps: int, batch_size: int) -> int:
+        """Returns the sequence that the next batch begins with; those before it were trained on or left out."""
+        return self.origin + self.batch_after(num_steps) * batch_size
+
+    def continued(self, num_steps: int, old_size: int, new_size: int) -> BatchOrder:
+        """Returns the order that goes on after `num_steps` steps with batches of another size, at the next sequence.
+
+        Batches keep counting. Of those that are yet to be left out, all sequences stay out: with all new batches that
+        hold one.
+        """
+        next_batch = self.batch_after(num_steps)
+        next_sequence = self.sequences_after(num_steps, old_size)
+        origin = next_sequence - next_batch * new_size
+        left_out: set[int] = set()
+        for batch in self.left_out:
+            if batch < next_batch:
+                left_out.add(batch)
+                continue
+            first_sequence = self.origin + batch * old_size
+            last_sequence = first_sequence + old_size - 1
+            first_batch = (first_sequence - origin) // new_size
+            last_batch = (last_sequence - origin) // new_size
+            left_out.update(range(first_batch, last_batch + 1))
+        return BatchOrder(tuple(sorted(left_out)), self.shift, origin)
 
 
 class GlobalOrder:

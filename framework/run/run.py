@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import jax
 
 from framework.checkpoint import remains
 from framework.checkpoint.checkpointer import Checkpointer, CheckpointSaveError
-from framework.checkpoint.directory import CheckpointCorruptError
 from framework.config import Config
 from framework.config.changes import config_changes
 from framework.config.texts import as_text
@@ -29,6 +27,7 @@ from framework.processes import distributed
 from framework.processes.health import Pulse
 from framework.program.program import Program
 from framework.program.run_length import changed_length
+from framework.run import resuming
 from framework.schedules.step import State
 from framework.terminal.progress import Progress
 
@@ -106,18 +105,13 @@ class Run:
 
         Raises:
             CheckpointMismatchError: the newest checkpoint is of another model.
-            ValueError: the newest checkpoint is of other data, and `force` is not set.
+            ValueError: the newest checkpoint is of other data, and `force` is not set; see `resuming`.
         """
         with self.goodput.during("restore"):
             return self._start(force)
 
     def _start(self, force: bool) -> int:
-        newest = max(self.checkpointer.steps(), default=None)
-        if newest is not None:
-            # If it is corrupt an older one may do, which `restore` looks at below.
-            with suppress(CheckpointCorruptError):
-                manifest = self.checkpointer.compare(newest, self.program.abstract_stored)
-                self._refuse_other_data(manifest.extra, force)
+        resuming.check(self.checkpointer, self.program, self.config, force=force)
         self._open()
         if not self.checkpointer.steps():
             self.goodput.go_back({})
@@ -137,8 +131,10 @@ class Run:
             self.progress.print(f"config changed since the checkpoint: {change}")
         for line in changed_length(self._extra["config"], self.config):
             self.progress.print(line)
+        for line in resuming.batch_lines(self._extra, step, self.data):
+            self.progress.print(line)
         # Checked again: the checkpoint that was restored may be older than the one looked at first.
-        difference = self._refuse_other_data(self._extra, force)
+        difference = resuming.difference_of_data(self._extra, self.data, self.config, force=force)
         if difference:
             self.progress.print(f"{difference}; going on, as --force says")
         self.pulse.note(step=step)
@@ -159,21 +155,6 @@ class Run:
         self.writer = self._writers(services)
         self.workdir.keep()
         self.progress.write_log()
-
-    def _refuse_other_data(self, extra: dict[str, Any], force: bool) -> str | None:
-        """Compares the data with those of a checkpoint. Returns a line about the difference, None if there is none.
-
-        Raises:
-            ValueError: the data differ, and `force` is not set.
-        """
-        old_fingerprint = extra["data"]["fingerprint"]
-        fingerprint = self.data.fingerprint()
-        if old_fingerprint == fingerprint:
-            return None
-        message = f"the data differs from the checkpoint's (fingerprint {fingerprint[:12]}, was {old_fingerprint[:12]})"
-        if not force:
-            raise ValueError(f"{message}: batches would not continue where they stopped; --force goes on anyway")
-        return message
 
     def initialize(self) -> None:
         """Fills the state with the values that a run starts from: initial ones, or pretrained weights."""
@@ -200,7 +181,7 @@ class Run:
         self._extra = restored.extra
         self.program.layout.check(self.state)
         self.goodput.go_back(self._extra.get("goodput", {}))
-        self.batch_order = BatchOrder.stored(self._extra["data"])
+        self.batch_order = resuming.order_after(self._extra, restored.step, self.data)
         self.writer.resume(restored.step)
         return restored.step
 
@@ -212,14 +193,9 @@ class Run:
     def _save(self, step: int) -> None:
         self.progress.status("saving")
         self._saved_at = time.monotonic()
-        data = {
-            "fingerprint": self.data.fingerprint(),
-            "next": self.batch_order.batch_after(step),
-        }
-        data |= self.batch_order.to_json()
         extra = {
             "config": self.config.to_dict(),
-            "data": data,
+            "data": resuming.position(self.batch_order, step, self.data),
             "seed": self.options.seed,
             "goodput": self.goodput.totals(),
         }
@@ -268,12 +244,14 @@ class Run:
     def _stamp(self, step: int) -> dict[str, float]:
         """What every row of metrics.jsonl has: the time in seconds since 1970, the tokens or images that were trained
         on until this step, and the epoch, where batches that were left out count as read."""
-        num_items = step * self.data.global_batch_size * self.data.seq_len
+        # Batches of another size before a resume are in the origin.
+        origin = self.batch_order.origin
+        num_items = (step * self.data.global_batch_size + origin) * self.data.seq_len
         num_batches = self.batch_order.batch_after(step)
         return {
             "time": round(time.time(), 3),
             f"{self.data.item}s": num_items,
-            "epoch": self.data.epochs_of(num_batches),
+            "epoch": self.data.epochs_of(num_batches, origin),
         }
 
     def _services(self) -> list[Writer]:

@@ -281,6 +281,54 @@ def settle() -> None:
         time.sleep(60)
 
 
+_raises = False
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Has `stop_signals` raise what it would otherwise end the process for, until the context ends.
+
+    It is for a program that calls Plimsoll, such as a notebook, which goes on after Ctrl-C: SIGINT
+    becomes KeyboardInterrupt, SIGTERM SystemExit.
+    """
+    global _raises
+    before = _raises
+    _raises = True
+    try:
+        yield
+    finally:
+        _raises = before
+
+
+@contextlib.contextmanager
+def _raised_signals(to_lose: Callable[[], bool]) -> Iterator[list[int]]:
+    """Does what `stop_signals` does, by exceptions in the main thread; elsewhere no signal is heard."""
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) == 1 and to_lose():
+            return
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    handlers = {number: signal.getsignal(number) for number in STOPS}
+    try:
+        for number, handler in handlers.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, handle)
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            # None stands for a handler that a C library has set, which Python cannot set again.
+            if handler is not None:
+                signal.signal(number, handler)
+
+
 @contextlib.contextmanager
 def stop_signals(to_lose: Callable[[], bool] = lambda: True) -> Iterator[list[int]]:
     """Appends SIGTERM and SIGINT to a list, which the caller reads between steps.
@@ -291,7 +339,11 @@ def stop_signals(to_lose: Callable[[], bool] = lambda: True) -> Iterator[list[in
         to_lose: tells whether there is anything to save; while there is not, the first signal ends
             the process too.
     """
-    received: list[int] = []
+    if _raises and _watch is None:
+        with _raised_signals(to_lose) as received:
+            yield received
+        return
+    received = []
 
     def hear(number: int) -> str | None:
         if not to_lose():

@@ -14,7 +14,8 @@ import pytest
 import configs
 import launch
 from framework.config import Config, ConfigError, config_for, target_of
-from launch import cli, mistakes
+from framework.run import mistakes
+from launch import cli
 
 ROOT = Path(launch.__path__[0]).parent
 
@@ -56,7 +57,7 @@ USAGE = [
     (["--workdir=x", "--lr=3"], "unknown flag '--lr'; did you mean '--config.optimizer.learning_rate=3'?"),
     (["--workdir=x", "--steps", "7"], "did you mean '--config.steps=7'?"),
     (["--outdir=x"], "did you mean '--workdir=x'?"),
-    ([], "the following arguments are required: --workdir (`python -m launch.train --help` shows all flags)"),
+    ([], "the following arguments are required: --workdir (`plimsoll train --help` shows all flags)"),
 ]
 
 

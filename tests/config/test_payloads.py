@@ -15,6 +15,7 @@ import configs
 from configs.families.llama import Llama
 from framework.config import Config, ConfigError, config_for, reference
 from framework.weights.pretrained import Pretrained
+from launch import cli
 from tests.support.watched import watched
 
 # In texts: {dir} is a folder with evil.py, which writes the file PWNED when it is run, and with the file `precious`.
@@ -78,6 +79,9 @@ PAYLOADS: list[dict[str, Any]] = [
     {"$class": "framework.processes.rendezvous.meet"},
     {"$class": "launch.train.main", "argv": ["--config=stdlib-tiny"]},
     {"$class": "launch.preload.orbax"},
+    {"$class": "framework.program.stored.read_to_train", "file": "{dir}/precious"},
+    {"$class": "framework.api.runs.train", "config": "nanogpt-cpu", "workdir": "{dir}/PWNED"},
+    {"$class": "framework.plan", "config": "nanogpt-cpu", "target": "local"},
     {"$class": "launch.commands.run", "words": ["touch", "{dir}/PWNED"]},
     {"$class": "tools.mutate.main"},
     # Classes and functions of ours that are no component
@@ -379,11 +383,26 @@ def test_a_directory_of_published_weights_is_no_door(payload, folder, capsys):
     assert [file.name for file in published.iterdir()] == ["config.json"]
 
 
+def test_a_stored_config_that_is_to_be_trained_is_no_door(folder, experiment, capsys):
+    file = folder / "config.json"
+    for payload in PAYLOADS:
+        for place in ("", "trainer.hooks.0"):
+            file.write_text(json.dumps(_filled(_placed(experiment, place, payload), folder)))
+            with watched() as events:
+                assert _verb("train")([f"--config={file}", f"--workdir={folder}/run"]) == 2
+            assert [event for event in events if str(file) not in str(event)] == []
+            error = capsys.readouterr().err
+            assert error.startswith(f"error: {file}: ")
+            assert error.count("\n") == 1
+    file.unlink()
+    _unharmed(folder)
+
+
 # What a stored config may say of a machine: nothing.
 
 
 def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, experiment):
-    from launch import stored
+    from framework.program import stored
 
     text = json.loads(json.dumps(experiment))
     text["trainer"]["compilation_cache"] = f"{folder}/PWNED"
@@ -395,17 +414,25 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     text["compiler"]["options"] = options
     (folder / "config.json").write_text(json.dumps(text))
     lines: list[str] = []
-    config = stored.read(folder, [], lines.append)
+    config = stored.read(folder, lines.append)
     assert config.trainer.compilation_cache == "~/.cache/plimsoll/xla"
     assert config.compiler.options == {"xla_cpu_enable_fast_math": False, "xla_backend_optimization_level": 1}
     assert len(lines) == 6
     # The command line is the user's own, and a run without a cache keeps none.
     own = [("trainer.compilation_cache", "mine"), ("compiler.options.xla_dump_to", "mine")]
-    config = stored.read(folder, own, lines.append)
+    config = cli.apply_overrides(stored.read(folder, lines.append), own)
     assert (config.trainer.compilation_cache, config.compiler.options["xla_dump_to"]) == ("mine", "mine")
+    rule = {"$class": "framework.program.experiment.AcceleratorRule", "pattern": "*", "set": {"trainer.seed": 7}}
+    (folder / "config.json").write_text(json.dumps(text | {"accelerator_rules": [rule]}))
+    lines.clear()
+    again = configs.load(f"{folder}/config.json", lines.append)
+    again.trainer.compilation_cache, again.compiler.options["xla_dump_to"] = "mine", "mine"
+    assert again == config, "a config that is trained again is that of its run, without the rules that made it"
+    assert len(lines) == 7
+    assert "accelerator_rules" in lines[-1]
     text["trainer"]["compilation_cache"] = None
     (folder / "config.json").write_text(json.dumps(text))
-    assert stored.read(folder, [], lines.append).trainer.compilation_cache is None
+    assert stored.read(folder, lines.append).trainer.compilation_cache is None
 
 
 # What was always meant to load does.

@@ -14,11 +14,11 @@ import configs
 from framework.config import config_for
 from framework.data.files import FileHashes
 from framework.data.held_out import TextPart, TokenPart
+from framework.data.own_data import with_data
 from framework.data.recognize import recognized
 from framework.data.sources import JsonLines, TextFiles
 from framework.data.tokenizers import NoTokenizer
 from launch import train
-from launch.own_data import with_data
 
 SPLITS = ("train", "validation")
 

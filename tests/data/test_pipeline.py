@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from framework.config import Config, config_for
+from framework.data.order import BatchOrder
 from framework.data.pipeline import DataPipeline, training_text
 from framework.data.sources import JsonLines, Mixture, StdlibSource, TextFiles, TokenMemmap, leaves_of
 from framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
@@ -34,6 +35,33 @@ def test_a_batch_is_a_function_of_seed_and_step(documents, pipeline):
     plain, also = one.train_batch(2, range(B)), masked.train_batch(2, range(B))
     assert set(also) - set(plain) == {"positions", "segments"}
     assert equal(plain, {name: also[name] for name in plain})
+
+
+@pytest.mark.parametrize("sizes", [(12, 6), (6, 12), (7, 5)])
+def test_with_batches_of_another_size_each_sequence_of_an_epoch_still_comes_once(documents, pipeline, sizes):
+    documents(count=60)
+    before, after = (pipeline(global_batch_size=size) for size in sizes)
+    assert after.fingerprint() != before.fingerprint() == after.fingerprint_at(sizes[0])
+    order = BatchOrder().continued(10, *sizes)
+    assert BatchOrder.stored(json.loads(json.dumps(order.to_json()))) == order
+    steps = after.epoch_steps(1, order.origin)
+    batches = [before.train_batch(step, range(sizes[0])) for step in range(10)]
+    with after.train_iterator(10, range(sizes[1]), order) as later:
+        batches += [next(later)[1] for _ in range(10, steps)]
+    rows = [row.tobytes() for batch in batches for row in batch["tokens"]]
+    assert before.num_rows <= len(rows) < before.num_rows + sizes[1]
+    assert len(rows[10 * sizes[0] :]) > 2 * sizes[1]
+    every = before.train_leaves[0].rows
+    assert sorted(rows[: before.num_rows]) == sorted(every.row(i)["tokens"].tobytes() for i in range(before.num_rows))
+
+
+def test_what_is_left_out_stays_out_with_batches_of_another_size():
+    order = BatchOrder(left_out=(2, 6)).continued(4, 12, 6)
+    assert order.batch_after(4) == 5
+    assert order.sequences_after(4, 6) == 60
+    # Batch 6 of 12 has sequences 72 to 83: with batches of 6 from sequence 60 on, those are two.
+    assert [order.origin + order.batch_after(step) * 6 for step in range(4, 8)] == [60, 66, 84, 90]
+    assert order.continued(6, 6, 12).sequences_after(6, 12) == 84
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])

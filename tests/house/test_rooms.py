@@ -30,6 +30,7 @@ ROOMS = {
     "weights": "config files layers layout models program schedules terminal",
     "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "
     "schedules terminal",
+    "api": "checkpoint config data devices files inference learner metrics plan program run terminal weights",
 }
 # A package of the repository, and the others that it may import.
 PACKAGES = {"framework": "", "configs": "framework", "launch": "framework configs"}

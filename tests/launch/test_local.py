@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.commands import words_of_train
 from launch.local import _newest, main
 from tests.support.runs import CONFIG, ROOT, losses, wait_for, write_text
 
@@ -248,11 +249,11 @@ def test_dry_run_prints_each_process_with_its_environment(capsys, monkeypatch, t
     assert lines[1] == [
         "JAX_PLATFORMS=cpu",
         "XLA_FLAGS=--xla_dump_to=/tmp/a b --xla_force_host_platform_device_count=3",
-        sys.executable,
-        *("-m", "launch.train", *TINY, "--config.trainer.max_steps=7", "--resume=must"),
+        *words_of_train(sys.executable),
+        *(*TINY, "--config.trainer.max_steps=7", "--resume=must"),
         *("--coordinator=127.0.0.1:PORT", "--num_processes=2", "--process_id=1"),
     ]
-    assert dry(capsys)[1] == [[sys.executable, "-m", "launch.train", *TINY]]  # one process needs nothing
+    assert dry(capsys)[1] == [[*words_of_train(sys.executable), *TINY]]  # one process needs nothing
 
 
 def test_gpus_are_divided(capsys, monkeypatch, tmp_path: Path, text: Path) -> None:

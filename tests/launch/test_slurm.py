@@ -106,7 +106,7 @@ def test_the_options(capsys, cluster: Path) -> None:
         "--exclusive",
     ]
     assert "srun --kill-on-bad-exit=1 --container-image=registry/image:1 " in text
-    assert f"python -m launch.train {TINY[0]} --workdir=runs/x --resume=must\n" in text
+    assert f"python -P -m launch.train {TINY[0]} --workdir=runs/x --resume=must\n" in text
     assert re.findall("#SBATCH (.*)", dry(capsys, "--tasks_per_node=3"))[:4] == [
         "--job-name=x",
         "--nodes=1",

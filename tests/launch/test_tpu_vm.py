@@ -99,7 +99,7 @@ def test_copy_then_run_then_logs(cloud: Path, capfd) -> None:
     while not ran.exists() or override not in ran.read_text():
         assert time.monotonic() < end, list(cloud.iterdir())
         time.sleep(0.05)
-    assert ran.read_text().splitlines() == ["-m", "launch.local", *TINY, override]  # as it was typed
+    assert ran.read_text().splitlines() == ["-P", "-m", "launch.local", *TINY, override]  # as it was typed
     assert int((cloud / "a.pid").read_text())
     assert "out of the worker" in (cloud / "a.log").read_text()
     calls = [json.loads(line) for line in (cloud.parent / "calls").read_text().splitlines()]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import launch.train
+from framework.run import start as run_start
 from framework.run.run import Run
 from tests.support.runs import rows, train, write_text
 
@@ -68,7 +68,7 @@ def never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: Any) -> int:
         raise AssertionError("the run was started")
 
-    monkeypatch.setattr(launch.train, "_guarded", start)
+    monkeypatch.setattr(run_start, "_guarded", start)
 
 
 @pytest.mark.parametrize("steps", [4, 3, 1])

@@ -67,8 +67,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 def poison(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
     """From now on, the loss of the batches with these indices is NaN."""
 
-    def train_batch(self: DataPipeline, index: int, rows: Any) -> dict[str, np.ndarray]:
-        batch = make_batch(self, index, rows)
+    def train_batch(self: DataPipeline, index: int, rows: Any, origin: int = 0) -> dict[str, np.ndarray]:
+        batch = make_batch(self, index, rows, origin)
         if index in bad:
             batch["tokens"][:, 0] = POISON
         return batch
@@ -85,8 +85,8 @@ def check_never_had(workdir: Path, bad: set[int], monkeypatch: pytest.MonkeyPatc
     """The run in `workdir` has the losses and the arrays, bit for bit, of one whose data never had these batches."""
     batches = [index for index in range(30) if index not in bad]
 
-    def train_batch(self: DataPipeline, index: int, rows: Any) -> dict[str, np.ndarray]:
-        return make_batch(self, batches[index], rows)
+    def train_batch(self: DataPipeline, index: int, rows: Any, origin: int = 0) -> dict[str, np.ndarray]:
+        return make_batch(self, batches[index], rows, origin)
 
     with monkeypatch.context() as patch:
         patch.setattr(DataPipeline, "train_batch", train_batch)

@@ -212,10 +212,10 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
     """launch.train with one more hook, first in the list: it lets steps pass as the driver asks for them."""
     import jax
 
+    from framework.run import training
     from framework.run.hooks import Hook
     from framework.run.run import Run
     from framework.run.trainer import Trainer
-    from launch import training
     from launch.train import main
 
     class Gate(Hook):

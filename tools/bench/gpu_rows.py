@@ -32,9 +32,9 @@ from framework.metrics.throughput import MetricsBuffer, Throughput
 from framework.plan import guard
 from framework.plan.targets import resolve
 from framework.program.program import Program
-from framework.run import canary
+from framework.run import canary, mistakes
 from framework.schedules.memory import Memory
-from launch import cli, mistakes
+from launch import cli
 from tools.bench.contestants import Torch, missing
 from tools.bench.sizes import SIZES, write_tokens
 

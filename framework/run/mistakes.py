@@ -25,7 +25,7 @@ _DISK = {
     errno.EROFS: "Choose a folder that can be written",
     errno.EIO: "The disk, or the connection to it, has failed",
 }
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _PLIMSOLL = tuple(f"{_ROOT / name}/" for name in ("framework", "configs", "launch"))
 # Where Python and installed packages are: no file there is a user's own.
 _PYTHON_PATHS = {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}
@@ -42,8 +42,7 @@ def tell(error: BaseException, *, of_process: bool) -> int | None:
         error: what a verb raised.
         of_process: the verb is what the process was started for: a program that calls one gets what its code raised.
     """
-    disk = disk_problem(error)
-    message = disk
+    message = disk_problem(error)
     if not message:
         if is_user_error(error):
             message = str(error)
@@ -54,11 +53,22 @@ def tell(error: BaseException, *, of_process: bool) -> int | None:
     if os.environ.get("PLIMSOLL_TRACEBACK"):
         traceback.print_exception(error)
     print(f"error: {message}", file=sys.stderr)
+    return _code(error)
+
+
+def exit_code(error: BaseException) -> int | None:
+    """The exit code of a mistake of the user's, for a program, which is not told of it here. None: it is a bug."""
+    if disk_problem(error) is None and not is_user_error(error):
+        return None
+    return _code(error)
+
+
+def _code(error: BaseException) -> int:
     if isinstance(error, DoesNotFitError):
         return ExitCode.TOO_BIG
     # Another start may find room, and there is nothing to correct on the command line; a folder is
     # to be corrected.
-    may_help = disk is not None and getattr(error, "errno", None) != errno.EROFS
+    may_help = disk_problem(error) is not None and getattr(error, "errno", None) != errno.EROFS
     in_the_loop = IN_THE_LOOP in getattr(error, "__notes__", ())
     return ExitCode.FAILED if may_help or in_the_loop else ExitCode.USAGE
 

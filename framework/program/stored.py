@@ -9,37 +9,60 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from framework.config import Config, ConfigError, target_of
+from framework.config import Config, ConfigError, did_you_mean, target_of
 from framework.config.names import printable
 from framework.devices.compiler import names_files
-from launch import cli
 
 
-def read(workdir: Path, overrides: cli.Overrides, tell: Callable[[str], None]) -> Config:
-    """The config of a workdir with `overrides`, but without the settings that belong to a machine.
+def read(workdir: Path, tell: Callable[[str], None]) -> Config:
+    """The config of a workdir, but without the settings that belong to a machine.
 
     Raises:
         FileNotFoundError: the workdir has no config.
         ConfigError: the config names something that is no component, or describes no experiment.
     """
-    from framework.program.experiment import Experiment
-
-    file = workdir / "config.json"
     try:
-        config = Config.from_json(file.read_bytes())
+        return _read(workdir / "config.json", tell)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of launch.train") from None
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    # Checked by its class before anything is built: the file may be a stranger's.
-    target = target_of(config)
-    if not (isinstance(target, type) and issubclass(target, Experiment)):
-        raise ConfigError(f"{file}: expected the config of an Experiment, given that of {target.__name__}")
+
+
+def read_to_train(file: Path, tell: Callable[[str], None]) -> Config:
+    """The config that a run has stored, to train it again; also without the accelerator rules, which it has obeyed.
+
+    Args:
+        file: a config.json.
+        tell: is told what of it is left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigError: as from `read`.
+    """
+    if not file.is_file():
+        siblings = [sibling.name for sibling in file.parent.glob("*.json")]
+        raise FileNotFoundError(f"no config file {str(file)!r}{did_you_mean(file.name, siblings)}")
+    config = _read(file, tell)
+    # Applied again, they would undo what the command line of that run had set.
+    if "accelerator_rules" in config and config.accelerator_rules:
+        config.accelerator_rules = []
+        tell(f"accelerator_rules of {file} are left out: its other fields have what they set")
+    return config
+
+
+def _read(file: Path, tell: Callable[[str], None]) -> Config:
+    """The config in a file, which is checked by its class before anything is built: it may be a stranger's."""
+    from framework.program.experiment import Experiment
+
+    text = file.read_bytes()
     try:
+        config = Config.from_json(text)
+        target = target_of(config)
+        if not (isinstance(target, type) and issubclass(target, Experiment)):
+            raise ConfigError(f"expected the config of an Experiment, given that of {target.__name__}")
         leave_places_out(config, tell)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    return cli.apply_overrides(config, overrides)
+    return config
 
 
 def check(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""A run of `launch.train` in one process, from its config to its last picture. Imports all that a run needs."""
+"""One process's part of a run, from its config to its last picture. Imports all that a run needs."""
 
 import signal
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from framework.program.experiment import Experiment
 from framework.program.options import TrainerOptions
 from framework.program.program import Program
 from framework.program.run_length import rate_notes, set_length
-from framework.run import canary
+from framework.run import canary, resuming
 from framework.run.compile_ahead import begin_evaluation, begin_first_values
 from framework.run.hooks import NonFiniteError, own_hooks
+from framework.run.job import Job
 from framework.run.report import compression_lines, sample_images, sample_text
 from framework.run.run import Run
 from framework.run.trainer import LastStepNotSavedError, Trainer
 from framework.terminal.exit_codes import ExitCode
 from framework.terminal.progress import Progress
 from framework.terminal.tables import human_bytes, render
-from launch.job import Job
 
 
 class Training:
@@ -50,7 +50,7 @@ class Training:
     run: Run  # there when the training begins
 
     def __init__(self, job: Job, pulse: Pulse):
-        config, self.rule_lines = job.command.resolve(accelerator_name(jax.devices()))
+        config, self.rule_lines = job.request.resolve(accelerator_name(jax.devices()))
         self.job = job
         self.workdir = job.workdir
         self.config = config
@@ -74,7 +74,7 @@ class Training:
     def execute(self) -> int:
         """Does everything from the start table to the last picture; the exit code."""
         with self.progress:
-            self._tell(self.job.command.notes)
+            self._tell(self.job.request.notes)
             self._tell(self.rule_lines)
             self._prepare()
             code = self._plan()
@@ -98,7 +98,7 @@ class Training:
     def _prepare(self) -> None:
         """Looks at what the workdir holds, makes the data ready, and settles how long the run is."""
         check_installed(self.options.wandb_project, self.options.mlflow_uri)
-        notes = remains.check(self.workdir, self.job.args.resume, self.config.to_dict())
+        notes = remains.check(self.workdir, self.job.resume, self.config.to_dict())
         self._tell(notes)
         saved_steps = Checkpointer(directory=self.workdir.checkpoints, read_only=True).steps()
         self.saved_step = max(saved_steps, default=None)
@@ -108,9 +108,17 @@ class Training:
             # What is wrong with a directory shows before any compile.
             pretrained.places(self.experiment.language_model)
         self._prepare_data()
+        checkpointer = Checkpointer(directory=self.workdir.checkpoints, read_only=True)
+        kept_lines = resuming.keep_counters(checkpointer, self.config)
+        if kept_lines:
+            self._tell(kept_lines)
+            self.experiment = self.config.instantiate(data=self.experiment.data)
+            self.program = Program(self.experiment)
+        # Before anything is compiled.
+        order = resuming.check(checkpointer, self.program, self.config, force=self.job.force)
         max_epochs = self.options.max_epochs
         if max_epochs is not None:
-            epoch_steps = self.experiment.data.epoch_steps(max_epochs)
+            epoch_steps = self.experiment.data.epoch_steps(max_epochs, order.origin)
             self._tell(set_length(self.config, epoch_steps))
             if self.config.trainer.max_steps != self.options.known_steps:
                 # The data is ready already and does not depend on the length.
@@ -139,16 +147,16 @@ class Training:
     def _plan(self) -> int | None:
         """Compiles the step, and compares its memory with that of the devices. The exit code of a run that ends with
         that; None: it goes on."""
-        args = self.job.args
-        goodput = self.job.goodput
-        report = start_report(self.job.command.spec, self.program, begins_at=self._begins_at())
+        job = self.job
+        goodput = job.goodput
+        report = start_report(job.request.spec, self.program, begins_at=self._begins_at())
         self.progress.print(render(report))
         host_room.check_host(self.program)
         self.progress.status("compiling")
         goodput.enter("compile")
         # First values that come from a checkpoint or from files are not drawn, and a dry run draws
         # none.
-        if self.begins and self.experiment.pretrained is None and not args.dry_run:
+        if self.begins and self.experiment.pretrained is None and not job.dry_run:
             begin_first_values(self.program)
         if self.experiment.health.canary:
             line = canary.check(self.config, self.program)
@@ -156,17 +164,19 @@ class Training:
                 self.progress.print(line)
         self.need = guard.need(self.program)
         self.progress.status("")
-        refusal = guard.refusal(self.config, self.program, self.need, self.job.limit)
+        refusal = guard.refusal(self.config, self.program, self.need, job.limit)
         # One process may have compiled what another found in its cache, so they come here minutes
         # apart.
         distributed.barrier("planned")
         goodput.enter("start")
         if not distributed.everywhere(refusal is None):
-            self.progress.print(refusal or "another process of this run has less memory than the training step needs")
-            if not args.force or self.need.message:
+            message = refusal or "another process of this run has less memory than the training step needs"
+            self.progress.print(message)
+            if not job.force or self.need.message:
+                job.failure = MemoryError(message)
                 self.program.ahead.close()
                 return ExitCode.TOO_BIG
-        if args.dry_run:
+        if job.dry_run:
             peak = human_bytes(self.need.peak)
             self.progress.print(f"dry run: the step compiles, and its peak is {peak} per device. Nothing was trained.")
             return ExitCode.DONE
@@ -176,7 +186,7 @@ class Training:
         """Trains to the last step. The exit code of a run that ends before it; None: it came to its end."""
 
         goodput = self.job.goodput
-        force = self.job.args.force
+        force = self.job.force
         if self.experiment.data.validation_names:
             begin_evaluation(self.program)
         self.run = Run(
@@ -195,6 +205,7 @@ class Training:
             stopped = Trainer(self.run, self.need, self.hooks).train(step)
         except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
             self.progress.print(f"error: {error}")
+            self.job.failure = error
             codes = {NonFiniteError: ExitCode.NONFINITE, ReplicaMismatchError: ExitCode.REPLICAS}
             return codes.get(type(error), ExitCode.FAILED)
         except jax.errors.JaxRuntimeError:
@@ -239,7 +250,7 @@ class Training:
         """Writes the pictures of the losses and of sampled images, and prints where they are."""
         path = self.workdir.path
         data = self.experiment.data
-        spec = self.job.command.spec
+        spec = self.job.request.spec
         curves = partial(plot_losses, self.workdir.metrics, path / "loss.png", spec, data.loss_unit)
         self.progress.print(_picture("loss curves", curves))
         if images is not None:

@@ -24,12 +24,14 @@ class LastCheckpoint:
       directory: that it is in.
       step: how many steps it has taken.
       config: of the run that wrote it, as JSON; its `trainer.max_steps` is where that run ended, or was to end.
+      data: where its data stood, as JSON; see `framework.run.resuming.position`.
       complete: whether what follows the last step (evaluation, samples) was done too, as far as anyone has said.
     """
 
     directory: Any
     step: int
     config: dict[str, Any]
+    data: dict[str, Any]
     complete: bool
 
     def ends(self, max_steps: int) -> bool:
@@ -66,13 +68,15 @@ def last_checkpoint(workdir: str | os.PathLike[str]) -> LastCheckpoint | None:
         return None
     last_step = max(steps)
     try:
-        config = checkpointer.manifest(last_step).extra["config"]
+        extra = checkpointer.manifest(last_step).extra
+        config = extra["config"]
+        data = extra["data"]
     except (CheckpointError, KeyError):
         return None
     # A run killed after its last save has a checkpoint at its end too, and still has to evaluate.
     last_words = read(root / "health" / "process-00000.json")
     complete = last_words is None or last_words.get("exit") == 0
-    return LastCheckpoint(root / "checkpoints", last_step, config, complete)
+    return LastCheckpoint(root / "checkpoints", last_step, config, data, complete)
 
 
 def known_length(config: Config) -> int | None:

@@ -1,0 +1,147 @@
+"""The weights of a run or of a published model, ready on the devices, for whoever trains nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from framework.config import Config, config_for, target_of
+from framework.config.named import load_named
+from framework.data.tokenizers import BPETokenizer
+from framework.devices.environment import prepare_jax
+from framework.files.workdir import read_only
+from framework.program import stored
+
+Tell = Callable[[str], None]
+# Changes a config in place, as a command line or a program asks.
+Change = Callable[[Config], object]
+
+
+@dataclass
+class Loaded:
+    """A model that is ready: `state` holds parameters (or "ema", if `averaged`), frozen ones and buffers alone."""
+
+    config: Config
+    experiment: Any  # its tokenizer is prepared
+    program: Any
+    state: dict[str, Any]
+    averaged: bool
+    folder: Path  # the workdir's, or the published model's
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer. Raises ValueError where there is none: ids alone are no text."""
+        tokenizer = self.experiment.data.tokenizer
+        if not tokenizer.has_text:
+            raise ValueError("data.tokenizer is NoTokenizer; set --config.data.tokenizer to the one the tokens are of")
+        return tokenizer
+
+
+def load_run(
+    folder: str,
+    change: Change,
+    *,
+    step: int | None,
+    averaged: bool,
+    host_weights: bool,
+    text: bool = True,
+    tell: Tell,
+) -> Loaded:
+    """Loads the model of a run; no optimizer state is read.
+
+    Args:
+        folder: the workdir, or its URL.
+        change: changes the config that the run has stored.
+        step: of the checkpoint; None for the newest valid one.
+        averaged: take the moving averages of the weights.
+        host_weights: the stack stays in host memory, but for one layer.
+        text: the model is a language model, whose tokenizer is made ready.
+        tell: gets a line about what is loaded.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
+    """
+    prepare_jax()
+    workdir, checkpoints = read_only(folder)
+    config = stored.read(workdir, tell)
+    change(config)
+    if text:
+        _name_tokenizer_file(config, workdir)
+    experiment: Any = config.instantiate()
+    if averaged and not experiment.learner.ema_specs():
+        raise ValueError("--ema: the run keeps no averages (learner.ema is not set)")
+    if text:
+        _prepare_tokenizer(experiment, workdir)
+
+    # Imported late: a config or a tokenizer that is wrong is told before the devices are looked
+    # for.
+    from framework.checkpoint.checkpointer import Checkpointer
+    from framework.devices.executables import use_compilation_cache
+    from framework.program.inference import inference_program
+
+    checkpointer = Checkpointer(directory=checkpoints, read_only=True)
+    if not checkpointer.steps():
+        problems = [f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]
+        raise FileNotFoundError("; ".join(problems))
+    use_compilation_cache(config.trainer.compilation_cache)
+    program = inference_program(experiment, host_weights=host_weights, tell=tell)
+    # The optimizer's state, often the largest group, is not needed here.
+    groups = ("ema" if averaged else "parameter", "frozen", "buffer")
+    specs = {group: program.layout.specs[group] for group in groups}
+    abstract = program.layout.abstract(specs)
+    restore = checkpointer.restore_latest
+    if step is not None:
+        restore = partial(checkpointer.restore, step)
+    restored = restore(abstract, groups=groups)
+    source = f"{folder}, step {restored.step}{', averaged' if averaged else ''}"
+    tell("\n".join([*restored.problems, source]))
+    # The group that was not read is empty.
+    state = {"parameter": {}, "ema": {}, **restored.state}
+    return Loaded(config, experiment, program, state, averaged, workdir)
+
+
+def _name_tokenizer_file(config: Config, workdir: Path) -> None:
+    """Has the run's copy of its tokenizer read, wherever the tokenizer came from. Changes the config in place."""
+    if not config.data.takes("tokenizer"):
+        return
+    tokenizer = config.data.tokenizer
+    target = target_of(tokenizer)
+    if isinstance(target, type) and issubclass(target, BPETokenizer):
+        tokenizer.path = str(workdir / "tokenizer.json")
+
+
+def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
+    """Makes the run's tokenizer ready. Raises ValueError: its model has no use for text."""
+    # Reading the property is the check.
+    _ = experiment.language_model
+    tokenizer = experiment.data.tokenizer
+    file = workdir / "tokenizer.json"
+    if isinstance(tokenizer, BPETokenizer) and not file.exists():
+        raise FileNotFoundError(f"{file} does not exist: the tokenizer of the run")
+    tokenizer.prepare(workdir, None, write=False)
+
+
+def load_published(path: str, change: Change, *, host_weights: bool, tell: Tell) -> Loaded:
+    """Loads the published model in a Hugging Face directory; the arguments are those of `load_run`."""
+    prepare_jax()
+    import optax
+
+    from framework.data.pretrained_tokenizer import PretrainedTokenizer
+    from framework.devices.executables import use_compilation_cache
+    from framework.learner.learner import Learner
+    from framework.program.inference import inference_program
+
+    config = load_named(f"hf:{path}")
+    # An experiment needs a learner. Plain SGD keeps no state, so it takes no memory.
+    optimizer = config_for(optax.sgd, learning_rate=0.0)
+    config.learner = config_for(Learner, optimizer=optimizer)
+    config.data.tokenizer = config_for(PretrainedTokenizer, path=path, vocab_size=config.model.vocab_size)
+    change(config)
+    experiment: Any = config.instantiate()
+    experiment.data.tokenizer.prepare(Path(path), None, write=False)
+    use_compilation_cache(config.trainer.compilation_cache)
+    program = inference_program(experiment, host_weights=host_weights, tell=tell)
+    state = experiment.pretrained.init(program)
+    folder = Path(path).expanduser()
+    return Loaded(config, experiment, program, state, False, folder)

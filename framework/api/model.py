@@ -1,0 +1,186 @@
+"""`load`: a trained or published model, for a program: it continues texts, scores them, and is exported."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from framework.api import loaded
+from framework.api.configs import override, tell
+from framework.api.export import export
+from framework.api.loaded import Loaded
+from framework.config.named import named_configs
+from framework.files.texts import read_text
+from framework.inference.generation import Generator, stream_text
+from framework.inference.sampling import Sampling
+from framework.inference.scoring import Scorer, TextScore
+
+DEFAULT_TOKENS = 128
+
+
+class Model:
+    """A language model that is ready on the devices.
+
+    Args:
+        loaded: its weights and its tokenizer.
+        batch_size: rows that are scored at a time.
+    """
+
+    def __init__(self, loaded: Loaded, *, batch_size: int = 8):
+        self.loaded = loaded
+        self._batch_size = batch_size
+
+    def __repr__(self) -> str:
+        return f"Model({str(self.loaded.folder)!r})"
+
+    @functools.cached_property
+    def generator(self) -> Generator:
+        """Continues tokens; keeps its compiled programs."""
+        return Generator(self.loaded.program, self.loaded.state, averaged=self.loaded.averaged)
+
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        """Scores tokens; keeps its compiled programs."""
+        loaded = self.loaded
+        return Scorer(loaded.program, loaded.state, averaged=loaded.averaged, batch_size=self._batch_size)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+    ) -> str:
+        """The text with which the model continues a prompt, without the prompt.
+
+        Args:
+            prompt: a text.
+            max_new_tokens: None for 128, or as many as the context has room for.
+            temperature: divides the logits; 0 takes the most likely token.
+            top_k: draw from the k most likely tokens.
+            top_p: from the most likely that make up this probability.
+            stop: texts; the continuation ends before the first of them.
+            seed: of the draws.
+
+        Raises:
+            ValueError: a setting is out of range, the prompt is empty or too long, or the model makes no text.
+        """
+        stops = [stop] if isinstance(stop, str) else stop
+        max_tokens = DEFAULT_TOKENS if max_new_tokens is None else max_new_tokens
+        sampling = Sampling(max_tokens, temperature, top_k, top_p, seed=seed)
+        pieces = self.stream([prompt], sampling, stops, shortens=max_new_tokens is None)
+        return "".join(piece for (piece,) in pieces)
+
+    def stream(
+        self,
+        texts: Sequence[str],
+        sampling: Sampling,
+        stops: Sequence[str] = (),
+        *,
+        shortens: bool = False,
+    ) -> Iterator[list[str]]:
+        """For each step, the new text of each prompt. What is wrong is raised at once, not at the first step.
+
+        Args:
+            texts: the prompts, continued as one batch.
+            sampling: how tokens are chosen; the tokenizer's own ids end a text too.
+            stops: texts that end a continuation, and are not in it.
+            shortens: of fewer new tokens, as many as the context has room for, instead of refusing.
+        """
+        tokenizer = self.loaded.tokenizer
+        prompts = [tokenizer.encode_prompt(text) for text in texts]
+        if not all(prompts):
+            raise ValueError("a prompt is empty, and this tokenizer has nothing that opens a text")
+        max_tokens = sampling.max_new_tokens
+        max_positions = self.loaded.experiment.language_model.embed.max_positions
+        if shortens and max_positions is not None:
+            longest_prompt = max(map(len, prompts))
+            max_tokens = max(1, min(max_tokens, max_positions - longest_prompt))
+        full_sampling = Sampling(
+            max_tokens,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            tuple(tokenizer.stop_ids),
+            sampling.seed,
+        )
+        self.generator.check(prompts, full_sampling)
+        return stream_text(self.generator, tokenizer, prompts, full_sampling, stops)
+
+    def score(self, text: str) -> TextScore:
+        """How well the model predicts a text: tokens, loss in nats per token, perplexity, bits per byte.
+
+        Raises:
+            ValueError: the text is empty, or the model has no tokenizer.
+        """
+        if not text:
+            raise ValueError("the text is empty")
+        tokens = self.loaded.tokenizer.encode_document(text)
+        return self.scorer.text(tokens, len(text.encode()))
+
+    def evaluate(self, files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> dict[str, TextScore]:
+        """The scores of files of UTF-8 text, by path. All are read before the first is scored.
+
+        Raises:
+            ValueError: a file is empty or not UTF-8.
+            FileNotFoundError: there is no such file.
+        """
+        paths = [files] if isinstance(files, (str, os.PathLike)) else files
+        texts = {os.fspath(path): read_text(os.fspath(path)) for path in paths}
+        return {path: self.score(text) for path, text in texts.items()}
+
+    def export(self, folder: str | os.PathLike[str], *, adapter: bool = False) -> Path:
+        """Writes the model as a directory that transformers' from_pretrained loads; returns its path.
+
+        Args:
+            folder: is not there yet.
+            adapter: the LoRA alone, as peft loads it.
+
+        Raises:
+            FileExistsError: the folder is there.
+            ValueError: the model is of no family that transformers has.
+        """
+        return export(self.loaded, os.fspath(folder), adapter=adapter, tell=tell).folder
+
+
+def load(
+    source: str | os.PathLike[str],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    averaged: bool = False,
+    host_weights: bool = False,
+) -> Model:
+    """Loads the model of a run, or a published one. No optimizer state is read.
+
+    Args:
+        source: the workdir of a run or its URL, or hf:DIR with a Hugging Face directory.
+        overrides: {dotted path: value} of the config, as for `load_config`.
+        step: of the checkpoint; None for the newest.
+        averaged: take the moving averages of the weights.
+        host_weights: the stack stays in host memory, but for one layer.
+
+    Raises:
+        FileNotFoundError: there is no run, or it has no checkpoint.
+        ConfigError, ValueError: the parts do not fit together.
+    """
+    path = os.fspath(source)
+    kind, _, directory = path.partition(":")
+    is_published = kind == "hf" and bool(directory)
+    if is_published and (step is not None or averaged):
+        raise ValueError(f"{path}: step and averaged are of a run's workdir")
+    # The config of a run may name what the named configs define.
+    named_configs()
+    change = functools.partial(override, overrides=dict(overrides or {}))
+    if is_published:
+        return Model(loaded.load_published(directory, change, host_weights=host_weights, tell=tell))
+    return Model(
+        loaded.load_run(path, change, step=step, averaged=averaged, host_weights=host_weights, tell=tell),
+    )

@@ -1,0 +1,178 @@
+"""`plan`: what a run of a config needs on a machine that need not be there, as text, as a page, and as figures."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+
+import jax
+
+from framework.api.configs import request_of
+from framework.config import Config, ConfigError
+from framework.devices.environment import prepare_jax
+from framework.plan import cache, html, report, targets
+from framework.plan import plan as planning
+from framework.plan.report import Report
+from framework.plan.targets import Target
+from framework.terminal.tables import render
+
+_PAGE_PIXELS = 900
+
+
+class Plan:
+    """What a run needs. `print` shows the tables of launch.plan; a notebook shows its page.
+
+    Attributes:
+        report: all figures, as `launch.plan --json` writes them.
+    """
+
+    def __init__(self, report: Report):
+        self.report = report
+
+    @property
+    def fits(self) -> bool:
+        """Whether the devices of the target have room for it."""
+        return bool(self.report["fits"])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of memory of each device that the training step takes."""
+        return self.report["device_allocated_bytes"]
+
+    def __str__(self) -> str:
+        return render(report.sections(self.report))
+
+    def __repr__(self) -> str:
+        return f"plan of {self.report['config']} on {self.report['target']}: {report.verdict(self.report)}"
+
+    def _repr_html_(self) -> str:
+        # A frame of its own, as the page brings a style for its whole document.
+        page = escape(html.page([self.report]), quote=True)
+        return f'<iframe srcdoc="{page}" width="100%" height="{_PAGE_PIXELS}" frameborder="0"></iframe>'
+
+
+def plan(
+    config: Config | str | Path,
+    target: str,
+    *,
+    estimate: bool = False,
+    device_memory_gib: float | None = None,
+    phases: bool = True,
+    fresh: bool = False,
+) -> Plan:
+    """Tells what a run will need on a target, by compiling its step with the target's compiler, as launch.plan does.
+
+    Args:
+        config: from `load_config`, or what that takes.
+        target: v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, cpu:8, local ...
+        estimate: the closed form alone: seconds, and less exact.
+        device_memory_gib: of each device, instead of what the target has; in GiB of 2^30 bytes.
+        phases: initialization and evaluation too, and not the training step alone.
+        fresh: compile again although nothing has changed.
+
+    Raises:
+        ConfigError, ValueError: there is no such target, its compiler is not installed, or the config does not go with
+            it.
+    """
+    if device_memory_gib is not None and not device_memory_gib > 0:
+        raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
+    request = request_of(config)
+    prepare_jax()
+    found = targets.resolve(target)
+    limit = found.limit_bytes if device_memory_gib is None else int(device_memory_gib * 2**30)
+    resolved, rule_lines = request.resolve(found.name)
+    with _of_target(target, starts=not estimate), _uncached():
+        figures = planned(
+            request.spec,
+            resolved,
+            found,
+            limit,
+            name="" if target == "local" else target,
+            estimate=estimate,
+            phases=phases,
+            fresh=fresh,
+        )
+    return Plan(figures | {"settings": [*request.settings, *rule_lines]})
+
+
+@contextmanager
+def _of_target(target: str, *, starts: bool) -> Iterator[None]:
+    """Sets what the target's compiler reads from the environment; afterwards the program can train here as before.
+
+    Args:
+        target: as it was asked for.
+        starts: whether a compiler is needed at all.
+    """
+    if not starts:
+        yield
+        return
+    # The devices of this machine are found now, as JAX looks for them once, and the settings hide them.
+    jax.devices()
+    variables = set(os.environ)
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    targets.environment(target)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - variables:
+            del os.environ[name]
+        jax.config.update("jax_platforms", platforms)
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Keeps JAX from taking programs from its cache: such a program comes without its buffers, which a report lists."""
+    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
+def planned(
+    spec: str,
+    config: Config,
+    target: Target,
+    limit: int | None,
+    *,
+    name: str,
+    estimate: bool,
+    phases: bool,
+    fresh: bool,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """One report: from the cache, the closed form or the compiler.
+
+    Args:
+        spec: the name of the config.
+        config: resolved for the target.
+        target: to plan for.
+        limit: device memory in bytes; None means unknown.
+        name: what the target was asked for as; "" for the devices that are here, whose name says nothing.
+        estimate, phases, fresh: as for `plan`.
+        tell: gets a line of progress, "" at the end.
+    """
+    about = {"target": name} if name else {}
+    if estimate:
+        return planning.quick(spec, config, target, limit) | about
+    path = cache.path_of(config, name=spec, target=name or "local", limit=limit, phases=phases)
+    found = None
+    # The name "local" does not say which devices this machine has.
+    if not fresh and name:
+        found = cache.load(path)
+    if found is None:
+        found = planning.plan(spec, config, target, limit, phases=phases, tell=tell)
+        tell("")
+        cache.store(path, found)
+    return found | about
+
+
+def show_progress(text: str) -> None:
+    """Shows progress on one line of the terminal, which the next text replaces; prints nothing into a pipe."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

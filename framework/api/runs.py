@@ -1,0 +1,165 @@
+"""`train`: a run of a config in this process, with its metrics as arrays and its loss curve as a picture."""
+
+from __future__ import annotations
+
+import base64
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from framework.api.configs import request_of
+from framework.config import Config, ConfigError
+from framework.files.workdir import read_only
+from framework.metrics.goodput import Goodput
+from framework.metrics.jsonl import read_metrics
+from framework.metrics.plot import plot_losses
+from framework.run import mistakes, start
+from framework.run.job import Job, RunError
+from framework.terminal import interrupts
+from framework.terminal.exit_codes import ExitCode
+
+_RESUME = ("auto", "never", "must")
+
+
+class Curve(NamedTuple):
+    """One metric of a run."""
+
+    steps: np.ndarray  # i64[n], rising
+    values: np.ndarray  # f64[n]
+
+
+class TrainedRun:
+    """A run that has come to its end. A notebook shows it as its loss curve.
+
+    Attributes:
+        workdir: where its config, metrics, checkpoints and logs are.
+        metrics: by name, such as "train/loss"; all that metrics.jsonl has, of earlier starts too.
+    """
+
+    def __init__(self, workdir: str, spec: str, unit: str, rows: list[dict]):
+        self.workdir = workdir
+        self.metrics: Mapping[str, Curve] = _curves(rows)
+        self._rows = rows
+        self._spec = spec
+        self._unit = unit
+
+    def __repr__(self) -> str:
+        last_step = max((row["step"] for row in self._rows), default=0)
+        losses = []
+        for name, curve in self.metrics.items():
+            if name.endswith("/loss"):
+                losses.append(f"{name} {curve.values[-1]:.4f}")
+        return f"run of {self._spec} in {self.workdir}: {', '.join([f'{last_step} steps', *losses])}"
+
+    def _repr_png_(self) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            # The picture is drawn from a file, so that a notebook shows what the run itself has drawn.
+            metrics, _ = read_only(self.workdir)
+            picture = plot_losses(metrics / "metrics.jsonl", Path(folder) / "loss.png", self._spec, self._unit)
+            return picture.read_bytes()
+
+    def _repr_html_(self) -> str:
+        picture = base64.b64encode(self._repr_png_()).decode()
+        return f'<p>{escape(repr(self))}</p><img alt="loss by step" width="720" src="data:image/png;base64,{picture}">'
+
+
+def train(
+    config: Config | str | Path,
+    workdir: str | os.PathLike[str],
+    *,
+    resume: Literal["auto", "never", "must"] = "auto",
+    force: bool = False,
+    device_memory_gib: float | None = None,
+) -> TrainedRun:
+    """Trains in this process, as launch.train does: the same table, checks, refusals, lock and resume.
+
+    Called again with the same workdir, it goes on from the last checkpoint. Ctrl-C saves first.
+
+    Args:
+        config: from `load_config`, or made by a function; or what `load_config` takes.
+        workdir: a folder, or a URL (gs://, s3://).
+        resume: what to do if there are checkpoints: "auto" goes on from them, "never" refuses, "must" refuses if there
+            are none.
+        force: resume on other data; train although it does not fit.
+        device_memory_gib: of each device, instead of what it has; in GiB of 2^30 bytes.
+
+    Raises:
+        ConfigError, ValueError, OSError: what is asked for cannot be; the workdir is as it was before.
+        RunError: the run failed: its `code` is the exit code of launch.train, its cause the error.
+        KeyboardInterrupt: Ctrl-C; what was trained is saved.
+    """
+    began = time.monotonic()
+    if resume not in _RESUME:
+        raise ConfigError(f"resume={resume!r}: expected one of {', '.join(_RESUME)}")
+    if device_memory_gib is not None and not device_memory_gib > 0:
+        raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
+    if jax.process_count() > 1:
+        raise ConfigError("framework.train is for a single process; launch.local and the other launchers start several")
+    request = request_of(config)
+    job = Job(
+        request,
+        # Building the experiment shows every mistake in the config before anything starts.
+        request.config.instantiate(),
+        folder=os.fspath(workdir),
+        limit=None if device_memory_gib is None else int(device_memory_gib * 2**30),
+        goodput=Goodput(since=began),
+        guarded=lambda training: _guarded(job, training),
+        resume=resume,
+        force=force,
+    )
+    with interrupts.raised():
+        code = start.execute(job, None)
+    _raise_failure(job, code)
+    folder, _ = read_only(os.fspath(workdir))
+    rows = read_metrics(folder / "metrics.jsonl")
+    return TrainedRun(os.fspath(workdir), request.spec, job.experiment.data.loss_unit, rows)
+
+
+def _guarded(job: Job, training: Callable[[], int]) -> int:
+    """Trains. A mistake of the user's is kept as the job's failure, to be raised when the workdir is as it was."""
+    try:
+        return training()
+    except Exception as error:
+        code = mistakes.exit_code(error)
+        if code is None:
+            raise
+        job.failure = error
+        return code
+
+
+def _raise_failure(job: Job, code: int) -> None:
+    """Raises what an exit code other than 0 stands for."""
+    if code == ExitCode.DONE:
+        return
+    failure = job.failure
+    if failure is not None and mistakes.exit_code(failure) is not None:
+        raise failure
+    if code == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt(f"what was trained is saved in {job.folder}; the same call goes on from there")
+    if code == ExitCode.TERMINATED:
+        # Whoever ended the process meant the whole of it.
+        raise SystemExit(code)
+    raise RunError(str(failure or f"the run ended with exit code {code}"), code) from failure
+
+
+def _curves(rows: list[dict]) -> dict[str, Curve]:
+    """The metrics of a run's rows by name: all that are numbers."""
+    points: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and isinstance(value, (int, float)):
+                # The last row of a step counts.
+                points.setdefault(name, {})[row["step"]] = float(value)
+    curves = {}
+    for name, value_by_step in points.items():
+        steps = np.array(sorted(value_by_step), np.int64)
+        values = np.array([value_by_step[step] for step in steps.tolist()], np.float64)
+        curves[name] = Curve(steps, values)
+    return curves

@@ -1,0 +1,64 @@
+"""The door to the named configs: the package `configs` that was installed with this one.
+
+The library imports no named config by itself; what is asked for by name is looked up here, when it is asked for.
+"""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from framework.config.config import Config
+from framework.config.names import ConfigError
+
+_NAME = "configs"
+# The folder that holds this package, and that one beside it.
+_FOLDER = Path(__file__).resolve().parents[2] / _NAME
+
+
+def named_configs() -> ModuleType:
+    """The package of the named configs. A folder `configs` on the path, such as one where a script or a notebook runs,
+    is not taken for it.
+
+    Raises:
+        ConfigError: a package of that name and of somebody else's is imported already.
+    """
+    module = sys.modules.get(_NAME)
+    if module is None:
+        return _imported()
+    place = Path(module.__file__).resolve().parent if module.__file__ else None
+    if place == _FOLDER:
+        return module
+    shown = place or ", ".join(module.__path__)
+    raise ConfigError(
+        f"the package 'configs' of {shown} was imported before Plimsoll's, which has the same name: "
+        "call framework.load_config before that import, or give that package another name"
+    )
+
+
+def load_named(spec: str) -> Config:
+    """A new config by NAME, path/to/file.py:NAME or hf:DIR; raises what `configs.load` does."""
+    return named_configs().load(spec)
+
+
+def family_module() -> ModuleType:
+    """The module that knows the families of published models, `configs.families`."""
+    named_configs()
+    return importlib.import_module(f"{_NAME}.families")
+
+
+def _imported() -> ModuleType:
+    # By its file: the search of the path would find a folder of that name in the working directory first.
+    file = _FOLDER / "__init__.py"
+    spec = importlib.util.spec_from_file_location(_NAME, file, submodule_search_locations=[str(_FOLDER)])
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError(f"{_FOLDER}: the package of the named configs is not there")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_NAME] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[_NAME]
+        raise
+    return module

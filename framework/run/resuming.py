@@ -1,0 +1,178 @@
+"""What may differ between a checkpoint and the run that goes on from it, and where its data go on.
+
+The config may change in all that fits the stored arrays. The data must be the same; their batches may have another
+size, and then go on at the next sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import optax
+
+from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.directory import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from framework.config import Config, config_for
+from framework.config.changes import config_changes
+from framework.data.batches import Pipeline
+from framework.data.order import BatchOrder
+from framework.program.program import Program
+
+# What `extra`, the part of a checkpoint that is JSON, holds.
+Extra = Mapping[str, Any]
+# Sections of the config, and fields of the data, on which neither arrays nor the order of the data depend.
+_APART = ("trainer", "health", "compiler", "mesh", "memory", "accelerator_rules")
+_NOT_OF_THE_ORDER = ("global_batch_size", "validation", "prefetch", "cache_dir")
+# Of a table of leaves that do not fit, so many lines are shown beside the fields that changed.
+_LINES = 8
+
+
+def check(checkpointer: Checkpointer, program: Program, config: Config, *, force: bool) -> BatchOrder:
+    """Refuses a run that cannot go on from the newest checkpoint; takes a manifest and no array, and compiles nothing.
+
+    Args:
+        checkpointer: of the run's workdir.
+        program: of the run; its data are set up.
+        config: that the program was built of.
+        force: other data will do.
+
+    Returns:
+        The order in which the run's batches come; that of a run which begins, where no checkpoint can be read.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is of another model; the message names fields, then leaves.
+        ValueError: it is of other data, and `force` is not set.
+    """
+    data = program.experiment.data
+    newest_step = max(checkpointer.steps(), default=None)
+    if newest_step is None:
+        return BatchOrder()
+    # If it is corrupt an older one may do: it is looked at when it is restored.
+    with suppress(CheckpointCorruptError):
+        extra = checkpointer.manifest(newest_step).extra
+        try:
+            checkpointer.compare(newest_step, program.abstract_stored)
+        except CheckpointMismatchError as error:
+            raise _naming_fields(error, extra, config) from None
+        difference_of_data(extra, data, config, force=force)
+        return order_after(extra, newest_step, data)
+    return BatchOrder()
+
+
+def _naming_fields(error: CheckpointMismatchError, extra: Extra, config: Config) -> CheckpointMismatchError:
+    """The error, after a line of the fields that changed and may be why."""
+    changes = [change for change in config_changes(extra["config"], config.to_dict()) if not _is_under(change, _APART)]
+    if not changes:
+        return error
+    # Of a table of hundreds of leaves the first say what it is about.
+    lines = str(error).splitlines()
+    if len(lines) > _LINES:
+        lines[_LINES:] = [f"  ... and {len(lines) - _LINES} lines more"]
+    table = "\n".join(lines)
+    return CheckpointMismatchError(f"the checkpoint has another {', another '.join(changes)}\n{table}")
+
+
+def keep_counters(checkpointer: Checkpointer, config: Config) -> list[str]:
+    """Puts constant schedules, in place, for learning rates that are numbers now and were schedules at the newest
+    checkpoint: a schedule counts its steps, and a number would have no place for the count. Returns what to tell."""
+    newest_step = max(checkpointer.steps(), default=None)
+    if newest_step is None:
+        return []
+    lines: list[str] = []
+    with suppress(CheckpointError):
+        old_config = checkpointer.manifest(newest_step).extra["config"]
+        for path, value in list(config.leaves()):
+            is_rate = path.startswith("learner.") and path.endswith(".learning_rate")
+            if not is_rate or not isinstance(value, int | float):
+                continue
+            if "$class" in _mapping_at(old_config, path):
+                config.set_path(path, config_for(optax.constant_schedule, value=float(value)))
+                lines.append(f"config.{path}: {value} from here on, as a constant schedule")
+    return lines
+
+
+def _mapping_at(stored: Any, path: str) -> Mapping[str, Any]:
+    """The part of a stored config at a dotted path; empty where there is none, or a plain value."""
+    for name in path.split("."):
+        if isinstance(stored, list) and name.isdigit() and int(name) < len(stored):
+            stored = stored[int(name)]
+        elif isinstance(stored, dict):
+            stored = stored.get(name)
+        else:
+            return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def _is_under(change: str, names: tuple[str, ...]) -> bool:
+    """Whether a line of `config_changes` is about one of these sections."""
+    path = change.partition(":")[0]
+    return path.removeprefix("config.").partition(".")[0] in names
+
+
+def old_batch_size(extra: Extra, data: Pipeline) -> int:
+    """The size of the batches at the checkpoint. Earlier versions stored it in the config alone."""
+    old_config = extra.get("config") or {}
+    of_config = (old_config.get("data") or {}).get("global_batch_size", data.global_batch_size)
+    return int(extra["data"].get("batch_size", of_config))
+
+
+def order_after(extra: Extra, step: int, data: Pipeline) -> BatchOrder:
+    """The order of the batches of a run that goes on from a checkpoint."""
+    stored = BatchOrder.stored(extra["data"])
+    return stored.continued(step, old_batch_size(extra, data), data.global_batch_size)
+
+
+def position(order: BatchOrder, step: int, data: Pipeline) -> dict[str, Any]:
+    """What a checkpoint of that step holds of the data, as JSON: of all that `order_after` and `check` ask for."""
+    return {
+        "fingerprint": data.fingerprint(),
+        "next": order.batch_after(step),
+        "batch_size": data.global_batch_size,
+        "sequences": order.sequences_after(step, data.global_batch_size),
+        "rows": data.num_rows,
+        **order.to_json(),
+    }
+
+
+def batch_lines(extra: Extra, step: int, data: Pipeline) -> list[str]:
+    """What to tell of a run that goes on with batches of another size."""
+    old_size = old_batch_size(extra, data)
+    new_size = data.global_batch_size
+    if old_size == new_size:
+        return []
+    sequence = BatchOrder.stored(extra["data"]).sequences_after(step, old_size)
+    return [
+        f"global batch {old_size} -> {new_size}: the data order continues at sequence {sequence:,}, not at step {step}"
+    ]
+
+
+def difference_of_data(extra: Extra, data: Pipeline, config: Config, *, force: bool) -> str | None:
+    """A line about how the data differ from those of a checkpoint, but for the size of batches; None if they do not.
+
+    Raises:
+        ValueError: the data differ, and `force` is not set.
+    """
+    old_fingerprint = extra["data"]["fingerprint"]
+    fingerprint = data.fingerprint_at(old_batch_size(extra, data))
+    if old_fingerprint == fingerprint:
+        return None
+    old_config = extra["config"].get("data") or {}
+    changes = []
+    for change in config_changes(old_config, config.to_dict()["data"]):
+        if not _is_under(change, _NOT_OF_THE_ORDER):
+            changes.append(change.replace("config.", "config.data.", 1))
+    if not changes:
+        changes.append("config.data.source: the same name, other content")
+    old_rows = extra["data"].get("rows")
+    if old_rows not in (None, data.num_rows):
+        changes.append(f"an epoch: {old_rows:,} -> {data.num_rows:,} sequences")
+    fingerprints = f"fingerprint {fingerprint[:12]}, was {old_fingerprint[:12]}"
+    message = f"the data differs from the checkpoint's ({fingerprints}): {'; '.join(changes)}"
+    if force:
+        return message
+    raise ValueError(
+        f"{message}. Batches would not continue where they stopped: the order of an epoch depends on all of its "
+        "sequences; --force goes on anyway, in the new order, where some come twice in this epoch and some not at all"
+    )

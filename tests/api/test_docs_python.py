@@ -1,0 +1,91 @@
+"""docs/python.md and its notebook: what they show runs. `make test` does so in this process, on a small config in the
+place of the one that they name; among the pairs it is as it is written, in a process with one device."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import CONFIG, ROOT, write_text
+
+FIRST, OWN_LOOP = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+NOTEBOOK = json.loads((ROOT / "docs" / "notebooks" / "first_run.ipynb").read_text())
+CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+WRITTEN = "nanogpt-cpu"  # the config that all of them name
+SMALL = f"{CONFIG}:tiny"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with text for the small config."""
+    monkeypatch.setenv("TINY_TEXT", "")
+    write_text(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def python(folder: Path, source: str) -> list[str]:
+    """The lines that a program prints in that folder, with one device."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def executed(source: str, names: dict[str, Any]) -> Any:
+    """Executes a cell; the value of its last line if that is an expression, as a notebook shows it."""
+    *lines, last = source.splitlines()
+    try:
+        expression = compile(last, "cell", "eval")
+    except SyntaxError:
+        exec(compile(source, "cell", "exec"), names)
+        return None
+    exec(compile("\n".join(lines), "cell", "exec"), names)
+    return eval(expression, names)
+
+
+def test_the_notebook_is_well_formed() -> None:
+    assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])
+    for cell in NOTEBOOK["cells"]:
+        kind = cell["cell_type"]
+        results = {"outputs": [], "execution_count": None} if kind == "code" else {}
+        assert cell == {"cell_type": kind, "id": cell["id"], "metadata": {}, "source": cell["source"], **results}
+
+
+def test_the_cells_of_the_notebook_run_and_show_pictures(capsys: pytest.CaptureFixture) -> None:
+    names: dict[str, Any] = {}
+    _, plan, run, losses, _, bits_per_byte = [executed(cell.replace(WRITTEN, SMALL), names) for cell in CELLS]
+    assert "<iframe" in plan._repr_html_()
+    assert "image/png" in run._repr_html_()
+    assert losses.shape == run.metrics["train/loss"].steps.shape
+    assert 0 < bits_per_byte < 20
+
+
+def test_a_loop_of_ones_own_goes_on_where_it_was_saved(capsys: pytest.CaptureFixture) -> None:
+    source = OWN_LOOP.replace(WRITTEN, SMALL)
+    exec(source, {})
+    first = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in first] == ["10", "20", "30"]
+    losses = [float(line.split()[1]) for line in first]
+    assert losses == sorted(losses, reverse=True)
+    exec(source.replace("== 30", "== 40"), {})
+    resumed, last = capsys.readouterr().out.splitlines()
+    assert resumed == "resumed from step 30"
+    step, loss = last.split()
+    assert step == "40"
+    assert float(loss) < losses[-1]
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("source", [FIRST, OWN_LOOP, "\n".join(CELLS)], ids=["first", "loop", "notebook"])
+def test_it_runs_as_it_is_written(source: str, folder: Path) -> None:
+    lines = python(folder, source)
+    if source == FIRST:
+        assert any(re.match(" +verdict +fits", line) for line in lines)

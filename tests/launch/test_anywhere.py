@@ -1,0 +1,129 @@
+"""The command `plimsoll` of an installed wheel, beside a launch.py, framework.py, configs/ and tests/ of others."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import commands
+from tests.support.runs import ROOT
+
+NAMES = ("launch.py", "framework.py", "configs/__init__.py", "tests/__init__.py")
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment that has the wheel, and finds everything else where this process does."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"
+    # Building leaves files beside the sources.
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("framework", "configs", "launch"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("plimsoll_command.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder}", str(source)]
+    subprocess.run(build, check=True, cwd=folder)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "env"], check=True, cwd=folder)
+    python = folder / "env" / "bin" / "python"
+    (wheel,) = folder.glob("*.whl")
+    install = [*PIP, "--python", str(python), "install", "--no-deps", "--no-compile", str(wheel)]
+    subprocess.run(install, check=True, cwd=folder)
+    shutil.rmtree(source)
+    (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python.parent
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    for name in NAMES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"raise SystemExit('theirs: {name}')\n")
+    (folder / "text").mkdir()
+    for file in ("configs.md", "data.md"):
+        shutil.copy(ROOT / "docs" / file, folder / "text")
+    (folder / "mine.py").write_text("import configs\ndef tiny():\n    return configs.load('nanogpt-cpu')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(bin_folder: Path, project: Path) -> Run:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            "PATH": f"{bin_folder}:/usr/bin:/bin",
+            "HOME": str(bin_folder),
+            "PYTHONPATH": str(project),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", ""),
+        }
+        return subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
+
+    return run
+
+
+SHORT = ["--config=mine.py:tiny", "--data=text", "--config.trainer.max_steps=2", "--config.trainer.eval_every=2"]
+PLACE = ["--name=a", "--zone=z1", "--target=v5e-16"]
+VERBS = {
+    "configs": ["show", "mine.py:tiny"],
+    "train": [*SHORT, "--workdir=run"],
+    "local": [*SHORT, "--workdir=two", "--processes=2", "--config.mesh.data=2"],
+    "status": ["--workdir=run"],
+    "generate": ["--workdir=run", "--prompt=a", "--max_new_tokens=4"],
+    "evaluate": ["--workdir=run", "--files", "text/data.md"],
+    "prepare": [*SHORT, "--out=tokens"],
+    "plan": ["--config=run/config.json", "--target=v5e-1", "--estimate"],
+    "slurm": [*SHORT, "--workdir=run", "--dry_run"],
+    "gke": [*SHORT, "--workdir=gs://bucket/a", "--target=v5e-16", "--image=x", "--dry_run"],
+    "tpu_vm": ["run", *SHORT, "--workdir=gs://bucket/a", *PLACE, "--dry_run"],
+    "export": ["--help"],
+    "sample": ["--help"],
+}
+
+
+@pytest.mark.pairs
+def test_every_verb_runs_beside_files_of_the_names_of_ours(run: Run, project: Path) -> None:
+    listed = run("plimsoll")
+    assert listed.returncode == 0, listed.stderr
+    verbs = [line.split()[0] for line in listed.stdout.splitlines() if line.startswith("  ")]
+    assert sorted(verbs) == sorted(VERBS)
+    for verb, words in VERBS.items():
+        ran = run("plimsoll", verb, *words)
+        assert ran.returncode == 0, (verb, ran.stdout, ran.stderr)
+        assert "theirs" not in ran.stdout + ran.stderr, verb
+    assert (project / "two" / "loss.png").exists()
+    assert "usage: plimsoll sample " in ran.stdout
+    # In a program of their own the names are theirs.
+    for name in ("launch", "framework", "configs"):
+        assert f"theirs: {name}" in run("python", "-c", f"import {name}").stderr
+
+
+@pytest.mark.pairs
+def test_the_module_of_a_verb_needs_no_more_than_its_package(run: Run, project: Path) -> None:
+    ran = run("python", "-P", "-m", "launch.configs", "list")
+    assert "theirs: launch.py" in ran.stderr, "PYTHONPATH leads there"
+    (project / "launch.py").unlink()
+    for flags in ([], ["-P"]):
+        ran = run("python", *flags, "-m", "launch.configs", "list")
+        assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_program_that_imports_a_verb_keeps_its_own_packages() -> None:
+    assert not any(getattr(finder, "__module__", "") == "launch.own_packages" for finder in sys.meta_path)
+
+
+def test_what_is_started_elsewhere_looks_at_no_file_in_its_folder(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert commands.words_of_train("python") == ["python", "-P", "-m", "launch.train"]
+    # As in a checkout that is not installed, which only its folder leads to.
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert commands.words_of_train("python") == ["python", "-m", "launch.train"]
+    assert commands.words_of_train("python", is_here=False) == ["python", "-P", "-m", "launch.train"]

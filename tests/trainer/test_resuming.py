@@ -1,0 +1,72 @@
+"""What may change when a run goes on: the size of batches, rates, logging; and what is refused before compiling."""
+
+import json
+from pathlib import Path
+
+import optax
+import pytest
+
+from framework.config import config_for
+from framework.data.order import BatchOrder
+from framework.run import resuming
+from tests.support.runs import losses, train
+from tests.support.tiny import tiny
+
+SAVED = "00000004"
+RATE = "--config.learner.optimizer.learning_rate"
+
+
+def position(workdir: Path, step: str) -> dict:
+    """What the checkpoint of a step holds of the data."""
+    manifest = json.loads((workdir / "checkpoints" / step / "manifest" / "data.json").read_text())
+    return manifest["extra"]["data"]
+
+
+def test_a_run_goes_on_with_what_may_change_and_nothing_else(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "run"
+    schedule = '{"$class": "optax.linear_schedule", "init_value": 0.01, "end_value": 0.001, "transition_steps": 4}'
+    assert train(saved, "--config.trainer.max_steps=4", f"{RATE}={schedule}") == 0
+    assert position(saved, SAVED)["sequences"] == 32
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        # Nothing is compiled before these are refused.
+        patch.setattr("framework.run.canary.check", pytest.fail)
+        patch.setattr("framework.plan.guard.need", pytest.fail)
+        for flags, message in {
+            ("--config.model.stack.num_layers=4",): "has another config.model.stack.num_layers: 2 -> 4, another",
+            ("--config.data.seed=4",): "config.data.seed: 3 -> 4. Batches would not continue",
+            ("--config.data.document_mask=true",): "config.data.document_mask: false -> true",
+        }.items():
+            assert train(saved, *flags) == 2
+            assert message in capsys.readouterr().err
+        written = (text / "train.txt").read_text()
+        (text / "train.txt").write_text(written + "and one line more than there was before\n" * 20)
+        assert train(saved) == 2
+        error = capsys.readouterr().err
+        assert "config.data.source: the same name, other content; an epoch: " in error
+        assert "--force goes on anyway" in error
+        (text / "train.txt").write_text(written)
+    changed = ("--config.data.global_batch_size=16", "--config.learner.accumulate=2", "--config.trainer.log_every=2")
+    assert train(saved, *changed, f"{RATE}=1e-3", "--config.trainer.max_steps=6") == 0
+    printed = capsys.readouterr().out
+    assert "global batch 8 -> 16: the data order continues at sequence 32, not at step 4" in printed
+    # A number has no place for the count of the schedule that it replaces.
+    assert "config.learner.optimizer.learning_rate: 0.001 from here on, as a constant schedule" in printed
+    rate = config_for(optax.constant_schedule, value=0.001)
+    stored_config = json.loads((saved / "config.json").read_text())
+    assert stored_config["learner"]["optimizer"]["learning_rate"] == rate.to_dict()
+    assert list(losses(saved)) == [1, 2, 3, 4, 6]
+    stored = position(saved, "00000006")
+    assert (stored["sequences"], stored["next"], stored["origin"]) == (64, 6, -32)
+
+
+def test_a_checkpoint_of_an_earlier_version_has_its_batch_size_in_the_config() -> None:
+    data = tiny().data.copy()
+    data.global_batch_size = 4
+    older = {"config": {"data": {"global_batch_size": 8}}, "data": {"next": 10, "fingerprint": "x", "offset": 0}}
+    built = data.instantiate()
+    assert resuming.order_after(older, 10, built) == BatchOrder(origin=40)
+    (line,) = resuming.batch_lines(older, 10, built)
+    assert line == "global batch 8 -> 4: the data order continues at sequence 80, not at step 10"
