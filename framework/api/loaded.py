@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,32 +72,39 @@ def load_run(
         raise ValueError("--ema: the run keeps no averages (learner.ema is not set)")
     if text:
         _prepare_tokenizer(experiment, workdir)
-
-    # Imported late: a config or a tokenizer that is wrong is told before the devices are looked
-    # for.
+    # Imported late: what is wrong so far is told before the devices are looked for.
     from framework.checkpoint.checkpointer import Checkpointer
     from framework.devices.executables import use_compilation_cache
     from framework.program.inference import inference_program
 
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
-    if not checkpointer.steps():
-        problems = [f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]
-        raise FileNotFoundError("; ".join(problems))
+    _refuse_empty(checkpointer)
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=host_weights, tell=tell)
-    # The optimizer's state, often the largest group, is not needed here.
-    groups = ("ema" if averaged else "parameter", "frozen", "buffer")
-    specs = {group: program.layout.specs[group] for group in groups}
-    abstract = program.layout.abstract(specs)
-    restore = checkpointer.restore_latest
-    if step is not None:
-        restore = partial(checkpointer.restore, step)
-    restored = restore(abstract, groups=groups)
+    restored = _restored(checkpointer, program, step, averaged)
     source = f"{folder}, step {restored.step}{', averaged' if averaged else ''}"
     tell("\n".join([*restored.problems, source]))
     # The group that was not read is empty.
     state = {"parameter": {}, "ema": {}, **restored.state}
     return Loaded(config, experiment, program, state, averaged, workdir)
+
+
+def _refuse_empty(checkpointer: Any) -> None:
+    """Raises FileNotFoundError where there is no checkpoint."""
+    if not checkpointer.steps():
+        problems = [f"{checkpointer.directory} holds no checkpoint", *checkpointer.problems()]
+        raise FileNotFoundError("; ".join(problems))
+
+
+def _restored(checkpointer: Any, program: Any, step: int | None, averaged: bool) -> Any:
+    """What a checkpoint holds of the model, on the program's devices; None for the newest step that is valid."""
+    # The optimizer's state, often the largest group, is not needed here.
+    groups = ("ema" if averaged else "parameter", "frozen", "buffer")
+    specs = {group: program.layout.specs[group] for group in groups}
+    abstract = program.layout.abstract(specs)
+    if step is None:
+        return checkpointer.restore_latest(abstract, groups=groups)
+    return checkpointer.restore(step, abstract, groups=groups)
 
 
 def _name_tokenizer_file(config: Config, workdir: Path) -> None:

@@ -82,14 +82,14 @@ def plan(
         raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
     request = request_of(config)
     prepare_jax()
-    found = targets.resolve(target)
-    limit = found.limit_bytes if device_memory_gib is None else int(device_memory_gib * 2**30)
-    resolved, rule_lines = request.resolve(found.name)
+    machine = targets.resolve(target)
+    limit = machine.limit_bytes if device_memory_gib is None else int(device_memory_gib * 2**30)
+    resolved, rule_lines = request.resolve(machine.name)
     with _of_target(target, starts=not estimate), _uncached():
         figures = planned(
             request.spec,
             resolved,
-            found,
+            machine,
             limit,
             name="" if target == "local" else target,
             estimate=estimate,
@@ -126,12 +126,12 @@ def _of_target(target: str, *, starts: bool) -> Iterator[None]:
 @contextmanager
 def _uncached() -> Iterator[None]:
     """Keeps JAX from taking programs from its cache: such a program comes without its buffers, which a report lists."""
-    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
 
 
 def planned(
@@ -161,15 +161,16 @@ def planned(
     if estimate:
         return planning.quick(spec, config, target, limit) | about
     path = cache.path_of(config, name=spec, target=name or "local", limit=limit, phases=phases)
-    found = None
+    cached_report = None
     # The name "local" does not say which devices this machine has.
     if not fresh and name:
-        found = cache.load(path)
-    if found is None:
-        found = planning.plan(spec, config, target, limit, phases=phases, tell=tell)
-        tell("")
-        cache.store(path, found)
-    return found | about
+        cached_report = cache.load(path)
+    if cached_report is not None:
+        return cached_report | about
+    new_report = planning.plan(spec, config, target, limit, phases=phases, tell=tell)
+    tell("")
+    cache.store(path, new_report)
+    return new_report | about
 
 
 def show_progress(text: str) -> None:

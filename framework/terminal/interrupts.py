@@ -292,12 +292,12 @@ def raised() -> Iterator[None]:
     becomes KeyboardInterrupt, SIGTERM SystemExit.
     """
     global _raises
-    before = _raises
+    outer_value = _raises
     _raises = True
     try:
         yield
     finally:
-        _raises = before
+        _raises = outer_value
 
 
 @contextlib.contextmanager
