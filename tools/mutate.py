@@ -107,8 +107,8 @@ MUTATIONS = (
     Mutation(
         "an off-by-one in the data index",
         "framework/data/batches.py",
-        "[index * self.global_batch_size + int(row) for row in rows]",
-        "[index * self.global_batch_size + int(row) + 1 for row in rows]",
+        "first_number = origin + index * self.global_batch_size",
+        "first_number = origin + index * self.global_batch_size + 1",
         ("tests/data/test_pipeline.py",),
     ),
     Mutation(
