@@ -14,17 +14,17 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 from launch.chat_lines import left_out
 from launch.weights import tell
 
 if TYPE_CHECKING:
-    from framework.inference.chat import Prompt, Turn
-    from launch.chat_web import Server
+    from framework.inference.chat import Chat, Prompt, Turn
 
 MAX_BODY_BYTES = 1 << 20
 # A client that neither sends nor reads for so long is gone.
@@ -41,6 +41,26 @@ class _Refused(Exception):
         self.status = status
 
 
+class ChatServer(ThreadingHTTPServer):
+    """What a handler asks of its server.
+
+    Attributes:
+        page: the HTML page.
+        policy: the Content-Security-Policy of the page.
+        hosts: what a Host header may say.
+        turn: held while an answer is made.
+        chat: the model.
+        system: the system prompt that the page begins with.
+    """
+
+    page: str
+    policy: str
+    hosts: set[str]
+    turn: threading.Lock
+    chat: Chat
+    system: str | None
+
+
 class Handler(BaseHTTPRequestHandler):
     """One connection of a browser, in a thread of its own."""
 
@@ -48,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
     server_version = "plimsoll"
     sys_version = ""
     timeout = _CLIENT_SECONDS
-    server: Server
+    server: ChatServer
 
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing: answers are shown on the page."""

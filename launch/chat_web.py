@@ -11,12 +11,11 @@ import re
 import sys
 import threading
 from functools import cached_property
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch import cli
-from launch.chat_requests import Handler
+from launch.chat_requests import ChatServer, Handler
 from launch.weights import tell
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 ADDRESS = "127.0.0.1"
 
 
-class Server(ThreadingHTTPServer):
+class Server(ChatServer):
     """Listens on 127.0.0.1 from the start, and answers once `serve` is called.
 
     Args:
@@ -36,8 +35,6 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    chat: Chat
-    system: str | None
 
     def __init__(self, port: int):
         self.page = Path(__file__).with_name("chat.html").read_text("utf-8")

@@ -29,27 +29,7 @@ _ARGUMENT = re.compile(r"^( +)(\w+)(?: \([^)\n]*\))?: *(.*(?:\n\1 +.*)*)", re.MU
 @cli.main
 def main(argv: list[str]) -> int:
     """Runs one of the three actions; overrides (`--config.a.b=value`) apply to every config that is named."""
-    parser = cli.Parser("configs", __doc__, takes_config=False)
-    parser.add_argument("action", choices=["list", "show", "diff"])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a named config, or path/to/file.py:NAME")
-    parser.add_argument(
-        "--accelerator",
-        metavar="NAME",
-        help="apply the config's rules for it: v5e-8, h200x8, cpu-1",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="show: print the config as it is stored with a checkpoint",
-    )
-    parser.add_argument("--all", action="store_true", help="show: all fields, in place of those that one usually sets")
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="WORD",
-        help="show: a path with all fields below it, or the fields that have a word in their path; repeatable",
-    )
+    parser = _parser()
     spec, overrides, verb_flags = cli.split(argv)
     args = parser.parse_flags(verb_flags)
     action = args.action
@@ -83,6 +63,32 @@ def main(argv: list[str]) -> int:
         title = f"{names[0]}: {summary(configs.find(names[0]))}"
         _print([title, *_show(config, rules, overrides, args.only, everything=args.all)])
     return ExitCode.DONE
+
+
+def _parser() -> cli.Parser:
+    """The parser of the verb's own flags."""
+    parser = cli.Parser("configs", __doc__, takes_config=False)
+    parser.add_argument("action", choices=["list", "show", "diff"])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a named config, or path/to/file.py:NAME")
+    parser.add_argument(
+        "--accelerator",
+        metavar="NAME",
+        help="apply the config's rules for it: v5e-8, h200x8, cpu-1",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="show: print the config as it is stored with a checkpoint",
+    )
+    parser.add_argument("--all", action="store_true", help="show: all fields, in place of those that one usually sets")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="show: a path with all fields below it, or the fields that have a word in their path; repeatable",
+    )
+    return parser
 
 
 def _list() -> list[str]:
@@ -125,14 +131,7 @@ def _show(
     everything: bool,
 ) -> list[str]:
     """The lines of a config: what its rules changed, then a line for each field that is shown."""
-    # What set a field, by its path. The line of a rule is `rule PATTERN: PATH OLD -> NEW`.
-    marks: dict[str, str] = {}
-    for line in rules:
-        rule, _, change = line.partition(": ")
-        path = change.split()[0]
-        marks[path] = f"  <- {rule}"
-    for path, _ in overrides:
-        marks[path] = "  <- command line"
+    marks = _marks(rules, overrides)
     if words:
         paths = shown_fields.only(config, words)
     elif everything:
@@ -169,6 +168,19 @@ def _show(
     if not words and len(rows) < num_fields:
         lines += ["", f"{len(rows)} of {num_fields} fields; --all shows all, --only=WORD those with it in their path"]
     return [*rules, *lines]
+
+
+def _marks(rules: list[str], overrides: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """What set a field, by its path."""
+    marks: dict[str, str] = {}
+    # The line of a rule is `rule PATTERN: PATH OLD -> NEW`.
+    for line in rules:
+        rule, _, change = line.partition(": ")
+        path = change.split()[0]
+        marks[path] = f"  <- {rule}"
+    for path, _ in overrides:
+        marks[path] = "  <- command line"
+    return marks
 
 
 def _diff(names: list[str], left: Config, right: Config) -> list[str]:
