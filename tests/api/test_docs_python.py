@@ -1,5 +1,5 @@
-"""docs/python.md and its notebook: what they show runs. `make test` does so in this process, on a small config in the
-place of the one that they name; among the pairs it is as it is written, in a process with one device."""
+"""docs/python.md and its notebook: what they show runs, on a small config in the place of the one that they name, and
+as it is written in a process with one device."""
 
 import json
 import os
@@ -59,6 +59,7 @@ def test_the_notebook_is_well_formed() -> None:
         assert cell == {"cell_type": kind, "id": cell["id"], "metadata": {}, "source": cell["source"], **results}
 
 
+@pytest.mark.pairs
 def test_the_cells_of_the_notebook_run_and_show_pictures(capsys: pytest.CaptureFixture) -> None:
     names: dict[str, Any] = {}
     _, plan, run, losses, _, bits_per_byte = [executed(cell.replace(WRITTEN, SMALL), names) for cell in CELLS]
@@ -68,6 +69,7 @@ def test_the_cells_of_the_notebook_run_and_show_pictures(capsys: pytest.CaptureF
     assert 0 < bits_per_byte < 20
 
 
+@pytest.mark.pairs
 def test_a_loop_of_ones_own_goes_on_where_it_was_saved(capsys: pytest.CaptureFixture) -> None:
     source = OWN_LOOP.replace(WRITTEN, SMALL)
     exec(source, {})
