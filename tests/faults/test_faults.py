@@ -239,9 +239,9 @@ def test_20_a_checkpoint_of_another_model(text: Path, tmp_path: Path, capsys) ->
     capsys.readouterr()
     assert train(workdir, "--config.model.stack.num_layers=3", "--config.learner.ema=0.9") == 2
     error = capsys.readouterr().err
+    assert "config.model.stack.num_layers: 2 -> 3" in error
+    assert "config.learner.ema: null -> 0.9" in error
     assert "ema/embed/token" in error  # a leaf that is missing
-    assert "optimizer/stack/default/state/0/mu/block0/attention/key/weight" in error  # one of another shape
-    assert "2,32,32" in error.replace(" ", "")
     assert "3,32,32" in error.replace(" ", "")
     assert steps(workdir) == [1]
 
