@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.config import Config, target_of
 from framework.terminal.exit_codes import ExitCode
-from launch import chat_lines, chat_web, cli, weights
+from launch import chat_lines, chat_web, cli, sampling_flags, weights
 
 if TYPE_CHECKING:
     from framework.inference.chat import Chat
@@ -32,11 +32,11 @@ def add_flags(parser: cli.Parser) -> None:
     add = parser.add_argument
     add("--system", metavar="TEXT", help="a system prompt, which precedes the conversation")
     add("--num_samples", type=int, default=1, metavar="N", help="answers to each message; the first one is kept")
-    add("--max_new_tokens", type=int, metavar="N", help=f"per answer; default {_DEFAULT_TOKENS}, or half the context")
-    add("--temperature", type=float, default=0.8, help="0 is greedy; default 0.8")
-    add("--top_k", type=int, metavar="K", help="draw from the K most likely tokens")
-    add("--top_p", type=float, default=1.0, metavar="P", help="from the most likely that make up P")
-    add("--seed", type=int, default=0, help="of the first answer's draws; each further answer takes the next seed")
+    sampling_flags.add_flags(
+        parser,
+        max_new_tokens=f"per answer; default {_DEFAULT_TOKENS}, or half the context",
+        seed="of the first answer's draws; each further answer takes the next seed",
+    )
     add("--web", action="store_true", help="a page for a browser on this machine, instead of the terminal")
     add("--port", type=int, metavar="N", help=f"of --web; default {_DEFAULT_PORT}, and 0 takes a free one")
 
@@ -52,11 +52,7 @@ def main(argv: list[str]) -> int:
     if args.port is not None and not args.web:
         raise cli.UsageError("--port goes with --web")
 
-    from framework.inference.sampling import Sampling
-
-    max_tokens = _DEFAULT_TOKENS if args.max_new_tokens is None else args.max_new_tokens
-    # Made before the model is loaded, so that mistakes show before JAX starts.
-    sampling = Sampling(max_tokens, args.temperature, args.top_k, args.top_p, seed=args.seed)
+    sampling = sampling_flags.sampling_of(args, _DEFAULT_TOKENS)
     with contextlib.ExitStack() as open_until_end:
         server = None
         if args.web:

@@ -7,10 +7,10 @@ Several prompts are one batch; the first is shown as it grows, the others after 
 """
 
 import sys
-from pathlib import Path
 
+from framework.files.texts import read_text
 from framework.terminal.exit_codes import ExitCode
-from launch import cli, weights
+from launch import cli, sampling_flags, weights
 
 
 def add_flags(parser: cli.Parser) -> None:
@@ -23,12 +23,8 @@ def add_flags(parser: cli.Parser) -> None:
         metavar="FILE",
         help="a file's text as a prompt",
     )
-    parser.add_argument("--max_new_tokens", type=int, metavar="N", help="per prompt; default 128")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy; default 0.8")
-    parser.add_argument("--top_k", type=int, metavar="K", help="draw from the K most likely tokens")
-    parser.add_argument("--top_p", type=float, default=1.0, metavar="P", help="from the most likely that make up P")
+    sampling_flags.add_flags(parser, max_new_tokens="per prompt; default 128", seed="of the draws; default 0")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws; default 0")
 
 
 @cli.main
@@ -37,17 +33,14 @@ def main(argv: list[str]) -> int:
     parser = weights.parser("generate", __doc__)
     add_flags(parser)
     args, overrides = weights.parse(parser, argv)
-    file_texts = [read_text(path) for path in args.prompt_file]
+    file_texts = [read_text(path, may_be_empty=True) for path in args.prompt_file]
     texts = [*args.prompt, *file_texts]
     if not texts:
         raise cli.UsageError("--prompt=TEXT or --prompt_file=FILE is required")
 
     from framework.api.model import DEFAULT_TOKENS, Model
-    from framework.inference.sampling import Sampling
 
-    max_tokens = DEFAULT_TOKENS if args.max_new_tokens is None else args.max_new_tokens
-    # Made before the model is loaded, so that mistakes show before JAX starts.
-    sampling = Sampling(max_tokens, args.temperature, args.top_k, args.top_p, seed=args.seed)
+    sampling = sampling_flags.sampling_of(args, DEFAULT_TOKENS)
     model = Model(weights.load(args, overrides))
     # The default gives way to a short context; a number of the user's own is refused. A refusal
     # comes before the prompt is shown.
@@ -61,14 +54,6 @@ def main(argv: list[str]) -> int:
         show(f"\n---\n{text}{continuation}")
     show("\n")
     return ExitCode.DONE
-
-
-def read_text(path: str) -> str:
-    """A file's text. Raises ValueError where it is not UTF-8, FileNotFoundError where there is none."""
-    try:
-        return Path(path).expanduser().read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8: {error}") from None
 
 
 def show(text: str) -> None:

@@ -37,9 +37,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
     """The (path, text) of the fields that the flags set; [] for a verb without them."""
-    found = []
+    settings = []
     for flag, path in _FIELDS.items():
         value = getattr(args, flag, None)
         if value is not None:
-            found.append((path, str(value)))
-    return found
+            settings.append((path, str(value)))
+    return settings

@@ -34,6 +34,7 @@ from framework.config.names import (
     resolve,
     show,
 )
+from framework.config.nested import replaced
 from framework.config.schema import (
     REQUIRED,
     ConfigBase,
@@ -302,7 +303,7 @@ class Config(ConfigBase):
         field_path = path.removesuffix(below_field)
         config = place.config
         old_value = config._fields.get(place.field)
-        new_value = _replaced(old_value, place.keys, value)
+        new_value = replaced(old_value, place.keys, value)
         config._fields[place.field] = config._checked(place.field, new_value, field_path)
 
     def override(self, path: str, text: str) -> None:
@@ -464,18 +465,6 @@ def _build(value: Any, path: str, keeps_config: bool) -> Any:
     if isinstance(value, dict):
         return {key: _build(item, join(path, key), keeps_config) for key, item in value.items()}
     return value
-
-
-def _replaced(value: Any, keys: list[Any], element: Any) -> Any:
-    """Returns a copy of nested lists and dicts in which `element` stands where `keys` lead."""
-    if not keys:
-        return element
-    key, *inner_keys = keys
-    if isinstance(value, dict):
-        return {**value, key: _replaced(value.get(key), inner_keys, element)}
-    elements = list(value)
-    elements[key] = _replaced(elements[key], inner_keys, element)
-    return elements
 
 
 def _component_of_text(hint: Any, text: str, path: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Iterator
@@ -47,15 +48,16 @@ class TextPart(TextSource):
 
     def files(self) -> list[DataFile]:
         files = self.source.files()
-        if not self._splits_by_file(files):
+        if not self._splits_by_file:
             return files
         held_out_names = self._held_out_names([file.name for file in files])
         is_validation = self.split == "validation"
         return [file for file in files if (file.name in held_out_names) == is_validation]
 
-    def _splits_by_file(self, files: list[DataFile]) -> bool:
-        """Whether each file belongs to one part as a whole."""
-        return self.is_whole_files and len(files) >= _MANY_FILES
+    @functools.cached_property
+    def _splits_by_file(self) -> bool:
+        """Whether each file belongs to one part as a whole; asked for each file, so the files are listed once."""
+        return self.is_whole_files and len(self.source.files()) >= _MANY_FILES
 
     def _held_out_names(self, names: list[str]) -> set[str]:
         """Names of the files that are held out; at least one."""
@@ -73,7 +75,7 @@ class TextPart(TextSource):
         documents = self.source.read(file)
         if not self.is_whole_files:
             return self._chosen_documents(documents)
-        if self._splits_by_file(self.source.files()):
+        if self._splits_by_file:
             return documents
         return (self._part_of(document) for document in documents)
 

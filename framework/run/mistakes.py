@@ -64,6 +64,7 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def _code(error: BaseException) -> int:
+    """The exit code of a mistake of the user's, or of a disk that is full or read-only."""
     if isinstance(error, DoesNotFitError):
         return ExitCode.TOO_BIG
     # Another start may find room, and there is nothing to correct on the command line; a folder is

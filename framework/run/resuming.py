@@ -16,6 +16,7 @@ from framework.checkpoint.checkpointer import Checkpointer
 from framework.checkpoint.directory import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from framework.config import Config, config_for
 from framework.config.changes import config_changes
+from framework.config.nested import part_at
 from framework.data.batches import Pipeline
 from framework.data.order import BatchOrder
 from framework.program.program import Program
@@ -87,22 +88,11 @@ def keep_counters(checkpointer: Checkpointer, config: Config) -> list[str]:
             is_rate = path.startswith("learner.") and path.endswith(".learning_rate")
             if not is_rate or not isinstance(value, int | float):
                 continue
-            if "$class" in _mapping_at(old_config, path):
+            was_schedule = isinstance(part_at(old_config, path), dict)
+            if was_schedule:
                 config.set_path(path, config_for(optax.constant_schedule, value=float(value)))
                 lines.append(f"config.{path}: {value} from here on, as a constant schedule")
     return lines
-
-
-def _mapping_at(stored: Any, path: str) -> Mapping[str, Any]:
-    """The part of a stored config at a dotted path; empty where there is none, or a plain value."""
-    for name in path.split("."):
-        if isinstance(stored, list) and name.isdigit() and int(name) < len(stored):
-            stored = stored[int(name)]
-        elif isinstance(stored, dict):
-            stored = stored.get(name)
-        else:
-            return {}
-    return stored if isinstance(stored, dict) else {}
 
 
 def _is_under(change: str, names: tuple[str, ...]) -> bool:

@@ -68,6 +68,21 @@ def test_of_many_files_whole_ones_are_held_out_wherever_they_are(tmp_path: Path,
     assert 1 <= len(held_out_texts) < count / 5
 
 
+def test_files_are_listed_as_often_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    listings = []
+    list_files = TextFiles.files
+    monkeypatch.setattr(TextFiles, "files", lambda source: listings.append(source) or list_files(source))
+    counts = []
+    for count in (5, 50):
+        for number in range(count):
+            (tmp_path / f"{number}.txt").write_text(f"file {number}\n" * 100)
+        listings.clear()
+        part = TextPart(source=config_for(TextFiles, paths=[f"{tmp_path}/*.txt"]))
+        assert list(part.documents())
+        counts.append(len(listings))
+    assert counts[0] == counts[1]
+
+
 def test_equal_documents_are_in_one_part(tmp_path: Path):
     rows = [{"text": f"document {number % 50}"} for number in range(200)] + [{"text": "the last"}]
     file = write_rows(tmp_path / "a.jsonl", rows)
