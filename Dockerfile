@@ -1,4 +1,4 @@
-# A container that runs any verb, for launch.gke, launch.slurm --container, or by hand:
+# A container that runs any verb, for `plimsoll gke`, `plimsoll slurm` --container, or by hand:
 #
 #     docker build --build-arg EXTRAS=tpu --tag plimsoll .        # EXTRAS: tpu, cuda, or nothing for CPU; see pyproject.toml
 #     docker run plimsoll plimsoll configs list

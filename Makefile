@@ -10,7 +10,7 @@ WORKDIR ?= runs/stdlib-tiny
 .PHONY: train test test-pairs test-all test-peers plan-tpu wheel lint format clean
 
 train: $(VENV)/.train  ## train a small model on the source of Python's standard library (under 5 minutes on 2 cores)
-	$(BIN)/python -m launch.train --config=stdlib-tiny --workdir=$(WORKDIR)
+	$(BIN)/plimsoll train --config=stdlib-tiny --workdir=$(WORKDIR)
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -1,7 +1,7 @@
 """The console command `plimsoll`. Importing this makes launch, framework and configs the packages beside this file.
 
 A project may have folders or files of these names, and PYTHONPATH may lead there; this module's name is its own. The
-server that `launch.local` forks its processes from imports it first.
+server that `plimsoll local` forks its processes from imports it first.
 """
 
 import importlib.util

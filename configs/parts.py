@@ -146,7 +146,7 @@ def large(
 ) -> Config:
     """The defaults of large models: AdamW, clip 1.0, bf16 parameters and compute, f32 master weights and moments.
 
-    Data is nanoGPT-style token files: set data.source.path to what `launch.prepare` wrote.
+    Data is nanoGPT-style token files: set data.source.path to what `plimsoll prepare` wrote.
     """
     model.param_dtype = "bfloat16"
     model.compute_dtype = "bfloat16"

@@ -1,4 +1,4 @@
-"""The verbs: `plimsoll VERB`, or `python -m launch.VERB`. One module per verb, each with `main(argv=None) -> int`."""
+"""The verbs of `plimsoll VERB`. One module per verb, each with `main(argv=None) -> int`."""
 
 import os
 import sys

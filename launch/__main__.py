@@ -1,4 +1,4 @@
-"""`plimsoll VERB ...`, `python -m launch VERB ...`: runs a verb, or lists them. Imports only the verb that it runs."""
+"""`plimsoll VERB ...`: runs a verb, or lists them. Imports only the verb that it runs."""
 
 import ast
 import importlib
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         return module.main(argv[1:])
     width = max(map(len, line_by_verb))
     lines = [f"  {verb:{width}}  {line}" for verb, line in line_by_verb.items()]
-    print("usage: plimsoll VERB ...   (or: python -m launch.VERB ...)\n", *lines, sep="\n")
+    print("usage: plimsoll VERB ...\n", *lines, sep="\n")
     print("\n`plimsoll VERB --help` shows the flags of a verb.")
     return ExitCode.DONE
 

@@ -1,9 +1,9 @@
 """Talk with a model: in the terminal, over a pipe (a message a line), or on a page of this machine with --web.
 
-    python -m launch.chat --workdir=runs/tuned
-    python -m launch.chat --hf=DIR --system='You answer in one word.' --temperature=0
-    printf 'Hello\nAnd you?\n' | python -m launch.chat --workdir=runs/tuned > answers.txt
-    python -m launch.chat --workdir=runs/tuned --web --port=8000
+    plimsoll chat --workdir=runs/tuned
+    plimsoll chat --hf=DIR --system='You answer in one word.' --temperature=0
+    printf 'Hello\nAnd you?\n' | plimsoll chat --workdir=runs/tuned > answers.txt
+    plimsoll chat --workdir=runs/tuned --web --port=8000
 
 The model's own chat template is used where its tokenizer has one. Only answers go to stdout.
 """

@@ -1,6 +1,6 @@
-"""What the launchers share: launch.train's command line, checked before anything starts, and what its exit codes mean.
+"""What the launchers share: the checked command line of `plimsoll train`, and what its exit codes mean.
 
-A launcher takes every flag of launch.train and adds its own; what it does not know itself is passed on.
+A launcher takes every flag of `plimsoll train` and adds its own; what it does not know itself is passed on.
 """
 
 import argparse
@@ -18,17 +18,17 @@ from launch import cli, train
 
 
 class Parser(cli.Parser):
-    """launch.train's flags, and those added here, which are not passed on; `--dry_run` is the launcher's own."""
+    """`plimsoll train`'s flags, and those added here, which are not passed on; `--dry_run` is the launcher's own."""
 
     def __init__(self, verb: str, description: str | None):
-        # Launchers replace some flags of launch.train's, --dry_run among them.
+        # Launchers replace some flags of `plimsoll train`'s, --dry_run among them.
         super().__init__(verb, description, conflict_handler="resolve")
         train.add_flags(self)
         self._inherited = dict(self._option_string_actions)
         self.add_argument("--dry_run", action="store_true", help="print what would be done, and do nothing")
 
     def parse_job(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """(the flags, the words after `python -m launch.train`). Raises ValueError: anything is wrong with them."""
+        """(the flags, the words after `plimsoll train`). Raises ValueError: anything is wrong with them."""
         command = self.parse(argv)
         args = command.args
         if args.run_name is not None:
@@ -57,7 +57,7 @@ def from_here() -> bool:
 
 
 def words_of_train(python: str, *, is_here: bool = True) -> list[str]:
-    """The words that start launch.train.
+    """The words that start `plimsoll train`.
 
     Args:
         python: the interpreter.

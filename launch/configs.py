@@ -1,7 +1,7 @@
 """List the named configs, show one as it resolves, or compare two: list | show NAME | diff A B. Trains nothing.
 
-python -m launch.configs show llama2-7b                     # what one usually sets
-python -m launch.configs show llama2-7b --only=learner      # a part of it; or --all
+plimsoll configs show llama2-7b                     # what one usually sets
+plimsoll configs show llama2-7b --only=learner      # a part of it; or --all
 """
 
 import functools

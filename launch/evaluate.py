@@ -1,8 +1,8 @@
 """Measure a trained model: bits per byte of files, multiple choice, tasks of lm-evaluation-harness.
 
-    python -m launch.evaluate --workdir=runs/stdlib-tiny --files README.md docs/*.md
-    python -m launch.evaluate --workdir=runs/stdlib-tiny --choices=questions.jsonl --json=scores.json
-    python -m launch.evaluate --hf=DIR --tasks=hellaswag,arc_easy
+    plimsoll evaluate --workdir=runs/stdlib-tiny --files README.md docs/*.md
+    plimsoll evaluate --workdir=runs/stdlib-tiny --choices=questions.jsonl --json=scores.json
+    plimsoll evaluate --hf=DIR --tasks=hellaswag,arc_easy
 
 A line of --choices is {"context": text, "choices": [text, ...], "answer": index of the right one}.
 """

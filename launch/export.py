@@ -1,7 +1,7 @@
 """Write a trained model as a directory that transformers' from_pretrained loads, or its adapters as one for peft.
 
-    python -m launch.export --workdir=runs/tuned --to=tuned-hf
-    python -m launch.export --workdir=runs/tuned --to=tuned-adapter --adapter
+    plimsoll export --workdir=runs/tuned --to=tuned-hf
+    plimsoll export --workdir=runs/tuned --to=tuned-adapter --adapter
 
 Adapters are merged into the weights unless --adapter asks for them alone. The tokenizer's files go with them, and with
 a whole model the generation_config.json of the directory that the run began with.

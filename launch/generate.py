@@ -1,7 +1,7 @@
 """Continue prompts with a trained model; the text appears as it is made.
 
-    python -m launch.generate --workdir=runs/stdlib-tiny --prompt='def main():'
-    python -m launch.generate --workdir=runs/stdlib-tiny --prompt='import' --prompt='class' --temperature=0
+    plimsoll generate --workdir=runs/stdlib-tiny --prompt='def main():'
+    plimsoll generate --workdir=runs/stdlib-tiny --prompt='import' --prompt='class' --temperature=0
 
 Several prompts are one batch; the first is shown as it grows, the others after it. Only text goes to stdout.
 """

@@ -1,7 +1,7 @@
 """Run a training on Google Kubernetes Engine, on TPU slices or GPU nodes: writes a JobSet and applies it.
 
-    python -m launch.gke --config=llama3-70b --workdir=gs://bucket/runs/a --target=2xv5e-256 --image=IMAGE
-    python -m launch.gke --config=llama2-7b --workdir=/runs/b --target=h200x16 --image=IMAGE --pvc=runs:/runs
+    plimsoll gke --config=llama3-70b --workdir=gs://bucket/runs/a --target=2xv5e-256 --image=IMAGE
+    plimsoll gke --config=llama2-7b --workdir=/runs/b --target=h200x16 --image=IMAGE --pvc=runs:/runs
 
 The cluster needs JobSet (jobset.sigs.k8s.io) and nodes of the target's kind; the cluster's own scheduler, or Kueue with
 --queue, decides when. One process runs on each host. When one fails, or a node is taken away, JobSet starts all again
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         "--target",
         required=True,
         metavar="T",
-        help="v5e-16, 2xv5e-256, v5p-2048, h200x16 ..., as launch.plan has it",
+        help="v5e-16, 2xv5e-256, v5p-2048, h200x16 ..., as `plimsoll plan` has it",
     )
     add(
         "--image",
@@ -279,7 +279,7 @@ def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _job(pods: _Pods, pod: dict[str, Any]) -> dict[str, Any]:
     """The spec of a Job, which Kubernetes never starts again by itself."""
-    # The exit codes of launch.train after which another start would change nothing.
+    # The exit codes of `plimsoll train` after which another start would change nothing.
     exits = {"containerName": "train", "operator": "In", "values": [int(code) for code in HOPELESS]}
     return {
         "parallelism": pods.hosts,

@@ -1,6 +1,6 @@
 """lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness) drives a model through its own interface.
 
-`pip install 'plimsoll-train[harness]'` brings it; `launch.evaluate --tasks=...` uses it.
+`pip install 'plimsoll-train[harness]'` brings it; `plimsoll evaluate --tasks=...` uses it.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Importing this ties the process to its parent: it is killed when that ends, however that ends (Linux; see prctl(2)).
 
-The server of `launch.local` imports it first, and each of its forks ties itself again, as a fork is not tied.
+The server of `plimsoll local` imports it first, and each of its forks ties itself again, as a fork is not tied.
 """
 
 import ctypes

@@ -1,12 +1,13 @@
 """Run a training in several processes on this machine, and start all of them again when one dies.
 
-    python -m launch.local --config=gpt2-124m --workdir=runs/a --gpus=all
-    python -m launch.local --config=stdlib-tiny --workdir=runs/b --processes=4 --devices_per_process=2
+    plimsoll local --config=gpt2-124m --workdir=runs/a --gpus=all
+    plimsoll local --config=stdlib-tiny --workdir=runs/b --processes=4 --devices_per_process=2
 
 The processes are forks of one that has imported everything, which makes starts, and above all restarts, quick. When
 one dies, the others get --grace seconds to end; then all start again from the last checkpoint: at once if there is a
-new one, else after a growing wait. The exit code is launch.train's, of the process that failed first (128 + n: signal n
-killed it). SIGTERM and SIGINT are passed on, the second one kills; SIGTERM to a single process stops all of them.
+new one, else after a growing wait. The exit code is that of the process that failed first, one of `plimsoll train`'s
+(128 + n: signal n killed it). SIGTERM and SIGINT are passed on, the second one kills; SIGTERM to a single process
+stops all of them.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ _OF_SERVER = "PLIMSOLL_SAFE_PATH_OF_SERVER"
 
 
 def add_flags(parser: cli.Parser) -> None:
-    """The flags of this verb, beside those of launch.train."""
+    """The flags of this verb, beside those of `plimsoll train`."""
     add = parser.add_argument
     add(
         "--processes",
@@ -152,7 +153,7 @@ def _gpus() -> list[str]:
 
 
 def _place(coordinator: str, count: int, index: int) -> list[str]:
-    """The flags of launch.train by which a process finds the others; none for a process that is alone."""
+    """The flags of `plimsoll train` by which a process finds the others; none for a process that is alone."""
     if count == 1:
         return []
     return [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={index}"]
@@ -183,7 +184,7 @@ def _begin(verb: str, words: list[str], environment: dict[str, str], out: Connec
 
 
 class Supervisor:
-    """Runs `launch.train *words` once for each of the environments; `committed()`: the newest checkpoint's step."""
+    """Runs `plimsoll train *words` once for each of the environments; `committed()`: the newest checkpoint's step."""
 
     verb = "launch.train"
     preload = "launch.preload"
@@ -261,7 +262,7 @@ class Supervisor:
             self._send(signal.SIGKILL, os.killpg)
 
     def _start(self, words: list[str]) -> None:
-        """Starts all processes, with `words` as launch.train's command line, on a free port."""
+        """Starts all processes, with `words` as `plimsoll train`'s command line, on a free port."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
             coordinator = f"127.0.0.1:{port}"

@@ -1,7 +1,7 @@
 """Tell what a run will need on any machine, without having it: compile its very step with that machine's compiler.
 
-    python -m launch.plan --config=llama2-7b --target=v5e-16 --config.memory.remat=full
-    python -m launch.plan --config=gpt2-124m --target=h200 --compare memory.remat=none,dots,full --html=plan.html
+    plimsoll plan --config=llama2-7b --target=v5e-16 --config.memory.remat=full
+    plimsoll plan --config=gpt2-124m --target=h200 --compare memory.remat=none,dots,full --html=plan.html
 
 Exit codes: 0 it fits (of several, one does); 2 the command or the config was wrong; 4 it does not fit.
 """

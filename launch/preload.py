@@ -1,4 +1,4 @@
-"""What `launch.local` imports once, in the process that all processes of a run, and of its restarts, are forks of.
+"""What `plimsoll local` imports once, in the process that all processes of a run, and of its restarts, are forks of.
 
 Nothing here starts a backend of JAX or a thread, which a fork would not survive.
 """

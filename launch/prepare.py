@@ -1,6 +1,6 @@
 """Tokenize a corpus into token files (.bin with a sidecar) that TokenMemmap reads.
 
-    python -m launch.prepare --config=NAME [--config.data.source...=...] --out=DIR
+    plimsoll prepare --config=NAME [--config.data.source...=...] --out=DIR
 
 The training source becomes DIR/train.bin (a mixture's parts train.0.bin, train.1.bin, ...), each validation set
 DIR/validation-NAME.bin; the tokenizer goes beside them. Everything is written in a temporary folder that is renamed at

@@ -1,7 +1,7 @@
 """Draw images with a trained flow, or go from one held-out image to another in its latent space.
 
-    python -m launch.sample --workdir=runs/digits-glow --output=samples.png --temperature=0.7
-    python -m launch.sample --workdir=runs/digits-glow --output=between.png --interpolate=8
+    plimsoll sample --workdir=runs/digits-glow --output=samples.png --temperature=0.7
+    plimsoll sample --workdir=runs/digits-glow --output=between.png --interpolate=8
 
 The picture has --num images: samples, or rows of --interpolate images between pairs of held-out ones.
 """

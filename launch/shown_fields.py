@@ -1,4 +1,4 @@
-"""Which fields of a config `launch.configs show` prints: those that one usually sets, those of --only, or all."""
+"""Which fields of a config `plimsoll configs show` prints: those that one usually sets, those of --only, or all."""
 
 from collections.abc import Sequence
 

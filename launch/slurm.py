@@ -1,6 +1,6 @@
 """Run a training on a SLURM cluster: writes the batch script and submits it with sbatch.
 
-    python -m launch.slurm --config=llama2-7b --workdir=/shared/runs/a --nodes=4 --gpus_per_node=8 --time=1-00:00:00
+    plimsoll slurm --config=llama2-7b --workdir=/shared/runs/a --nodes=4 --gpus_per_node=8 --time=1-00:00:00
 
 One process for each GPU, on every node, finds the others through SLURM. SLURM sends SIGTERM before the time is up: the
 run saves and is queued again, as often as needed. It is also queued again after a failure, --max_restarts times; after

@@ -1,7 +1,7 @@
 """Tell how a run is: step, loss, speed, last checkpoint, where its time went, and whether its processes are well.
 
-    python -m launch.status --workdir=runs/a
-    python -m launch.status --workdir=gs://bucket/a --json
+    plimsoll status --workdir=runs/a
+    plimsoll status --workdir=gs://bucket/a --json
 
 Every process says every few seconds how it is, in WORKDIR/health. Exit codes: 0 the run goes on or came to its end; 1
 it does not: a process is silent, stands still or ended otherwise; 2 there is nothing to tell of.

@@ -1,14 +1,15 @@
 """Run a training on Cloud TPU VMs, with gcloud: make them, copy this checkout there, run on all workers, look, delete.
 
-    python -m launch.tpu_vm create --name=a --zone=us-west4-a --target=v5e-16 --spot
-    python -m launch.tpu_vm copy   --name=a --zone=us-west4-a --target=v5e-16
-    python -m launch.tpu_vm run    --name=a --zone=us-west4-a --target=v5e-16 --config=llama2-7b --workdir=gs://bucket/runs/a
-    python -m launch.tpu_vm logs   --name=a --zone=us-west4-a --target=v5e-16
-    python -m launch.tpu_vm delete --name=a --zone=us-west4-a --target=v5e-16 --spot
+    plimsoll tpu_vm create --name=a --zone=us-west4-a --target=v5e-16 --spot
+    plimsoll tpu_vm copy   --name=a --zone=us-west4-a --target=v5e-16
+    plimsoll tpu_vm run    --name=a --zone=us-west4-a --target=v5e-16 --config=llama2-7b --workdir=gs://bucket/runs/a
+    plimsoll tpu_vm logs   --name=a --zone=us-west4-a --target=v5e-16
+    plimsoll tpu_vm delete --name=a --zone=us-west4-a --target=v5e-16 --spot
 
-`copy` takes what is committed, and installs it there. `run` starts launch.local on every worker, in the background: it
-starts its process again as long as that helps, and the workers find each other by what Cloud tells them. With --spot,
---reserved or several slices, a queued resource makes the VMs when there are any. `stop` ends a run, which saves first.
+`copy` takes what is committed, and installs it there. `run` starts `plimsoll local` on every worker, in the background:
+it starts its process again as long as that helps, and the workers find each other by what Cloud tells them. With
+--spot, --reserved or several slices, a queued resource makes the VMs when there are any. `stop` ends a run, which saves
+first.
 Source: https://cloud.google.com/sdk/gcloud/reference/compute/tpus.
 """
 
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         subverb_text = "|".join(SUBVERBS)
         flags = argv
     else:
-        subverb = cli.choose("subverb of launch.tpu_vm", argv[0] if argv else "", SUBVERBS)
+        subverb = cli.choose("subverb of `plimsoll tpu_vm`", argv[0] if argv else "", SUBVERBS)
         subverb_text = subverb
         flags = argv[1:]
     verb = f"tpu_vm {subverb_text}"
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
     add("--name", required=True, help="of the VMs")
     add("--zone", required=True)
     add("--project", metavar="ID", help="default: gcloud's own")
-    add("--target", required=True, metavar="T", help="v5e-16, 2xv5p-512 ..., as launch.plan has it")
+    add("--target", required=True, metavar="T", help="v5e-16, 2xv5p-512 ..., as `plimsoll plan` has it")
     add("--spot", action="store_true", help="cheaper, and taken away when others want them")
     add("--reserved", action="store_true", help="from a reservation")
     if subverb == "create":

@@ -1,8 +1,8 @@
 """Train a model from a named config: start, resume, or only look (--dry_run). Ctrl-C and SIGTERM save first.
 
-    python -m launch.train --config=stdlib-tiny --workdir=runs/stdlib-tiny
-    python -m launch.train --config=stdlib-tiny --data=my_folder/ --workdir=runs/mine
-    python -m launch.train --config=gpt2-124m --config.data.source.path=data/train.bin --workdir=runs/gpt2
+    plimsoll train --config=stdlib-tiny --workdir=runs/stdlib-tiny
+    plimsoll train --config=stdlib-tiny --data=my_folder/ --workdir=runs/mine
+    plimsoll train --config=gpt2-124m --config.data.source.path=data/train.bin --workdir=runs/gpt2
 
 Exit codes: 0 the run came to its end; 1 it failed; 2 the command, the config or the data was wrong; 3 the loss was not
 finite and learner.nonfinite ended the run; 4 it does not fit into the devices' memory, and nothing was started; 5
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     began = time.monotonic() - time.process_time()
     parser = cli.Parser("train", __doc__)
     add_flags(parser)
-    parser.add_argument("--target", help="with --dry_run: a machine that is not here, as for launch.plan: v5p-2048")
+    parser.add_argument("--target", help="with --dry_run: a machine that is not here, as for `plimsoll plan`: v5p-2048")
     command = parser.parse(argv)
     stored.check(command.config)
     # Building the experiment shows every mistake in the config before JAX starts.

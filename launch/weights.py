@@ -17,7 +17,7 @@ def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
     verb_parser = cli.Parser(verb, doc, takes_config=False)
     verb_parser.add_argument("--config", metavar="FILE.py:NAME", help="where a run's own classes are, if it has any")
     place = verb_parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--workdir", metavar="DIR", help="a run of launch.train")
+    place.add_argument("--workdir", metavar="DIR", help="a run of `plimsoll train`")
     if hf:
         place.add_argument("--hf", metavar="DIR", help="a Hugging Face directory")
     # `load` asks for it, also where a verb has no such flag.

@@ -2,8 +2,8 @@
 
     python -m tools.endurance --folder=/tmp/endurance --minutes=10 --every=60
 
-Trains `nanogpt-cpu` by launch.local in four processes, first undisturbed, then with SIGKILL to one of them, drawn at
-random, every so many seconds. Prints, as Markdown, a row for each restart, the committed steps of both, and whether
+Trains `nanogpt-cpu` by `plimsoll local` in four processes, first undisturbed, then with SIGKILL to one of them, drawn
+at random, every so many seconds. Prints, as Markdown, a row for each restart, the committed steps of both, and whether
 every loss that was ever logged has the bits of the undisturbed run's. Exit code 1: fewer than 85% of the steps, or
 other bits.
 """
@@ -60,7 +60,7 @@ class Kill:
 
 @dataclass
 class Run:
-    """launch.local in a folder, its output read as it comes."""
+    """`plimsoll local` in a folder, its output read as it comes."""
 
     workdir: Path
     processes: int

@@ -24,10 +24,10 @@ _PAGE_PIXELS = 900
 
 
 class Plan:
-    """What a run needs. `print` shows the tables of launch.plan; a notebook shows its page.
+    """What a run needs. `print` shows the tables of `plimsoll plan`; a notebook shows its page.
 
     Attributes:
-        report: all figures, as `launch.plan --json` writes them.
+        report: all figures, as `plimsoll plan --json` writes them.
     """
 
     def __init__(self, report: Report):
@@ -64,7 +64,7 @@ def plan(
     phases: bool = True,
     fresh: bool = False,
 ) -> Plan:
-    """Tells what a run will need on a target, by compiling its step with the target's compiler, as launch.plan does.
+    """Tells what a run will need on a target: the target's compiler compiles its step, as in `plimsoll plan`.
 
     Args:
         config: from `load_config`, or what that takes.

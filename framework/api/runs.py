@@ -78,7 +78,7 @@ def train(
     force: bool = False,
     device_memory_gib: float | None = None,
 ) -> TrainedRun:
-    """Trains in this process, as launch.train does: the same table, checks, refusals, lock and resume.
+    """Trains in this process, as `plimsoll train` does: the same table, checks, refusals, lock and resume.
 
     Called again with the same workdir, it goes on from the last checkpoint. Ctrl-C saves first.
 
@@ -92,7 +92,7 @@ def train(
 
     Raises:
         ConfigError, ValueError, OSError: what is asked for cannot be; the workdir is as it was before.
-        RunError: the run failed: its `code` is the exit code of launch.train, its cause the error.
+        RunError: the run failed: its `code` is the exit code of `plimsoll train`, its cause the error.
         KeyboardInterrupt: Ctrl-C; what was trained is saved.
     """
     began = time.monotonic()
@@ -101,7 +101,9 @@ def train(
     if device_memory_gib is not None and not device_memory_gib > 0:
         raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
     if jax.process_count() > 1:
-        raise ConfigError("framework.train is for a single process; launch.local and the other launchers start several")
+        raise ConfigError(
+            "framework.train is for a single process; `plimsoll local` and the other launchers start several"
+        )
     request = request_of(config)
     job = Job(
         request,

@@ -321,7 +321,7 @@ def parquet_rows(file: DataFile, column: str | None = None) -> Iterator[tuple[st
 
 @component
 class TokenMemmap:
-    """Tokens that exist already: nanoGPT-style `.bin` files, and those that `launch.prepare` writes; read in ranges.
+    """Tokens that exist already: nanoGPT-style `.bin` files, and those that `plimsoll prepare` writes; read in ranges.
 
     Args:
         path: a `.bin`, a glob of shards (read in sorted order as one stream), or an fsspec URL of either (which is

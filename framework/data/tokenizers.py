@@ -209,7 +209,7 @@ class BPETokenizer(Tokenizer):
             raise ValueError(
                 "a BPE tokenizer cannot be trained on tokens; set data.tokenizer.path to the "
                 "tokenizer.json that the tokens were made with "
-                "(launch.prepare leaves it beside them)"
+                "(`plimsoll prepare` leaves it beside them)"
             )
         trained = self._train(texts(self.training_bytes))
         return trained, "the tokenizer trained on the training source"

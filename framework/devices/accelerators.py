@@ -17,7 +17,7 @@ GIB = 2**30
 # Of a GPU's memory, for XLA. The rest is for the CUDA context, the kernels' code, NCCL, and cuDNN and cuBLAS handles.
 GPU_MEMORY_FRACTION = 0.92
 # XLA pins no more host memory than that on a GPU machine, GiB for all GPUs of a process; 64 where it is not set. It
-# grows by need, so launch.train sets nearly all that the machine has: the rest is for Python, data and checkpoints.
+# grows by need, so `plimsoll train` sets nearly all that the machine has: the rest is for Python, data and checkpoints.
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 HOST_MEMORY_FRACTION = 0.9
 # The second is the old name, which still counts.
@@ -74,7 +74,7 @@ class AcceleratorSpec:
         """What a program has to fit into: usable bytes where known, else the whole memory, else None.
 
         On a GPU JAX takes a fraction of the memory when it starts and gives no program more: XLA_CLIENT_MEM_FRACTION,
-        for which launch.train takes GPU_MEMORY_FRACTION (JAX itself 0.75) where the environment says nothing.
+        for which `plimsoll train` takes GPU_MEMORY_FRACTION (JAX itself 0.75) where the environment says nothing.
         """
         if self.platform == "gpu" and self.memory_bytes is not None:
             values = [os.environ.get(name) for name in _FRACTION_VARIABLES]

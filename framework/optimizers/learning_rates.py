@@ -117,5 +117,5 @@ def _part(part: float, total: int) -> int:
 
 
 def _cut_warmup(peak_value: float, warmup_steps: int) -> optax.Schedule:
-    """The warm-up alone, of a run that ends before the peak; launch.train says so in a line."""
+    """The warm-up alone, of a run that ends before the peak; `plimsoll train` says so in a line."""
     return optax.linear_schedule(0.0, peak_value, warmup_steps)

@@ -1,4 +1,4 @@
-"""What `launch.train` asks before it makes any array: does the compiled step fit into these devices?"""
+"""What `plimsoll train` asks before it makes any array: does the compiled step fit into these devices?"""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def refusal(
         lines.append("no other setting of remat, accumulation, placement and sharding fits: it takes more devices")
     # There is nothing to run where the compiler made no program.
     force = "" if found.message else "--force tries all the same, and "
-    lines.append(f"nothing was started; {force}launch.plan shows every buffer")
+    lines.append(f"nothing was started; {force}`plimsoll plan` shows every buffer")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What `launch.train` asks before it compiles anything: does the host have room for what is to live there?"""
+"""What `plimsoll train` asks before it compiles anything: does the host have room for what is to live there?"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The start of a run on devices that are not here: all that happens before the first array, for all its processes.
 
-`launch.train --dry_run --target=...` says it.
+`plimsoll train --dry_run --target=...` says it.
 """
 
 from __future__ import annotations

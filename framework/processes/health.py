@@ -1,6 +1,6 @@
 """Health: each process reports on itself while it runs, and ends when its loop no longer moves.
 
-A thread writes WORKDIR/health/process-00000.json every few seconds, for `launch.status` and for the
+A thread writes WORKDIR/health/process-00000.json every few seconds, for `plimsoll status` and for the
 next start, and looks whether the loop still moves.
 """
 

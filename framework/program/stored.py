@@ -24,7 +24,7 @@ def read(workdir: Path, tell: Callable[[str], None]) -> Config:
     try:
         return _read(workdir / "config.json", tell)
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of launch.train") from None
+        raise FileNotFoundError(f"--workdir: {workdir} holds no config.json, so no run of `plimsoll train`") from None
 
 
 def read_to_train(file: Path, tell: Callable[[str], None]) -> Config:

@@ -1,4 +1,4 @@
-"""What is asked of a run, by `launch.train` or by `framework.train`. Nothing here starts JAX."""
+"""What is asked of a run, by `plimsoll train` or by `framework.train`. Nothing here starts JAX."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class RunError(RuntimeError):
 
     Args:
         message: why.
-        code: the exit code that launch.train ends with for the same reason.
+        code: the exit code that `plimsoll train` ends with for the same reason.
     """
 
     def __init__(self, message: str, code: int):

@@ -46,11 +46,11 @@ def test_python_blocks_run_in_order(monkeypatch):
 
 def test_commands_work(saved_files, capsys):
     for words in commands():
-        assert words[:2] == ["python", "-m"]
-        if words[2] == "launch.configs":
-            assert verb.main(words[3:]) == 0, (words, capsys.readouterr().err)
+        assert words[0] == "plimsoll"
+        if words[1] == "configs":
+            assert verb.main(words[2:]) == 0, (words, capsys.readouterr().err)
         else:
-            spec, overrides, _ = cli.split(words[3:])
+            spec, overrides, _ = cli.split(words[2:])
             assert spec is not None
             config = configs.load(spec)
             cli.apply_overrides(config, overrides)
@@ -65,8 +65,8 @@ def test_the_users_config_builds(saved_files):
 
 def test_printed_lines_are_what_is_printed(saved_files, capsys):
     for words in commands():
-        if words[2] == "launch.configs":
-            verb.main(words[3:])
+        if words[1] == "configs":
+            verb.main(words[2:])
     printed = re.sub(r" +", " ", capsys.readouterr().out)
     quoted = [line for kind, block in BLOCKS if kind == "text" for line in block.splitlines()]
     for line in quoted:
@@ -78,7 +78,7 @@ def test_printed_errors_are_what_is_printed(saved_files):
     errors = re.findall(r"^\$ (.*)\nerror: (.*)$", TEXT, flags=re.MULTILINE)
     assert len(errors) == 3
     for command, message in errors:
-        spec, overrides, _ = cli.split(shlex.split(command)[3:])
+        spec, overrides, _ = cli.split(shlex.split(command)[2:])
         assert spec is not None
         with pytest.raises(ConfigError) as caught:
             cli.apply_overrides(configs.load(spec), overrides)

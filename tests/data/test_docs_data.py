@@ -52,19 +52,19 @@ def test_python_blocks_run():
 def test_commands_run(saved_files: Path, capsys: pytest.CaptureFixture[str]):
     ran = []
     for words in COMMANDS:
-        ran.append(words[2] if words[1] == "-m" else words[1])
-        if words[:2] != ["python", "-m"]:
+        ran.append(words[1])
+        if words[0] == "python":
             subprocess.run([sys.executable, *words[1:]], check=True)
-        elif words[2] == "launch.configs":
-            assert show.main(words[3:]) == 0, capsys.readouterr().err
-        elif words[2] == "launch.prepare":
-            assert prepare.main(words[3:]) == 0, capsys.readouterr().err
+        elif words[1] == "configs":
+            assert show.main(words[2:]) == 0, capsys.readouterr().err
+        elif words[1] == "prepare":
+            assert prepare.main(words[2:]) == 0, capsys.readouterr().err
         else:  # training takes longer than a test may: that its data are as promised is tried below
             parser = cli.Parser("train")
             train.add_flags(parser)
-            parser.parse(words[3:])
-    assert ran.count("launch.prepare") == 2
-    assert ran[-4:] == ["make_rows.py", "launch.configs", "launch.prepare", "launch.train"]
+            parser.parse(words[2:])
+    assert ran.count("prepare") == 2
+    assert ran[-4:] == ["make_rows.py", "configs", "prepare", "train"]
     assert (saved_files / "rows-tokens/train.bin").exists()
 
 

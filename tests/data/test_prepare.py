@@ -1,4 +1,4 @@
-"""`launch.prepare` as a person runs it: files in place or nothing at all, and a pipeline that reads them."""
+"""`plimsoll prepare` as a person runs it: files in place or nothing at all, and a pipeline that reads them."""
 
 import json
 import os

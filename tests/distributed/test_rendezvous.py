@@ -1,4 +1,4 @@
-"""framework.processes.rendezvous, in threads: through launch.train it is in tests/faults/test_processes.py."""
+"""framework.processes.rendezvous, in threads: through `plimsoll train` it is in tests/faults/test_processes.py."""
 
 import socket
 import threading

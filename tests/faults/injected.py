@@ -1,4 +1,4 @@
-"""launch.train with a fault in this process alone: `python tests/faults/injected.py FAULT ARGUMENT FLAGS`.
+"""`plimsoll train` with a fault in this process alone: `python tests/faults/injected.py FAULT ARGUMENT FLAGS`.
 
 flip STEP: after that step one bit of one parameter is another on this process's last device.
 stall STEP: the loop stands still for ten minutes after that step.

@@ -1,4 +1,4 @@
-"""Faults, tried through `launch.train`: what a person sees, and what is still there afterwards.
+"""Faults, tried through `plimsoll train`: what a person sees, and what is still there afterwards.
 
 Numbers are the rows of the table in docs/faults.md. Rows 1 to 3 are in tests/config, 10 in tests/checkpoint; those of
 several processes are in test_processes.py.

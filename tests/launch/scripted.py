@@ -1,4 +1,4 @@
-"""In the place of launch.train: the words are a script, the flags that launch.local adds, and what it adds later."""
+"""In the place of `plimsoll train`: the words are a script, then what `plimsoll local` adds, now and later."""
 
 import sys
 

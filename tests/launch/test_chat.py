@@ -1,4 +1,4 @@
-"""launch.chat in lines: over a pipe and at a terminal, with a script for a model."""
+"""`plimsoll chat` in lines: over a pipe and at a terminal, with a script for a model."""
 
 import io
 import os

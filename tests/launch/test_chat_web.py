@@ -1,4 +1,4 @@
-"""The page of launch.chat and its server, with a script for a model: by urllib, and in a real browser."""
+"""The page of `plimsoll chat` and its server, with a script for a model: by urllib, and in a real browser."""
 
 import http.client
 import json

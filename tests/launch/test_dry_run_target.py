@@ -1,4 +1,4 @@
-"""`launch.train --dry_run --target=...`: the start of a run for devices that are not here."""
+"""`plimsoll train --dry_run --target=...`: the start of a run for devices that are not here."""
 
 import json
 import re

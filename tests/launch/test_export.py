@@ -1,4 +1,4 @@
-"""From a published directory through launch.train to one that launch.export writes: full, adapters, 4-bit base."""
+"""From a published directory through `plimsoll train` to what `plimsoll export` writes: full, adapters, 4-bit base."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""launch.generate and launch.evaluate on the workdir of a run, as a person calls them."""
+"""`plimsoll generate` and `plimsoll evaluate` on the workdir of a run, as a person calls them."""
 
 import importlib.util
 import json
@@ -152,7 +152,7 @@ def test_choices(workdir: Path, tmp_path: Path) -> None:
     [
         (["--prompt=a"], "one of the arguments --workdir --hf is required"),
         (["--workdir={run}"], "--prompt=TEXT or --prompt_file=FILE is required"),
-        (["--workdir={run}/nope", "--prompt=a"], "holds no config.json, so no run of launch.train"),
+        (["--workdir={run}/nope", "--prompt=a"], "holds no config.json, so no run of `plimsoll train`"),
         (["--workdir={empty}", "--prompt=a"], "empty/checkpoints holds no checkpoint"),
         (["--workdir={broken}", "--prompt=a"], "broken/config.json: not valid JSON"),
         (["--workdir={run}", "--prompt=a", "--step=3"], "no checkpoint of step 3"),

@@ -1,4 +1,4 @@
-"""launch.gke: the JobSet, read by the models of kubeflow-trainer-api and, the Job in it, by kubernetes-validate."""
+"""`plimsoll gke`: the JobSet, read by the models of kubeflow-trainer-api and, the Job in it, by kubernetes-validate."""
 
 import copy
 import os

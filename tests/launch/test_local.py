@@ -1,4 +1,4 @@
-"""launch.local: real processes, real signals. What the processes do is a script, but in one test: a real training."""
+"""`plimsoll local`: real processes, real signals. The processes follow a script; in one test they train."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from launch.local import _newest, main
 from tests.support.runs import CONFIG, ROOT, losses, wait_for, write_text
 
 TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
-# The supervisor as launch.local runs it, with `script` in the place of launch.train.
+# The supervisor as `plimsoll local` runs it, with `script` in the place of `plimsoll train`.
 DRIVER = """
 import sys
 from launch import local

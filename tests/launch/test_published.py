@@ -1,4 +1,4 @@
-"""launch.generate and launch.evaluate on a published directory; lm-evaluation-harness, where it is installed."""
+"""`plimsoll generate` and `plimsoll evaluate` on a published directory; lm-evaluation-harness, if it is installed."""
 
 import io
 import json
@@ -50,7 +50,7 @@ def test_a_directory_is_asked(published: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_directory_is_talked_with(published: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """launch.chat writes the conversation with the directory's template, and a second turn contains the first."""
+    """`plimsoll chat` writes the conversation with the directory's template, and a second turn contains the first."""
     loaded = load(published)
     tokenizer = loaded.tokenizer
     generator = Generator(loaded.program, loaded.state)

@@ -1,4 +1,4 @@
-"""A flow trained by launch.train on digits: what the run leaves, launch.sample, and who refuses a flow."""
+"""A flow trained by `plimsoll train` on digits: what the run leaves, `plimsoll sample`, and who refuses a flow."""
 
 import math
 import os
@@ -114,7 +114,7 @@ def test_rows_lead_from_one_held_out_image_to_another(workdir: Path, tmp_path: P
         (["--workdir={run}", "--output=x.png", "--interpolate=65"], "--interpolate=65: expected 2 to --num = 64"),
         (["--workdir={run}", "--output=x.png", "--temprature=1"], "did you mean '--temperature'?"),
         (["--workdir={run}", "--output=x.png", "--num=1000", "--interpolate=2"], "need 1000 held-out images, data."),
-        (["--workdir={run}/nope", "--output=x.png"], "holds no config.json, so no run of launch.train"),
+        (["--workdir={run}/nope", "--output=x.png"], "holds no config.json, so no run of `plimsoll train`"),
     ],
 )
 def test_mistakes_cost_one_line(

@@ -1,4 +1,4 @@
-"""launch.slurm: the script, read by bash and shellcheck, and run with stand-ins for SLURM's own programs."""
+"""`plimsoll slurm`: the script, read by bash and shellcheck, and run with stand-ins for SLURM's own programs."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""launch.status: what it makes of what processes have written."""
+"""`plimsoll status`: what it makes of what processes have written."""
 
 import json
 import time

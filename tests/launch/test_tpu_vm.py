@@ -1,4 +1,4 @@
-"""launch.tpu_vm: the commands, and what they do to a machine that a stand-in for gcloud plays."""
+"""`plimsoll tpu_vm`: the commands, and what they do to a machine that a stand-in for gcloud plays."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def test_the_first_command_that_fails_ends_it(cloud: Path, capfd, tmp_path: Path
 
 
 WRONG = [
-    ([], "no subverb of launch.tpu_vm ''"),
+    ([], "no subverb of `plimsoll tpu_vm` ''"),
     (["creat"], "did you mean 'create'?"),
     (["create", "--name=a", "--zone=z"], "the following arguments are required: --target"),
     (["create", *PLACE[:2], "--target=v5e-17"], "nearest: v5e-16"),

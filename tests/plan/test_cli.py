@@ -1,4 +1,4 @@
-"""`launch.plan` and the check in `launch.train`, as they are typed."""
+"""`plimsoll plan` and the check in `plimsoll train`, as they are typed."""
 
 import json
 import subprocess
@@ -172,7 +172,7 @@ def test_what_the_compiler_refuses_cannot_be_forced(monkeypatch: pytest.MonkeyPa
     text = guard.refusal(config, small.program(config), need, limit=200)
     assert text is not None
     assert "the compiler says: RESOURCE_EXHAUSTED" in text
-    assert text.endswith("nothing was started; launch.plan shows every buffer")
+    assert text.endswith("nothing was started; `plimsoll plan` shows every buffer")
 
 
 @pytest.mark.pairs

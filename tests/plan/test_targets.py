@@ -171,7 +171,7 @@ def test_gpus_are_described_as_published(name, cuda_cores, shared_kb, l2_mb, gb_
 
 def test_a_fraction_of_a_gpu_is_usable(monkeypatch):
     names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-    for name in names:  # launch.train sets one, where the environment says nothing
+    for name in names:  # `plimsoll train` sets one, where the environment says nothing
         monkeypatch.delenv(name, raising=False)
     for name in names:
         monkeypatch.setenv(name, "0.5")

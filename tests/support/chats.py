@@ -53,7 +53,7 @@ def chat(script: Script, *, context: int = 20_000, max_new_tokens: int = 10_000,
 
 
 if __name__ == "__main__":
-    # For a test with a terminal: `launch.chat` but for the model.
+    # For a test with a terminal: `plimsoll chat` but for the model.
     import fcntl
     import termios
 

@@ -1,4 +1,4 @@
-"""Runs of `launch.train` in this process and in others, on a little text."""
+"""Runs of `plimsoll train` in this process and in others, on a little text."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def write_text(folder: Path) -> Path:
 
 
 def train(workdir: Path | str, *flags: str, config: str = "tiny") -> int:
-    """`launch.train` in this process; the exit code."""
+    """`plimsoll train` in this process; the exit code."""
     return main([f"--config={CONFIG}:{config}", f"--workdir={workdir}", *flags])
 
 
@@ -67,7 +67,7 @@ def several(
     programs: Mapping[int, Sequence[str]] = {},
     **kind: Any,
 ) -> list[subprocess.Popen]:
-    """The processes of one run, with so many devices each. `programs`: what some run instead of launch.train."""
+    """The processes of one run, with so many devices each. `programs`: what some run instead of `plimsoll train`."""
     where = (f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={count}")
     return [
         start(workdir, *where, f"--process_id={i}", *flags, devices=devices, program=programs.get(i, TRAIN), **kind)

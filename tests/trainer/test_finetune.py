@@ -1,4 +1,4 @@
-"""Fine-tuning on a chat file by launch.train: under two schedules, with adapters, through a kill, by epochs."""
+"""Fine-tuning on a chat file by `plimsoll train`: under two schedules, with adapters, through a kill, by epochs."""
 
 import json
 import os

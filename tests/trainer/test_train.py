@@ -1,4 +1,4 @@
-"""`launch.train` as a person uses it: a run leaves what the README says, resumes, stops, and refuses."""
+"""`plimsoll train` as a person uses it: a run leaves what the README says, resumes, stops, and refuses."""
 
 import functools
 import json

@@ -1,7 +1,7 @@
 """How long a step compiles: by depth, with one program and with programs of layers; and with each field of `memory`.
 
     python -m tools.bench.compile_time                      # for the CPU at hand, 8 and 80 layers
-    python -m tools.bench.compile_time --target=v5e-1       # for another target, see launch.plan
+    python -m tools.bench.compile_time --target=v5e-1       # for another target, see `plimsoll plan`
     python -m tools.bench.compile_time --memory --config=stdlib-tiny
 
 Each row is compiled anew, with no cache, in turns; the best of `--rounds` counts. Prints a markdown table.

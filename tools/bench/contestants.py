@@ -1,6 +1,6 @@
 """The contestants, each a process: `python -m tools.bench.contestants NAME SIZE TOKENS_FILE WORKDIR`.
 
-    ours      launch.train itself, from its command line on, with one more hook that waits for its turn
+    ours      `plimsoll train` itself, from its command line on, with one more hook that waits for its turn
     torch     the hand-written torch step of plain_torch.py, eager, in a plain loop
     plain     the hand-written JAX step of plain_gpt2.py, in a plain loop (GPT-2 only)
     eager     transformers' GPT2LMHeadModel with torch.optim.AdamW (GPT-2 only)
@@ -24,7 +24,7 @@ LOG_EVERY = 10
 NAMES = {
     "torch": "hand-written torch, eager",
     "plain": "hand-written JAX + optax",
-    "ours": "Plimsoll, launch.train's loop",
+    "ours": "Plimsoll, `plimsoll train`'s loop",
     "eager": "transformers + torch AdamW, eager",
     "compiled": "transformers + torch AdamW, torch.compile",
 }
@@ -172,7 +172,7 @@ class Torch:
 
 
 def overrides(size: Size, tokens: Path) -> list[str]:
-    """What launch.train is told: the size's config with this shape, this data and these numbers; in f32."""
+    """What `plimsoll train` is told: the size's config with this shape, this data and these numbers; in f32."""
     block = "model.stack.pattern.0"
     fields = {
         "model.dim": size.dim,
@@ -209,7 +209,7 @@ class Finished(BaseException):
 
 
 def train_in_turns(channel: Channel, arguments: list[str]) -> None:
-    """launch.train with one more hook, first in the list: it lets steps pass as the driver asks for them."""
+    """`plimsoll train` with one more hook, first in the list: it lets steps pass as the driver asks for them."""
     import jax
 
     from framework.run import training
@@ -246,7 +246,7 @@ def train_in_turns(channel: Channel, arguments: list[str]) -> None:
             self.loss = metrics["loss"]
 
     class GatedTrainer(Trainer):
-        """The trainer that launch.train builds, with the gate."""
+        """The trainer that `plimsoll train` builds, with the gate."""
 
         def __init__(self, *args: Any):
             super().__init__(*args)

@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="turns of each contestant")
     parser.add_argument("--steps", type=int, help="steps of a turn; by default what suits the size")
     parser.add_argument(
-        "--first_step", type=int, default=3, metavar="N", help="starts of launch.train, cold and cached"
+        "--first_step", type=int, default=3, metavar="N", help="starts of `plimsoll train`, cold and cached"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all turns, versions, date and command go there")
     args = parser.parse_args(argv)
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 seconds = cold_and_cached(size, tokens, args.first_step, ENVIRONMENT)
                 record["sizes"][name]["command_to_first_step_s"] = seconds
                 cold, cached = (f"{statistics.median(seconds[kind]):.1f} s" for kind in ("cold", "cached"))
-                print(f"\nlaunch.train, from command to first step (median of {args.first_step}): cold {cold}, "
+                print(f"\n`plimsoll train`, from command to first step (median of {args.first_step}): cold {cold}, "
                       f"cached {cached}", flush=True)  # fmt: skip
             if args.json:
                 args.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""How far `launch.plan --estimate` is from the compiler: peaks of both, config by config and target by target.
+"""How far `plimsoll plan --estimate` is from the compiler: peaks of both, config by config and target by target.
 
     python -m tools.bench.estimate_error --results build/estimate_error.json
 
@@ -54,7 +54,7 @@ nanogpt-cpu cpu:4 data.global_batch_size=64 stack_unroll
 
 
 def compiled(pair: str) -> dict[str, Any]:
-    """What the compiler says of a pair, "config target settings": the report of launch.plan."""
+    """What the compiler says of a pair, "config target settings": the report of `plimsoll plan`."""
     name, target, *settings = pair.split()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.json")

@@ -1,4 +1,4 @@
-"""Time from command to first step of `python -m launch.train`: cold (nothing compiled before) and cached.
+"""Time from command to first step of `plimsoll train`: cold (nothing compiled before) and cached.
 
 Measured from outside: from starting the process until the row of step 1 stands in metrics.jsonl.
 Python's standard library, tools.bench.
@@ -49,7 +49,7 @@ def first_step_seconds(size: Size, tokens: Path, cache: Path, environment: dict[
         try:
             while not (metrics.exists() and "\n" in metrics.read_text()):
                 if process.poll() is not None or time.perf_counter() - start > LIMIT_S:
-                    raise ContestantError(f"launch.train made no step: {log.read_text()[-500:]}")
+                    raise ContestantError(f"`plimsoll train` made no step: {log.read_text()[-500:]}")
                 time.sleep(POLL_S)
             return time.perf_counter() - start
         finally:

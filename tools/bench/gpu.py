@@ -79,7 +79,7 @@ def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
 
     Args:
         limit_bytes: what a program may use on the device. The sizes are those that fit by the plan on an H200 (128 GiB)
-            or else on an H100 (72.8 GiB): `python -m launch.plan --target=h100 --config=...` with a row's settings.
+            or else on an H100 (72.8 GiB): `plimsoll plan --target=h100 --config=...` with a row's settings.
     """
     is_large = limit_bytes >= H200_BYTES
     adamw = {"learner.optimizer": "optax.adamw", "learner.optimizer.learning_rate": "3e-4"}

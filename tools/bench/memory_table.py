@@ -4,8 +4,8 @@
     python -m tools.bench.memory_table ROW ROW         # some rows
     python -m tools.bench.memory_table --list          # their names and commands
 
-Each row is one `launch.plan --step_only`, so it is printed again at once while nothing has changed. Rows for GPUs need
-the plan-gpu extra, others plan-tpu; what cannot be planned here is left out, with the reason below the table.
+Each row is one `plimsoll plan --step_only`, so it is printed again at once while nothing has changed. Rows for GPUs
+need the plan-gpu extra, others plan-tpu; what cannot be planned here is left out, with the reason below the table.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ ROWS: dict[str, Row] = {
 
 
 def command(row: Row) -> list[str]:
-    """The arguments of launch.plan."""
+    """The arguments of `plimsoll plan`."""
     config, target, tokens, fields = row
     devices = int(target.split("x")[-1] if "x" in target else target.split("-")[1])
     fields = {"memory.remat": "full", "data.seq_len": str(tokens), "data.global_batch_size": str(devices), **fields}
@@ -134,7 +134,7 @@ def main() -> int:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
     rows = {name: ROWS[name] for name in args.rows or ROWS}
     if args.list:
-        print("\n".join(f"{name}: python -m launch.plan {' '.join(command(row))}" for name, row in rows.items()))
+        print("\n".join(f"{name}: plimsoll plan {' '.join(command(row))}" for name, row in rows.items()))
         return 0
     print("| row | config, target, tokens a device | peak | with gaps | peak / state | on the host | hosted layout |")
     print("|---|---|---|---|---|---|---|", flush=True)

@@ -3,9 +3,10 @@
     python -m tools.bench.plan_vs_measured            # the table, as markdown; JSON lines with --json=FILE
     python -m tools.bench.plan_vs_measured --gib 139  # shapes for a device of that size, instead of what it says it has
 
-Each shape runs in a process of its own. Predicted is `launch.plan --target=local --step_only`; measured are two steps.
-GPU and TPU: `memory_stats()["peak_bytes_in_use"]`. CPU: the bytes of live arrays, and what the process's resident
-memory grows by during the steps (its high-water mark, reset before them); the allocator's habits are in that figure.
+Each shape runs in a process of its own. Predicted is `plimsoll plan --target=local --step_only`; measured are two
+steps. GPU and TPU: `memory_stats()["peak_bytes_in_use"]`. CPU: the bytes of live arrays, and what the process's
+resident memory grows by during the steps (its high-water mark, reset before them); the allocator's habits are in that
+figure.
 """
 
 from __future__ import annotations

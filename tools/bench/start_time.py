@@ -1,4 +1,4 @@
-"""Where the time from command to first step of `python -m launch.train` goes: imports, data, compiling and so on.
+"""Where the time from command to first step of `plimsoll train` goes: imports, data, compiling and so on.
 
     python -m tools.bench.start_time                                    # nanogpt-cpu and stdlib-tiny
     python -m tools.bench.start_time --config=stdlib-tiny --repeats=3
@@ -12,7 +12,7 @@ A thread of the started process looks at the main thread's stack every few milli
 that the whole process has used since it last looked to what the main thread is doing.
 Processor time does not grow with
 the load of a shared machine as wall time does; where several threads work at once, it is more than what a person waits.
-Python's standard library, launch.train.
+Python's standard library, `plimsoll train`.
 """
 
 from __future__ import annotations
@@ -155,11 +155,11 @@ def _num_rows(path: Path) -> int:
 
 
 def measured_process(report: Path, arguments: list[str]) -> int:
-    """In the started process: `launch.train` with those arguments, watched."""
+    """In the started process: `plimsoll train` with those arguments, watched."""
     workdir = next(text.partition("=")[2] for text in arguments if text.startswith("--workdir="))
     sampler = Sampler(Path(workdir) / "metrics.jsonl", report)
     sampler.start()
-    from launch import train  # first, as `python -m launch.train` does
+    from launch import train  # first, as `plimsoll train` does
 
     # isort: split
     import jax.monitoring
@@ -192,7 +192,7 @@ def one_start(config: str, overrides: list[str], workdir: Path, cache: Path) -> 
     )
     wall = time.perf_counter() - start
     if not report.exists():
-        raise ContestantError(f"launch.train made no step: {process.stdout[-500:]}{process.stderr[-1500:]}")
+        raise ContestantError(f"`plimsoll train` made no step: {process.stdout[-500:]}{process.stderr[-1500:]}")
     facts = json.loads(report.read_text())
     return Start(wall, facts["processor"], [(name, seconds) for name, seconds in facts["programs"]])
 

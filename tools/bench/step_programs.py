@@ -34,7 +34,7 @@ class About:
     """What is known of a step beside its text; None: unknown.
 
     Attributes:
-        name: of the config. target: as `launch.plan --target` has it. accelerator: v5e.
+        name: of the config. target: as `plimsoll plan --target` has it. accelerator: v5e.
         settings: overrides of the config, and what its rules changed.
         tokens: of a step, on one device.
         model_flops: of a step, on one device: forward and backward, nothing recomputed.
@@ -69,8 +69,8 @@ class CompiledStep:
 def add_arguments(parser: argparse.ArgumentParser, targets_like: str) -> None:
     """What says which step is meant, and where it is kept; `targets_like` are examples of targets."""
     add = parser.add_argument
-    add("target", nargs="?", help=f"what to compile for: {targets_like}, see launch.plan")
-    add("--config", metavar="NAME", help="a named config; --config.PATH=VALUE overrides one field, as for launch.train")
+    add("target", nargs="?", help=f"what to compile for: {targets_like}, see `plimsoll plan`")
+    add("--config", metavar="NAME", help="a named config; --config.PATH=VALUE overrides one field")
     add("--program", type=Path, metavar="DIR", help="read the step that was kept there instead of compiling one")
     add("--against", type=Path, metavar="DIR", help="print the step that was kept there beside this one")
     add("--save", type=Path, metavar="DIR", help="keep the compiled text and what is known of it")
@@ -103,7 +103,7 @@ def chosen_step(
 def compile_config(
     name: str, spec: str | None, overrides: list[tuple[str, str]], check: Callable[[AcceleratorSpec], object]
 ) -> CompiledStep:
-    """Compiles a config's training step for a target, as `launch.plan` does.
+    """Compiles a config's training step for a target, as `plimsoll plan` does.
 
     Args:
         name: of the target. spec: of the config. overrides: of its fields, by path.
