@@ -34,11 +34,3 @@ def test_own_loop(tmp_path: Path) -> None:
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert "bytes of state on 1 devices" in out
-
-
-@pytest.mark.slow
-def test_own_layer(tmp_path: Path) -> None:
-    (tmp_path / "my.py").write_text(BLOCKS[1])
-    flags = ["--config.trainer.max_steps=20", "--config.data.validation={}", "--workdir=runs/my"]
-    out = run(tmp_path, "-m", "launch.train", "--config=my.py:tiny_scalenorm", *flags)
-    assert "step   20/20" in out or "step 20/20" in out

@@ -1,0 +1,278 @@
+"""Every command that a page of the documentation shows is run by a test here, or the page says who ran it.
+
+`QUICK` runs in this process, with every `make test`. `WHOLE` runs in a shell, as a person would paste it; what is
+replaced there is fewer steps, and what needs a network, another machine or a person.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import PAGES, Recipe, blocks, run_here, run_in_shell
+
+STEPS = "--config.trainer.max_steps=2"
+# What a block of `make` and of pytest starts is this suite itself.
+NO_MAKE = {"make ": "make --dry-run ", "source .venv/bin/activate": "true"}
+A_RUN = f"plimsoll train --config=nanogpt-cpu {STEPS} --workdir="
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+# A directory as transformers writes it, of a model for conversations, whose adapters peft can load.
+PUBLISHED = (
+    f"plimsoll train --config=stdlib-tiny {STEPS} --workdir=runs/base",
+    "plimsoll export --workdir=runs/base --to=DIR",
+    "cp template.jinja DIR/chat_template.jinja",
+)
+
+QUICK = (
+    Recipe(
+        "docs/configs.md",
+        (
+            "plimsoll configs list",
+            "plimsoll configs show gpt2-124m --config.model.stack.num_layers=6",
+            "plimsoll configs show gpt2-124m --config.learner",
+            "plimsoll configs show gpt2-124m --config.model.lora",
+            "plimsoll configs show my_configs.py:small",
+            "plimsoll configs show my_configs.py:small --accelerator",
+        ),
+        replaced={"train --config=my_configs.py:small --workdir=runs/small": "configs show my_configs.py:small"},
+        files={"my_configs.py": "# my_configs.py"},
+        has_outputs=True,
+    ),
+    Recipe("docs/configs.md", ("plimsoll train --config=gpt2-124m",), has_outputs=True, fails=True),
+    Recipe(
+        "docs/data.md",
+        ("plimsoll configs show stdlib-tiny", "plimsoll prepare", "python make_rows.py"),
+        # Training takes longer: tests/data/test_docs_data.py tries that its data are as promised.
+        replaced={"train --config=my_rows.py:tiny_rows --workdir=runs/rows": "configs show my_rows.py:tiny_rows"},
+        files={"my_rows.py": "# my_rows.py", "make_rows.py": "# make_rows.py"},
+    ),
+    Recipe("docs/plan.md", ("plimsoll plan --config=llama3-8b --target=2xv5e-256",), has_outputs=True, fails=True),
+    Recipe(
+        "docs/multihost.md",
+        ("plimsoll local", "plimsoll slurm", "docker build", "plimsoll tpu_vm"),
+        replaced={
+            "docker ": "true ",
+            "plimsoll gke": "plimsoll gke --dry_run",
+            "--gpus=all": "--gpus=all --dry_run",
+            "--config.mesh.data=8": "--config.mesh.data=8 --dry_run",
+            "plimsoll slurm": "plimsoll slurm --dry_run",
+            "--zone=us-west4-a": "--zone=us-west4-a --dry_run",
+        },
+    ),
+)
+
+WHOLE = (
+    Recipe(
+        "README.md",
+        ("make train", "plimsoll configs list", "make lint"),
+        setup=PUBLISHED,
+        replaced={
+            **NO_MAKE,
+            "--data=my_folder/": f"--data=raw/ {STEPS}",
+            "--config=nanogpt-cpu": f"--config=nanogpt-cpu {STEPS}",
+            "--config=digits-glow": f"--config=digits-glow {STEPS}",
+            "--config=lora:DIR": f"--config=lora:DIR {STEPS}",
+            # The server and the service would wait for somebody.
+            "--web ": "",
+            "--wandb=my_project": "",
+            "--seeds 0:200": "--seeds 0:1",
+            "tools/mutate.py": "tools/mutate.py --help",
+        },
+    ),
+    Recipe(
+        "CONTRIBUTING.md",
+        ("make lint", "python -m pytest tests/layers/test_layers.py --record", "python tools/mutate.py"),
+        replaced={
+            **NO_MAKE,
+            "python -m pytest": "python -m pytest --collect-only -q",
+            "-k lion": "-k lion tests/optimizers",
+            "mutate.py --only mask": "mutate.py --help",
+        },
+    ),
+    Recipe(
+        "docs/architecture.md",
+        ("plimsoll train --config=my.py", "plimsoll train --config=stdlib-tiny", "python -m tests.oracle"),
+        replaced={
+            "--config.trainer.max_steps=20": STEPS,
+            "--config=stdlib-tiny": f"--config=stdlib-tiny {STEPS}",
+            "--seeds 0:200": "--seeds 0:1",
+        },
+        files={"my.py": "class ScaleNorm"},
+        prints=(r"step +2/2\b", r"1 agree, 0 refused, 0 disagree"),
+    ),
+    Recipe("docs/benchmarks/optimizers.md", ("python -m tools.bench.optimizers",), prints=(r"\| AdamW \| 8 \|",)),
+    Recipe(
+        "docs/checkpoints.md",
+        ("python -m json.tool",),
+        setup=(f"{A_RUN}runs/x",),
+        replaced={"00000100": "00000002"},
+        prints=(r'"format"', "parameter/"),
+    ),
+    Recipe(
+        "docs/configs.md",
+        ("plimsoll train --config=stdlib-tiny",),
+        replaced={"--workdir=runs/exact": f"--workdir=runs/exact {STEPS}"},
+    ),
+    Recipe(
+        "docs/data.md",
+        ("plimsoll train --config=stdlib-tiny --data=raw/", "python make_rows.py"),
+        replaced={"--workdir=runs/mine": f"--workdir=runs/mine {STEPS}", "--config.trainer.max_steps=20": STEPS},
+        files={"my_rows.py": "# my_rows.py", "make_rows.py": "# make_rows.py"},
+        prints=(r"data: JSON lines from raw/: 1 file, 5% held out",),
+    ),
+    Recipe("docs/faults.md", ("pytest ",), replaced={"pytest ": "pytest --collect-only -q "}),
+    Recipe(
+        "docs/finetune.md",
+        ("plimsoll train --config=lora:DIR",),
+        setup=PUBLISHED,
+        replaced={"--config=lora:DIR": f"--config=lora:DIR {STEPS}"},
+    ),
+    Recipe(
+        "docs/finetune.md",
+        (
+            "plimsoll train --config=stdlib-tiny",
+            "python - > chats.jsonl",
+            "plimsoll plan",
+            "plimsoll train --config=lora:tiny",
+            "plimsoll export --workdir=runs/tuned --to=tuned",
+        ),
+        replaced={"--config.trainer.max_steps=100": STEPS, "--config.trainer.max_epochs=20": STEPS},
+        prints=("verdict +fits",),
+    ),
+    Recipe(
+        "docs/flows.md",
+        ("plimsoll train --config=digits-glow",),
+        replaced={"--config=digits-glow": f"--config=digits-glow {STEPS}"},
+    ),
+    Recipe(
+        "docs/generate.md",
+        ("plimsoll train", "plimsoll chat"),
+        replaced={"--config.trainer.max_steps=100": STEPS, "--hf=DIR": "--workdir=runs/ask", "--web ": ""},
+        after=("python ask.py",),
+        files={"ask.py": "from framework.inference.generation"},
+        prints=(
+            "def main\\(\\):",
+            r"README.md: \d+ tokens, loss [\d.]+, perplexity [\d.]+, [\d.]+ bits per byte\n",
+            r"questions 2, accuracy [\d.]+, accuracy_per_character [\d.]+\n",
+            r"\n\[\[(\d+, ){4}\d+\], \[(\d+, ){4}\d+\]\]\n",
+        ),
+    ),
+    Recipe(
+        "docs/memory.md",
+        ("plimsoll train --config=stdlib-tiny-reversible",),
+        replaced={"--config=stdlib-tiny-reversible": f"--config=stdlib-tiny-reversible {STEPS}"},
+    ),
+    Recipe(
+        "docs/models.md",
+        ("plimsoll plan",),
+        setup=PUBLISHED,
+        replaced={"--target=v5e-1": "--target=cpu:1", "--config=lora:DIR": f"--config=lora:DIR {STEPS}"},
+    ),
+    Recipe(
+        "docs/multihost.md",
+        ("JAX_COORDINATOR_ADDRESS",),
+        replaced={
+            "host-of-process-0": "127.0.0.1",
+            "JAX_NUM_PROCESSES=16": "JAX_NUM_PROCESSES=1",
+            "plimsoll train ...": f"{A_RUN}runs/by-hand",
+        },
+    ),
+    Recipe("docs/operations.md", ("plimsoll status",), setup=(f"{A_RUN}runs/a",), prints=("step 2",)),
+    Recipe(
+        "docs/optimizers.md",
+        ("plimsoll train",),
+        replaced={"--workdir=runs/adalomo": f"--workdir=runs/adalomo {STEPS}"},
+        prints=("AdaLomo|apollo",),
+    ),
+    # The figures are those of one CPU's compiler.
+    Recipe(
+        "docs/plan.md",
+        ("plimsoll train --config=stdlib-tiny",),
+        prints=("the training step needs .* MiB on each device", "would fit: --config.memory.remat=full"),
+        fails=True,
+    ),
+    Recipe(
+        "docs/plan.md",
+        ("plimsoll plan --config=llama3-70b --target=2xv5e-256",),
+        prints=(r"mesh.model=8 mesh.seq=2 learner.accumulate=4",),
+    ),
+    Recipe("docs/tour.md", ("python -m pytest",), prints=(r"\d+ passed",)),
+)
+
+
+def conversation(number: int) -> str:
+    """A line of chats.jsonl."""
+    question = {"role": "user", "content": f"What is {number}?"}
+    answer = {"role": "assistant", "content": f"It is {number + 1} less one."}
+    return json.dumps({"messages": [question, answer]}) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with the data that the pages take to be there."""
+    (tmp_path / "raw").mkdir()
+    lines = "".join(json.dumps({"body": f"document {i * i} of the corpus, " * 5}) + "\n" for i in range(2000))
+    (tmp_path / "raw/a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    (tmp_path / "chats.jsonl").write_text("".join(conversation(i) for i in range(200)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # what --gpus=all finds
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("recipe", QUICK, ids=lambda recipe: recipe.page)
+def test_commands_run(recipe: Recipe, folder: Path) -> None:
+    recipe.lay_out(folder)
+    run_here(recipe)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("recipe", WHOLE, ids=lambda recipe: recipe.page)
+def test_commands_run_in_a_shell(recipe: Recipe, folder: Path) -> None:
+    recipe.lay_out(folder)
+    run_in_shell(recipe, folder)
+
+
+def not_accounted_for(page: str, text: str | None = None) -> list[str]:
+    """Each block of the page that no recipe runs and no line beside it records, by page, line and first command."""
+    run_lines = {block.line for recipe in (*QUICK, *WHOLE) if recipe.page == page for block in recipe.found()}
+    return [
+        f"{page}:{block.line}: {block.commands[0]}"
+        for block in blocks(page, text)
+        if block.line not in run_lines and block.record() is None
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_test_runs_each_block_or_the_page_says_who_did(page: str) -> None:
+    lines = not_accounted_for(page)
+    assert not lines, "\n".join(
+        [*lines, "run it in a recipe of this file, or say beside the block when, on what and with which jax it was run,"
+        " or `Not run: needs ...`"]
+    )  # fmt: skip
+
+
+BLOCK = "# Title\n\nPara.\n\n```\nplimsoll train --config=new\n```\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        (BLOCK, True),
+        (BLOCK + "Run on 2026-11-24 on two CPU cores, Python 3.11, jax 0.10.2.\n", False),
+        (BLOCK + "Two CPU cores, jax 0.10.2.\n", True),
+        (BLOCK + "Not run: it needs a GPU.\n", False),
+        (BLOCK + "Run by `tests/launch/test_slurm.py`.\n", False),
+        (BLOCK + "Run by `tests/launch/test_gone.py`.\n", True),
+        (BLOCK + "## Next\n\nNot run: it needs a GPU.\n", True),
+        (BLOCK.replace("plimsoll train", "$ plimsoll train"), True),
+        (BLOCK.replace("plimsoll train --config=new", "config: new"), False),
+    ],
+)
+def test_a_new_block_without_either_is_told(text: str, is_told: bool) -> None:
+    lines = not_accounted_for("docs/new.md", text)
+    assert lines == (["docs/new.md:6: plimsoll train --config=new"] if is_told else [])

@@ -1,0 +1,40 @@
+"""The pages of the documentation, as a reader clicks and reads them: links lead somewhere, tables have headings."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import PAGES
+from tests.support.runs import ROOT
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_RULE = re.compile(r"\|(?:-+\|)+")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_a_file_and_a_heading(name: str) -> None:
+    page = ROOT / name
+    for link in _LINK.findall(page.read_text().replace("\n", " ")):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{name}: {link}: no such file"
+        assert not anchor or anchor in anchors(target), f"{name}: {link}: no such heading"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_tables_have_headings(name: str) -> None:
+    lines = (ROOT / name).read_text().splitlines()
+    for index, line in enumerate(lines):
+        if _RULE.fullmatch(line):
+            heading = lines[index - 1]
+            assert heading.count("|") == line.count("|"), f"{name}:{index + 1}: the table has no row of headings"
