@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import PAGES, Recipe, blocks, run_here, run_in_shell
+from tests.support.pages import PAGES, blocks
+from tests.support.recipes import Recipe, run_here, run_in_shell
 
 STEPS = "--config.trainer.max_steps=2"
 # What a block of `make` and of pytest starts is this suite itself.
