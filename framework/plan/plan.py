@@ -106,7 +106,7 @@ def plan(
         ValueError: config and target do not fit each other; the target's compiler is not installed.
     """
     program = Program(config.instantiate(), target.devices())
-    report = _head(name, program.experiment, target, limit) | {"estimated": False}
+    report: Report = _head(name, program.experiment, target, limit) | {"estimated": False}
     tell("tracing the training step")
     report |= traced(program)
     tell(f"compiling the training step for {target.name}")

@@ -156,7 +156,9 @@ def check_that_it_compiles(name: str) -> None:
     arguments = (256 * 256 // target.num_devices + 8 * 256) * 2
     gathered = 256 * 256 * 2 if target.num_devices > 1 else 0
     assert memory.argument_size_in_bytes == arguments
-    assert arguments + gathered <= memory.peak_memory_in_bytes < 2**20
+    # Before 8.0 a product of bfloat16 is one of float32, by cuBLAS, which takes 4 MiB to work in.
+    workspace = 2**22 if (target.spec.compute_capability or "").startswith("7.") else 0
+    assert arguments + gathered <= memory.peak_memory_in_bytes < 2**20 + workspace
 
 
 @pytest.mark.parametrize(
