@@ -1,7 +1,8 @@
 """Tell what a run will need on any machine, without having it: compile its very step with that machine's compiler.
 
     plimsoll plan --config=llama2-7b --target=v5e-16 --config.memory.remat=full
-    plimsoll plan --config=gpt2-124m --target=h200 --compare memory.remat=none,dots,full --html=plan.html
+    plimsoll plan --config=gpt2-124m --target=rtx4090 --compare memory.remat=none,dots,full --html=plan.html
+    plimsoll plan --targets
 
 Exit codes: 0 it fits (of several, one does); 2 the command or the config was wrong; 4 it does not fit.
 """
@@ -24,9 +25,9 @@ def add_flags(parser: cli.Parser) -> None:
     add = parser.add_argument
     add(
         "--target",
-        required=True,
-        help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, cpu:8, local ...",
+        help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...",
     )
+    add("--targets", action="store_true", help="list all targets; stands alone")
     add("--estimate", action="store_true", help="the closed form alone: seconds, and less exact")
     add(
         "--compare",
@@ -47,8 +48,12 @@ def main(argv: list[str]) -> int:
     """Plans each setting, prints the tables and writes the files."""
     parser = cli.Parser("plan", __doc__)
     add_flags(parser)
+    if "--targets" in argv:
+        return _list_targets(argv)
     command = parser.parse(argv)
     args = command.args
+    if args.target is None:
+        raise cli.UsageError("--target=NAME is required; plimsoll plan --targets lists them all")
     for path in filter(None, (args.json, args.html)):
         if not path.absolute().parent.is_dir():
             raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
@@ -85,6 +90,17 @@ def main(argv: list[str]) -> int:
         print(f"page: {args.html}")
     fits = any(plan_report["fits"] for plan_report in reports)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
+
+
+def _list_targets(argv: list[str]) -> int:
+    """Prints the table of targets; neither JAX nor a config is needed."""
+    if len(argv) > 1:
+        raise cli.UsageError("--targets stands alone: it lists what --target takes")
+    from framework.plan import target_table
+    from framework.terminal.tables import render
+
+    print(render(target_table.sections()))
+    return ExitCode.DONE
 
 
 def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator[cli.Command]:

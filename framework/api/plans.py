@@ -68,7 +68,7 @@ def plan(
 
     Args:
         config: from `load_config`, or what that takes.
-        target: v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, cpu:8, local ...
+        target: v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...
         estimate: the closed form alone: seconds, and less exact.
         device_memory_gib: of each device, instead of what the target has; in GiB of 2^30 bytes.
         phases: initialization and evaluation too, and not the training step alone.

@@ -1,11 +1,12 @@
 """Accelerators: the names people use, what jax calls them, and what each one has (memory, peak rates, host).
 
-The table is accelerators.toml, every figure with its source. Imports nothing but the standard library: it is there
-before JAX is.
+The tables are accelerators.toml (TPUs, CPUs), gpus_server.toml and gpus_workstation.toml, every figure with its source.
+Imports nothing but the standard library: it is there before JAX is.
 """
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+MIB = 2**20
+# Files of this folder.
+_TABLES = ("accelerators.toml", "gpus_server.toml", "gpus_workstation.toml")
+# What people write before a card's name, or leave out: "NVIDIA GeForce RTX 4090", "rtx4090" and "4090" are one.
+_MAKERS = ("nvidia", "tesla", "geforce", "rtx")
 # Of a GPU's memory, for XLA. The rest is for the CUDA context, the kernels' code, NCCL, and cuDNN and cuBLAS handles.
 GPU_MEMORY_FRACTION = 0.92
 # XLA pins no more host memory than that on a GPU machine, GiB for all GPUs of a process; 64 where it is not set. It
@@ -32,41 +38,56 @@ class AcceleratorSpec:
 
     Attributes:
       name: the name people use: v5e, h200, cpu. platform: tpu, gpu or cpu, as jax names it.
-      device_kinds: the values of `jax.Device.device_kind` that mean this accelerator.
+      device_kinds: the values of `jax.Device.device_kind` that mean this accelerator; by the first of them a GPU that
+        is only compiled for is told from others.
+      aliases: further names, besides those that `named` understands without.
       memory_bytes: device memory: HBM as published, or (GPU) the total that the CUDA driver reports.
       usable_bytes: what one program may use, where that is published. None for GPUs, see `limit_bytes`.
-      peak_bf16_flops: dense bfloat16 products. peak_tf32_flops: float32 in tensor cores.
+      peak_bf16_flops: dense bfloat16 products, and float16 ones where peak_f16_flops does not say otherwise.
+      peak_tf32_flops: float32 in tensor cores. peak_f32_flops: float32 outside of them.
       flops_per_cycle: bfloat16 products of a TPU, in cycles of its compiler's cost model.
       hbm_bytes_per_second: to and from device memory, together.
       ici_bytes_per_second: from other chips of a slice, one way, over all links; ici_link_bytes_per_second: over one.
+        Of GPUs: NVLink that joins all of a machine. nvlink_pair_bytes_per_second: of a bridge, which joins two cards.
       pcie_bytes_per_second: to or from the host, one way.
       cores_per_chip, devices_per_chip: TensorCores and jax devices of one chip. Names count cores (v5p-8 has 4 chips).
-      chips_per_host, host_memory_bytes: of one machine (a VM, on Cloud), which the comment beside them names.
+      chips_per_host, host_memory_bytes: of one machine (a VM, on Cloud), which the comment beside them names. None: as
+        many as its owner has put in.
+      chips_per_nvlink: GPUs that NVLink joins, where they are of several hosts.
       ring_chips: a slice's dimension is closed to a ring where it is a multiple of so many chips; one with three
         dimensions, where all of them are.
-      topologies: of the slices that Cloud has, in chips. xla: the numbers of a GPU's description to the compiler.
+      topologies: of the slices that Cloud has, in chips.
+      compute_capability: of a GPU, "8.9"; multiprocessors (SMs), clock_ghz (the largest) and l2_bytes likewise.
       compiler_options: what its compiler is told unless a config says otherwise (name, value).
     """
 
     name: str
     platform: str
     device_kinds: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
     memory_bytes: int | None = None
     usable_bytes: int | None = None
     peak_bf16_flops: float | None = None
+    peak_f16_flops: float | None = None
     peak_tf32_flops: float | None = None
+    peak_f32_flops: float | None = None
     flops_per_cycle: int | None = None
     hbm_bytes_per_second: float | None = None
     ici_bytes_per_second: float | None = None
     ici_link_bytes_per_second: float | None = None
+    nvlink_pair_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
     cores_per_chip: int = 1
     devices_per_chip: int = 1
     chips_per_host: int | None = None
+    chips_per_nvlink: int | None = None
     host_memory_bytes: int | None = None
     ring_chips: int | None = None
     topologies: tuple[str, ...] = ()
-    xla: tuple[float, ...] = ()
+    compute_capability: str | None = None
+    multiprocessors: int | None = None
+    clock_ghz: float | None = None
+    l2_bytes: int | None = None
     compiler_options: tuple[tuple[str, bool | int | str], ...] = ()
 
     @property
@@ -90,34 +111,63 @@ class AcceleratorSpec:
         """Peak FLOP/s of a matrix product whose operands are `dtype`, at XLA's default precision; None if not known.
 
         By default XLA runs a float32 product in bfloat16 passes on TPU and in TF32 on A100 and later, so that is the
-        rate an MFU has to be measured against (docs.jax.dev/en/latest/201/precision.html).
+        rate an MFU has to be measured against (docs.jax.dev/en/latest/201/precision.html). Older GPUs have no TF32.
         """
-        if dtype in ("bfloat16", "float16"):
+        if dtype == "bfloat16":
             return self.peak_bf16_flops
+        if dtype == "float16":
+            return self.peak_f16_flops or self.peak_bf16_flops
         if dtype == "float32":
-            return self.peak_bf16_flops if self.platform == "tpu" else self.peak_tf32_flops
+            if self.platform == "tpu":
+                return self.peak_bf16_flops
+            has_tf32 = self.compute_capability is not None and float(self.compute_capability) >= 8.0
+            return self.peak_tf32_flops if has_tf32 else self.peak_f32_flops
         return None
 
 
 def _table() -> Iterator[AcceleratorSpec]:
-    """The rows of accelerators.toml. There sizes are in GiB; lists become tuples, so that a spec can be hashed."""
-    path = Path(__file__).with_suffix(".toml")
-    for name, row in tomllib.loads(path.read_text()).items():
-        # A row may give a name of its own: several kinds of devices are one accelerator.
-        fields: dict[str, Any] = {"name": name}
-        for key, value in row.items():
-            if key.endswith("_gib"):
-                fields[key.replace("_gib", "_bytes")] = int(value * GIB)
-            elif key == "compiler_options":
-                fields[key] = tuple(value.items())
-            elif isinstance(value, list):
-                fields[key] = tuple(value)
-            else:
-                fields[key] = value
-        yield AcceleratorSpec(**fields)
+    """The rows of all tables. There sizes are in GiB or MiB; lists become tuples, so that a spec can be hashed."""
+    for file_name in _TABLES:
+        rows = tomllib.loads(Path(__file__).with_name(file_name).read_text())
+        for name, row in rows.items():
+            # A row may give a name of its own: several kinds of devices are one accelerator.
+            fields: dict[str, Any] = {"name": name}
+            for key, value in row.items():
+                if key.endswith("_gib"):
+                    fields[key.replace("_gib", "_bytes")] = int(value * GIB)
+                elif key.endswith("_mib"):
+                    fields[key.replace("_mib", "_bytes")] = int(value * MIB)
+                elif key == "compiler_options":
+                    fields[key] = tuple(value.items())
+                elif isinstance(value, list):
+                    fields[key] = tuple(value)
+                else:
+                    fields[key] = value
+            yield AcceleratorSpec(**fields)
 
 
 ACCELERATORS = tuple(_table())
+
+
+def _plain(name: str) -> str:
+    """A name as it is compared: "RTX 4090", "rtx-4090" and "4090" are one, and "A100-80GB" is "a100-80"."""
+    plain_name = re.sub(r"[\s_-]+", "", name.lower())
+    for maker in _MAKERS:
+        plain_name = plain_name.removeprefix(maker)
+    return re.sub(r"(?<=\d)gb$", "", plain_name)
+
+
+_SPEC_BY_PLAIN_NAME = {_plain(name): spec for spec in reversed(ACCELERATORS) for name in (*spec.aliases, spec.name)}
+
+
+def named(name: str) -> AcceleratorSpec | None:
+    """The row of a name as people type it ("RTX 4090", "4090", "h100-sxm"), or None."""
+    return _SPEC_BY_PLAIN_NAME.get(_plain(name))
+
+
+def names() -> list[str]:
+    """All names, aliases included, each once."""
+    return list(dict.fromkeys(name for spec in ACCELERATORS for name in (spec.name, *spec.aliases)))
 
 
 def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
@@ -139,16 +189,32 @@ def spec_for(name_or_devices: str | Sequence[Any]) -> AcceleratorSpec:
         # libtpu calls that a TPU v4 too.
         if kind == "TPU v4" and getattr(name_or_devices[0], "num_cores", 2) == 1:
             kind = "TPU v4 core"
-    for spec in ACCELERATORS:
-        if kind == spec.name or kind in spec.device_kinds:
-            return spec
+    specs_of_kind = [spec for spec in ACCELERATORS if kind == spec.name or kind in spec.device_kinds]
+    if len(specs_of_kind) > 1 and not isinstance(name_or_devices, str):
+        return _told_by_memory(specs_of_kind, name_or_devices[0])
+    if specs_of_kind:
+        return specs_of_kind[0]
     if isinstance(name_or_devices, str):
-        # Several rows may have the same name.
-        names = list(dict.fromkeys(spec.name for spec in ACCELERATORS))
-        nearest_names = difflib.get_close_matches(kind, names, n=3, cutoff=0.4) or names
+        spec = named(kind)
+        if spec is not None:
+            return spec
+        nearest_names = difflib.get_close_matches(kind, names(), n=3, cutoff=0.4) or names()
         raise ValueError(f"unknown accelerator {kind!r}; nearest: {', '.join(nearest_names)}")
     slug = kind.lower().removeprefix("nvidia ").replace(" ", "-")
     return AcceleratorSpec(slug, name_or_devices[0].platform, (kind,))
+
+
+def _told_by_memory(specs: Sequence[AcceleratorSpec], device: Any) -> AcceleratorSpec:
+    """Of cards that share a name: the smallest whose memory holds what JAX has taken of the device's."""
+    taken_bytes = 0
+    # Devices that are only compiled for, and those of other processes, know no memory.
+    with suppress(AttributeError, RuntimeError, NotImplementedError):
+        taken_bytes = (device.memory_stats() or {}).get("bytes_limit", 0)
+    by_memory = sorted(specs, key=lambda spec: spec.memory_bytes or 0)
+    for spec in by_memory:
+        if taken_bytes <= (spec.memory_bytes or 0):
+            return spec
+    return by_memory[-1]
 
 
 def accelerator_name(devices: Sequence[Any]) -> str:

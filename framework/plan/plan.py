@@ -106,12 +106,13 @@ def plan(
         ValueError: config and target do not fit each other; the target's compiler is not installed.
     """
     program = Program(config.instantiate(), target.devices())
-    report = _head(name, program.experiment, target, limit) | {"estimated": False}
+    report: Report = _head(name, program.experiment, target, limit) | {"estimated": False}
     tell("tracing the training step")
     report |= traced(program)
     tell(f"compiling the training step for {target.name}")
     step = compile_step(program, target, limit)
     report |= _flops(flops_of_calls(program.execution.step_jaxprs(step.ledger)), report["tokens_per_step"])
+    report["notes"] += target.compiler_notes
     report |= _step(program, step)
     _add_host(report, _state_bytes(program).host, step.host_temp, target)
     report["estimate"] = _compared_estimate(program, target, step)

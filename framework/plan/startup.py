@@ -66,6 +66,8 @@ def dry_run(
     refusal = guard.refusal(config, program, need, limit, target)
     peak = f"its peak is {human_bytes(need.peak)} of {human_bytes(limit)} per device"
     summary = f"dry run: the step compiles for {target.name} in {seconds:.0f} s, and {peak}. Nothing was trained."
+    for note in target.compiler_notes:
+        print(f"note: {note}")
     print(refusal or summary)
     return refusal is None
 

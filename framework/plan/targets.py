@@ -2,25 +2,23 @@
 
 v5e-16, v6e-8         TPUs, chips counted    v4-8, v5p-1024, tpu7x-8   TPUs, cores counted, as Cloud names them
 2xv5e-256             two slices             tpu:v5e:2x4               any topology that libtpu knows
-h200, h200x8, h100x16 GPUs, eight to a host  cpu:8, local              devices of this machine
+h200, rtx4090, h100x16 GPUs, of whole hosts  cpu:8, local              devices of this machine
 """
 
-import difflib
-import math
 import os
 import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from framework.devices.accelerators import ACCELERATORS, AcceleratorSpec, accelerator_name, spec_for
+from framework.devices.accelerators import AcceleratorSpec, accelerator_name, spec_for
+from framework.plan import target_names
+from framework.plan.gpu_description import cuda_here, gpu_description, note
 
-_TPUS = {spec.name: spec for spec in ACCELERATORS if spec.topologies}
-_GPUS = {spec.name: spec for spec in ACCELERATORS if spec.xla}
-_CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+# Cards that are bought one by one: no machine has room for more.
+_CARDS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Target:
         num_processes: likewise hosts (on Cloud: VMs).
         limit_bytes: the memory that a program may use on each device; None where not known.
         topology: chips along each dimension of a TPU slice, "4x4".
-        num_slices: of TPUs; of GPUs the number of hosts.
+        num_slices: of TPUs; of GPUs the number of hosts, or of what NVLink joins where that is more.
         at_hand: the devices, if they are of this machine.
     """
 
@@ -75,6 +73,13 @@ class Target:
         x, y, z = closed
         return x, y, z
 
+    @property
+    def compiler_notes(self) -> list[str]:
+        """What a report says of its compiler: whether it was another architecture's."""
+        if self.platform != "gpu" or self.at_hand:
+            return []
+        return list(filter(None, [note(self.spec, cuda_here())]))
+
     def devices(self) -> list[Any]:
         """The jax devices: of a topology, which can be compiled for but not run on, or (CPU, local) real ones.
 
@@ -94,9 +99,12 @@ class Target:
                 raise ValueError(f"target {self.name}: JAX has started with {len(jax.devices('cpu'))} CPU devices")
             return jax.devices("cpu")[: self.num_devices]
         on_gpu = self.platform == "gpu"
-        compiler, modules = ("the CUDA plugin of JAX", _CUDA) if on_gpu else ("libtpu", ("libtpu",))
-        if not any(map(find_spec, modules)):
-            raise ValueError(f"planning for {self.name} needs {compiler}: pip install -e '.[plan-{self.platform}]'")
+        if not compiler_here(self.platform):
+            compiler = "the CUDA plugin of JAX" if on_gpu else "libtpu"
+            install = f"pip install -e '.[plan-{self.platform}]'"
+            raise ValueError(
+                f"planning for {self.name} needs {compiler}: {install}; plimsoll plan --estimate needs none"
+            )
         # The CUDA plugin takes the topology as an option.
         topology = "" if on_gpu else f"{self.spec.name}:{self.topology}"
         options = self._gpu_options() if on_gpu else self._tpu_options()
@@ -109,8 +117,9 @@ class Target:
     def _gpu_options(self) -> dict[str, Any]:
         # Slices (what NVLink joins, as JAX finds it in a real run), hosts of a slice, GPUs of a
         # host.
-        shape = f"{self.num_slices}x1x{self.num_devices // self.num_slices}"
-        return {"target_config": gpu_description(self.spec.name), "topology": shape}
+        hosts_per_slice = self.num_processes // self.num_slices
+        shape = f"{self.num_slices}x{hosts_per_slice}x{self.num_devices // self.num_processes}"
+        return {"target_config": gpu_description(self.spec, cuda_here()), "topology": shape}
 
     def _tpu_options(self) -> dict[str, Any]:
         # Without rings libtpu's algorithms are others: on a cube of v5p each all-gather becomes an
@@ -144,7 +153,7 @@ def environment(name: str) -> None:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     }
-    if name == "local":
+    if name.strip().lower() == "local":
         return
     for key, value in settings.items():
         os.environ.setdefault(key, value)
@@ -159,34 +168,35 @@ def resolve(name: str) -> Target:
     Raises:
         ValueError: there is no such target, or none of this size; the nearest ones are given.
     """
-    # Cloud calls v5e by another name.
-    name = name.replace("v5litepod-", "v5e-")
-    families = "|".join(_TPUS)
+    name = name.strip().lower()
+    families = "|".join(target_names.TPUS)
     if name == "local":
         return _local()
     if match := re.fullmatch(r"cpu(?:[:-]([1-9]\d*))?", name):
         count = int(match[1] or 1)
         return Target(f"cpu-{count}", spec_for("cpu"), count, limit_bytes=_share_of_memory(count))
-    if match := re.fullmatch(rf"({'|'.join(_GPUS)})(?:x(\d+))?", name):
-        return _gpus(name, match[1], int(match[2] or 1))
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?tpu:({families}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name):
-        return _slices(match[2], match[3], int(match[1] or 1))
+        return _slices(target_names.TPUS[match[2]].name, match[3], int(match[1] or 1))
     if match := re.fullmatch(rf"(?:([1-9]\d*)x)?({families})-(\d+)", name):
         size = int(match[3])
-        topology_by_size = _sizes(match[2])
-        _check_size(name, size, set(topology_by_size), name.removesuffix(match[3]))
-        return _slices(match[2], topology_by_size[size], int(match[1] or 1))
-    names = ["local", "cpu:8", *_GPUS, *(f"{gpu}x8" for gpu in _GPUS), *(f"tpu:{family}:2x2" for family in _TPUS)]
-    names += [f"{family}-{size}" for family in _TPUS for size in _sizes(family)]
-    nearest = difflib.get_close_matches(name, names, n=3) or ["v5e-16", "v5p-8", "h200x8", "cpu:8", "local"]
-    raise ValueError(f"unknown target {name!r}; nearest: {', '.join(nearest)}")
+        topology_by_size = target_names.topology_by_size(match[2])
+        target_names.check_size(name, size, set(topology_by_size), name.removesuffix(match[3]))
+        return _slices(target_names.TPUS[match[2]].name, topology_by_size[size], int(match[1] or 1))
+    spec, count = target_names.card(name)
+    if spec is not None:
+        return _gpus(name, spec, count)
+    nearest = ", ".join(target_names.nearest(name))
+    raise ValueError(f"unknown target {name!r}; nearest: {nearest}; all: plimsoll plan --targets")
 
 
-def gpu_description(name: str) -> str:
-    """A GPU as XLA's compiler wants it described: a `stream_executor.GpuTargetConfigProto` as text."""
-    template = Path(__file__).with_name("gpu.textproto").read_text()
-    spec = _GPUS[name]
-    return template % (*spec.xla, spec.device_kinds[0])
+def compiler_here(platform: str) -> str:
+    """The compiler on this machine for accelerators of a platform: libtpu, CUDA 12, XLA (of CPUs); empty: none."""
+    if platform == "tpu":
+        return "libtpu" if find_spec("libtpu") else ""
+    if platform == "gpu":
+        cuda = cuda_here()
+        return f"CUDA {cuda}" if cuda else ""
+    return "XLA"
 
 
 def _three_dims(topology: str) -> tuple[int, ...]:
@@ -194,41 +204,33 @@ def _three_dims(topology: str) -> tuple[int, ...]:
     return (*map(int, topology.split("x")), 1)[:3]
 
 
-def _chips(topology: str) -> int:
-    return math.prod(map(int, topology.split("x")))
-
-
-def _sizes(family: str) -> dict[int, str]:
-    """{the number in the name: topology} of Cloud's slices."""
-    spec = spec_for(family)
-    return {_chips(topology) * spec.cores_per_chip: topology for topology in spec.topologies}
-
-
-def _gpus(name: str, family: str, count: int) -> Target:
-    spec = spec_for(family)
-    # Any number fits on one host; on several hosts each of them has eight.
-    gpus_of_full_hosts = count // 8 * 8
-    _check_size(
-        name,
-        count,
-        {*range(1, 9), gpus_of_full_hosts or 1, gpus_of_full_hosts + 8},
-        f"{spec.name}x",
-    )
-    hosts = -(-count // 8)
+def _gpus(name: str, spec: AcceleratorSpec, count: int) -> Target:
+    """The target of `count` GPUs: any number of one host, or whole hosts, or whole racks that NVLink joins."""
+    host = spec.chips_per_host or _CARDS_PER_HOST
+    island = spec.chips_per_nvlink or host
+    unit = 1
+    if count > island:
+        unit = island
+    elif count > host:
+        unit = host
+    smaller_count = count // unit * unit
+    valid_counts = {smaller_count, smaller_count + unit} - {0}
+    target_names.check_size(name, count, valid_counts, f"{spec.name}x")
+    hosts = -(-count // host)
     return Target(
         f"{spec.name}x{count}",
         spec,
         count,
         hosts,
         spec.limit_bytes,
-        num_slices=hosts,
+        num_slices=-(-count // island),
     )
 
 
 def _slices(family: str, topology: str, count: int) -> Target:
     """The target of `count` TPU slices."""
     spec = spec_for(family)
-    chips = _chips(topology)
+    chips = target_names.chips(topology)
     # On Cloud up to eight chips of v5e and v6e are one VM; what is larger is made of VMs with four
     # chips.
     largest_host = 8 if family in ("v5e", "v6e") else 4
@@ -271,16 +273,3 @@ def _local() -> Target:
 def _share_of_memory(count: int) -> int:
     """What each of `count` CPU devices has of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
-
-
-def _check_size(
-    name: str,
-    size: int,
-    sizes: set[int],
-    prefix: str,
-) -> None:
-    if size not in sizes:
-        smaller = sorted(valid_size for valid_size in sizes if valid_size < size)
-        larger = sorted(valid_size for valid_size in sizes if valid_size > size)
-        nearest = [f"{prefix}{valid_size}" for valid_size in smaller[-1:] + larger[:1]]
-        raise ValueError(f"target {name!r}: not a size; nearest: {', '.join(nearest)}")

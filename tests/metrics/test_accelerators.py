@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from framework.devices.accelerators import ACCELERATORS, GIB, accelerator_name, spec_for
+from framework.devices.accelerators import ACCELERATORS, GIB, accelerator_name, named, spec_for
 
 
 @dataclasses.dataclass
@@ -40,6 +40,11 @@ def devices(kind: str, count: int, **fields) -> list[Device]:
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000-server"),
+        ("Tesla T4", "t4"),
         ("cpu", "cpu"),
     ],
 )
@@ -49,9 +54,56 @@ def test_jax_device_kinds_and_names_find_their_row(kind, name):
     assert spec_for([Device(kind)]) is spec_for(kind)
 
 
-def test_kinds_are_unique():
+def test_names_and_kinds_mean_one_row():
+    names = {spec.name for spec in ACCELERATORS}
+    aliases = [alias for spec in ACCELERATORS for alias in spec.aliases]
+    assert len(set(aliases)) == len(aliases)
+    assert not names & set(aliases)
+    for spec in ACCELERATORS:
+        # By the first of its kinds a device that is only compiled for finds its row.
+        assert spec_for([Device(spec.device_kinds[0], spec.platform)]) is spec
+        for name in (spec.name, *spec.aliases):
+            assert spec_for(name).name == spec.name
     kinds = [kind for spec in ACCELERATORS for kind in spec.device_kinds]
-    assert len(kinds) == len(set(kinds))
+    shared_kinds = {kind for kind in kinds if kinds.count(kind) > 1}
+    assert shared_kinds == {"NVIDIA GeForce RTX 4060 Ti"}  # the memory tells them apart
+
+
+@pytest.mark.parametrize(
+    ("taken_gib", "name"), [(None, "rtx4060ti-8"), (7.0, "rtx4060ti-8"), (14.3, "rtx4060ti-16"), (99, "rtx4060ti-16")]
+)
+def test_cards_of_one_name_are_told_by_their_memory(taken_gib, name):
+    class Card(Device):
+        def memory_stats(self):
+            if taken_gib is None:
+                raise RuntimeError("not of this process")
+            return {"bytes_limit": int(taken_gib * GIB)}
+
+    assert accelerator_name([Card("NVIDIA GeForce RTX 4060 Ti", "gpu")]) == f"{name}x1"
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        *[
+            ("4090", "rtx4090"),
+            ("RTX 4090", "rtx4090"),
+            ("rtx-4090", "rtx4090"),
+            ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ],
+        *[("A100-80GB", "a100-80"), ("a100_40", "a100-40"), ("H100", "h100"), ("h100-sxm", "h100"), ("t4", "t4")],
+        *[("H100 NVL", "h100-nvl"), ("h100pcie", "h100-pcie"), ("Tesla T4", "t4"), ("rtx a6000", "a6000")],
+        *[("RTX 6000 Ada", "rtx6000ada"), ("rtx pro 6000", "rtxpro6000"), ("4060ti-16gb", "rtx4060ti-16")],
+        *[("v5litepod", "v5e"), ("v7", "tpu7x"), ("trillium", "v6e")],
+    ],
+)
+def test_names_are_understood_as_people_type_them(typed, name):
+    assert spec_for(typed).name == name
+
+
+@pytest.mark.parametrize("typed", ["a100", "v100", "4060ti", "rtx6000", "", "90"])
+def test_no_card_is_guessed(typed):
+    assert named(typed) is None
 
 
 @pytest.mark.parametrize(
@@ -70,6 +122,7 @@ def test_kinds_are_unique():
         (devices("cpu", 8, platform="cpu"), "cpu-8"),
         (devices("TPU v5 lite", 4, slice_index=0) + devices("TPU v5 lite", 4, slice_index=1), "2xv5e-4"),
         (devices("NVIDIA L4", 2, platform="gpu"), "l4x2"),
+        (devices("NVIDIA GeForce RTX 2080", 2, platform="gpu"), "geforce-rtx-2080x2"),
         (devices("TPU v3", 8), "tpu-v3-8"),
     ],
 )
@@ -106,6 +159,9 @@ def test_peak_is_that_of_the_default_precision():
     assert spec_for("h200").peak_flops("bfloat16") == 989.5e12  # dense, not the sparse 1979
     assert spec_for("h200").peak_flops("float64") is None
     assert spec_for("cpu").peak_flops("bfloat16") is None
+    t4 = spec_for("t4")  # no bfloat16 and no TF32 in its tensor cores
+    assert [t4.peak_flops(dtype) for dtype in ("bfloat16", "float16", "float32")] == [None, 65e12, 8.1e12]
+    assert spec_for("rtxpro6000-server").peak_flops("float32") is None  # TF32, whose rate is not published
 
 
 @pytest.mark.parametrize("spec", ACCELERATORS, ids=lambda spec: spec.device_kinds[0])
@@ -113,9 +169,32 @@ def test_rows_are_plausible(spec):
     if spec.platform == "cpu":
         assert spec.limit_bytes is None
         return
-    assert 8 * GIB < spec.limit_bytes <= spec.memory_bytes < 200 * GIB
-    assert 1e14 < spec.peak_bf16_flops < 2e15
-    assert spec.peak_tf32_flops is None or 1e13 < spec.peak_tf32_flops < spec.peak_bf16_flops
+    assert 7 * GIB < spec.limit_bytes <= spec.memory_bytes < 200 * GIB
+    assert spec.peak_bf16_flops is None or 2e13 < spec.peak_bf16_flops < 3e15
+    assert 2e11 < spec.hbm_bytes_per_second < 1e13
+
+
+# FLOP of dense bfloat16 products (7.x: float16) that an SM does in a cycle, summed in float32, on servers' and
+# workstations' cards: the CUDA programming guide and NVIDIA's whitepapers. GeForce cards do half of it.
+SM_FLOPS = {"7.0": 1024, "7.5": 1024, "8.0": 2048, "8.6": 1024, "8.9": 1024, "9.0": 4096, "10.0": 8192, "12.0": 1024}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    # Of the server edition NVIDIA has published neither clock nor rate.
+    [spec for spec in ACCELERATORS if spec.platform == "gpu" and spec.name != "rtxpro6000-server"],
+    ids=lambda spec: spec.name,
+)
+def test_published_rates_are_those_of_the_multiprocessors(spec):
+    cycles = spec.multiprocessors * spec.clock_ghz * 1e9
+    fp32_units = 64 if spec.compute_capability in ("7.0", "7.5", "8.0") else 128
+    sm_flops = SM_FLOPS[spec.compute_capability] / (2 if "GeForce" in spec.device_kinds[0] else 1)
+    peak = spec.peak_flops("float16")
+    # The largest clock is up to 14% above the one of products.
+    assert 0.86 < peak / (cycles * sm_flops) < 1.02
+    assert 0.97 < spec.peak_f32_flops / (cycles * fp32_units * 2) < 1.02
+    if spec.peak_tf32_flops:
+        assert spec.peak_tf32_flops == pytest.approx(peak / 2, rel=0.02)
 
 
 def test_mistakes_are_named():
@@ -128,8 +207,8 @@ def test_mistakes_are_named():
 
 
 def test_unknown_device_trains_without_figures():
-    spec = spec_for(devices("NVIDIA L4", 1, platform="gpu"))
-    assert (spec.name, spec.platform, spec.limit_bytes, spec.peak_flops()) == ("l4", "gpu", None, None)
+    spec = spec_for(devices("NVIDIA L40", 1, platform="gpu"))
+    assert (spec.name, spec.platform, spec.limit_bytes, spec.peak_flops()) == ("l40", "gpu", None, None)
 
 
 def test_importing_metrics_imports_nothing_heavy():

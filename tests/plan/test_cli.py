@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from framework.plan import guard
+from framework.plan import guard, target_table, targets
 from framework.terminal.exit_codes import ExitCode
 from launch import plan
 from tests.support import small
@@ -38,15 +38,55 @@ def test_a_plan_is_printed_and_written_and_asked_again_at_once(
     tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     flags = ["--target=cpu:2", "--step_only", ONE_LAYER]
+    monkeypatch.setattr(targets.Target, "compiler_notes", ["compiled for another architecture"])
     code, report = planned(tmp_path, *flags)
     assert code == 0
     assert report["fits"]
     text = capsys.readouterr().out
     assert "fits: " in text
     assert "optimizer state" in text
+    assert "compiled for another architecture" in text
     assert len(list(own_cache.iterdir())) == 1
     monkeypatch.setattr("framework.plan.plan.plan", lambda *_, **__: pytest.fail("compiled again"))
     assert planned(tmp_path, *flags) == (0, report)
+
+
+def test_all_targets_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    # Another compiler than the one of this machine, if it has one.
+    monkeypatch.setattr(targets, "cuda_here", lambda: 13)
+    monkeypatch.setattr(target_table, "cuda_here", lambda: 13)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    assert plan.main(["--targets"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    row_by_name = {line[0]: line[1:] for line in lines}
+    assert row_by_name["v5e"][:-1] == ["16.00", "GiB", "15.75", "GiB", "197", "819", "200", "16"]
+    assert row_by_name["rtx4090"] == ["23.52", "GiB", "21.64", "GiB", "165.2", "1008", "-", "32", "CUDA", "13"]
+    assert row_by_name["a40"][4:8] == ["149.7", "696", "pair", "56"]
+    assert row_by_name["v100-16"][4:] == ["f16", "125", "898", "150", "16", "CUDA", "13,", "as", "7.5"]
+    # A core of v4, which is a device of its own where it is only compiled for, has no row.
+    assert [line[0] for line in lines].count("v4") == 1
+    monkeypatch.setattr(targets, "cuda_here", lambda: None)
+    plan.main(["--targets"])
+    assert "1008          -     32     estimate\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--targets", "--config=toy"], "error: --targets stands alone: it lists what --target takes"),
+        ([TINY], "error: --target=NAME is required; plimsoll plan --targets lists them all"),
+        (
+            [TINY, "--target=4060ti"],
+            "error: unknown target '4060ti'; nearest: rtx4060ti-8, rtx4060ti-16; all: plimsoll",
+        ),
+        ([TINY, "--target=4090x12"], "error: target '4090x12': not a size; nearest: rtx4090x8, rtx4090x16"),
+    ],
+)
+def test_a_target_that_is_none_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture):
+    assert plan.main(argv) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
 
 
 def test_the_cache_knows_config_target_and_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

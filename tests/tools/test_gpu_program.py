@@ -100,7 +100,7 @@ def test_a_kept_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         (["h100"], "--config=NAME is required"),
         (
             ["v5e-4", "--config=gpt2-124m"],
-            "v5e: framework/devices/accelerators.toml has no peak and bandwidth of a GPU for it",
+            "v5e: framework/devices/ has no peak in bfloat16 and TF32 and no bandwidth of a GPU for it",
         ),
         (["h101", "--config=gpt2-124m"], "unknown target 'h101'"),
         (["--program=nowhere"], "no compiled step in nowhere"),

@@ -60,7 +60,7 @@ class GpuRates:
         """
         if spec.platform != "gpu" or not (spec.peak_bf16_flops and spec.peak_tf32_flops and spec.hbm_bytes_per_second):
             raise UsageError(
-                f"{spec.name}: framework/devices/accelerators.toml has no peak and bandwidth of a GPU for it"
+                f"{spec.name}: framework/devices/ has no peak in bfloat16 and TF32 and no bandwidth of a GPU for it"
             )
         flops = {"bf16": spec.peak_bf16_flops, "f16": spec.peak_bf16_flops, "f32": spec.peak_tf32_flops}
         return GpuRates(spec.name, flops, spec.hbm_bytes_per_second, spec.ici_bytes_per_second or math.nan)

@@ -1,0 +1,85 @@
+"""The table of `plimsoll plan --targets`: what can be planned for, and how, on this machine."""
+
+from framework.devices.accelerators import ACCELERATORS, AcceleratorSpec
+from framework.plan.gpu_description import compiled_architecture, cuda_here
+from framework.plan.targets import compiler_here
+from framework.terminal.tables import Section, human_bytes
+
+_HEADER = ["", "memory", "usable", "TFLOP/s", "GB/s", "links", "host", "planned by"]
+_LEGEND = [
+    ["TFLOP/s", "dense products of bfloat16; f16: of float16 alone; f32: of float32, where neither is known"],
+    ["GB/s", "to and from device memory"],
+    ["links", "GB/s from other devices, one way; pair: over a bridge, which joins two cards"],
+    ["host", "GB/s to or from the host's memory, one way"],
+    ["planned by", "the compiler that is here; estimate: plimsoll plan --estimate alone, which needs none"],
+    ["-", "not published"],
+]
+
+
+def sections() -> list[Section]:
+    """The tables of TPUs and GPUs, of the devices of this machine, and what the columns mean."""
+    rows_by_platform: dict[str, list[list[str]]] = {"tpu": [_HEADER], "gpu": [_HEADER]}
+    listed_names: set[str] = set()
+    for spec in ACCELERATORS:
+        # The row of a core of v4 has the name of the chip.
+        if spec.platform in rows_by_platform and spec.name not in listed_names:
+            rows_by_platform[spec.platform].append(_row(spec))
+            listed_names.add(spec.name)
+    this_machine = [
+        ["cpu:8", "so many CPU devices, which share this machine's memory"],
+        ["local", "the devices of this machine"],
+    ]
+    return [
+        Section("TPUs: v5e-16, 2xv5e-256, tpu:v5e:2x4; each row is of one JAX device", rows_by_platform["tpu"], True),
+        Section("GPUs: h200, h200x8", rows_by_platform["gpu"], True),
+        Section("this machine", this_machine),
+        Section("columns", _LEGEND),
+    ]
+
+
+def _row(spec: AcceleratorSpec) -> list[str]:
+    return [
+        spec.name,
+        human_bytes(spec.memory_bytes),
+        human_bytes(spec.limit_bytes),
+        _peak(spec),
+        _gigabytes(spec.hbm_bytes_per_second),
+        _links(spec),
+        _gigabytes(spec.pcie_bytes_per_second),
+        _planned_by(spec),
+    ]
+
+
+def _peak(spec: AcceleratorSpec) -> str:
+    if spec.peak_bf16_flops:
+        return _tera(spec.peak_bf16_flops)
+    if spec.peak_f16_flops:
+        return f"f16 {_tera(spec.peak_f16_flops)}"
+    return f"f32 {_tera(spec.peak_f32_flops)}" if spec.peak_f32_flops else "-"
+
+
+def _tera(flops: float) -> str:
+    """FLOP/s in units of 1e12."""
+    return f"{flops / 1e12:.4g}"
+
+
+def _links(spec: AcceleratorSpec) -> str:
+    if spec.ici_bytes_per_second is None and spec.nvlink_pair_bytes_per_second is not None:
+        return f"pair {_gigabytes(spec.nvlink_pair_bytes_per_second)}"
+    return _gigabytes(spec.ici_bytes_per_second)
+
+
+def _gigabytes(bytes_per_second: float | None) -> str:
+    """Bytes per second in GB/s of 1e9, as data sheets have them."""
+    return "-" if bytes_per_second is None else f"{bytes_per_second / 1e9:.0f}"
+
+
+def _planned_by(spec: AcceleratorSpec) -> str:
+    compiler = compiler_here(spec.platform)
+    if not compiler:
+        return "estimate"
+    if spec.platform != "gpu":
+        return compiler
+    architecture = compiled_architecture(spec, cuda_here())
+    is_its_own = architecture.capability == spec.compute_capability
+    return compiler if is_its_own else f"{compiler}, as {architecture.capability}"
