@@ -1,0 +1,106 @@
+"""The shapes of published models: each has a source, our reader takes it, and the number of parameters is right."""
+
+import json
+import math
+import re
+
+import pytest
+
+from configs import families
+from configs.families.facts import Facts, refuse_unread
+from configs.families.published import NAME, published_model, published_models, sources
+
+MODELS = published_models()
+# What the published number may differ from ours by: sources round.
+TOLERANCE = 0.01
+# A name rounds its size down or up, as gemma-2-2b (2.6B) and CodeLlama-7b (6.7B) do.
+NAME_BOUNDS = (0.95, 1.32)
+
+
+def number_of_parameters(hub_id: str) -> int:
+    """By our config of the model, from specs; no array is made."""
+    config = MODELS[hub_id].config
+    refuse_unread(Facts(config))
+    family = families.family_of(config)()
+    model = family.model(config).instantiate()
+    return sum(math.prod(spec.shape) for spec in model.base_specs.values())
+
+
+def number_in_the_name(hub_id: str) -> float | None:
+    """The first size in a name, as 7B in Qwen/Qwen2.5-7B-Instruct-1M."""
+    sizes = re.findall(r"-(\d+(?:\.\d+)?)([bBmM])(?=-|$)", hub_id)
+    if not sizes:
+        return None
+    number, unit = sizes[0]
+    return float(number) * {"b": 1e9, "m": 1e6}[unit.lower()]
+
+
+def test_every_model_has_the_number_of_parameters_that_is_published():
+    wrong = []
+    for hub_id, model in MODELS.items():
+        count = number_of_parameters(hub_id)
+        if model.parameters is not None and abs(count / model.parameters - 1) > TOLERANCE:
+            wrong.append(f"{hub_id}: {count}, published {model.parameters} ({model.parameters_source})")
+        named = number_in_the_name(hub_id)
+        if named is not None and not NAME_BOUNDS[0] < count / named < NAME_BOUNDS[1]:
+            wrong.append(f"{hub_id}: {count}, by its name {named:.0f}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_many_of_all_families():
+    architectures = {model.config["architectures"][0] for model in MODELS.values()}
+    assert architectures == set(families.MODEL_TYPES)
+    assert len(MODELS) >= 60
+    assert sum(model.parameters is not None for model in MODELS.values()) >= 30
+
+
+def test_every_fact_has_a_source_and_every_source_is_used():
+    used = set()
+    for model in MODELS.values():
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", model.hub_id)
+        assert model.entry
+        assert (model.parameters is None) == (model.parameters_source is None), model.hub_id
+        keys = {model.source, *model.confirmed_by, model.tie_source, model.parameters_source}
+        used |= keys - {None, NAME}
+    assert used == set(sources())
+    for source in sources().values():
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", source.repository)
+        assert re.fullmatch(r"[0-9a-f]{40}", source.commit)
+        assert source.path
+        assert source.states
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "rope_theta", "window", "tied"),
+    [
+        ("meta-llama/Llama-3.2-1B", 500_000.0, None, True),
+        ("mistralai/Mistral-7B-v0.1", 10_000.0, 4096, False),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 1_000_000.0, None, False),
+        ("Qwen/Qwen2.5-7B", 1_000_000.0, None, False),
+        ("google/gemma-2-9b", 10_000.0, 4096, True),
+    ],
+)
+def test_what_decides_memory_is_read(hub_id, rope_theta, window, tied):
+    config = MODELS[hub_id].config
+    model = families.family_of(config)().model(config)
+    attention = model.stack.pattern[0].attention
+    assert attention.rotary.theta == rope_theta
+    assert attention.window == window
+    assert model.head.tied is tied
+
+
+def test_a_model_is_a_directory_for_our_reader(tmp_path):
+    """hf:DIR takes the dictionary as it is."""
+    model = published_model("qwen/qwen3-8b")
+    assert model.hub_id == "Qwen/Qwen3-8B"
+    (tmp_path / "config.json").write_text(json.dumps(model.config))
+    config, family = families.model_of(tmp_path)
+    assert config.param_dtype == "bfloat16"
+    assert family.instantiate().architectures[-1] == "Qwen3ForCausalLM"
+
+
+def test_an_unknown_id_names_the_nearest():
+    with pytest.raises(ValueError, match=r"no shape of 'Qwen/Qwen3-7B' .* did you mean .*Qwen/Qwen3-"):
+        published_model("Qwen/Qwen3-7B")
+    with pytest.raises(ValueError, match=rf"no shape of 'x' in .*published.json, which has {len(MODELS)}$"):
+        published_model("x")

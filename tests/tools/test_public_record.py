@@ -1,0 +1,112 @@
+"""The record of published facts: its form, and that each figure stands in the words that are quoted for it."""
+
+import json
+import re
+
+import pytest
+
+from configs.families.published import published_models
+from tools.bench.public_record import PublicFact, main, read_record
+
+FACTS = read_record()
+
+
+def names(fact: PublicFact) -> str:
+    return f"{fact.line()} [{fact.source.quote}]"
+
+
+def test_each_figure_is_in_its_quote():
+    missing = []
+    for fact in FACTS:
+        digits = fact.source.quote.replace(",", "")
+        for amount in (fact.peak, fact.rate):
+            if amount is not None and not re.search(rf"(?<![\d.]){re.escape(f'{amount.value:.12g}')}0*(?!\d)", digits):
+                missing.append(names(fact))
+    assert not missing, "\n".join(missing)
+
+
+def test_sources_can_be_found():
+    for fact in FACTS:
+        source = fact.source
+        assert len(source.quote) >= 10, names(fact)
+        if source.page is not None:
+            assert re.match(r"https://[\w.-]+/\S+$", source.page), names(fact)
+        else:
+            assert re.fullmatch(r"[\w.-]+/[\w.-]+", source.repository), names(fact)
+            assert re.fullmatch(r"[0-9a-f]{40}", source.commit), names(fact)
+        assert fact.differs, names(fact)
+        assert fact.devices >= 1
+
+
+def test_there_are_enough_and_of_all_kinds():
+    assert len(FACTS) >= 50
+    verdicts = [fact.verdict for fact in FACTS]
+    assert min(verdicts.count(verdict) for verdict in ("fits", "out of memory", "needs")) >= 10
+    assert {fact.settings.method for fact in FACTS} == {"pretrain", "full", "lora", "qlora", "adapter"}
+    lines = [json.dumps([names(fact), str(fact.settings)]) for fact in FACTS]
+    assert len(set(lines)) == len(lines)
+
+
+def test_published_models_are_those_that_we_can_load():
+    """A fact of a model that we can load can be planned: its Hub id is among the shapes."""
+    models = published_models()
+    ids = {fact.hub_id for fact in FACTS if fact.hub_id is not None}
+    assert ids <= set(models)
+    assert len(ids) >= 15
+
+
+def test_what_runs_out_of_memory_is_never_smaller_than_what_fits():
+    """Of facts that differ in the batch alone: a source that was copied wrongly would show here."""
+    setting_of = {}
+    for fact in FACTS:
+        rows = fact.settings.rows_per_device
+        if rows is None or fact.verdict == "needs":
+            continue
+        rest = {**vars(fact.settings), "rows_per_device": None, "global_batch": None}
+        key = str(
+            (fact.model, fact.machine, fact.devices, fact.source.page, fact.source.path, sorted(rest.items(), key=str))
+        )
+        setting_of.setdefault(key, []).append((rows, fact.verdict))
+    pairs = [runs for runs in setting_of.values() if len({verdict for _, verdict in runs}) == 2]
+    assert len(pairs) >= 10
+    for runs in pairs:
+        fitting = max(rows for rows, verdict in runs if verdict == "fits")
+        failing = min(rows for rows, verdict in runs if verdict == "out of memory")
+        assert fitting < failing, runs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"verdict": "maybe"}, "verdict = 'maybe'; expected one of fits, out of memory, needs"),
+        ({"typo": 1}, "unknown field 'typo' of PublicFact"),
+        ({"settings": {"method": "dpo"}}, "method = 'dpo'"),
+        ({"peak": {"value": 1, "unit": "GiB", "of": "card"}}, "of = 'card'"),
+        (
+            {"source": {"quote": "x", "repository": "a/b"}},
+            "source: expected a page, or a repository with path and commit",
+        ),
+    ],
+)
+def test_a_line_of_another_form_is_named(tmp_path, change, message):
+    good = {
+        "model": "m",
+        "machine": "v5e",
+        "devices": 1,
+        "settings": {"method": "full"},
+        "verdict": "fits",
+        "source": {"quote": "x", "page": "https://a.b/c"},
+        "differs": "",
+    }
+    file = tmp_path / "record.jsonl"
+    file.write_text(f"{json.dumps(good)}\n{json.dumps(good | change)}\n")
+    with pytest.raises(ValueError, match=rf"^record.jsonl:2: .*{re.escape(message)}"):
+        read_record(file)
+
+
+def test_it_prints_what_is_asked_for(capsys):
+    main(["v6e", "out of memory"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"{len(lines) - 1} of {len(FACTS)} facts"
+    assert len(lines) > 2
+    assert all("v6e" in line and "out of memory" in line for line in lines[:-1])

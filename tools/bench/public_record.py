@@ -1,0 +1,195 @@
+"""What others published about memory and speed of training: public_record.jsonl, a fact a line, each with its quote.
+
+    python -m tools.bench.public_record            # the facts, a line each
+    python -m tools.bench.public_record v6e LoRA   # those whose model, machine, method or verdict has all these words
+
+A fact is a setting and what came of it: it fits, it runs out of memory, it peaks at so much, it runs at such a rate.
+Units are the source's. `differs` says what keeps a figure from being compared with ours as it stands.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+RECORD = Path(__file__).with_name("public_record.jsonl")
+Verdict = Literal["fits", "out of memory", "needs"]
+Method = Literal["pretrain", "full", "lora", "qlora", "adapter"]
+# Of one device, of all together, or the source does not say of which.
+Scope = Literal["device", "all", "unsaid"]
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A published figure.
+
+    Attributes:
+        value: in `unit`, as published.
+        unit: GB, GiB, tokens/s, TFLOP/s, s/step, ...
+        of: Scope.
+    """
+
+    value: float
+    unit: str
+    of: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the model was trained; None where the source does not say.
+
+    Attributes:
+        method: Method.
+        rows_per_device: rows that a device, or a group of devices that cuts rows or tensors, computes at a time.
+        global_batch: rows of one update.
+        seq_len: tokens of a row; the most where rows are not packed.
+        packed: rows are filled up to seq_len.
+        precision, optimizer, remat, sharding, loss, attention: in the source's words or ours.
+        update: when the optimizer steps, where that is not after the backward pass.
+        offload: what is in host memory.
+        lora: rank and the layers that have adapters.
+        quantization: of frozen weights.
+        compile: torch.compile. scan: layers in a loop.
+        accumulation: microbatches of an update.
+        note: where settings were read, where not in the quote.
+    """
+
+    method: str
+    rows_per_device: int | None = None
+    global_batch: int | None = None
+    seq_len: int | None = None
+    packed: bool | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    update: str | None = None
+    remat: str | None = None
+    sharding: str | None = None
+    offload: str | None = None
+    loss: str | None = None
+    attention: str | None = None
+    lora: str | None = None
+    quantization: str | None = None
+    compile: bool | None = None
+    scan: bool | None = None
+    accumulation: int | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class FactSource:
+    """Where the fact stands: a file of a repository at a commit, or a page.
+
+    Attributes:
+        quote: the words of the source, runs of white space as one space.
+        repository: owner/name on GitHub.
+        path, commit: of a file there.
+        page: the address of a thread or page.
+    """
+
+    quote: str
+    repository: str | None = None
+    path: str | None = None
+    commit: str | None = None
+    page: str | None = None
+
+
+@dataclass(frozen=True)
+class PublicFact:
+    """One line of the record.
+
+    Attributes:
+        model: in the source's words.
+        machine: what `devices` counts: a GPU, or a TPU chip.
+        verdict: Verdict; "needs" where a source states the memory that is needed and no run.
+        differs: from what we would compute or measure.
+        hub_id: the published model that this is, in configs/families/published.json where we can load it.
+        shape: fields of config.json of a model that was not published.
+    """
+
+    model: str
+    machine: str
+    devices: int
+    settings: Settings
+    verdict: str
+    source: FactSource
+    differs: str
+    peak: Amount | None = None
+    rate: Amount | None = None
+    hub_id: str | None = None
+    shape: dict[str, Any] | None = None
+
+    def line(self) -> str:
+        """The fact in one line of text."""
+        result = self.verdict
+        for amount in (self.peak, self.rate):
+            if amount is not None:
+                scope = "" if amount.of == "unsaid" else f" ({amount.of})"
+                result += f", {amount.value:g} {amount.unit}{scope}"
+        rows = self.settings.rows_per_device or "?"
+        length = self.settings.seq_len or "?"
+        return f"{self.model}, {self.devices} x {self.machine}, {self.settings.method}, {rows} x {length}: {result}"
+
+
+def read_record(path: Path = RECORD) -> list[PublicFact]:
+    """Reads the record.
+
+    Raises:
+        ValueError: a line has an unknown or missing field, or a value that the field cannot have. The message begins
+            with the file's name and the line's number.
+    """
+    facts = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            facts.append(_fact(json.loads(line)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path.name}:{number}: {error}") from None
+    return facts
+
+
+def _fact(values: dict[str, Any]) -> PublicFact:
+    parts: dict[str, Any] = dict(values)
+    for name, kind in (("settings", Settings), ("source", FactSource), ("peak", Amount), ("rate", Amount)):
+        if name in parts:
+            parts[name] = _row(kind, parts[name])
+    fact = _row(PublicFact, parts)
+    _check_word(fact.verdict, Verdict, "verdict")
+    _check_word(fact.settings.method, Method, "method")
+    for amount in (fact.peak, fact.rate):
+        if amount is not None:
+            _check_word(amount.of, Scope, "of")
+    if fact.source.page is None and None in (fact.source.repository, fact.source.path, fact.source.commit):
+        raise ValueError("source: expected a page, or a repository with path and commit")
+    return fact
+
+
+def _row(kind: type[Row], values: dict[str, Any]) -> Row:
+    unknown = sorted(values.keys() - inspect.signature(kind).parameters.keys())
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r} of {kind.__name__}")
+    return kind(**values)
+
+
+def _check_word(word: str, words: Any, name: str) -> None:
+    if word not in get_args(words):
+        raise ValueError(f"{name} = {word!r}; expected one of {', '.join(get_args(words))}")
+
+
+def main(words: list[str]) -> None:
+    """Prints the facts that have all words."""
+    facts = read_record()
+    shown = 0
+    for fact in facts:
+        text = f"{fact.model} {fact.hub_id or ''} {fact.machine} {fact.settings.method} {fact.verdict}".lower()
+        if all(word.lower() in text for word in words):
+            print(fact.line())
+            shown += 1
+    print(f"{shown} of {len(facts)} facts")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
