@@ -1,4 +1,4 @@
-"""Fine-tuning: of published weights, in a directory or on the Hub (hf:DIR, lora:DIR, qlora:DIR; docs/finetune.md), and a toy.
+"""Fine-tuning: of published weights (hf:DIR, lora:DIR, qlora:DIR; docs/finetune.md), and a toy.
 
 LoRA is arXiv 2106.09685, QLoRA arXiv 2305.14314. Every named config takes adapters on the command line.
 """

@@ -44,7 +44,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
     """
     file = hub_models.folder(path) / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"no file {file}: expected a directory as Hugging Face's save_pretrained writes it, or the Hub's ORG/NAME")
+        expected = "a directory as Hugging Face's save_pretrained writes it, or the Hub's ORG/NAME"
+        raise FileNotFoundError(f"no file {file}: expected {expected}")
     facts = _json_object(file)
     if "auto_map" in facts:
         raise ValueError(f"{file} asks for code of its own (auto_map); code of a directory is never executed")

@@ -1,8 +1,8 @@
 """Files of data, local or behind any fsspec URL: finding them, reading them, and hashes that are computed only once.
 
-A path is a local path, a glob, a URL that fsspec understands (memory://, s3://, gs:// ...), or a URL of the Hugging Face
-Hub (hf://), whose files are read in the Hub's cache on this machine. A file that cannot be
-read is an error that names it, before any model is built.
+A path is a local path, a glob, a URL that fsspec understands (memory://, s3://, gs:// ...), or one of the Hugging Face
+Hub (hf://), whose files are read in the Hub's cache on this machine. A file that cannot be read is an error that names
+it, before any model is built.
 """
 
 from __future__ import annotations

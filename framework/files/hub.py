@@ -50,7 +50,9 @@ def fetch(repo: HubRepo, patterns: Sequence[str]) -> Fetched:
         why_not = _download(repo, patterns) if before is None else _complete(before, patterns)
     snapshot = cached(repo)
     if snapshot is None:
-        raise FileNotFoundError(f"{repo} is not in the cache of the Hub ({cache_folder()}), and {advice(repo, why_not)}")
+        raise FileNotFoundError(
+            f"{repo} is not in the cache of the Hub ({cache_folder()}), and {advice(repo, why_not)}"
+        )
     return Fetched(snapshot, why_not)
 
 
@@ -72,7 +74,9 @@ def require(fetched: Fetched, names: Iterable[str]) -> None:
     if snapshot.sizes is not None and not any(name in snapshot.sizes for name in missing):
         raise FileNotFoundError(f"{snapshot.repo} on the Hub has no file {listed}")
     reason = advice(snapshot.repo, why_not or "the Hub does not have it")
-    raise FileNotFoundError(f"{snapshot.repo}: {listed} is not in the cache of the Hub ({snapshot.folder}), and {reason}")
+    raise FileNotFoundError(
+        f"{snapshot.repo}: {listed} is not in the cache of the Hub ({snapshot.folder}), and {reason}"
+    )
 
 
 def local_paths(paths: Iterable[str]) -> list[str]:
@@ -164,7 +168,9 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
         )
     # A gated repository is, for the library, one that was not found, so this comes first.
     except GatedRepoError as error:
-        raise PermissionError(f"{repo} is gated: ask for access at {page}, then `hf auth login` or set HF_TOKEN") from error
+        raise PermissionError(
+            f"{repo} is gated: ask for access at {page}, then `hf auth login` or set HF_TOKEN"
+        ) from error
     except RepositoryNotFoundError as error:
         message = f"no {repo.kind} {repo.name} at {page}, or it is private: look at its name, or `hf auth login`"
         raise FileNotFoundError(message) from error

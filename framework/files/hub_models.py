@@ -47,7 +47,9 @@ def pinned(text: str) -> str:
         repo = named
     try:
         fetched = hub.fetch(repo, SMALL_FILES)
-        hub.require(fetched, ["config.json"])
+        # Files that the commit is known to have decide too: a model without its tokenizer_config.json is another one.
+        known_names = [] if fetched.snapshot.sizes is None else fetched.snapshot.names(SMALL_FILES)
+        hub.require(fetched, ["config.json", *known_names])
     except FileNotFoundError as error:
         if is_hub_url(text):
             raise
@@ -113,7 +115,9 @@ def first_dtype(place: str) -> str:
         except Exception as error:
             why_not = f"the header of its weights cannot be read ({type(error).__name__}: {error})"
     reason = hub.advice(snapshot.repo, why_not)
-    raise FileNotFoundError(f"{snapshot.repo}: its config.json has no dtype, its weights are not in the cache, and {reason}")
+    raise FileNotFoundError(
+        f"{snapshot.repo}: its config.json has no dtype, its weights are not in the cache, and {reason}"
+    )
 
 
 def base_of_adapter(place: str) -> dict[str, Any]:
@@ -128,8 +132,13 @@ def note(place: str) -> list[str]:
     """Returns a line that says which commit is meant and where its files are; none for a folder."""
     if not is_hub_url(place):
         return []
-    repo = _model_repo(place)
-    return [f"hub: {repo.name} at commit {repo.revision[:12]}, in {folder(place)}"]
+    snapshot = hub.fetch(_model_repo(place), SMALL_FILES).snapshot
+    line = f"hub: {snapshot.repo.name} at commit {snapshot.repo.revision[:12]}, in {snapshot.folder}"
+    # Of a cache without a list of the commit's files, it cannot be told whether others are missing.
+    unknown_names = snapshot.missing(SMALL_FILES)
+    if unknown_names:
+        line += f"; taken as not there, as the cache does not tell: {', '.join(unknown_names)}"
+    return [line]
 
 
 def _model_repo(url: str) -> HubRepo:

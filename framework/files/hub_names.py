@@ -17,6 +17,8 @@ _NAME = r"\w[\w.-]*/\w[\w.-]*"
 _REVISION = r"refs/(?:convert|pr)/[\w.-]+|[^/@]+"
 _ID = re.compile(rf"(?P<name>{_NAME})(@(?P<revision>{_REVISION}))?")
 _URL = re.compile(rf"hf://(?P<kind>datasets/|models/)?(?P<name>{_NAME})(@(?P<revision>{_REVISION}))?(/(?P<path>.*))?")
+# Kinds of repositories, which are no organizations.
+_RESERVED = ("models", "datasets", "spaces", "buckets", "kernels")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -96,6 +98,8 @@ def model_named(text: str) -> HubRepo | None:
 
 def _repo(text: str, kind: Literal["model", "dataset"], name: str, revision: str | None) -> HubRepo:
     # The cache separates the two parts of a name by "--", so the Hub has no such names.
+    if name.partition("/")[0] in _RESERVED:
+        raise ValueError(f"{text}: expected ORG/NAME of a model, or hf://datasets/ORG/NAME of a data set")
     if "--" in name or ".." in name:
         raise ValueError(f"{text}: {name!r} is no name of the Hub: it may hold neither '--' nor '..'")
     branch = unquote(revision or "main")
