@@ -17,6 +17,8 @@ from framework.files.hub_names import HubRepo, parse_url
 from framework.terminal.tables import human_bytes
 
 INSTALL = "pip install 'plimsoll-train[hub]'"
+# Every repository of the Hub has the second file: where nothing matches, the library warns.
+_CARD = ("README.md", ".gitattributes")
 # The first release whose cache has a list of all files of a commit.
 _OLDEST_LIBRARY = 2
 # Why the Hub could not be reached, by its address: it is not tried again for each file.
@@ -67,7 +69,7 @@ def advice(repo: HubRepo, why_not: str) -> str:
 def require(fetched: Fetched, names: Iterable[str]) -> None:
     """Raises FileNotFoundError where a file is not in the cache; the message says whether the Hub has it."""
     snapshot, why_not = fetched
-    missing = [name for name in names if not snapshot.has(name)]
+    missing = [name for name in dict.fromkeys(names) if not snapshot.has(name)]
     if not missing:
         return
     listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -138,13 +140,13 @@ def _announce(repo: HubRepo, missing: Sequence[str], num_bytes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(folder).free
     size = human_bytes(num_bytes)
+    files = f"{len(missing)} file" if len(missing) == 1 else f"{len(missing)} files"
     if num_bytes > free_bytes:
         raise ValueError(
-            f"{repo}: {len(missing)} files of {size} are to be downloaded, and {folder} has "
+            f"{repo}: {files} of {size} are to be downloaded, and {folder} has "
             f"{human_bytes(free_bytes)} free: choose another folder by HF_HUB_CACHE"
         )
-    noun = "file" if len(missing) == 1 else "files"
-    print(f"hub: downloading {len(missing)} {noun} of {repo}, {size}", file=sys.stderr, flush=True)
+    print(f"hub: downloading {files} of {repo}, {size}", file=sys.stderr, flush=True)
 
 
 def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
@@ -194,8 +196,8 @@ def listed(repo: HubRepo) -> Fetched:
 
     The commit's README.md is fetched with it. Raises as `fetch`.
     """
-    fetched = fetch(repo, ["README.md"])
+    fetched = fetch(repo, _CARD)
     if fetched.snapshot.sizes is None and not fetched.why_not:
-        why_not = obstacle() or _download(fetched.snapshot.repo, ["README.md"])
+        why_not = obstacle() or _download(fetched.snapshot.repo, _CARD)
         fetched = Fetched(cached(fetched.snapshot.repo) or fetched.snapshot, why_not)
     return fetched

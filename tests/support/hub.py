@@ -59,10 +59,12 @@ class HubServer:
     Attributes:
         url: for HF_ENDPOINT.
         downloads: names of the files whose contents were asked for, in order.
+        sent_bytes: bytes of the contents that were sent.
     """
 
     url: str
     downloads: list[str] = field(default_factory=list)
+    sent_bytes: int = 0
 
 
 @contextlib.contextmanager
@@ -134,6 +136,7 @@ def serving(repositories: list[Repository]) -> Iterator[HubServer]:
             self.end_headers()
             if with_body:
                 self.wfile.write(content)
+                server.sent_bytes += len(content)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
