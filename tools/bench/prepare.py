@@ -1,6 +1,6 @@
 """How fast `plimsoll prepare` tokenizes, by one process and by several: MB of UTF-8 text a second.
 
-    python -m tools.bench.prepare                          # 1 and 2 workers, three tokenizers
+    python -m tools.bench.prepare                          # 1 and 2 workers, two tokenizers
     python -m tools.bench.prepare --workers=1,4,16 --repeats=5 --copies=8
 
 The text is the Python standard library's, as a document for each file, written several times into one file of JSON
@@ -17,14 +17,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from framework.data.encoding import by_workers, usable_cores
 from framework.data.sources import JsonLines, StdlibSource
 from framework.data.tokenize import write_tokens
-from framework.data.tokenizers import BPETokenizer, ByteTokenizer, Tokenizer
+from framework.data.tokenizers import BPETokenizer, Tokenizer
 
 
 def write_corpus(file: Path, copies: int) -> int:
@@ -52,14 +54,52 @@ def read_back(file: Path, vocab_size: int) -> BPETokenizer:
     return tokenizer
 
 
-def tokenized(source: JsonLines, tokenizer: Tokenizer, workers: int, out: Path) -> tuple[float, str]:
-    """Tokenizes once. Returns (seconds, the sha256 of the tokens)."""
+class Measured(NamedTuple):
+    """One pass over the text.
+
+    Attributes:
+        seconds: of a clock on the wall.
+        first_cpu_seconds: processor time of the process that reads and writes; several workers cannot be faster.
+        cpu_seconds: processor time of all processes.
+        digest: sha256 of the tokens.
+    """
+
+    seconds: float
+    first_cpu_seconds: float
+    cpu_seconds: float
+    digest: str
+
+
+def tokenized(source: JsonLines, tokenizer: Tokenizer, workers: int, out: Path) -> Measured:
+    """Tokenizes once."""
     start = time.perf_counter()
+    first_start = time.process_time()
+    others_start = others_cpu_seconds()
     with by_workers(tokenizer, workers) as encode:
         for _ in write_tokens(source, tokenizer, out, encode):
             pass
     seconds = time.perf_counter() - start
-    return seconds, hashlib.sha256(out.read_bytes()).hexdigest()
+    first = time.process_time() - first_start
+    digest = hashlib.sha256(out.read_bytes()).hexdigest()
+    return Measured(seconds, first, first + others_cpu_seconds() - others_start, digest)
+
+
+def others_cpu_seconds() -> float:
+    """Returns the processor time of all child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def row(name: str, num_bytes: int, runs_by_count: dict[int, list[Measured]]) -> str:
+    """Returns the line of a tokenizer: MB/s, and MB for a second of processor time, of all and of the first process."""
+    megabytes = num_bytes / 1e6
+    cells = []
+    for runs in runs_by_count.values():
+        speed = megabytes / min(run.seconds for run in runs)
+        of_all = megabytes / min(run.cpu_seconds for run in runs)
+        of_first = megabytes / min(run.first_cpu_seconds for run in runs)
+        cells.append(f"{speed:11.1f} {of_all:9.1f} {of_first:9.1f}")
+    return f"{name:30}" + "".join(cells)
 
 
 def main() -> None:
@@ -77,24 +117,20 @@ def main() -> None:
         small = trained(folder / "small", 2048)
         trained(folder / "large", 32_000)
         tokenizers = {
-            "bytes": ByteTokenizer(),
             "BPE, 2,048 ids, trained here": small,
             "tokenizer.json, 32,000 ids": read_back(folder / "large" / "tokenizer.json", 32_000),
         }
-        print(f"{num_bytes / 1e6:.0f} MB of text, {usable_cores()} cores; MB/s, the best of {args.repeats}")
-        print(f"{'tokenizer':30}" + "".join(f"{count:>4} worker{'s' if count > 1 else ' '}" for count in counts))
+        print(f"{num_bytes / 1e6:.0f} MB of text, {usable_cores()} cores, the best of {args.repeats}; MB/s, MB for a")
+        print("second of processor time of all processes, and for one of the process that reads and writes")
+        print(f"{'':30}" + "".join(f"{f'--workers={count}':>31}" for count in counts))
         for name, tokenizer in tokenizers.items():
-            best_seconds = dict.fromkeys(counts, float("inf"))
-            digests = set()
+            runs_by_count: dict[int, list[Measured]] = {count: [] for count in counts}
             for _ in range(args.repeats):
                 for count in counts:
-                    seconds, digest = tokenized(source, tokenizer, count, folder / "tokens.bin")
-                    best_seconds[count] = min(best_seconds[count], seconds)
-                    digests.add(digest)
+                    runs_by_count[count].append(tokenized(source, tokenizer, count, folder / "tokens.bin"))
+            digests = {run.digest for runs in runs_by_count.values() for run in runs}
             assert len(digests) == 1, f"{name}: the files differ"
-            print(
-                f"{name:30}" + "".join(f"{num_bytes / 1e6 / best_seconds[count]:12.1f}" for count in counts), flush=True
-            )
+            print(row(name, num_bytes, runs_by_count), flush=True)
 
 
 if __name__ == "__main__":
