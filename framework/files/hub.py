@@ -17,10 +17,12 @@ from framework.files.hub_names import HubRepo, parse_url
 from framework.terminal.tables import human_bytes
 
 INSTALL = "pip install 'plimsoll-train[hub]'"
-# Every repository of the Hub has the second file: where nothing matches, the library warns.
-_CARD = ("README.md", ".gitattributes")
+# The library lists a commit's files when it downloads one of them. Every repository of the Hub has this one.
+_SMALLEST = (".gitattributes",)
 # The first release whose cache has a list of all files of a commit.
 _OLDEST_LIBRARY = 2
+# A name that no repository has.
+_UNKNOWN = ".plimsoll-lists-the-files"
 # Why the Hub could not be reached, by its address: it is not tried again for each file.
 _unreachable: dict[str, str] = {}
 
@@ -48,9 +50,14 @@ def fetch(repo: HubRepo, patterns: Sequence[str]) -> Fetched:
     if before is not None and before.is_known_complete(patterns):
         return Fetched(before, "")
     why_not = obstacle()
-    if not why_not:
-        why_not = _download(repo, patterns) if before is None else _complete(before, patterns)
-    snapshot = cached(repo)
+    # Once a commit is known it is the one that is asked for: its branch may move.
+    wanted = repo if before is None else before.repo
+    if not why_not and (before is None or before.sizes is None):
+        why_not = _download(wanted, _SMALLEST)
+        before = cached(wanted)
+    if not why_not and before is not None:
+        why_not = _complete(before, patterns)
+    snapshot = cached(wanted if before is None else before.repo)
     if snapshot is None:
         raise FileNotFoundError(
             f"{repo} is not in the cache of the Hub ({cache_folder()}), and {advice(repo, why_not)}"
@@ -125,11 +132,11 @@ def _endpoint() -> str:
 
 def _complete(snapshot: Snapshot, patterns: Sequence[str]) -> str:
     """Downloads what a snapshot lacks of the files that match. Returns and raises as `_download`."""
-    if snapshot.sizes is None:
-        # The commit is asked for, not its branch, which may have moved.
-        return _download(snapshot.repo, patterns)
     missing = snapshot.missing(patterns)
-    _announce(snapshot.repo, missing, sum(snapshot.sizes[name] for name in missing))
+    if not missing:
+        return ""
+    sizes = snapshot.sizes or {}
+    _announce(snapshot.repo, missing, sum(sizes.get(name, 0) for name in missing))
     # The library takes names for globs.
     return _download(snapshot.repo, [glob.escape(name) for name in missing])
 
@@ -192,12 +199,7 @@ def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
 
 
 def listed(repo: HubRepo) -> Fetched:
-    """Returns the snapshot of a repository with the list of its files, as far as that can be had.
-
-    The commit's README.md is fetched with it. Raises as `fetch`.
-    """
-    fetched = fetch(repo, _CARD)
-    if fetched.snapshot.sizes is None and not fetched.why_not:
-        why_not = obstacle() or _download(fetched.snapshot.repo, _CARD)
-        fetched = Fetched(cached(fetched.snapshot.repo) or fetched.snapshot, why_not)
-    return fetched
+    """Returns the snapshot of a repository with its README.md, and with the list of its files, as far as that can be
+    had. Raises as `fetch`."""
+    # Without a list, the second file is not known to be there or not, so the list is fetched.
+    return fetch(repo, ["README.md", _UNKNOWN])

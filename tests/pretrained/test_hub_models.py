@@ -27,6 +27,7 @@ def model(tmp_path: Path) -> Repository:
     """A Llama without a layer's worth of weights, and a tokenizer; enough for whatever does not compute with it."""
     folder = tmp_path / "model"
     folder.mkdir()
+    (folder / ".gitattributes").write_text("*.safetensors binary")
     (folder / "config.json").write_text(json.dumps(FAMILIES["llama"].facts | {"dtype": "float16"}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "x"}')
@@ -168,7 +169,7 @@ def test_a_plan_downloads_no_weights(model: Repository, tmp_path: Path):
         done = verb(server, tmp_path, "launch.plan", "--config=hf:acme/tiny", *flags, str(tmp_path / "plan.json"))
         assert done.returncode == 0, done.stderr
         # The header of the weights says what dtype they are of, as config.json does not.
-        assert sorted(set(server.downloads)) == ["config.json", "model.safetensors", *SMALL_NAMES[1:]]
+        assert sorted(set(server.downloads)) == [".gitattributes", "config.json", "model.safetensors", *SMALL_NAMES[1:]]
         assert server.sent_bytes < 1_000_000, "of 4 MB"
         again = verb(server, tmp_path, "launch.configs", "show", "hf:acme/tiny", "--only=dtype")
         assert again.returncode == 0, again.stderr

@@ -1,10 +1,10 @@
 """How fast `plimsoll prepare` tokenizes, by one process and by several: MB of UTF-8 text a second.
 
     python -m tools.bench.prepare                          # 1 and 2 workers, two tokenizers
-    python -m tools.bench.prepare --workers=1,4,16 --repeats=5 --copies=8
+    python -m tools.bench.prepare --workers=1,4,16 --repeats=5 --megabytes=100
 
-The text is the Python standard library's, as a document for each file, written several times into one file of JSON
-lines, so that there is but one file to share among the workers. Each line is the best of several repeats, as a shared
+The text is the Python standard library's, as a document for each file, written into one file of JSON lines, so that
+there is but one file to share among the workers. Each line is the best of several repeats, as a shared
 machine only ever makes one slower; the numbers of workers take turns. Start and end of the worker processes count, the
 training of the tokenizer and the import of packages do not. The files of all numbers of workers are compared.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import resource
 import tempfile
@@ -32,14 +33,16 @@ from framework.data.tokenize import write_tokens
 from framework.data.tokenizers import BPETokenizer, Tokenizer
 
 
-def write_corpus(file: Path, copies: int) -> int:
-    """Writes the standard library `copies` times. Returns the bytes of text."""
-    texts = list(StdlibSource().documents())
+def write_corpus(file: Path, megabytes: float) -> int:
+    """Writes files of the standard library, over and over, until so much is written. Returns the bytes of text."""
+    num_bytes = 0
     with open(file, "w") as stream:
-        for _ in range(copies):
-            for text in texts:
-                stream.write(json.dumps({"text": text}) + "\n")
-    return copies * sum(len(text.encode()) for text in texts)
+        for text in itertools.cycle(StdlibSource().documents()):
+            stream.write(json.dumps({"text": text}) + "\n")
+            num_bytes += len(text.encode())
+            if num_bytes >= 1e6 * megabytes:
+                return num_bytes
+    raise AssertionError("a cycle does not end")
 
 
 def trained(folder: Path, vocab_size: int) -> BPETokenizer:
@@ -113,12 +116,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of `plimsoll prepare`.")
     parser.add_argument("--workers", default="1,2", help="numbers of workers to compare")
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--copies", type=int, default=4, help="how often the text is written into the file")
+    parser.add_argument("--megabytes", type=float, default=20.0, help="of text; short runs find quiet moments")
     args = parser.parse_args()
     counts = [int(text) for text in args.workers.split(",")]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        num_bytes = write_corpus(folder / "corpus.jsonl", args.copies)
+        num_bytes = write_corpus(folder / "corpus.jsonl", args.megabytes)
         source = JsonLines(paths=[str(folder / "corpus.jsonl")])
         small = trained(folder / "small", 2048)
         trained(folder / "large", 32_000)
