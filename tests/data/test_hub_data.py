@@ -144,6 +144,13 @@ def test_mistakes(data_set, tmp_path: Path, card: str, path: str, message: str):
         recognized(URL + path)
 
 
+def test_the_form_of_models_is_answered_with_that_of_data_sets():
+    with pytest.raises(
+        ValueError, match=r"--data=hf:acme/code: a data set of the Hub is --data=hf://datasets/acme/code"
+    ):
+        with_data(configs.load("stdlib-tiny"), "hf:acme/code", [])
+
+
 def test_of_a_cache_without_a_list_only_what_is_there_is_known(data_set):
     data_set("a.jsonl", "b.jsonl", cached=["a.jsonl"], lists=False)
     data = recognized(URL)
