@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config import Config
-from framework.data.encoding import Encode, WorkerLostError, by_workers, usable_cores
+from framework.data.encoding import Encode, WorkerLostError, by_workers, default_workers
 from framework.data.files import FileHashes
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap, located
@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
         "--workers",
         type=int,
         metavar="N",
-        help="processes that tokenize, of one thread each; by default as many as there are cores. 1 tokenizes in this "
-        "process, by the threads of the tokenizers library. The files are the same",
+        help="processes that tokenize, of one thread each; 1 tokenizes in this process, by the threads of the "
+        "tokenizers library. By default one for each core where there are 8 or more, else 1. The files are the same",
     )
     parser.add_data()
     command = parser.parse(argv)
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         print(note, file=sys.stderr)
     workers = command.args.workers
     if workers is None:
-        workers = usable_cores()
+        workers = default_workers()
     if workers < 1:
         raise cli.UsageError(f"--workers={workers}: expected at least 1")
     out = Path(command.args.out).expanduser()

@@ -26,6 +26,8 @@ _BATCH_ALONE = 4 << 20
 _BATCH_OF_WORKER = 1 << 20
 # Batches for each process that are being encoded, or wait to be encoded or written: this bounds the memory.
 _BATCHES_OF_WORKER = 2
+# From so many cores on, processes of one thread each are faster than one of many threads (docs/data.md has the numbers).
+_MANY_CORES = 8
 # The variable by which the tokenizers library is told whether to use threads.
 _LIBRARY_THREADS = "TOKENIZERS_PARALLELISM"
 
@@ -65,6 +67,12 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def default_workers() -> int:
+    """Returns the number of workers that makes use of all cores: one, whose threads do, or one for each of many."""
+    cores = usable_cores()
+    return cores if cores >= _MANY_CORES else 1
 
 
 def alone(tokenizer: Tokenizer) -> Encode:

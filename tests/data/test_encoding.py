@@ -104,6 +104,12 @@ def test_each_worker_has_one_thread():
     assert batch.tokens == 2 * (1 + 1), "a separator and one id for each text"
 
 
+def test_many_cores_get_a_worker_each_and_few_the_threads_of_one(monkeypatch: pytest.MonkeyPatch):
+    for cores, workers in ((1, 1), (7, 1), (8, 8), (64, 64)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert encoding.default_workers() == workers
+
+
 def test_few_batches_are_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(encoding, "_BATCH_OF_WORKER", 1)
     read = 0
