@@ -26,7 +26,7 @@ _BATCH_ALONE = 4 << 20
 _BATCH_OF_WORKER = 1 << 20
 # Batches for each process that are being encoded, or wait to be encoded or written: this bounds the memory.
 _BATCHES_OF_WORKER = 2
-# From so many cores on, processes of one thread each are faster than one of many threads (docs/data.md has the numbers).
+# From so many cores on, processes of one thread each are faster than one of many threads (docs/data.md).
 _MANY_CORES = 8
 # The variable by which the tokenizers library is told whether to use threads.
 _LIBRARY_THREADS = "TOKENIZERS_PARALLELISM"
