@@ -2,8 +2,8 @@
 
 A module of this package defines `CONFIGS: dict[str, Callable[[], Config]]`; each function returns a new config, and its
 docstring documents it. A user's own file is loaded the same way, `path/to/file.py:NAME`, with NAME a key of its CONFIGS
-or one of its functions; a directory of published weights as hf:DIR, lora:DIR or qlora:DIR; what a run has stored as
-WORKDIR/config.json. Nothing registers itself: the package is searched when a name is asked for.
+or one of its functions; published weights as hf:DIR, lora:DIR or qlora:DIR, or with the Hub's ORG/NAME for DIR; what a
+run has stored as WORKDIR/config.json. Nothing registers itself: the package is searched when a name is asked for.
 
 Imports `framework.config`; the modules of named configs import the components that they name.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from framework.config import Config, ConfigError, did_you_mean
 from framework.config.names import nearest
+from framework.files import hub_models
 from framework.program import stored
 
 ConfigFunction = Callable[[], Config]
@@ -48,11 +49,11 @@ def names() -> list[str]:
 
 
 def load(spec: str, tell: Callable[[str], None] = _ignore) -> Config:
-    """Makes a new config by NAME, by path/to/file.py:NAME, by path/to/config.json, or by hf:DIR.
+    """Makes a new config by NAME, path/to/file.py:NAME, path/to/config.json, hf:DIR or hf:ORG/NAME.
 
     Args:
         spec: one of these.
-        tell: is told what of a stored config is left out, in a line for each.
+        tell: is told what of a stored config is left out, and which commit of the Hub is meant, in a line for each.
 
     Raises:
         ConfigError: there is no such name or function, or the function raised one. The message then ends with the line
@@ -74,6 +75,9 @@ def load(spec: str, tell: Callable[[str], None] = _ignore) -> Config:
         frames_of_file = [frame for frame in frames if frame.filename == file]
         place = "".join(f"  [{frame.filename}:{frame.lineno}]" for frame in frames_of_file[-1:])
         raise ConfigError(f"{error}{place}") from error
+    if is_of_published_model(spec):
+        for line in hub_models.note(config.pretrained.path):
+            tell(line)
     if not isinstance(config, Config):
         raise ConfigError(f"{spec}: expected a function that returns a Config, but it returned {type(config).__name__}")
     return config
@@ -81,12 +85,9 @@ def load(spec: str, tell: Callable[[str], None] = _ignore) -> Config:
 
 def find(spec: str, tell: Callable[[str], None] = _ignore) -> ConfigFunction:
     """Returns the function that makes the config of a spec; see `load`."""
-    kind, _, directory = spec.partition(":")
-    if directory:
-        # Imported here: that module imports this package.
-        kinds = importlib.import_module("configs.finetune").KINDS
-        if kind in kinds:
-            return functools.partial(kinds[kind], directory)
+    if is_of_published_model(spec):
+        kind, _, source = spec.partition(":")
+        return functools.partial(_published_kinds()[kind], source)
     if spec.endswith(".json"):
         return functools.partial(stored.read_to_train, Path(spec).expanduser(), tell)
     if spec.endswith(".py"):
@@ -108,6 +109,18 @@ def find(spec: str, tell: Callable[[str], None] = _ignore) -> ConfigFunction:
             hint = f"did you mean {similar_names}?"
         raise ConfigError(f"no config is named {spec!r}; {hint} (`plimsoll configs list` shows them all)")
     return function_by_name[spec]
+
+
+def is_of_published_model(spec: str) -> bool:
+    """Tells whether a spec is hf:SOURCE, lora:SOURCE or qlora:SOURCE."""
+    kind, _, source = spec.partition(":")
+    return bool(source) and kind in _published_kinds()
+
+
+def _published_kinds() -> dict[str, Callable[[str], Config]]:
+    """Returns the functions that make the config of a published model: "hf", "lora" and "qlora"."""
+    # Imported here: that module imports this package.
+    return importlib.import_module("configs.finetune").KINDS
 
 
 def _from_file(path: Path, name: str) -> ConfigFunction:

@@ -1,4 +1,4 @@
-"""Fine-tuning: of a directory of published weights (hf:DIR, lora:DIR, qlora:DIR; docs/finetune.md), and a toy.
+"""Fine-tuning: of published weights (hf:DIR, lora:DIR, qlora:DIR; docs/finetune.md), and a toy.
 
 LoRA is arXiv 2106.09685, QLoRA arXiv 2305.14314. Every named config takes adapters on the command line.
 """
@@ -11,6 +11,7 @@ from configs.tiny import stdlib_tiny
 from framework.config import Config, config_for
 from framework.data.chats import ChatSource
 from framework.data.pretrained_tokenizer import PretrainedTokenizer
+from framework.files import hub_models
 from framework.layers.lora import LoRA
 from framework.weights.pretrained import Pretrained
 
@@ -37,11 +38,15 @@ def lora_tiny() -> Config:
     return config
 
 
-def full(path: str) -> Config:
-    """All weights of a Hugging Face directory train, on chats: bf16 with f32 master weights; float32 files in float32.
+def full(source: str) -> Config:
+    """All weights of a published model train, on chats: bf16 with f32 master weights; float32 files in float32.
 
     Conversations are read from data/chat.jsonl, a twentieth of them for validation; three epochs.
+
+    Args:
+        source: a Hugging Face directory, or the Hub's id of a model, ORG/NAME or ORG/NAME@REVISION.
     """
+    path = hub_models.pinned(source)
     facts, _ = families.read(path)
     model, family = families.model_of(path)
     # The second name is GPT-2's.
@@ -75,9 +80,9 @@ def full(path: str) -> Config:
     return config
 
 
-def lora(path: str, base: str | None = None) -> Config:
-    """Adapters of rank 16 on all linear layers of a Hugging Face directory, whose own weights stay as they are."""
-    config = full(path)
+def lora(source: str, base: str | None = None) -> Config:
+    """Adapters of rank 16 on all linear layers of a published model, whose own weights stay as they are."""
+    config = full(source)
     config.model.lora = config_for(LoRA, rank=16, alpha=32.0, dropout=0.05, base=base)
     config.learner.optimizer = adamw(peak=2e-4, warmup=0.05, weight_decay=0.0)
     config.learner.rules = []
@@ -85,9 +90,9 @@ def lora(path: str, base: str | None = None) -> Config:
     return config
 
 
-def qlora(path: str) -> Config:
+def qlora(source: str) -> Config:
     """The same with the linear layers' own weights in 4 bits."""
-    return lora(path, base="nf4")
+    return lora(source, base="nf4")
 
 
 CONFIGS = {"lora-tiny": lora_tiny}

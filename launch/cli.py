@@ -141,7 +141,9 @@ class Parser(argparse.ArgumentParser):
         # `split` takes both flags out before argparse sees them: they are added for --help and for
         # did-you-mean.
         if takes_config:
-            config_help = "a named config (`plimsoll configs list`), path/to/file.py:NAME, or WORKDIR/config.json"
+            config_help = (
+                "a named config (`plimsoll configs list`), path/to/file.py:NAME, hf:DIR, or WORKDIR/config.json"
+            )
             self.add_argument("--config", metavar="NAME", help=config_help)
         self.add_argument(
             "--config.PATH",
@@ -155,7 +157,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--data",
             metavar="PATH",
-            help="your own data instead of the config's: a file, a folder, a glob or a URL; its kind is found, "
+            help="your own data instead of the config's: a file, a folder, a glob, a URL, or "
+            "hf://datasets/ORG/NAME of the Hugging Face Hub; its kind is found, "
             "and a twentieth of it is held out for evaluation",
         )
 

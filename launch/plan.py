@@ -73,6 +73,8 @@ def main(argv: list[str]) -> int:
     commands = list(_variants(command, args.compare, target))
     if not commands:
         raise cli.UsageError("none of the combinations of --compare can be")
+    for note in command.notes:
+        print(note, file=sys.stderr)
     reports = [_plan(variant, target, limit) for variant in commands]
     if len(reports) == 1:
         sections = report.sections(reports[0])

@@ -1,6 +1,6 @@
 """Tokenize a corpus into token files (.bin with a sidecar) that TokenMemmap reads.
 
-    plimsoll prepare --config=NAME [--config.data.source...=...] --out=DIR
+    plimsoll prepare --config=NAME [--config.data.source...=...] --out=DIR [--workers=N]
 
 The training source becomes DIR/train.bin (a mixture's parts train.0.bin, train.1.bin, ...), each validation set
 DIR/validation-NAME.bin; the tokenizer goes beside them. Everything is written in a temporary folder that is renamed at
@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from framework.config import Config
+from framework.data.encoding import Encode, WorkerLostError, by_workers, default_workers
 from framework.data.files import FileHashes
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap, located
@@ -41,17 +43,46 @@ def main(argv: list[str]) -> int:
         help="the folder to write; must not exist, or be empty",
     )
     parser.add_argument("--force", action="store_true", help="replace DIR when an earlier run of this verb wrote it")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that tokenize, of one thread each; 1 tokenizes in this process, by the threads of the "
+        "tokenizers library. By default one for each core where there are 8 or more, else 1. The files are the same",
+    )
     parser.add_data()
     command = parser.parse(argv)
     for note in command.notes:
         print(note, file=sys.stderr)
-    prepare(command.config.data, Path(command.args.out).expanduser(), force=command.args.force)
+    workers = command.args.workers
+    if workers is None:
+        workers = default_workers()
+    if workers < 1:
+        raise cli.UsageError(f"--workers={workers}: expected at least 1")
+    out = Path(command.args.out).expanduser()
+    try:
+        prepare(command.config.data, out, force=command.args.force, workers=workers)
+    except WorkerLostError as error:
+        interrupts.settle()
+        print(f"error: {error}. Nothing is left in {out}; the same command begins again", file=sys.stderr)
+        return ExitCode.FAILED
     return ExitCode.DONE
 
 
-def prepare(data: Config, out: Path, *, force: bool) -> None:
-    """Writes the token files of every source of `data` (a config of DataPipeline) into the folder `out`. Raises what
-    DataPipeline.setup does, and FileExistsError where `out` holds what may not be replaced."""
+def prepare(data: Config, out: Path, *, force: bool, workers: int = 1) -> None:
+    """Writes the token files of every source of `data` (a config of DataPipeline) into the folder `out`.
+
+    Args:
+        data: the config.
+        out: the folder, which appears whole or not at all.
+        force: replace what an earlier call has written there.
+        workers: processes that tokenize; the files do not depend on it.
+
+    Raises:
+        What DataPipeline.setup does.
+        FileExistsError: `out` holds what may not be replaced.
+        WorkerLostError: a process that tokenizes was killed.
+    """
     _check_replaceable(out, force)
     pipeline = data.instantiate()
     if not isinstance(pipeline, DataPipeline):
@@ -65,19 +96,8 @@ def prepare(data: Config, out: Path, *, force: bool) -> None:
     take_back = interrupts.at_end(lambda number, line: shutil.rmtree(temporary, ignore_errors=True))
     try:
         pipeline.prepare_tokenizer(temporary, write=True)
-        records = {}
-        for leaf in pipeline.leaves:
-            source = leaf.source
-            name = f"validation-{leaf.name}" if leaf.name in pipeline.validation_leaves else leaf.name
-            with located(leaf.label):
-                if isinstance(source, TokenMemmap):
-                    raise ValueError(f"{source.path} holds tokens already; there is nothing to prepare")
-                if source.codec(pipeline.tokenizer) is not pipeline.tokenizer:
-                    raise ValueError(
-                        "conversations are not prepared: runs that share a data.cache_dir tokenize them once"
-                    )
-                show(name, write_tokens(source, pipeline.tokenizer, temporary / f"{name}.bin"))
-                records[name] = source.contents(FileHashes())
+        with by_workers(pipeline.tokenizer, workers) as encode:
+            records = _write_sources(pipeline, temporary, encode)
         files = sorted([*(path.name for path in temporary.iterdir()), MANIFEST])
         manifest = {"data": data.to_dict(), "sources": records, "files": files}
         with writing(temporary / MANIFEST):
@@ -96,6 +116,22 @@ def prepare(data: Config, out: Path, *, force: bool) -> None:
     print(f"  --config.data.source.path={out}/{next(iter(records))}.bin")
     if (out / "tokenizer.json").exists():
         print(f"  --config.data.tokenizer.path={out}/tokenizer.json")
+
+
+def _write_sources(pipeline: DataPipeline, folder: Path, encode: Encode) -> dict[str, dict[str, Any]]:
+    """Writes a token file for every source. Returns what is recorded of each source, by the name of its file."""
+    records = {}
+    for leaf in pipeline.leaves:
+        source = leaf.source
+        name = f"validation-{leaf.name}" if leaf.name in pipeline.validation_leaves else leaf.name
+        with located(leaf.label):
+            if isinstance(source, TokenMemmap):
+                raise ValueError(f"{source.path} holds tokens already; there is nothing to prepare")
+            if source.codec(pipeline.tokenizer) is not pipeline.tokenizer:
+                raise ValueError("conversations are not prepared: runs that share a data.cache_dir tokenize them once")
+            show(name, write_tokens(source, pipeline.tokenizer, folder / f"{name}.bin", encode))
+            records[name] = source.contents(FileHashes())
+    return records
 
 
 def _check_replaceable(out: Path, force: bool) -> None:

@@ -19,7 +19,7 @@ def parser(verb: str, doc: str | None, *, hf: bool = True) -> cli.Parser:
     place = verb_parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--workdir", metavar="DIR", help="a run of `plimsoll train`")
     if hf:
-        place.add_argument("--hf", metavar="DIR", help="a Hugging Face directory")
+        place.add_argument("--hf", metavar="DIR", help="a Hugging Face directory, or the Hub's ORG/NAME")
     # `load` asks for it, also where a verb has no such flag.
     verb_parser.set_defaults(hf=None)
     add = verb_parser.add_argument

@@ -14,6 +14,8 @@ from configs.families.gemma import Gemma2
 from configs.families.gpt2 import GPT2
 from configs.families.llama import Llama
 from framework.config import Config, ConfigError, config_for
+from framework.files import hub_models
+from framework.files.hub_names import is_hub_url
 from framework.weights.pretrained import Directory, Family
 
 FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2]
@@ -28,7 +30,10 @@ MODEL_TYPES = {
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], Config]:
-    """Reads the config.json of a directory.
+    """Reads the config.json of a directory, or of a model of the Hub.
+
+    Args:
+        path: the directory, or hf://ORG/NAME@COMMIT.
 
     Returns:
         (its JSON, the config of its family).
@@ -37,9 +42,10 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
         FileNotFoundError: there is no such file.
         ValueError: it is no JSON, asks for code of its own to be run, or is of an unknown architecture.
     """
-    file = Path(path).expanduser() / "config.json"
+    file = hub_models.folder(path) / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"no file {file}: expected a directory as Hugging Face's save_pretrained writes it")
+        expected = "a directory as Hugging Face's save_pretrained writes it, or the Hub's ORG/NAME"
+        raise FileNotFoundError(f"no file {file}: expected {expected}")
     facts = _json_object(file)
     if "auto_map" in facts:
         raise ValueError(f"{file} asks for code of its own (auto_map); code of a directory is never executed")
@@ -65,7 +71,7 @@ def generation_facts(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: it is no JSON object.
     """
-    file = Path(path).expanduser() / "generation_config.json"
+    file = hub_models.folder(path) / "generation_config.json"
     if not file.is_file():
         return {}
     return _json_object(file)
@@ -126,17 +132,26 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
         dtype = float_dtype(Facts(facts))
     except ValueError as error:
         raise ValueError(str(error).replace("config.json", f"{path}/config.json", 1)) from None
-    if dtype is None and list(Path(path).expanduser().glob("*.safetensors")):
-        # Without a dtype in config.json, the first tensor decides.
-        directory = Directory(path)
-        first_name = next(iter(directory.home))
-        stored_dtype = directory.tensor(first_name).get_dtype()
+    # Without a dtype in config.json, the first tensor decides.
+    stored_dtype = _first_dtype(path) if dtype is None else None
+    if stored_dtype is not None:
         dtype = {"F32": "float32", "F64": "float32"}.get(stored_dtype)
     # Files in float64 are trained in float32. Those in float16 are trained in bfloat16, whose range
     # needs no scaling of the loss.
     is_wide = dtype in ("float32", "float64")
     model.param_dtype = model.compute_dtype = "float32" if is_wide else "bfloat16"
     return model, family
+
+
+def _first_dtype(path: str | Path) -> str | None:
+    """Returns safetensors' name of the first tensor's dtype; None for a directory without weights."""
+    if hub_models.has_weights(path):
+        directory = Directory(path)
+        first_name = next(iter(directory.home))
+        return directory.tensor(first_name).get_dtype()
+    if is_hub_url(str(path)):
+        return hub_models.first_dtype(str(path))
+    return None
 
 
 def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[dict[str, Any], Family]:

@@ -60,7 +60,7 @@ def load_config(
     if spec.endswith(".json"):
         named = stored.read_to_train(Path(spec).expanduser(), notes.append)
     else:
-        named = load_named(spec)
+        named = load_named(spec, notes.append)
     changes = dict(overrides or {})
     if data is not None:
         named, data_notes = with_data(named, str(data), list(changes))

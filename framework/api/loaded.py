@@ -9,6 +9,7 @@ from framework.config import Config, config_for, target_of
 from framework.config.named import load_named
 from framework.data.tokenizers import BPETokenizer
 from framework.devices.environment import prepare_jax
+from framework.files import hub_models
 from framework.files.workdir import read_only
 from framework.program import stored
 
@@ -129,7 +130,7 @@ def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
 
 
 def load_published(path: str, change: Change, *, host_weights: bool, tell: Tell) -> Loaded:
-    """Loads the published model in a Hugging Face directory; the arguments are those of `load_run`."""
+    """Loads a published model: of a Hugging Face directory, or by the Hub's id. Other arguments as for `load_run`."""
     prepare_jax()
     import optax
 
@@ -139,15 +140,18 @@ def load_published(path: str, change: Change, *, host_weights: bool, tell: Tell)
     from framework.program.inference import inference_program
 
     config = load_named(f"hf:{path}")
+    place = config.pretrained.path
+    for line in hub_models.note(place):
+        tell(line)
     # An experiment needs a learner. Plain SGD keeps no state, so it takes no memory.
     optimizer = config_for(optax.sgd, learning_rate=0.0)
     config.learner = config_for(Learner, optimizer=optimizer)
-    config.data.tokenizer = config_for(PretrainedTokenizer, path=path, vocab_size=config.model.vocab_size)
+    config.data.tokenizer = config_for(PretrainedTokenizer, path=place, vocab_size=config.model.vocab_size)
     change(config)
     experiment: Any = config.instantiate()
-    experiment.data.tokenizer.prepare(Path(path), None, write=False)
+    folder = hub_models.folder(place)
+    experiment.data.tokenizer.prepare(folder, None, write=False)
     use_compilation_cache(config.trainer.compilation_cache)
     program = inference_program(experiment, host_weights=host_weights, tell=tell)
     state = experiment.pretrained.init(program)
-    folder = Path(path).expanduser()
     return Loaded(config, experiment, program, state, False, folder)

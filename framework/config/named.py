@@ -6,6 +6,7 @@ The library imports no named config by itself; what is asked for by name is look
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,10 @@ from framework.config.names import ConfigError
 _NAME = "configs"
 # The folder that holds this package, and that one beside it.
 _FOLDER = Path(__file__).resolve().parents[2] / _NAME
+
+
+def _ignore(line: str) -> None:
+    """Drops a line."""
 
 
 def named_configs() -> ModuleType:
@@ -37,9 +42,9 @@ def named_configs() -> ModuleType:
     )
 
 
-def load_named(spec: str) -> Config:
-    """A new config by NAME, path/to/file.py:NAME or hf:DIR; raises what `configs.load` does."""
-    return named_configs().load(spec)
+def load_named(spec: str, tell: Callable[[str], None] = _ignore) -> Config:
+    """A new config by NAME, path/to/file.py:NAME, hf:DIR or hf:ORG/NAME; arguments and errors are `configs.load`'s."""
+    return named_configs().load(spec, tell)
 
 
 def family_module() -> ModuleType:

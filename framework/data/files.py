@@ -1,7 +1,8 @@
 """Files of data, local or behind any fsspec URL: finding them, reading them, and hashes that are computed only once.
 
-A path is a local path, a glob, or a URL that fsspec understands (memory://, s3://, gs:// ...). A file that cannot be
-read is an error that names it, before any model is built.
+A path is a local path, a glob, a URL that fsspec understands (memory://, s3://, gs:// ...), or one of the Hugging Face
+Hub (hf://), whose files are read in the Hub's cache on this machine. A file that cannot be read is an error that names
+it, before any model is built.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config import did_you_mean
+from framework.files import hub
 from framework.files.remote import connect, explained, is_url
 from framework.files.workdir import write_json
 
@@ -143,7 +145,7 @@ def find(paths: str | Iterable[str]) -> list[DataFile]:
     patterns = [paths] if isinstance(paths, str) else list(paths)
     if not patterns:
         raise ValueError("expected at least one path, given none")
-    return [file for pattern in patterns for file in _match(pattern)]
+    return [file for pattern in hub.local_paths(patterns) for file in _match(pattern)]
 
 
 def _match(pattern: str) -> list[DataFile]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from framework.config import Config, ConfigError, config_for, target_of
+from framework.files.hub_names import is_hub_url
 
 # The validation set of one's own data: metrics are called eval/held_out/loss and so on.
 HELD_OUT = "held_out"
@@ -15,7 +16,7 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
 
     Args:
         named: config of an experiment with text or tokens.
-        path: a file, a folder, a glob or an fsspec URL.
+        path: a file, a folder, a glob, an fsspec URL, or hf://datasets/ORG/NAME of the Hub.
         overridden: paths of the config that the command line sets itself.
 
     Returns:
@@ -35,6 +36,8 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
     config = named.copy()
     if "data" not in config or target_of(config.data) is not DataPipeline:
         raise ConfigError("--data is for configs that train on text; set this one's config.data.*")
+    if path.startswith("hf:") and not is_hub_url(path):
+        raise ConfigError(f"--data={path}: a data set of the Hub is --data=hf://datasets/{path.removeprefix('hf:')}")
     try:
         data = recognized(path)
     except (OSError, ValueError) as error:

@@ -6,46 +6,26 @@ recognized("my_folder/")          # text, JSON lines, Parquet, token files or co
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from framework.config import Config, config_for
+from framework.data import hub_data
 from framework.data.chats import ChatSource, conversation
 from framework.data.files import DataFile, find
 from framework.data.held_out import TextPart, TokenPart
+from framework.data.kinds import KINDS, SAMPLE_BYTES, Found, Kind, ending_of, kind_of_json, parts_by_name
 from framework.data.sources import JsonLines, Parquet, TextFiles, TokenMemmap, json_rows, parquet_rows
+from framework.files.hub_names import is_hub_url
 from framework.files.remote import is_url
 
-Kind = Literal["text", "JSON lines", "Parquet", "tokens"]
-
-# Endings that say what a file holds; .gz and the like behind them are for the reader. Others are text, or nothing.
-_KINDS: dict[str, Kind] = {
-    ".jsonl": "JSON lines",
-    ".ndjson": "JSON lines",
-    ".parquet": "Parquet",
-    ".bin": "tokens",
-}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zip", ".zst", ".lz4")
-# So much of a file is looked at: text has no zero byte, and is UTF-8.
-_SAMPLE_BYTES = 4096
-# Parts that somebody has made already, by the first word of a file's or folder's name.
-_TRAIN = re.compile(r"(?i)train(ing)?(?![a-z])")
-_VALIDATION = re.compile(r"(?i)(val|valid|validation|dev|held_?out|eval|test)(?![a-z])")
 # Columns that hold the text of a document, the likeliest first.
 _TEXT_FIELDS = ("text", "content", "document", "body", "story")
 # A list of files is written into the config as long as it is short, and a glob where that names the same files.
 _MAX_LISTED = 8
-
-
-class _Parts(NamedTuple):
-    """The files of the two parts that somebody has made; no validation files where the data is in one part."""
-
-    train: list[DataFile]
-    validation: list[DataFile]
 
 
 @dataclass(frozen=True)
@@ -66,7 +46,7 @@ class Recognized:
 
 
 def recognized(path: str, validation_fraction: float = 0.05) -> Recognized:
-    """Looks at a file, a folder, a glob or an fsspec URL of data.
+    """Looks at a file, a folder, a glob, an fsspec URL, or a data set of the Hub.
 
     A folder is searched with its subfolders; hidden files are left out. Where names say which files are for training
     and which for validation (train*, val*, test*, ...), that is how the data is split; otherwise about so much of it is
@@ -75,32 +55,56 @@ def recognized(path: str, validation_fraction: float = 0.05) -> Recognized:
     Raises:
         FileNotFoundError, PermissionError, ValueError: there is no such data, or none that can be read.
     """
-    files = _found(path)
-    kind, files_of_kind, left_out = _kind_of(path, files)
-    parts = _parts_of(files_of_kind)
+    found = hub_data.found(path) if is_hub_url(path) else _found_locally(path)
     field, fields = None, []
     is_chat = False
-    if kind in ("JSON lines", "Parquet"):
-        row = _first_row(kind, parts.train[0])
+    if found.kind in ("JSON lines", "Parquet"):
+        row = _first_row(found.kind, found.first)
         is_chat = _is_conversation(row)
         if not is_chat:
-            field, fields = _text_field(parts.train[0], row)
-    what = "conversations" if is_chat else kind
-    if parts.validation:
-        source = _source(kind, is_chat, field, _named(path, parts.train), None)
-        held_out = _source(kind, is_chat, field, _named(path, parts.validation), None)
-        how = f"{len(parts.train)} files for training, {len(parts.validation)} held out, by their names"
+            field, fields = _text_field(found.first, row)
+    what = "conversations" if is_chat else found.kind
+    if found.validation:
+        source = _source(found.kind, is_chat, field, found.train, None)
+        held_out = _source(found.kind, is_chat, field, found.validation, None)
+        how = f"{_counted(found.num_train, 'file')} for training, {found.num_validation} held out, {found.told_by}"
     else:
-        names = _named(path, parts.train)
-        source = _source(kind, is_chat, field, names, ("train", validation_fraction))
-        held_out = _source(kind, is_chat, field, names, ("validation", validation_fraction))
-        how = f"{_counted(len(parts.train), 'file')}, {validation_fraction:.0%} held out"
-    line = f"data: {what} from {path}: {how}"
+        source = _source(found.kind, is_chat, field, found.train, ("train", validation_fraction))
+        held_out = _source(found.kind, is_chat, field, found.train, ("validation", validation_fraction))
+        how = f"{_counted(found.num_train, 'file')}, {validation_fraction:.0%} held out"
+    line = f"data: {what} from {found.place}: {how}"
     if field is not None and len(fields) > 1:
         line += f"; the text is in {field!r} (of {', '.join(fields)})"
-    if left_out:
-        line += f"; left out: {', '.join(f'{count} {ending}' for ending, count in left_out.most_common(5))}"
-    return Recognized(source, held_out, kind != "tokens", line)
+    if found.left_out:
+        line += f"; left out: {', '.join(f'{count} {ending}' for ending, count in found.left_out.most_common(5))}"
+    return Recognized(source, held_out, found.kind != "tokens", line)
+
+
+def _found_locally(path: str) -> Found:
+    """The files of a path, a glob or an fsspec URL, by kind and part."""
+    files = _found(path)
+    kind, files_of_kind, left_out = _kind_of(path, files)
+    file_by_path = {file.path: file for file in files_of_kind}
+    parts = parts_by_name(list(file_by_path))
+    held_out_paths = sorted([*parts.validation, *parts.test], key=list(file_by_path).index)
+    train_paths = parts.train
+    # One file that is in neither part says that the names mean something else.
+    if parts.others or not train_paths or not held_out_paths:
+        train_paths = list(file_by_path)
+        held_out_paths = []
+    train_files = [file_by_path[name] for name in train_paths]
+    held_out_files = [file_by_path[name] for name in held_out_paths]
+    return Found(
+        place=path,
+        kind=kind,
+        first=train_files[0],
+        train=_named(path, train_files),
+        validation=_named(path, held_out_files) if held_out_files else [],
+        num_train=len(train_files),
+        num_validation=len(held_out_files),
+        told_by="by their names",
+        left_out=left_out,
+    )
 
 
 def _counted(number: int, noun: str) -> str:
@@ -129,7 +133,7 @@ def _kind_of(path: str, files: list[DataFile]) -> tuple[Kind, list[DataFile], Co
     for file in files:
         kind = _kind_of_file(file)
         if kind is None:
-            left_out[_ending(file.path) or file.name.rpartition("/")[2]] += 1
+            left_out[ending_of(file.path) or file.name.rpartition("/")[2]] += 1
         else:
             files_by_kind.setdefault(kind, []).append(file)
     if not files_by_kind:
@@ -140,26 +144,20 @@ def _kind_of(path: str, files: list[DataFile]) -> tuple[Kind, list[DataFile], Co
     largest_kind = max(files_by_kind, key=lambda kind: sum(file.size() for file in files_by_kind[kind]))
     for kind, others in files_by_kind.items():
         if kind != largest_kind:
-            left_out.update(_ending(file.path) or "files without an ending" for file in others)
+            left_out.update(ending_of(file.path) or "files without an ending" for file in others)
     return largest_kind, files_by_kind[largest_kind], left_out
-
-
-def _ending(path: str) -> str:
-    """The ending of a file's name, without that of its compression."""
-    stem, ending = os.path.splitext(path)
-    return os.path.splitext(stem)[1] if ending in _COMPRESSED else ending
 
 
 def _kind_of_file(file: DataFile) -> Kind | None:
     """The kind of a file by its ending, or by its first bytes; None: no data."""
-    ending = _ending(file.path)
-    if ending in _KINDS:
-        return _KINDS[ending]
+    ending = ending_of(file.path)
+    if ending in KINDS:
+        return KINDS[ending]
     if ending == ".json":
-        return _kind_of_json(file)
+        return kind_of_json(file)
     if file.size() == 0:
         return None
-    sample = next(file.chunks(_SAMPLE_BYTES, decompress=True), b"")
+    sample = next(file.chunks(SAMPLE_BYTES, decompress=True), b"")
     try:
         # A character may be cut in two at the end of the sample.
         sample.decode("utf-8")
@@ -167,31 +165,6 @@ def _kind_of_file(file: DataFile) -> Kind | None:
         if error.start < len(sample) - 3:
             return None
     return None if b"\0" in sample else "text"
-
-
-def _kind_of_json(file: DataFile) -> Kind | None:
-    """Lines of JSON under the name .json; one JSON value over many lines is no data."""
-    sample = next(file.chunks(_SAMPLE_BYTES, decompress=True), b"").lstrip()
-    first_line = sample.partition(b"\n")[0].rstrip()
-    return "JSON lines" if first_line.startswith(b"{") and first_line.endswith(b"}") else None
-
-
-def _parts_of(files: list[DataFile]) -> _Parts:
-    """The files by the part that their names say, or all of them as one part."""
-    folder = os.path.commonpath([os.path.dirname(file.path) for file in files])
-    train: list[DataFile] = []
-    validation: list[DataFile] = []
-    for file in files:
-        words = os.path.relpath(file.path, folder).split(os.sep)
-        if any(_VALIDATION.match(word) for word in words):
-            validation.append(file)
-        elif any(_TRAIN.match(word) for word in words):
-            train.append(file)
-        else:
-            return _Parts(files, [])
-    if not train or not validation:
-        return _Parts(files, [])
-    return _Parts(train, validation)
 
 
 def _named(path: str, files: list[DataFile]) -> list[str]:

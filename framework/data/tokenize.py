@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from framework.data.encoding import Encode, alone, token_dtype
 from framework.data.files import find
 from framework.data.sources import TextSource
 from framework.data.token_files import FACTS, scan, sidecar_name
 from framework.data.tokenizers import Tokenizer
 from framework.files.workdir import write_json, writing
-
-# Text that is encoded at a time: enough to keep all cores busy, and some 100 MB of the tokenizers
-# library's own records.
-_BATCH_BYTES = 4 << 20
 
 
 @dataclass
@@ -39,36 +34,42 @@ class Progress:
     total: int = 0
 
 
-def write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Iterator[Progress]:
+def write_tokens(
+    source: TextSource,
+    tokenizer: Tokenizer,
+    path: Path,
+    encode: Encode | None = None,
+) -> Iterator[Progress]:
     """Writes all documents of `source` into the token file `path` and its sidecar; empty documents are left out.
 
     Yields after each batch of documents. The caller gives a path in a temporary folder, and renames the folder when
     everything is written.
 
+    Args:
+        source: the documents.
+        tokenizer: what they are encoded by.
+        path: the token file.
+        encode: encodes them by this tokenizer, maybe in other processes; None: in this one.
+
     Raises:
         ValueError: the source holds no text, or a document is damaged. The message names file and place.
         OSError: `path` cannot be written, for instance because the disk is full. The message names it.
+        WorkerLostError: a process of `encode` was killed.
     """
     with writing(path):
-        yield from _write_tokens(source, tokenizer, path)
+        yield from _write_tokens(source, tokenizer, path, encode or alone(tokenizer))
 
 
-def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Iterator[Progress]:
+def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path, encode: Encode) -> Iterator[Progress]:
     files = source.files()
     progress = Progress(total=sum(file.size() for file in files))
-    # The byte order is fixed: a token file may be read on another machine.
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    separator = np.array([tokenizer.separator_id], dtype)
+    documents = (text for file in files for text in source.read(file))
     with open(path, "wb") as stream:
-        documents = (text for file in files for text in source.read(file))
-        for texts in _batches(documents):
-            encoded_texts = tokenizer.encode_batch(texts)
-            for text, tokens in zip(texts, encoded_texts, strict=True):
-                document_tokens = np.append(separator, tokens).astype(dtype)
-                stream.write(document_tokens.tobytes())
-                progress.documents += 1
-                progress.text_bytes += len(text.encode("utf-8"))
-                progress.tokens += len(tokens) + 1
+        for batch in encode(documents):
+            stream.write(batch.content)
+            progress.documents += batch.documents
+            progress.text_bytes += batch.text_bytes
+            progress.tokens += batch.tokens
             progress.position = sum(file.position for file in files)
             yield progress
         # The caller's rename must not reach the disk before the tokens do.
@@ -77,6 +78,7 @@ def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Itera
     if not progress.documents:
         raise ValueError("the source holds no text: every document is empty, or there is none")
     # The hashes are those of the file as it can be read back, not of what was meant to be written.
+    dtype = token_dtype(tokenizer)
     (token_file,) = find(str(path))
     hashes = [digest for digest, _ in scan(token_file, dtype.str)]
     facts = (
@@ -89,19 +91,3 @@ def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path) -> Itera
         hashes,
     )
     write_json(sidecar_name(str(path)), dict(zip(FACTS, facts, strict=True)))
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yields the documents that are not empty, in lists of about _BATCH_BYTES."""
-    batch: list[str] = []
-    size = 0
-    for document in filter(None, documents):
-        batch.append(document)
-        # Characters stand for bytes here: the limit need not be exact.
-        size += len(document)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch

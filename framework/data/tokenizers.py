@@ -297,6 +297,10 @@ def load_library(data: bytes, name: str, vocab_size: int) -> tuple[Any, dict[str
     largest_id = max(vocab.values())
     if largest_id >= vocab_size:
         raise ValueError(f"{name}: has ids up to {largest_id}, but data.tokenizer.vocab_size is {vocab_size}")
+    # A file may keep what somebody's last call has set: a document is neither cut, nor filled up to the longest one of
+    # its batch.
+    library.no_truncation()
+    library.no_padding()
     # Otherwise a document that contains the text "<|endoftext|>" would encode to the separator.
     library.encode_special_tokens = True
     return library, facts

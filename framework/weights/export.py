@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from framework.files import hub_models
 from framework.files.workdir import writing
 from framework.layers.lora import merge_adapters
 from framework.layout import Nested, flatten, unflatten
@@ -154,7 +155,7 @@ def export_adapters(
 
     Args:
         to, model, params, family, beside: as for `export_model`.
-        base: the directory of the model that they belong to.
+        base: the directory of the model that they belong to, or hf://ORG/NAME@COMMIT.
 
     Raises:
         FileExistsError: `to` is there.
@@ -168,7 +169,7 @@ def export_adapters(
     facts = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        **hub_models.base_of_adapter(base),
         "r": model.lora.rank,
         "lora_alpha": model.lora.scale * model.lora.rank,
         "lora_dropout": model.lora.dropout,

@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from framework.config import Config, component
+from framework.files import hub_models
 from framework.layers.quantize import quantize
 from framework.layout import (
     Nested,
@@ -143,9 +144,9 @@ class Directory:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path).expanduser()
-        index = self.path / "model.safetensors.index.json"
-        single = self.path / "model.safetensors"
+        self.path = hub_models.folder_with_weights(path)
+        index = self.path / hub_models.INDEX
+        single = self.path / hub_models.WEIGHTS
         if single.is_file():
             # As transformers: an index beside it is of shards that were there before.
             self.home: dict[str, str] = dict.fromkeys(self._open(single.name).keys(), single.name)
@@ -187,7 +188,7 @@ class Pretrained:
     """The first weights of a run.
 
     Args:
-        path: a directory with config.json and safetensors files.
+        path: a directory with config.json and safetensors files, or hf://ORG/NAME@COMMIT, a model of the Hub.
         family: which maps names; of configs/families.
         facts: the directory's config.json, which an export begins with.
         generation: the directory's generation_config.json, which an export writes again; empty if there is none.

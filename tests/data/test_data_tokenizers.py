@@ -35,6 +35,17 @@ def test_bytes_are_their_own_ids():
     assert tokenizer.decode([0xC3]) == "\ufffd"
 
 
+def test_a_document_is_neither_cut_nor_filled_up_as_a_file_may_say(tmp_path: Path, bpe: BPETokenizer):
+    library = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    library.enable_truncation(max_length=4)
+    library.enable_padding(pad_id=1, pad_token="!")
+    library.save(str(tmp_path / "set.json"))
+    tokenizer = BPETokenizer(vocab_size=320, path=str(tmp_path / "set.json"))
+    tokenizer.prepare(tmp_path / "other", None, write=False)
+    for tokens, expected in zip(tokenizer.encode_batch(CORPUS), bpe.encode_batch(CORPUS), strict=True):
+        assert tokens.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_round_trip_and_byte_counts_of_every_byte(kind: str, bpe: BPETokenizer):
     tokenizer = ByteTokenizer() if kind == "bytes" else bpe

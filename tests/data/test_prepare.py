@@ -87,8 +87,8 @@ def test_it_overwrites_only_when_forced_and_only_its_own(tmp_path: Path, flags: 
 def test_killed_midway_it_leaves_no_file_under_the_final_name(tmp_path: Path, flags: list[str]):
     code = (
         "import sys, time\n"
-        "from framework.data import tokenize\n"
-        "tokenize._BATCH_BYTES = 100\n"
+        "from framework.data import encoding\n"
+        "encoding._BATCH_ALONE = encoding._BATCH_OF_WORKER = 100\n"
         "from launch import prepare\n"
         "prepare.show = lambda name, steps: [(print(s.tokens, flush=True), time.sleep(0.2)) for s in steps]\n"
         "prepare.main(sys.argv[1:])\n"

@@ -1,0 +1,159 @@
+"""A data set of the Hugging Face Hub: which of its files are trained on, and which are evaluated.
+
+The parts are those of the data set's card (`configs` in the head of README.md), or else those that names of files and
+folders say (the Hub's documentation, "Data files Configuration").
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from framework.data.dataset_card import Splits, choose, matched, read_card
+from framework.data.files import find
+from framework.data.kinds import KINDS, Found, Kind, ending_of, kind_of_json, part_of, parts_by_name
+from framework.files import hub
+from framework.files.hub_cache import Snapshot
+from framework.files.hub_names import HubRepo, parse_url
+
+# What is data by its ending alone: a file is looked into only once it is downloaded.
+_HUB_KINDS: dict[str, Kind] = {
+    **{ending: kind for ending, kind in KINDS.items() if kind != "tokens"},
+    ".json": "JSON lines",
+    ".txt": "text",
+    ".text": "text",
+}
+
+
+class _Parts(NamedTuple):
+    """Names of the files that are trained on and evaluated, and what says which is which."""
+
+    train: list[str]
+    validation: list[str]
+    told_by: str
+
+
+def found(url: str) -> Found:
+    """Looks at a data set; the first file that is trained on is downloaded, and no other.
+
+    Args:
+        url: hf://datasets/ORG/NAME, maybe with @REVISION, and with a path in it: a name of the card's `configs`, a
+            folder, a file or a glob. hf://ORG/NAME is read as the same.
+
+    Raises:
+        FileNotFoundError, PermissionError: there is no such data set, or it is gated.
+        ValueError: it holds no data that can be read, or several kinds of it to choose from.
+    """
+    repo, path = parse_url(url)
+    fetched = hub.listed(HubRepo("dataset", repo.name, repo.revision))
+    snapshot = fetched.snapshot
+    place = snapshot.repo.url(path)
+    parts, candidates = _parts(url, snapshot, path)
+    sizes = _sizes(snapshot, [*parts.train, *parts.validation])
+    kind = _largest_kind(place, sizes, candidates)
+    train = [name for name in parts.train if _kind_of_name(name) == kind]
+    validation = [name for name in parts.validation if _kind_of_name(name) == kind]
+    if not train:
+        raise ValueError(f"{place} has no {kind} files to train on, only some to evaluate: {', '.join(validation[:3])}")
+    left_out = Counter(ending_of(name) or name.rpartition("/")[2] for name in candidates)
+    left_out.subtract(ending_of(name) for name in [*train, *validation])
+    (first,) = find(snapshot.repo.url(train[0]))
+    if ending_of(train[0]) == ".json" and kind_of_json(first) is None:
+        raise ValueError(f"{snapshot.repo.url(train[0])} is one JSON value; expected a JSON object on each line")
+    if fetched.why_not:
+        place += f" (by the cache alone: {fetched.why_not})"
+    return Found(
+        place=place,
+        kind=kind,
+        first=first,
+        train=[snapshot.repo.url(name) for name in train],
+        validation=[snapshot.repo.url(name) for name in validation],
+        num_train=len(train),
+        num_validation=len(validation),
+        told_by=parts.told_by,
+        left_out=+left_out,
+    )
+
+
+def _parts(url: str, snapshot: Snapshot, path: str) -> tuple[_Parts, list[str]]:
+    """Returns (the parts, the names of all files that were looked at for them)."""
+    names = [name for name in snapshot.names(["*"]) if not _is_about_the_repository(name)]
+    splits = choose(url, read_card(snapshot), path)
+    if splits is not None:
+        return _parts_of_splits(url, splits, names), names
+    candidates = matched(names, [path, f"{path}/**"]) if path else names
+    if not candidates:
+        raise FileNotFoundError(f"{snapshot.repo.url(path)} does not exist: the data set has {', '.join(names[:8])}")
+    data_names = [name for name in candidates if _kind_of_name(name) is not None]
+    if not data_names:
+        endings = sorted({ending_of(name) or name for name in candidates})
+        converted = snapshot.repo.at("refs/convert/parquet").url()
+        raise ValueError(
+            f"{snapshot.repo.url(path)} holds no data that is known ({', '.join(endings[:8])}): expected Parquet, "
+            f"JSON lines or .txt; the Hub may have converted it: --data={converted}"
+        )
+    parts = parts_by_name(data_names)
+    if parts.train:
+        return _Parts(parts.train, parts.validation or parts.test, "by their names"), candidates
+    if parts.validation or parts.test:
+        return _Parts(parts.others, parts.validation or parts.test, "by their names"), candidates
+    return _Parts(parts.others, [], ""), candidates
+
+
+def _parts_of_splits(url: str, splits: Splits, names: list[str]) -> _Parts:
+    """The parts by the splits of a card.
+
+    Raises:
+        ValueError: several splits, or none, are for training.
+    """
+    for_training = [split for split in splits if part_of(split) == "train"]
+    if "train" in splits:
+        for_training = ["train"]
+    if not for_training and len(splits) == 1:
+        # A data set of one split has no parts, whatever the split is called.
+        for_training = list(splits)
+    if len(for_training) != 1:
+        files = "; ".join(f"{split}: {', '.join(patterns)}" for split, patterns in splits.items())
+        raise ValueError(
+            f"{url} has {len(for_training) or 'no'} splits for training; name the files by a path behind the URL, such "
+            f"as a glob. Its splits are {files}"
+        )
+    by_part: dict[str | None, list[str]] = {}
+    for split, patterns in splits.items():
+        if split not in for_training:
+            by_part.setdefault(part_of(split), []).extend(matched(names, patterns))
+    train = matched(names, splits[for_training[0]])
+    if not train:
+        raise FileNotFoundError(f"{url}: no file matches {', '.join(splits[for_training[0]])}, as its card says")
+    held_out = by_part.get("validation") or by_part.get("test") or []
+    return _Parts(train, held_out, "by the splits of its card")
+
+
+def _is_about_the_repository(name: str) -> bool:
+    """Tells whether a file is hidden, or about the data and no data itself."""
+    is_hidden = any(word.startswith(".") for word in name.split("/"))
+    return is_hidden or ending_of(name) in (".md", ".py") or name.rpartition("/")[2].upper().startswith("LICENSE")
+
+
+def _kind_of_name(name: str) -> Kind | None:
+    return _HUB_KINDS.get(ending_of(name))
+
+
+def _sizes(snapshot: Snapshot, names: list[str]) -> dict[str, int]:
+    """Bytes of files, by name: of the commit's list, or of the files in the cache."""
+    if snapshot.sizes is not None:
+        return {name: snapshot.sizes[name] for name in names}
+    return {name: (snapshot.folder / name).stat().st_size for name in names}
+
+
+def _largest_kind(place: str, sizes: dict[str, int], candidates: list[str]) -> Kind:
+    """The kind of which there are most bytes. Raises ValueError where no file is of a known kind."""
+    bytes_by_kind: Counter[Kind] = Counter()
+    for name, size in sizes.items():
+        kind = _kind_of_name(name)
+        if kind is not None:
+            bytes_by_kind[kind] += size
+    if not bytes_by_kind:
+        endings = ", ".join(sorted({ending_of(name) or name for name in candidates})[:8])
+        raise ValueError(f"{place} holds no data that is known ({endings}): expected Parquet, JSON lines or .txt")
+    return max(bytes_by_kind, key=lambda kind: bytes_by_kind[kind])

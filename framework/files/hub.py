@@ -1,0 +1,205 @@
+"""Files of the Hugging Face Hub: from its cache on this machine, else by the library `huggingface_hub`.
+
+A branch means the commit that the cache has for it, so that a run which starts again reads what it began with, and
+without a network. `hf download` moves the cache on to the branch's newest commit.
+"""
+
+from __future__ import annotations
+
+import glob
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from framework.files.hub_cache import Snapshot, cache_folder, cached, is_offline
+from framework.files.hub_names import HubRepo, parse_url
+from framework.terminal.tables import human_bytes
+
+INSTALL = "pip install 'plimsoll-train[hub]'"
+# The library lists a commit's files when it downloads one of them. Every repository of the Hub has this one.
+_SMALLEST = (".gitattributes",)
+# The first release whose cache has a list of all files of a commit.
+_OLDEST_LIBRARY = 2
+# A name that no repository has.
+_UNKNOWN = ".plimsoll-lists-the-files"
+# Why the Hub could not be reached, by its address: it is not tried again for each file.
+_unreachable: dict[str, str] = {}
+
+
+class Fetched(NamedTuple):
+    """What the cache holds after the Hub was asked, and why the Hub could not be asked: empty if it needed not be."""
+
+    snapshot: Snapshot
+    why_not: str
+
+
+def fetch(repo: HubRepo, patterns: Sequence[str]) -> Fetched:
+    """Brings the files that match into the cache, unless they are there.
+
+    Args:
+        repo: the repository.
+        patterns: names of files, or globs in which `*` matches `/` too.
+
+    Raises:
+        FileNotFoundError: neither the cache nor the Hub has the repository at that revision.
+        PermissionError: it is gated.
+        ValueError: the files are larger than the disk has room for.
+    """
+    before = cached(repo)
+    if before is not None and before.is_known_complete(patterns):
+        return Fetched(before, "")
+    why_not = obstacle()
+    # Once a commit is known it is the one that is asked for: its branch may move.
+    wanted = repo if before is None else before.repo
+    if not why_not and (before is None or before.sizes is None):
+        why_not = _download(wanted, _SMALLEST)
+        before = cached(wanted)
+    if not why_not and before is not None:
+        why_not = _complete(before, patterns)
+    snapshot = cached(wanted if before is None else before.repo)
+    if snapshot is None:
+        raise FileNotFoundError(
+            f"{repo} is not in the cache of the Hub ({cache_folder()}), and {advice(repo, why_not)}"
+        )
+    return Fetched(snapshot, why_not)
+
+
+def advice(repo: HubRepo, why_not: str) -> str:
+    """Returns why a repository cannot be downloaded, and the command that does so elsewhere."""
+    kind = " --repo-type=dataset" if repo.kind == "dataset" else ""
+    revision = "" if repo.revision == "main" else f" --revision={repo.revision}"
+    command = f"hf download {repo.name}{kind}{revision}"
+    return f"{why_not}; with a network, `{command}` brings it there (HF_HUB_CACHE names another folder)"
+
+
+def require(fetched: Fetched, names: Iterable[str]) -> None:
+    """Raises FileNotFoundError where a file is not in the cache; the message says whether the Hub has it."""
+    snapshot, why_not = fetched
+    missing = [name for name in dict.fromkeys(names) if not snapshot.has(name)]
+    if not missing:
+        return
+    listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    if snapshot.sizes is not None and not any(name in snapshot.sizes for name in missing):
+        raise FileNotFoundError(f"{snapshot.repo} on the Hub has no file {listed}")
+    reason = advice(snapshot.repo, why_not or "the Hub does not have it")
+    raise FileNotFoundError(
+        f"{snapshot.repo}: {listed} is not in the cache of the Hub ({snapshot.folder}), and {reason}"
+    )
+
+
+def local_paths(paths: Iterable[str]) -> list[str]:
+    """Returns paths on this machine: of URLs of the Hub those in the cache, other paths as they are.
+
+    All files of a repository are downloaded side by side. A glob of a URL becomes a glob of the cache.
+
+    Raises:
+        FileNotFoundError, PermissionError, ValueError: as `fetch` and `require`.
+    """
+    paths = list(paths)
+    paths_by_repo: dict[HubRepo, list[str]] = {}
+    for path in paths:
+        if path.startswith("hf://"):
+            repo, name = parse_url(path)
+            paths_by_repo.setdefault(repo, []).append(name)
+    local_by_url: dict[tuple[HubRepo, str], str] = {}
+    for repo, names in paths_by_repo.items():
+        fetched = fetch(repo, names)
+        require(fetched, [name for name in names if not glob.has_magic(name)])
+        for name in names:
+            local_by_url[repo, name] = str(fetched.snapshot.folder / name)
+    return [local_by_url[parse_url(path)] if path.startswith("hf://") else path for path in paths]
+
+
+def obstacle() -> str:
+    """Why the Hub cannot be asked; empty if it can."""
+    if is_offline():
+        return "HF_HUB_OFFLINE is set"
+    try:
+        from huggingface_hub import __version__
+    except ImportError:
+        return f"downloads need the library huggingface_hub ({INSTALL})"
+    if int(__version__.partition(".")[0]) < _OLDEST_LIBRARY:
+        return f"downloads need huggingface_hub {_OLDEST_LIBRARY}, this is {__version__} ({INSTALL})"
+    return _unreachable.get(_endpoint(), "")
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def _complete(snapshot: Snapshot, patterns: Sequence[str]) -> str:
+    """Downloads what a snapshot lacks of the files that match. Returns and raises as `_download`."""
+    missing = snapshot.missing(patterns)
+    if not missing:
+        return ""
+    sizes = snapshot.sizes or {}
+    _announce(snapshot.repo, missing, sum(sizes.get(name, 0) for name in missing))
+    # The library takes names for globs.
+    return _download(snapshot.repo, [glob.escape(name) for name in missing])
+
+
+def _announce(repo: HubRepo, missing: Sequence[str], num_bytes: int) -> None:
+    """Says what will be downloaded. Raises ValueError: the disk has less room."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    free_bytes = shutil.disk_usage(folder).free
+    size = human_bytes(num_bytes)
+    files = f"{len(missing)} file" if len(missing) == 1 else f"{len(missing)} files"
+    if num_bytes > free_bytes:
+        raise ValueError(
+            f"{repo}: {files} of {size} are to be downloaded, and {folder} has "
+            f"{human_bytes(free_bytes)} free: choose another folder by HF_HUB_CACHE"
+        )
+    print(f"hub: downloading {files} of {repo}, {size}", file=sys.stderr, flush=True)
+
+
+def _download(repo: HubRepo, patterns: Sequence[str]) -> str:
+    """Downloads the files that match into the cache. Returns why the Hub could not be reached; empty if it could.
+
+    Raises FileNotFoundError, PermissionError: the Hub has no such repository, or it is gated.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if cached(repo) is None:
+        print(f"hub: asking {_endpoint()} for {repo}", file=sys.stderr, flush=True)
+    page = f"{_endpoint()}/{'datasets/' if repo.kind == 'dataset' else ''}{repo.name}"
+    try:
+        snapshot_download(
+            repo.name,
+            repo_type=repo.kind,
+            revision=repo.revision,
+            cache_dir=cache_folder(),
+            allow_patterns=list(patterns),
+        )
+    # A gated repository is, for the library, one that was not found, so this comes first.
+    except GatedRepoError as error:
+        raise PermissionError(
+            f"{repo} is gated: ask for access at {page}, then `hf auth login` or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        message = f"no {repo.kind} {repo.name} at {page}, or it is private: look at its name, or `hf auth login`"
+        raise FileNotFoundError(message) from error
+    except RevisionNotFoundError as error:
+        raise FileNotFoundError(f"{page} has no revision {repo.revision!r}") from error
+    except Exception as error:
+        # A full disk is no matter of the network.
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+            raise
+        # The library, and those that it uses, have exceptions without a common base class.
+        cause = error.__cause__ or error
+        first_line = str(cause).strip().partition("\n")[0]
+        reason = f"{_endpoint()} cannot be reached ({type(cause).__name__}: {first_line[:200]})"
+        _unreachable[_endpoint()] = reason
+        return reason
+    return ""
+
+
+def listed(repo: HubRepo) -> Fetched:
+    """Returns the snapshot of a repository with its README.md, and with the list of its files, as far as that can be
+    had. Raises as `fetch`."""
+    # Without a list, the second file is not known to be there or not, so the list is fetched.
+    return fetch(repo, ["README.md", _UNKNOWN])

@@ -1,0 +1,117 @@
+"""The Hub's cache on this machine, as huggingface_hub lays it out; read without that library and without a network.
+
+    models--ORG--NAME/refs/main                      the commit that a branch was at when it was last asked for
+    models--ORG--NAME/snapshots/COMMIT/config.json   the files that were downloaded
+    models--ORG--NAME/trees/COMMIT.json              the names and sizes of all files that the commit has
+    models--ORG--NAME/.no_exist/COMMIT/NAME          a file that was asked for, and that the commit does not have
+
+Layout: huggingface_hub 2.4, its documentation's page "Understand caching" and `_tree_cache.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from framework.files.hub_names import HubRepo
+
+_TREE_FORMAT = 1
+_TRUE = ("1", "ON", "YES", "TRUE")
+
+
+def cache_folder() -> Path:
+    """Returns the folder of the cache, by the variables of the environment that huggingface_hub reads."""
+    user_cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", os.path.join(user_cache, "huggingface"))
+    former = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
+    folder = os.environ.get("HF_HUB_CACHE", former)
+    return Path(os.path.expandvars(os.path.expanduser(folder)))
+
+
+def is_offline() -> bool:
+    """Tells whether the environment forbids requests to the Hub."""
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in _TRUE
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the cache holds of a commit.
+
+    Attributes:
+        repo: the repository, at the commit.
+        folder: where its files are; it may hold only some of them.
+        sizes: bytes of all files that the commit has, by name; None where the cache has no list of them.
+        absent: names of files that the commit is known not to have.
+    """
+
+    repo: HubRepo
+    folder: Path
+    sizes: dict[str, int] | None
+    absent: frozenset[str]
+
+    def has(self, name: str) -> bool:
+        """Tells whether a file is in the cache; a link whose content was deleted is not."""
+        return (self.folder / name).is_file()
+
+    def names(self, patterns: Iterable[str]) -> list[str]:
+        """Returns the names that match, sorted: of all files of the commit, or else of those in the cache."""
+        names = self._cached_names() if self.sizes is None else list(self.sizes)
+        return matching(names, patterns)
+
+    def missing(self, patterns: Iterable[str]) -> list[str]:
+        """Returns the files that match and are not in the cache, as far as is known: without a list of the commit's
+        files, a pattern without a wildcard stands for a file that the commit may have."""
+        patterns = list(patterns)
+        if self.sizes is not None:
+            expected = matching(self.sizes, patterns)
+        else:
+            expected = [pattern for pattern in patterns if pattern not in self.absent]
+        return [name for name in expected if not self.has(name)]
+
+    def is_known_complete(self, patterns: Iterable[str]) -> bool:
+        """Tells whether the cache surely holds every file of the commit that matches."""
+        return not self.missing(patterns)
+
+    def _cached_names(self) -> list[str]:
+        paths = (path for path in self.folder.rglob("*") if path.is_file())
+        return [path.relative_to(self.folder).as_posix() for path in paths]
+
+
+def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Returns the names that equal a pattern or match it as a glob, sorted."""
+    patterns = list(patterns)
+    # A file's own name may hold the letters of a glob.
+    return sorted(name for name in names if any(name == one or fnmatchcase(name, one) for one in patterns))
+
+
+def cached(repo: HubRepo) -> Snapshot | None:
+    """Returns what the cache holds of a repository at its revision; None where it has never seen that revision."""
+    storage = cache_folder() / f"{repo.kind}s--{repo.name.replace('/', '--')}"
+    commit = repo.revision
+    if not repo.is_pinned:
+        try:
+            commit = (storage / "refs" / repo.revision).read_text().strip()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+    folder = storage / "snapshots" / commit
+    sizes = _tree(storage / "trees" / f"{commit}.json")
+    if not commit or (sizes is None and not folder.is_dir()):
+        return None
+    absent_folder = storage / ".no_exist" / commit
+    absent = frozenset(path.relative_to(absent_folder).as_posix() for path in absent_folder.rglob("*"))
+    return Snapshot(repo.at(commit), folder, sizes, absent)
+
+
+def _tree(file: Path) -> dict[str, int] | None:
+    """Reads the list of a commit's files; None where there is none, or one that cannot be understood."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        tree = json.loads(file.read_text())
+        if tree["format_version"] == _TREE_FORMAT:
+            return {name: int(facts["size"]) for name, facts in tree["files"].items()}
+    return None

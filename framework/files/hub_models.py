@@ -1,0 +1,156 @@
+"""Published models: a folder on this machine, or a repository of the Hub, of which only what is needed is downloaded.
+
+A config keeps a repository as hf://ORG/NAME@COMMIT, so that it means the same files for ever, on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from framework.files import hub
+from framework.files.hub_names import HubRepo, is_hub_url, model_named, parse_url
+
+# All that is read of a model but its weights.
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def pinned(text: str) -> str:
+    """Returns the place of a published model as configs keep it: the path of a folder, or hf://ORG/NAME@COMMIT.
+
+    Args:
+        text: a folder, ORG/NAME, ORG/NAME@REVISION, or what this function has returned. A folder goes first.
+
+    Raises:
+        FileNotFoundError, PermissionError: there is no such folder, and no such model in the Hub or its cache.
+        ValueError: the text is no name of the Hub.
+    """
+    if is_hub_url(text):
+        repo = _model_repo(text)
+    else:
+        if Path(text).expanduser().exists():
+            return text
+        named = model_named(text)
+        if named is None:
+            return text
+        repo = named
+    try:
+        fetched = hub.fetch(repo, SMALL_FILES)
+        # Files that the commit is known to have decide too: a model without its tokenizer_config.json is another one.
+        known_names = [] if fetched.snapshot.sizes is None else fetched.snapshot.names(SMALL_FILES)
+        hub.require(fetched, ["config.json", *known_names])
+    except FileNotFoundError as error:
+        if is_hub_url(text):
+            raise
+        raise FileNotFoundError(f"no folder {text}, and {error}") from error
+    return fetched.snapshot.repo.url()
+
+
+def folder(place: str | Path) -> Path:
+    """Returns the folder with the small files of a model; `place` is a folder, or hf://ORG/NAME@COMMIT.
+
+    Raises:
+        FileNotFoundError, PermissionError: as `pinned`.
+    """
+    if not is_hub_url(str(place)):
+        return Path(place).expanduser()
+    return hub.fetch(_model_repo(str(place)), SMALL_FILES).snapshot.folder
+
+
+def folder_with_weights(place: str | Path) -> Path:
+    """Returns the folder with the weights of a model, which are downloaded if need be.
+
+    Raises:
+        FileNotFoundError, PermissionError: as `pinned`, or the model has no safetensors.
+        ValueError: the disk has no room for them.
+    """
+    if not is_hub_url(str(place)):
+        return Path(place).expanduser()
+    repo = _model_repo(str(place))
+    fetched = hub.fetch(repo, [*SMALL_FILES, INDEX])
+    snapshot = fetched.snapshot
+    # As transformers: a single file goes before an index of shards.
+    has_single = snapshot.has(WEIGHTS) or (snapshot.sizes is not None and WEIGHTS in snapshot.sizes)
+    names = [WEIGHTS]
+    if not has_single and snapshot.has(INDEX):
+        names = _shards(snapshot.folder / INDEX)
+    fetched = hub.fetch(repo, names)
+    hub.require(fetched, names)
+    return fetched.snapshot.folder
+
+
+def has_weights(place: str | Path) -> bool:
+    """Tells whether weights of a model are on this machine."""
+    return any(folder(place).glob("*.safetensors"))
+
+
+def first_dtype(place: str) -> str:
+    """Returns safetensors' name of the dtype of a repository's first tensor, of which only a header is downloaded.
+
+    Raises:
+        FileNotFoundError: the Hub cannot be asked.
+    """
+    fetched = hub.fetch(_model_repo(place), SMALL_FILES)
+    snapshot = fetched.snapshot
+    why_not = fetched.why_not or hub.obstacle()
+    if not why_not:
+        from huggingface_hub import get_safetensors_metadata
+
+        try:
+            metadata = get_safetensors_metadata(snapshot.repo.name, revision=snapshot.repo.revision)
+            first_name = min(metadata.weight_map)
+            return metadata.files_metadata[metadata.weight_map[first_name]].tensors[first_name].dtype
+        # The library's exceptions have no common base class.
+        except Exception as error:
+            why_not = f"the header of its weights cannot be read ({type(error).__name__}: {error})"
+    reason = hub.advice(snapshot.repo, why_not)
+    raise FileNotFoundError(
+        f"{snapshot.repo}: its config.json has no dtype, its weights are not in the cache, and {reason}"
+    )
+
+
+def base_of_adapter(place: str) -> dict[str, Any]:
+    """Returns the fields of an adapter_config.json that name the model which the adapter belongs to."""
+    if not is_hub_url(place):
+        return {"base_model_name_or_path": place}
+    repo = _model_repo(place)
+    return {"base_model_name_or_path": repo.name, "revision": repo.revision}
+
+
+def note(place: str) -> list[str]:
+    """Returns a line that says which commit is meant and where its files are; none for a folder."""
+    if not is_hub_url(place):
+        return []
+    snapshot = hub.fetch(_model_repo(place), SMALL_FILES).snapshot
+    line = f"hub: {snapshot.repo.name} at commit {snapshot.repo.revision[:12]}, in {snapshot.folder}"
+    # Of a cache without a list of the commit's files, it cannot be told whether others are missing.
+    unknown_names = snapshot.missing(SMALL_FILES)
+    if unknown_names:
+        line += f"; taken as not there, as the cache does not tell: {', '.join(unknown_names)}"
+    return [line]
+
+
+def _model_repo(url: str) -> HubRepo:
+    repo, path = parse_url(url)
+    if repo.kind != "model" or path:
+        raise ValueError(f"{url}: expected a model of the Hub, hf://ORG/NAME or hf://ORG/NAME@REVISION")
+    return repo
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index of shards names. Raises ValueError where it is none."""
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: no index of shards: {error}") from error

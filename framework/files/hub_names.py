@@ -1,0 +1,113 @@
+"""Names of repositories of the Hugging Face Hub, and the URLs by which configs keep them.
+
+hf://ORG/NAME@REVISION/PATH is a file of a model's repository, hf://datasets/ORG/NAME@REVISION/PATH one of a data set's.
+They are the URLs of huggingface_hub's HfFileSystem.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+from urllib.parse import quote, unquote
+
+PREFIX = "hf://"
+_NAME = r"\w[\w.-]*/\w[\w.-]*"
+# The Hub's own branches have slashes in their names; those of other branches are written as %2F.
+_REVISION = r"refs/(?:convert|pr)/[\w.-]+|[^/@]+"
+_ID = re.compile(rf"(?P<name>{_NAME})(@(?P<revision>{_REVISION}))?")
+_URL = re.compile(rf"hf://(?P<kind>datasets/|models/)?(?P<name>{_NAME})(@(?P<revision>{_REVISION}))?(/(?P<path>.*))?")
+# Kinds of repositories, which are no organizations.
+_RESERVED = ("models", "datasets", "spaces", "buckets", "kernels")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class HubRepo:
+    """A repository at a revision.
+
+    Attributes:
+        kind: what is in it.
+        name: ORG/NAME.
+        revision: a branch, a tag or a commit's hash.
+    """
+
+    kind: Literal["model", "dataset"]
+    name: str
+    revision: str = "main"
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, whose files never change."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    def at(self, revision: str) -> HubRepo:
+        """Returns the same repository at another revision."""
+        return replace(self, revision=revision)
+
+    def url(self, path: str = "") -> str:
+        """Returns the URL of the repository, or of a file in it."""
+        folder = "datasets/" if self.kind == "dataset" else ""
+        revision = self.revision if self.revision.startswith("refs/") else quote(self.revision, safe="")
+        return f"{PREFIX}{folder}{self.name}@{revision}" + (f"/{path}" if path else "")
+
+    def __str__(self) -> str:
+        short = self.revision[:8] if self.is_pinned else self.revision
+        return f"{self.name}@{short}"
+
+
+class HubPath(NamedTuple):
+    """A repository and a path in it, empty for the whole repository."""
+
+    repo: HubRepo
+    path: str
+
+
+def is_hub_url(path: str) -> bool:
+    """Tells whether a path is a URL of the Hub."""
+    return path.startswith(PREFIX)
+
+
+def parse_url(url: str) -> HubPath:
+    """Reads hf://[datasets/]ORG/NAME[@REVISION][/PATH].
+
+    Raises:
+        ValueError: it is no such URL.
+    """
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise ValueError(f"{url}: expected hf://datasets/ORG/NAME, hf://datasets/ORG/NAME@REVISION or .../PATH in it")
+    kind = "dataset" if match["kind"] == "datasets/" else "model"
+    path = (match["path"] or "").strip("/")
+    repo = _repo(url, kind, match["name"], match["revision"])
+    _refuse_climbing(url, path)
+    return HubPath(repo, path)
+
+
+def model_named(text: str) -> HubRepo | None:
+    """Reads ORG/NAME or ORG/NAME@REVISION, the id of a model; None where a text is no id.
+
+    Raises:
+        ValueError: the id is one that the Hub cannot have.
+    """
+    match = _ID.fullmatch(text)
+    if match is None:
+        return None
+    return _repo(text, "model", match["name"], match["revision"])
+
+
+def _repo(text: str, kind: Literal["model", "dataset"], name: str, revision: str | None) -> HubRepo:
+    # The cache separates the two parts of a name by "--", so the Hub has no such names.
+    if name.partition("/")[0] in _RESERVED:
+        raise ValueError(f"{text}: expected ORG/NAME of a model, or hf://datasets/ORG/NAME of a data set")
+    if "--" in name or ".." in name:
+        raise ValueError(f"{text}: {name!r} is no name of the Hub: it may hold neither '--' nor '..'")
+    branch = unquote(revision or "main")
+    _refuse_climbing(text, branch)
+    return HubRepo(kind, name, branch)
+
+
+def _refuse_climbing(text: str, path: str) -> None:
+    """Raises ValueError: the path would lead out of the folder that it is looked up in."""
+    if ".." in path.split("/") or path.startswith("/"):
+        raise ValueError(f"{text}: {path!r} leads out of the repository")

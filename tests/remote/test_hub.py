@@ -1,0 +1,175 @@
+"""The Hub's cache: read as huggingface_hub reads it, without that library and without a network."""
+
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from framework.files import hub
+from framework.files.hub_cache import cache_folder, cached, is_offline
+from framework.files.hub_names import HubRepo, model_named, parse_url
+from tests.support.hub import COMMIT, Repository, fill_cache
+
+MODEL = HubRepo("model", "acme/tiny")
+VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    """A repository of three small files."""
+    folder = tmp_path / "files"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "sub/a.txt").write_text("text")
+    (folder / "weights[1].bin").write_bytes(b"\0" * 100)
+    return Repository("model", "acme/tiny", folder)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the cache; requests are forbidden."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    ("url", "repo", "path"),
+    [
+        ("hf://acme/tiny", HubRepo("model", "acme/tiny"), ""),
+        ("hf://models/acme/tiny@v1/config.json", HubRepo("model", "acme/tiny", "v1"), "config.json"),
+        (
+            "hf://datasets/acme/code@refs/convert/parquet/a/b",
+            HubRepo("dataset", "acme/code", "refs/convert/parquet"),
+            "a/b",
+        ),
+        ("hf://datasets/acme/code@a%2Fb/x/", HubRepo("dataset", "acme/code", "a/b"), "x"),
+    ],
+)
+def test_urls(url: str, repo: HubRepo, path: str):
+    assert parse_url(url) == (repo, path)
+    assert parse_url(repo.url(path)) == (repo, path)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["hf://acme", "hf://acme/a--b", "hf://spaces/acme/x", "hf://acme/a/../x", "hf://../a/b", "hf://acme/a@..%2Fb"],
+)
+def test_urls_that_name_nothing(url: str):
+    with pytest.raises(ValueError, match="hf://"):
+        parse_url(url)
+
+
+def test_ids():
+    assert model_named("acme/tiny") == MODEL
+    assert model_named("acme/tiny@v1") == MODEL.at("v1")
+    for folder in ("tiny", "./acme/tiny", "a/b/c", "/a/b", "~/a", "../a"):
+        assert model_named(folder) is None
+
+
+@pytest.mark.parametrize("names", [VARIABLES, VARIABLES[1:], VARIABLES[2:], VARIABLES[3:], ()])
+def test_the_folder_is_the_librarys(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("PLACE", "/place")
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name in names:
+        monkeypatch.setenv(name, f"$PLACE/{name}")
+    expected = runpy.run_module("huggingface_hub.constants")["HF_HUB_CACHE"]
+    # The library leaves a variable within XDG_CACHE_HOME to be replaced with those of HF_HOME around it.
+    assert str(cache_folder()) == expected
+
+
+@pytest.mark.parametrize("value", ["1", "true", "0", "", None])
+def test_offline_is_what_the_library_takes_for_it(value: str | None, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", value)
+    assert is_offline() == runpy.run_module("huggingface_hub.constants")["HF_HUB_OFFLINE"]
+
+
+def test_the_library_reads_the_same_snapshot(cache: Path, repository: Repository):
+    library = pytest.importorskip("huggingface_hub")
+    folder = fill_cache(cache, repository)
+    snapshot = cached(MODEL)
+    assert snapshot is not None
+    assert snapshot.folder == folder
+    assert library.snapshot_download("acme/tiny", cache_dir=cache, local_files_only=True) == str(folder)
+    assert snapshot.sizes == {
+        file.path: file.size for file in library.get_cached_repo_tree("acme/tiny", cache_dir=cache)
+    }
+
+
+def test_what_is_known_of_a_part_of_a_snapshot(cache: Path, repository: Repository):
+    fill_cache(cache, repository, ["config.json"])
+    snapshot = cached(MODEL)
+    assert snapshot is not None
+    assert snapshot.repo == MODEL.at(COMMIT)
+    assert snapshot.missing(["*"]) == ["sub/a.txt", "weights[1].bin"]
+    assert snapshot.is_known_complete(["config.json", "tokenizer.json"]), "the commit has no tokenizer.json"
+    assert cached(MODEL.at("other")) is None
+    assert cached(MODEL.at(COMMIT)) == snapshot
+
+
+def test_without_a_list_of_the_files_what_is_not_there_may_be(cache: Path, repository: Repository):
+    folder = fill_cache(cache, repository, ["config.json"], lists=False)
+    absent = folder.parents[1] / ".no_exist" / COMMIT
+    absent.mkdir(parents=True)
+    (absent / "generation_config.json").touch()
+    snapshot = cached(MODEL)
+    assert snapshot is not None
+    assert snapshot.missing(["config.json", "generation_config.json", "tokenizer.json"]) == ["tokenizer.json"]
+
+
+def test_a_link_without_its_content_is_no_file(cache: Path, repository: Repository):
+    folder = fill_cache(cache, repository)
+    (folder / "config.json").resolve().unlink()
+    snapshot = cached(MODEL)
+    assert snapshot is not None
+    assert snapshot.missing(["config.json"]) == ["config.json"]
+
+
+def test_paths_are_those_of_the_cache(cache: Path, repository: Repository):
+    folder = fill_cache(cache, repository)
+    paths = ["/local/a", "hf://acme/tiny/config.json", "hf://acme/tiny/weights[1].bin", "hf://acme/tiny/sub/*.txt"]
+    assert hub.local_paths(paths) == [
+        "/local/a",
+        *(f"{folder}/{name}" for name in ("config.json", "weights[1].bin", "sub/*.txt")),
+    ]
+    with pytest.raises(FileNotFoundError, match=r"acme/tiny@aaaaaaaa on the Hub has no file confg\.json"):
+        hub.local_paths(["hf://acme/tiny/confg.json"])
+
+
+def test_what_is_not_there_is_told_with_the_reason(
+    cache: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch
+):
+    fill_cache(cache, repository, ["config.json"])
+    with pytest.raises(
+        FileNotFoundError, match=r"acme/other@main is not in .*cache.*HF_HUB_OFFLINE is set; with a network, `hf d"
+    ):
+        hub.local_paths(["hf://acme/other/a"])
+    with pytest.raises(FileNotFoundError, match=rf"sub/a.txt is not in .*hf download acme/tiny --revision={COMMIT}"):
+        hub.local_paths(["hf://acme/tiny/sub/a.txt"])
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(
+        FileNotFoundError, match=r"need the library huggingface_hub \(pip install 'plimsoll-train\[hub\]'\)"
+    ):
+        hub.local_paths(["hf://acme/tiny/sub/a.txt"])
+    assert hub.local_paths(["hf://acme/tiny/config.json"]), "what is there needs no library"
+
+
+def test_too_little_room_is_told_before_a_download(
+    cache: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("huggingface_hub")
+    fill_cache(cache, repository, ["config.json"])
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    usage = type(shutil.disk_usage(cache))(total=100, used=50, free=50)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(ValueError, match=r"1 file of 100 B are to be downloaded, and .* has 50 B free"):
+        hub.local_paths(["hf://acme/tiny/weights[1].bin"])
