@@ -23,6 +23,7 @@ from typing import Any
 from framework.config import did_you_mean
 from framework.files.remote import connect, explained, is_url
 from framework.files.workdir import write_json
+from framework.terminal.phases import SHORT, phase
 
 # Content is hashed in blocks of this size, so that damage can be located to one of them.
 BLOCK_BYTES = 4 << 20
@@ -143,7 +144,8 @@ def find(paths: str | Iterable[str]) -> list[DataFile]:
     patterns = [paths] if isinstance(paths, str) else list(paths)
     if not patterns:
         raise ValueError("expected at least one path, given none")
-    return [file for pattern in patterns for file in _match(pattern)]
+    with phase(f"looking for {patterns[0]}", patience=SHORT):
+        return [file for pattern in patterns for file in _match(pattern)]
 
 
 def _match(pattern: str) -> list[DataFile]:
@@ -246,7 +248,8 @@ class FileHashes:
         key = f"{kind} {file}"
         entry = self._entries.get(key)
         if entry is None or entry[0] != state:
-            entry = [state, compute()]
+            with phase(f"reading {file} for its checksum", patience=SHORT):
+                entry = [state, compute()]
             # A file without a state was changed just now, and may change again unnoticed.
             if state is not None:
                 self._entries[key] = entry
