@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import jax
 
@@ -19,6 +20,7 @@ from framework.metrics.memory import memory_in_use
 from framework.models.chain import Chain
 from framework.plan.guard import Need, compare
 from framework.run.run import Run
+from framework.terminal.phases import SHORT, phase
 
 # Metrics of one step by name, as they are written to a row of metrics.jsonl.
 Row = dict[str, float]
@@ -120,6 +122,9 @@ def _moved(model: Chain, count: int) -> str:
 class Report(Hook):
     """Writes and shows metrics every log_every steps, and at the last one."""
 
+    # Whether a row was written.
+    has_written = False
+
     def after_step(self, run: Run, step: int) -> None:
         run.throughput.step()
 
@@ -134,7 +139,10 @@ class Report(Hook):
         # tokens_per_second or images_per_second: the sign of life has it under that name, too.
         speed_name = f"{run.data.item}s_per_second"
         run.pulse.note(**{speed_name: row.get(f"train/{speed_name}")})
-        run.writer.write(step, row)
+        # The first row loads the libraries that write it, which takes seconds.
+        with nullcontext() if self.has_written else phase("writing the first metrics", patience=SHORT):
+            run.writer.write(step, row)
+        self.has_written = True
         run.progress.update(step, row)
 
 
