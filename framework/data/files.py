@@ -144,7 +144,8 @@ def find(paths: str | Iterable[str]) -> list[DataFile]:
     patterns = [paths] if isinstance(paths, str) else list(paths)
     if not patterns:
         raise ValueError("expected at least one path, given none")
-    with phase(f"looking for {patterns[0]}", patience=SHORT):
+    what = patterns[0] if len(patterns) == 1 else f"{len(patterns):,} files"
+    with phase(f"looking for {what}", patience=SHORT):
         return [file for pattern in patterns for file in _match(pattern)]
 
 

@@ -189,8 +189,12 @@ class Evaluate(Hook):
             return
         run.writer.write(step, row)
         run.evaluation = row
-        parts = [share_of(run.data, name, limit) for name in run.data.validation_names]
-        run.progress.print(evaluation_line(step, row, list(filter(None, parts))))
+        parts = []
+        for name in run.data.validation_names:
+            share = share_of(run.data, name, limit)
+            if share:
+                parts.append(f"{name}: {share}")
+        run.progress.print(evaluation_line(step, row, parts))
 
 
 def evaluation_line(step: int, row: Row, parts: Sequence[str] = ()) -> str:

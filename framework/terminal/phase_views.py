@@ -6,6 +6,7 @@ evaluating stdlib ... 12/106 ... 25/106 ... done in 18 s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from typing import TextIO
@@ -42,6 +43,13 @@ def is_terminal(stream: TextIO) -> bool:
 def view_of(stream: TextIO) -> View:
     """The view for a stream."""
     return Spinner(stream) if is_terminal(stream) else Lines(stream)
+
+
+def _write_out(stream: TextIO, text: str) -> None:
+    """Writes a piece of a line, as far as anybody can read it: a full disk or a closed terminal ends no command."""
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(text)
+        stream.flush()
 
 
 class Lines:
@@ -98,8 +106,7 @@ class Lines:
         self._write(f"{phase.text} ...")
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        _write_out(self._stream, text)
 
 
 def _addition(phase: Phase, seconds: float) -> str:
@@ -143,8 +150,7 @@ class Spinner:
             self._write(_CLEAR)
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        _write_out(self._stream, text)
 
 
 def spinner_text(phase: Phase, seconds: float, frame: str) -> str:

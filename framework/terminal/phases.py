@@ -26,7 +26,7 @@ SHORT = 0.5
 # The seconds that last words wait for whoever is writing just now.
 _LOCK_SECONDS = 0.2
 # A command that has said something else by then needs no first words.
-_FIRST_PATIENCE = 0.4
+_FIRST_PATIENCE = 0.3
 
 
 class Phase:

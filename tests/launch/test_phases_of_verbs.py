@@ -43,7 +43,7 @@ def test_train_says_each_phase_on_a_line_of_its_own(trained: Heard, folder: Path
     assert "\r" not in trained.text
     # Other output begins lines of its own.
     assert re.search(r"^step 4/4 ", trained.text, re.MULTILINE)
-    assert re.search(r"^step 4: eval/.* \(1 of \d+ batches\)$", trained.text, re.MULTILINE)
+    assert re.search(r"^step 4: eval/.* \(\S+: 1 of \d+ batches\)$", trained.text, re.MULTILINE)
 
 
 def test_a_terminal_has_the_phases_in_its_bar(trained: Heard, folder: Path):

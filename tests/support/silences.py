@@ -58,6 +58,7 @@ def hear(
     terminal: bool = False,
     environment: dict[str, str] | None = None,
     limit: float = 540.0,
+    until_first: bool = False,
 ) -> Heard:
     """Runs `python -m WORDS` and listens until it ends.
 
@@ -66,6 +67,7 @@ def hear(
         terminal: its streams are a terminal, and not a pipe.
         environment: more variables for it.
         limit: seconds after which it is killed.
+        until_first: kill it after the first piece of output.
     """
     reader, writer = pty.openpty() if terminal else os.pipe()
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": str(_COLUMNS)}
@@ -90,6 +92,9 @@ def hear(
             break
         if data:
             chunks.append(Chunk(time.monotonic() - start, data.decode(errors="replace")))
+            if until_first:
+                process.kill()
+                break
     else:
         process.kill()
     seconds = time.monotonic() - start

@@ -152,6 +152,16 @@ def test_an_error_ends_the_line(clock, monkeypatch):
     assert stream.getvalue() == "compiling ... stopped after 1.5 s\n"
 
 
+def test_a_full_disk_ends_nothing(clock, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    for view in (Lines(Full()), Spinner(Full())):
+        with board_of(view, clock, monkeypatch) as board, phases.phase("compiling"):
+            clock.pass_by(2.0, board)
+
+
 def test_first_words_come_late_and_end_with_whatever_else_is_said(clock, monkeypatch):
     stream = io.StringIO()
     with board_of(Lines(stream), clock, monkeypatch) as board:
@@ -224,6 +234,14 @@ def test_shown_gives_the_standard_streams_back(capsys):
     assert err.splitlines()[0] == "compiling ..."
 
 
+def _join_threads() -> None:
+    """Waits for the threads of boards, which end with their last phase."""
+    for thread in threading.enumerate():
+        if thread.name == "phases":
+            thread.join(60.0)
+            assert not thread.is_alive()
+
+
 def test_the_boards_thread_ticks_and_ends_with_the_last_phase(capsys):
     ticked = threading.Event()
 
@@ -235,13 +253,10 @@ def test_the_boards_thread_ticks_and_ends_with_the_last_phase(capsys):
                 ticked.set()
 
     with phases.shown(Seen(sys.stderr)):
-        assert not any(thread.name == "phases" for thread in threading.enumerate())
+        _join_threads()
         with phases.phase("compiling"):
-            assert ticked.wait(10.0)
-        (thread, *_) = [*(thread for thread in threading.enumerate() if thread.name == "phases"), None]
-        if thread is not None:
-            thread.join(10.0)
-            assert not thread.is_alive()
+            assert ticked.wait(60.0)
+        _join_threads()
 
 
 @pytest.mark.parametrize(
