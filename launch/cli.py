@@ -35,7 +35,7 @@ from framework.devices.environment import prepare_jax
 from framework.run import mistakes
 from framework.terminal import interrupts
 from framework.terminal.exit_codes import ExitCode
-from launch import flag_hints, reports
+from launch import first_words, flag_hints, reports
 
 __all__ = [
     "Command",
@@ -273,11 +273,12 @@ def main(verb: Callable[[list[str]], int]) -> Callable[..., int]:
         # A program that calls a verb has its own logging and signals, so both are set only for the
         # process's command.
         of_process = argv is None
-        if of_process:
-            _show_records()
         try:
-            with interrupts.watched() if of_process else contextlib.nullcontext():
-                return verb(sys.argv[1:] if argv is None else argv)
+            if not of_process:
+                return verb(argv)
+            with interrupts.watched(), first_words.said(sys.argv):
+                _show_records()
+                return verb(sys.argv[1:])
         except BrokenPipeError:
             # The reader of a pipe (`| head`) left. Python would complain once more when it flushes
             # stdout at exit.

@@ -1,6 +1,7 @@
 """Measure a trained model: bits per byte of files, multiple choice, tasks of lm-evaluation-harness.
 
     plimsoll evaluate --workdir=runs/stdlib-tiny --files README.md docs/*.md
+    plimsoll evaluate --workdir=runs/stdlib-tiny --validation
     plimsoll evaluate --workdir=runs/stdlib-tiny --choices=questions.jsonl --json=scores.json
     plimsoll evaluate --hf=DIR --tasks=hellaswag,arc_easy
 
@@ -16,6 +17,7 @@ from typing import Any
 from framework.files.texts import read_text
 from framework.files.workdir import writing
 from framework.terminal.exit_codes import ExitCode
+from framework.terminal.phases import SHORT, phase
 from launch import cli, weights
 
 
@@ -24,6 +26,7 @@ def main(argv: list[str]) -> int:
     """Runs the verb; 0 when all is printed."""
     parser = weights.parser("evaluate", __doc__)
     parser.add_argument("--files", nargs="+", default=[], metavar="FILE", help="UTF-8 text, a document each")
+    parser.add_argument("--validation", action="store_true", help="the run's validation sets, all of each")
     parser.add_argument("--choices", metavar="FILE", help="questions, one JSON object a line")
     parser.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness (pip install lm-eval)")
     parser.add_argument("--task_path", metavar="DIR", help="more tasks: their YAML files")
@@ -31,8 +34,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="rows at a time; default 8")
     parser.add_argument("--json", metavar="OUT", help="also write the results there")
     args, overrides = weights.parse(parser, argv)
-    if not (args.files or args.choices or args.tasks):
-        raise cli.UsageError("nothing to evaluate: give --files, --choices or --tasks")
+    reads_text = bool(args.files or args.choices or args.tasks)
+    if not (reads_text or args.validation):
+        raise cli.UsageError("nothing to evaluate: give --files, --validation, --choices or --tasks")
+    if args.validation and args.workdir is None:
+        raise cli.UsageError("--validation is of a --workdir: a published model has no validation sets")
     if args.batch_size < 1:
         raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
     if args.json and not Path(args.json).expanduser().parent.is_dir():
@@ -44,12 +50,15 @@ def main(argv: list[str]) -> int:
         from launch import harness
 
         harness.check()
-    loaded = weights.load(args, overrides)
+    # A run on images has validation sets too, and no tokenizer.
+    loaded = weights.load(args, overrides, text=reads_text)
 
     from framework.api.model import Model
 
     model = Model(loaded, batch_size=args.batch_size)
     results: dict[str, Any] = {}
+    if args.validation:
+        results["validation"] = evaluate_validation(loaded)
     for path, text in texts.items():
         score = model.score(text)
         results.setdefault("files", {})[path] = dataclasses.asdict(score)
@@ -66,6 +75,27 @@ def main(argv: list[str]) -> int:
         with writing(args.json):
             Path(args.json).expanduser().write_text(json.dumps(results, indent=2) + "\n")
     return ExitCode.DONE
+
+
+def evaluate_validation(loaded: weights.Loaded) -> dict[str, dict[str, float]]:
+    """The metrics of each validation set, by its name; all of each set, where a run may have taken a part
+    (trainer.eval_batches). Raises ValueError: the run has none."""
+    from framework.inference.held_out import evaluated
+
+    data = loaded.experiment.data
+    if not data.validation_names:
+        raise ValueError("--validation: the run has no validation sets (data.validation)")
+    with phase("preparing data", patience=SHORT):
+        data.setup(loaded.folder)
+    metrics_by_set = {}
+    for name in data.validation_names:
+        metrics = evaluated(loaded.program, loaded.state, name, averaged=loaded.averaged)
+        # Without a reason to stop, an evaluation comes to its end.
+        assert metrics is not None
+        metrics_by_set[name] = metrics
+        figures = ", ".join(f"{key} {value:,.6g}" for key, value in metrics.items())
+        print(f"{name}: {figures}", flush=True)
+    return metrics_by_set
 
 
 def read_choices(path: str) -> list[dict[str, Any]]:
@@ -148,12 +178,17 @@ def score_choices(
                 raise ValueError(f"{path}:{number}: choice {index}: {error}") from None
     # The scorer yields the scores of all pairs in their order, so each question takes as many as it
     # has choices.
-    scores = scorer.score(pairs)
+    scores = []
+    with phase(f"scoring {path}", patience=SHORT) as scoring:
+        for score in scorer.score(pairs):
+            scores.append(score)
+            scoring.progress(len(scores), len(pairs))
+    remaining_scores = iter(scores)
     right = 0
     right_per_character = 0
     for question in questions:
         choices = question["choices"]
-        log_probs = [next(scores).log_prob for _ in choices]
+        log_probs = [next(remaining_scores).log_prob for _ in choices]
         # Without the division, the shortest choice tends to be the likeliest.
         per_character = [value / len(choice) for value, choice in zip(log_probs, choices, strict=True)]
         right += log_probs.index(max(log_probs)) == question["answer"]

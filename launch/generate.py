@@ -6,6 +6,7 @@
 Several prompts are one batch; the first is shown as it grows, the others after it. Only text goes to stdout.
 """
 
+import itertools
 import sys
 
 from framework.files.texts import read_text
@@ -45,9 +46,11 @@ def main(argv: list[str]) -> int:
     # The default gives way to a short context; a number of the user's own is refused. A refusal
     # comes before the prompt is shown.
     steps = model.stream(texts, sampling, args.stop, shortens=args.max_new_tokens is None)
+    # Compiling is over with the first piece: what is said of it would stand in the middle of the text.
+    first_pieces = list(itertools.islice(steps, 1))
     show(texts[0])
     continuations = [""] * len(texts)
-    for pieces in steps:
+    for pieces in itertools.chain(first_pieces, steps):
         show(pieces[0])
         continuations = [text + piece for text, piece in zip(continuations, pieces, strict=True)]
     for text, continuation in zip(texts[1:], continuations[1:], strict=True):

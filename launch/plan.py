@@ -153,7 +153,6 @@ def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any
         estimate=args.estimate,
         phases=not args.step_only,
         fresh=args.fresh,
-        tell=plans.show_progress,
     )
     # The settings of this command line are no part of what is cached: another may lead to the same
     # config.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -144,7 +143,6 @@ def planned(
     estimate: bool,
     phases: bool,
     fresh: bool,
-    tell: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """One report: from the cache, the closed form or the compiler.
 
@@ -155,7 +153,6 @@ def planned(
         limit: device memory in bytes; None means unknown.
         name: what the target was asked for as; "" for the devices that are here, whose name says nothing.
         estimate, phases, fresh: as for `plan`.
-        tell: gets a line of progress, "" at the end.
     """
     about = {"target": name} if name else {}
     if estimate:
@@ -167,13 +164,6 @@ def planned(
         cached_report = cache.load(path)
     if cached_report is not None:
         return cached_report | about
-    new_report = planning.plan(spec, config, target, limit, phases=phases, tell=tell)
-    tell("")
+    new_report = planning.plan(spec, config, target, limit, phases=phases)
     cache.store(path, new_report)
     return new_report | about
-
-
-def show_progress(text: str) -> None:
-    """Shows progress on one line of the terminal, which the next text replaces; prints nothing into a pipe."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -22,8 +23,9 @@ from framework.metrics.jsonl import read_metrics
 from framework.metrics.plot import plot_losses
 from framework.run import mistakes, start
 from framework.run.job import Job, RunError
-from framework.terminal import interrupts
+from framework.terminal import interrupts, phases
 from framework.terminal.exit_codes import ExitCode
+from framework.terminal.phase_views import view_of
 
 _RESUME = ("auto", "never", "must")
 
@@ -116,7 +118,8 @@ def train(
         resume=resume,
         force=force,
     )
-    with interrupts.raised():
+    # The run shows its table and its progress, and so its phases.
+    with interrupts.raised(), phases.shown(view_of(sys.stderr)):
         code = start.execute(job, None)
     _raise_failure(job, code)
     folder, _ = read_only(os.fspath(workdir))

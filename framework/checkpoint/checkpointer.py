@@ -44,6 +44,7 @@ from framework.config import PositiveInt
 from framework.files.remote import is_url
 from framework.layout import flatten
 from framework.processes import distributed
+from framework.terminal.phases import SHORT, phase
 
 # Beside the arrays a checkpoint has the manifest and the index of the pieces, which take less.
 _OVERHEAD_BYTES = 1 << 20
@@ -364,8 +365,9 @@ class Checkpointer:
         narrow_specs = narrow_averages(target_specs, stored)
         stored_specs = target_specs | narrow_specs
         self._refuse_mismatch(step, stored, stored_specs)
-        arrays = self._read_arrays(step, manifest, stored_specs)
-        self._refuse_corrupt(step, stored, arrays, frozen)
+        with phase(f"reading the checkpoint of step {step}", patience=SHORT):
+            arrays = self._read_arrays(step, manifest, stored_specs)
+            self._refuse_corrupt(step, stored, arrays, frozen)
         for name in narrow_specs:
             arrays[name] = widened(arrays[name], target_specs[name])
         # Later steps that this object has saved belong to another course of the run from here on:

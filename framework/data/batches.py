@@ -147,23 +147,31 @@ class Pipeline(abc.ABC):
         Args:
             name: the validation set.
             rows: as in `train_batch`.
-            limit: of more than `limit` batches, that many are taken from the first to the last, evenly spaced.
+            limit: as in `eval_batch_numbers`.
         """
-        num_rows, read_row = self.evaluation_rows(name)
-        batch_size = self.global_batch_size
-        # The division rounds up: the last batch is padded, not left out.
-        num_batches = -(-num_rows // batch_size)
-        num_taken = num_batches if limit is None else min(limit, num_batches)
+        _, read_row = self.evaluation_rows(name)
+        numbers = self.eval_batch_numbers(name, limit)
 
         def batch(turn: int) -> Batch:
-            number = turn
-            if num_taken < num_batches:
-                # The first and the last batch are both among those that are taken.
-                number = turn * (num_batches - 1) // max(1, num_taken - 1)
-            first_row = number * batch_size
+            first_row = numbers[turn] * self.global_batch_size
             return _stacked([read_row(first_row + int(row)) for row in rows])
 
-        return Prefetcher(batch, 0, num_taken, ahead=self.prefetch)
+        return Prefetcher(batch, 0, len(numbers), ahead=self.prefetch)
+
+    def eval_batch_numbers(self, name: str, limit: int | None = None) -> Sequence[int]:
+        """Returns the numbers of the batches that an evaluation takes of validation set `name`.
+
+        Args:
+            name: the validation set.
+            limit: of more than `limit` batches, that many are taken from the first to the last, evenly spaced.
+        """
+        num_rows, _ = self.evaluation_rows(name)
+        # The division rounds up: the last batch is padded, not left out.
+        num_batches = -(-num_rows // self.global_batch_size)
+        if limit is None or limit >= num_batches:
+            return range(num_batches)
+        # The first and the last batch are both among those that are taken.
+        return [turn * (num_batches - 1) // max(1, limit - 1) for turn in range(limit)]
 
 
 def _stacked(rows: list[Batch]) -> Batch:

@@ -25,6 +25,7 @@ from framework.config import did_you_mean
 from framework.files import hub
 from framework.files.remote import connect, explained, is_url
 from framework.files.workdir import write_json
+from framework.terminal.phases import SHORT, phase
 
 # Content is hashed in blocks of this size, so that damage can be located to one of them.
 BLOCK_BYTES = 4 << 20
@@ -145,7 +146,9 @@ def find(paths: str | Iterable[str]) -> list[DataFile]:
     patterns = [paths] if isinstance(paths, str) else list(paths)
     if not patterns:
         raise ValueError("expected at least one path, given none")
-    return [file for pattern in hub.local_paths(patterns) for file in _match(pattern)]
+    what = patterns[0] if len(patterns) == 1 else f"{len(patterns):,} files"
+    with phase(f"looking for {what}", patience=SHORT):
+        return [file for pattern in hub.local_paths(patterns) for file in _match(pattern)]
 
 
 def _match(pattern: str) -> list[DataFile]:
@@ -248,7 +251,8 @@ class FileHashes:
         key = f"{kind} {file}"
         entry = self._entries.get(key)
         if entry is None or entry[0] != state:
-            entry = [state, compute()]
+            with phase(f"reading {file} for its checksum", patience=SHORT):
+                entry = [state, compute()]
             # A file without a state was changed just now, and may change again unnoticed.
             if state is not None:
                 self._entries[key] = entry

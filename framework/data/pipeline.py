@@ -29,6 +29,7 @@ from framework.data.token_files import TokenStream
 from framework.data.tokenize import write_tokens
 from framework.data.tokenizers import Tokenizer
 from framework.files.workdir import write_json
+from framework.terminal.phases import phase
 from framework.terminal.tables import human_bytes
 
 # Raise this when a change of this package changes the batches that a config gives: a run then
@@ -209,7 +210,7 @@ class DataPipeline(Pipeline):
         source = leaf.source
         is_training = leaf in self.train_leaves
         if isinstance(source, TextSource):
-            leaf.stream = cached_tokens(source, self.tokenizer, cache, hashes, write=write)
+            leaf.stream = cached_tokens(source, self.tokenizer, cache, hashes, write=write, name=leaf.name)
         else:
             leaf.stream = source.open(self.tokenizer, hashes, self.cache_dir)
         if isinstance(source, ChatSource):
@@ -288,14 +289,21 @@ class DataPipeline(Pipeline):
 
         return rows.num_rows, read
 
-    def document_text(self, name: str) -> bytes:
-        """The text of validation set `name`: exactly the bytes that its targets stand for, separators left out."""
+    def document_text(self, name: str, limit: int | None = None) -> bytes:
+        """The text of validation set `name`: exactly the bytes that its targets stand for, separators left out.
+
+        Args:
+            name: the validation set.
+            limit: as in `eval_batch_numbers`: the text of the batches that such an evaluation takes.
+        """
         rows = self._validation(name).rows
         row_texts = []
-        for index in range(rows.num_rows):
-            row = rows.row(index)
-            counted_targets = row["targets"][row["weights"] > 0]
-            row_texts.append(self.tokenizer.decode_bytes(counted_targets))
+        for number in self.eval_batch_numbers(name, limit):
+            first_row = number * self.global_batch_size
+            for index in range(first_row, min(first_row + self.global_batch_size, rows.num_rows)):
+                row = rows.row(index)
+                counted_targets = row["targets"][row["weights"] > 0]
+                row_texts.append(self.tokenizer.decode_bytes(counted_targets))
         return b"".join(row_texts)
 
     def source_report(self) -> list[SourceReport]:
@@ -339,11 +347,18 @@ def _validation_leaf(name: str, config: Config) -> Leaf:
 
 
 def cached_tokens(
-    source: TextSource, tokenizer: Tokenizer, cache: Path, hashes: FileHashes, *, write: bool
+    source: TextSource,
+    tokenizer: Tokenizer,
+    cache: Path,
+    hashes: FileHashes,
+    *,
+    write: bool,
+    name: str = "",
 ) -> TokenStream:
     """Tokenizes `source`, or opens the tokens that `cache` holds for the same content and the same tokenizer.
 
-    Only a process that may `write` tokenizes; another process opens the tokens that were written.
+    Only a process that may `write` tokenizes; another process opens the tokens that were written. `name` is what a
+    person knows the source by.
 
     Raises:
         FileNotFoundError: the tokens are not there, and this process may not write them.
@@ -357,18 +372,20 @@ def cached_tokens(
             f"{folder} does not exist: the first process was to write it; do all see that folder and equal sources?"
         )
     if not folder.exists():
-        _write_folder(folder, source, codec, contents)
+        _write_folder(folder, source, codec, contents, name)
     return TokenMemmap(path=str(folder / "tokens.bin")).open(codec, hashes)
 
 
-def _write_folder(folder: Path, source: TextSource, codec: Tokenizer, contents: dict[str, object]) -> None:
+def _write_folder(folder: Path, source: TextSource, codec: Tokenizer, contents: dict[str, object], name: str) -> None:
     """Tokenizes `source` into a new `folder`, which appears by one rename or not at all."""
     # The random suffix keeps two jobs apart that tokenize the same content into a shared cache.
     temporary = folder.parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
-        # write_tokens is a generator of progress reports, and works only as far as it is consumed.
-        list(write_tokens(source, codec, temporary / "tokens.bin"))
+        with phase(f"tokenizing {name}".rstrip()) as tokenizing:
+            # write_tokens is a generator of progress reports, and works only as far as it is consumed.
+            for progress in write_tokens(source, codec, temporary / "tokens.bin"):
+                tokenizing.percent(progress.position / max(progress.total, 1))
         write_json(temporary / "source.json", contents)
         try:
             os.rename(temporary, folder)

@@ -20,6 +20,7 @@ import numpy as np
 from framework.config import NonNegativeInt, PositiveInt, component
 from framework.data.files import digest_of, find
 from framework.files.workdir import write_json
+from framework.terminal.phases import phase
 
 # A function that yields training text of about so many bytes.
 TextBudget = Callable[[int], Iterator[str]]
@@ -211,7 +212,8 @@ class BPETokenizer(Tokenizer):
                 "tokenizer.json that the tokens were made with "
                 "(`plimsoll prepare` leaves it beside them)"
             )
-        trained = self._train(texts(self.training_bytes))
+        with phase("training the tokenizer"):
+            trained = self._train(texts(self.training_bytes))
         return trained, "the tokenizer trained on the training source"
 
     def _train(self, texts: Iterator[str]) -> bytes:

@@ -11,6 +11,7 @@ import hashlib
 import os
 import socket
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import jax
 from absl import logging
 from jax.experimental import serialize_executable
 
+from framework.devices import compile_times
 from framework.terminal import interrupts
 
 # JAX's own limit of a second would leave out most programs of a small model.
@@ -48,6 +50,7 @@ def compiled(
     lowered: Any,
     options: Any = None,
     devices: list[Any] | None = None,
+    what: str = "",
 ) -> Any:
     """`lowered.compile()`, a jax.stages.Compiled, from the disk if it was there before.
 
@@ -56,10 +59,12 @@ def compiled(
     Args:
         options: of the compiler, with which it was jitted.
         devices: where it runs, if not on all.
+        what: what a person is told is being compiled, such as "the training step"; "" tells nobody.
     """
     cache = folder()
     if cache is None:
-        return lowered.compile()
+        with compile_times.compiling(what, lowered) if what else nullcontext():
+            return lowered.compile()
     path = cache / f"{_key(lowered, options)}.bin"
     try:
         return serialize_executable.deserialize_and_load(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from framework.inference.sampling import Sampling, choose, row_keys
 from framework.layers.base import BATCH_AXES, Context, Out
 from framework.layout import Nested
 from framework.program.program import Program
+from framework.terminal.phases import SHORT, phase
 
 
 class Forward:
@@ -142,13 +144,16 @@ class Generator:
         chosen = _settings(sampling, vocab_size, num_rows)
         stop_ids = set(sampling.stop_ids)
         running = [True] * len(prompts)
-        token_B, cache = self._prefill(
-            (kind, capacity),
-            self._arrays,
-            tokens_BS,
-            first_B,
-            chosen,
-        )
+        # Each is compiled when it is called for the first time with these shapes.
+        with phase("compiling and reading the prompt", patience=SHORT):
+            token_B, cache = self._prefill(
+                (kind, capacity),
+                self._arrays,
+                tokens_BS,
+                first_B,
+                chosen,
+            )
+            token_B.block_until_ready()
         for index in range(sampling.max_new_tokens):
             last_B = token_B
             # The device works on the next token while this one is looked at.
@@ -158,14 +163,16 @@ class Generator:
                     "first": first_B,
                     "index": np.int32(index + 1),
                 }
-                token_B, cache = self._decode(
-                    (kind,),
-                    self._arrays,
-                    cache,
-                    last_B,
-                    where,
-                    chosen,
-                )
+                first_call = phase("compiling what makes a token", patience=SHORT) if index == 0 else nullcontext()
+                with first_call:
+                    token_B, cache = self._decode(
+                        (kind,),
+                        self._arrays,
+                        cache,
+                        last_B,
+                        where,
+                        chosen,
+                    )
             # Rows that were added to fill the mesh come last, and are left out.
             values = np.asarray(last_B)[: len(prompts)].tolist()
             tokens: list[int | None] = []

@@ -17,6 +17,7 @@ import numpy as np
 
 from framework.layout import Nested
 from framework.program.program import Program
+from framework.terminal.phases import SHORT, phase
 
 # In pixels: the height to which small images are magnified, and the gap between images.
 _HEIGHT = 32
@@ -54,7 +55,8 @@ class Images:
         key = jax.random.key(seed)
         # An array, so that no temperature is compiled into the program.
         heat = jnp.float32(temperature)
-        return np.asarray(draw(self._params, key, heat))
+        with phase(f"compiling and drawing {num} images", patience=SHORT):
+            return np.asarray(draw(self._params, key, heat))
 
     def between(
         self,
@@ -82,7 +84,8 @@ class Images:
             return self._model.quantize(images)
 
         jitted = self._jit(walk)
-        return np.asarray(jitted(self._params, first, last))
+        with phase("compiling and drawing the images between", patience=SHORT):
+            return np.asarray(jitted(self._params, first, last))
 
 
 def _mixed(a: jax.Array, b: jax.Array, parts: jax.Array) -> jax.Array:

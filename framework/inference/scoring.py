@@ -17,6 +17,7 @@ from framework.data.tokenizers import Tokenizer
 from framework.inference.generation import Forward, bucket
 from framework.layout import Nested
 from framework.program.program import Program
+from framework.terminal.phases import SHORT, phase
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -112,7 +113,11 @@ class Scorer:
             start = i * size
             window = tokens[start : start + size + 1]
             rows.append((window, 1))
-        scores = list(self.score(rows))
+        scores: list[Score] = []
+        with phase("scoring", patience=SHORT) as scoring:
+            for score in self.score(rows):
+                scores.append(score)
+                scoring.progress(len(scores), len(rows))
         nll = -math.fsum(score.log_prob for score in scores)
         count = sum(score.tokens for score in scores)
         loss = nll / max(count, 1)

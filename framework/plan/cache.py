@@ -47,8 +47,17 @@ def path_of(config: Config, **about: Any) -> Path:
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "plimsoll" / "plans" / f"{digest.hexdigest()[:32]}.json"
+    return _home() / "plans" / f"{digest.hexdigest()[:32]}.json"
+
+
+def times_folder() -> Path:
+    """Where it is kept how long a target's compiler took."""
+    return _home() / "compile-times"
+
+
+def _home() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "plimsoll"
 
 
 def load(path: Path) -> dict[str, Any] | None:

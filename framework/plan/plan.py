@@ -6,7 +6,6 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from framework.plan.targets import Target
 from framework.program.experiment import Experiment
 from framework.program.program import Program
 from framework.schedules.step import training_context
+from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
 
 Report = dict[str, Any]
@@ -93,29 +93,27 @@ def plan(
     limit: int | None,
     *,
     phases: bool = True,
-    tell: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """The report of the compiled programs.
 
     Args:
         name, config, target, limit: as for `quick`.
         phases: compile initialization and evaluation too, not the training step alone.
-        tell: called with a word about what is going on.
 
     Raises:
         ValueError: config and target do not fit each other; the target's compiler is not installed.
     """
     program = Program(config.instantiate(), target.devices())
     report: Report = _head(name, program.experiment, target, limit) | {"estimated": False}
-    tell("tracing the training step")
-    report |= traced(program)
-    tell(f"compiling the training step for {target.name}")
+    with phase("tracing the training step"):
+        report |= traced(program)
     step = compile_step(program, target, limit)
-    report |= _flops(flops_of_calls(program.execution.step_jaxprs(step.ledger)), report["tokens_per_step"])
-    report["notes"] += target.compiler_notes
-    report |= _step(program, step)
-    _add_host(report, _state_bytes(program).host, step.host_temp, target)
-    report["estimate"] = _compared_estimate(program, target, step)
+    with phase("reading what the compiler says of it", patience=SHORT):
+        report |= _flops(flops_of_calls(program.execution.step_jaxprs(step.ledger)), report["tokens_per_step"])
+        report["notes"] += target.compiler_notes
+        report |= _step(program, step)
+        _add_host(report, _state_bytes(program).host, step.host_temp, target)
+        report["estimate"] = _compared_estimate(program, target, step)
 
     peaks = {"train": _Peak(step.allocated, report["host_peak_bytes"])}
     peaks |= _save_and_restore(program, target)
@@ -126,14 +124,13 @@ def plan(
             program,
             target,
             step,
-            tell,
         )
     report["phases"] = _phases(peaks)
     most = max(peak.device for peak in peaks.values())
     report["fits"] = not step.message and (limit is None or most <= limit)
     if not report["fits"]:
-        tell("looking for settings that fit")
-        report["suggestions"] = suggestions(config, target, limit or 0, most)
+        with phase("looking for settings that fit", patience=SHORT):
+            report["suggestions"] = suggestions(config, target, limit or 0, most)
     return report
 
 
@@ -154,10 +151,10 @@ def _state_bytes(program: Program) -> _Peak:
 def _phases(peaks: dict[str, _Peak]) -> Report:
     """The peaks as a report has them, in the order of a run."""
     phases = {}
-    for phase in ("init", "restore", "train", "evaluation", "save"):
-        if phase in peaks:
-            device, host = peaks[phase]
-            phases[phase] = {"device_peak_bytes": device, "host_peak_bytes": host}
+    for name in ("init", "restore", "train", "evaluation", "save"):
+        if name in peaks:
+            device, host = peaks[name]
+            phases[name] = {"device_peak_bytes": device, "host_peak_bytes": host}
     return phases
 
 
@@ -174,15 +171,12 @@ def _add_phases(
     program: Program,
     target: Target,
     step: Compiled,
-    tell: Callable[[str], None],
 ) -> None:
     """Compiles initialization and evaluation, and adds their peaks."""
     layout = program.layout
     state = _state_bytes(program)
-    tell("compiling initialization")
-    init = rehearsed(target, None, program.execution.rehearse_init)
-    tell("compiling evaluation")
-    evaluation = rehearsed(target, None, program.execution.rehearse_evaluation)
+    init = rehearsed(target, None, program.execution.rehearse_init, "the first values")
+    evaluation = rehearsed(target, None, program.execution.rehearse_evaluation, "the evaluation")
     # The rest of the state, which is no argument of evaluation, stays on the device too.
     argument_bytes = sum(layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "buffer"))
     peaks["init"] = _Peak(init.allocated, state.host)

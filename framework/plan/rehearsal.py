@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from framework.devices import compile_times
 from framework.devices.executables import HostBytes
+from framework.plan.cache import times_folder
 from framework.plan.compiled import Compiled, compile_for
 from framework.plan.naming import OF_LAYOUT, Named, name_buffers
 from framework.plan.targets import Target
@@ -35,19 +37,21 @@ class RefusedError(Exception):
         self.compiled = compiled
 
 
-def rehearsed(target: Target, mib: int | None, run: Callable[[programs.Compile], Ledger]) -> Compiled:
+def rehearsed(target: Target, mib: int | None, run: Callable[[programs.Compile], Ledger], what: str) -> Compiled:
     """Adds up what all programs of `run` need, as if they were one.
 
     Args:
         target: the machine to compile for.
         mib: the memory limit in MiB, see `compile_for`.
         run: rehearses with a function that compiles.
+        what: what a person is told is being compiled, such as "the training step".
     """
     seconds = 0.0
 
     def compile(lowered: Any, hosted: HostBytes) -> programs.Compiled:
         nonlocal seconds
-        compiled = compile_for(lowered, target.platform, hosted, mib)
+        with compile_times.compiling(f"{what} for {target.name}", lowered, about=target.name, times=times_folder()):
+            compiled = compile_for(lowered, target.platform, hosted, mib)
         seconds += compiled.seconds
         # One program that is refused ends the rehearsal, as the step cannot run without it.
         if compiled.message:
@@ -85,7 +89,7 @@ def compile_step(program: Program, target: Target, limit: int | None) -> Compile
     """Compiles the training step. The compiler is told a limit (bytes) that is less than what the target has."""
     is_lower = limit is not None and limit < (target.limit_bytes or 0)
     mib = limit >> 20 if limit is not None and is_lower else None
-    step = rehearsed(target, mib, program.execution.rehearse_step)
+    step = rehearsed(target, mib, program.execution.rehearse_step, "the training step")
     if step.ledger is None:
         return replace(step, host_temp=0)
     hosted = program.layout.bytes_per_device(memory_kind="pinned_host")

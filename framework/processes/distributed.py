@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from framework.processes.rendezvous import bind_host, meet
 from framework.terminal.native_output import leave_out_greetings
+from framework.terminal.phases import SHORT, phase
 
 PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _SLURM = (
@@ -223,9 +224,16 @@ def initialize(
     }
     if cluster is None:
         if on_tpu_pod(os.environ):
-            jax.distributed.initialize(**times)
+            with phase("waiting for the other hosts of the TPU slice", patience=SHORT):
+                jax.distributed.initialize(**times)
         return
     leave_out_greetings()
+    with phase(f"waiting for {cluster.num_processes} processes at {cluster.coordinator}", patience=SHORT):
+        _join(cluster, connect_seconds, times)
+
+
+def _join(cluster: Cluster, connect_seconds: float, times: dict[str, Any]) -> None:
+    """Joins the processes of a cluster; `times` are arguments of jax.distributed.initialize."""
     meet(cluster.coordinator, cluster.num_processes, cluster.process_id, seconds=connect_seconds)
     host, _, port = cluster.coordinator.rpartition(":")
     # JAX would try once, and then again after a second.
@@ -270,7 +278,8 @@ def barrier(name: str, *, minutes: int = 120) -> None:
         # orbax has a way to the coordinator's barrier, which JAX keeps private.
         from orbax.checkpoint import multihost
 
-        multihost.get_barrier_sync_fn()(key=name, timeout_ms=minutes * 60_000)
+        with phase("waiting for the other processes", patience=SHORT):
+            multihost.get_barrier_sync_fn()(key=name, timeout_ms=minutes * 60_000)
 
 
 def everywhere(condition: bool) -> bool:

@@ -8,8 +8,10 @@ while the first steps run.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
+
+from framework.terminal.phases import SHORT, phase
 
 FIRST_VALUES = "first values"
 
@@ -35,6 +37,9 @@ class Ahead:
         future = self._programs.get(name)
         if future is None:
             return None
+        if not future.done():
+            with phase(f"compiling {_text_of(name)}", patience=SHORT):
+                wait([future])
         return future.result()
 
     def __contains__(self, name: Hashable) -> bool:
@@ -57,3 +62,8 @@ class Ahead:
 def evaluation_of(group: str) -> Hashable:
     """The name of the program that evaluates the weights of a group of the state: "parameter" or "ema"."""
     return ("evaluation", group)
+
+
+def _text_of(name: Hashable) -> str:
+    """A program's name as a person is told it."""
+    return f"the {name}" if isinstance(name, str) else "the evaluation"

@@ -26,6 +26,7 @@ from framework.schedules.layerwise import schedule, storage
 from framework.schedules.layerwise.programs import Compile, Ledger, Programs
 from framework.schedules.layerwise.schedule import LayerPrograms
 from framework.schedules.step import Metrics, State
+from framework.terminal.phases import phase
 
 
 class Layerwise(Execution):
@@ -168,7 +169,8 @@ class Layerwise(Execution):
     @cached_property
     def step_ledger(self) -> Ledger:
         """The memory that a step needs. Counting it compiles all programs of the step."""
-        return self.layers.rehearse(self.layout.specs, self.rows.specs)
+        with phase("compiling the programs of the training step"):
+            return self.layers.rehearse(self.layout.specs, self.rows.specs)
 
     def compile(self) -> None:
         """See `Execution`."""

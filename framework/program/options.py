@@ -23,7 +23,7 @@ class TrainerOptions:
         seed: of initialization and dropout; the data has its own.
         log_every: metrics are written and shown this often.
         eval_every: validation sets are evaluated this often, and at the end; None means only at the end.
-        eval_batches: at most this many batches per set during the run, evenly spaced; None means all, as at the end.
+        eval_batches: at most this many batches per set, evenly spaced; None means all.
         save_every: checkpoints are saved this often, and at the end.
         save_every_minutes: and when that long has passed since the last one, by the clock of the first process.
         keep: the newest checkpoints that are kept.

@@ -23,6 +23,7 @@ from framework.program.rows import Batch
 from framework.schedules import after_backward, in_backward, streamed
 from framework.schedules.layerwise.programs import Compile, Ledger
 from framework.schedules.step import Metrics, State, evaluation_context, microbatches
+from framework.terminal.phases import SHORT, phase
 
 # The builder of the training step, by (memory.update, memory.gradients). `layer_programs` is
 # missing on purpose: its step is several compiled programs that Python calls, not one function
@@ -98,9 +99,10 @@ class Whole(Execution):
         # The thread compiles the first values of the config's seed, with every parameter drawn.
         if not given_paths and seed is None:
             first_values = self.ahead.program(FIRST_VALUES)
-        if first_values is None:
-            first_values = self.init_jit(seed, given_paths)
-        return first_values()
+        with phase("drawing the first values", patience=SHORT):
+            if first_values is None:
+                first_values = self.init_jit(seed, given_paths)
+            return first_values()
 
     def layer_path(self, path: str, layer: int) -> str:
         """The path itself: a leaf holds all layers."""
@@ -159,8 +161,9 @@ class Whole(Execution):
     @cached_property
     def compiled_step(self) -> Any:
         """The step compiled ahead of time."""
-        lowered = self.traced_step.lower()
-        return compiled(lowered, self.compiler_options)
+        with phase("tracing the training step", patience=SHORT):
+            lowered = self.traced_step.lower()
+        return compiled(lowered, self.compiler_options, what="the training step")
 
     def compile(self) -> None:
         """See `Execution`."""

@@ -8,17 +8,19 @@ earlier step arrive, and at the end.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import jax
 
 from framework.checkpoint import replicas
 from framework.config import Config, ConfigError
+from framework.inference.held_out import evaluated, share_of
 from framework.metrics.memory import memory_in_use
-from framework.metrics.throughput import MetricsBuffer
 from framework.models.chain import Chain
 from framework.plan.guard import Need, compare
 from framework.run.run import Run
+from framework.terminal.phases import SHORT, phase
 
 # Metrics of one step by name, as they are written to a row of metrics.jsonl.
 Row = dict[str, float]
@@ -120,6 +122,9 @@ def _moved(model: Chain, count: int) -> str:
 class Report(Hook):
     """Writes and shows metrics every log_every steps, and at the last one."""
 
+    # Whether a row was written.
+    has_written = False
+
     def after_step(self, run: Run, step: int) -> None:
         run.throughput.step()
 
@@ -134,83 +139,80 @@ class Report(Hook):
         # tokens_per_second or images_per_second: the sign of life has it under that name, too.
         speed_name = f"{run.data.item}s_per_second"
         run.pulse.note(**{speed_name: row.get(f"train/{speed_name}")})
-        run.writer.write(step, row)
+        # The first row loads the libraries that write it, which takes seconds.
+        with nullcontext() if self.has_written else phase("writing the first metrics", patience=SHORT):
+            run.writer.write(step, row)
+        self.has_written = True
         run.progress.update(step, row)
 
 
 class Evaluate(Hook):
-    """Evaluates every validation set every eval_every steps, on at most eval_batches batches, and on all at the end."""
+    """Evaluates every validation set every eval_every steps and at the end, on at most eval_batches batches each."""
 
     def after_step(self, run: Run, step: int) -> None:
         every = run.options.eval_every
         if every and step % every == 0 and step < run.options.max_steps:
             with run.throughput.paused(), run.goodput.during("evaluate"):
-                self.evaluate(run, step, run.options.eval_batches)
+                self.evaluate(run, step)
 
     def at_end(self, run: Run, step: int) -> None:
         if step == run.options.max_steps:
             with run.goodput.during("evaluate"):
-                self.evaluate(run, step, None)
+                # On the same batches as before, so that the last figure goes on the curve of the others. Whoever wants
+                # the whole set may have it afterwards (`plimsoll evaluate --validation`): on a large set it takes
+                # longer than many a run.
+                self.evaluate(run, step)
 
-    def evaluate(self, run: Run, step: int, limit: int | None) -> None:
+    def evaluate(self, run: Run, step: int) -> None:
         """Writes `eval/SET/loss`, of text `eval/SET/bits_per_byte` too, ...; `eval_ema/...` with averaged weights."""
         row: Row = {}
+        limit = run.options.eval_batches
         weight_kinds = [("eval", False)]
         if run.state["ema"]:
             weight_kinds.append(("eval_ema", True))
+
+        def goes_on() -> bool:
+            # A sign of life, as an evaluation may take longer than a hang is waited for.
+            run.pulse.note()
+            return not run.stopping
+
         for prefix, averaged in weight_kinds:
             for name in run.data.validation_names:
-                run.progress.status(f"evaluating {name}")
-                summary = self.evaluate_set(run, name, limit, averaged)
+                summary = evaluated(run.program, run.state, name, limit=limit, averaged=averaged, goes_on=goes_on)
                 # Part of an evaluation is not written: its numbers would be of fewer batches.
-                if run.stopping:
+                if summary is None:
                     run.progress.print(f"step {step}: not evaluated, as the run is to stop")
                     return
                 for key, value in summary.items():
                     row[f"{prefix}/{name}/{key}"] = value
-        run.progress.status("")
         if not row:
             return
         run.writer.write(step, row)
         run.evaluation = row
-        run.progress.print(evaluation_line(step, row))
-
-    @staticmethod
-    def evaluate_set(
-        run: Run,
-        name: str,
-        limit: int | None,
-        averaged: bool,
-    ) -> Row:
-        """The model's summary of its sums over one validation set, "loss" among them; {} if the run is to stop."""
-        buffer = MetricsBuffer()
-        totals: Counter[str] = Counter()
-        with run.data.eval_batches(name, run.program.rows, limit) as batches:
-            for number, batch in enumerate(batches):
-                # The batch on the device has no name here, so that it goes before the next one comes.
-                batch_sums = run.program.evaluate(run.state, run.program.put(batch), averaged=averaged)
-                buffer.put(number, batch_sums)
-                # A sign of life, as an evaluation may take longer than a hang is waited for.
-                run.pulse.note()
-                if run.stopping:
-                    return {}
-                # One batch behind: the device always has work, and memory is bounded.
-                for _, sums in buffer.take(keep=1):
-                    totals.update(sums)
-        for _, sums in buffer.take(keep=0):
-            totals.update(sums)
-        return run.experiment.model.summary(dict(totals))
+        parts = []
+        for name in run.data.validation_names:
+            share = share_of(run.data, name, limit)
+            if share:
+                parts.append(f"{name}: {share}")
+        run.progress.print(evaluation_line(step, row, parts))
 
 
-def evaluation_line(step: int, row: Row) -> str:
-    """What a person sees of an evaluation, on a line that stays."""
+def evaluation_line(step: int, row: Row, parts: Sequence[str] = ()) -> str:
+    """What a person sees of an evaluation, on a line that stays.
+
+    Args:
+        step: the steps that were trained.
+        row: the metrics of the evaluation.
+        parts: of each validation set that was not evaluated as a whole, how much of it was.
+    """
     figures = []
     for key, value in row.items():
         if not key.endswith(_NOT_LOSSES):
             # A perplexity is as exact as its loss with fewer digits behind the point.
             digits = 2 if key.endswith("/perplexity") else 4
             figures.append(f"{key} {value:.{digits}f}")
-    return f"step {step}: " + ", ".join(figures)
+    line = f"step {step}: " + ", ".join(figures)
+    return f"{line} ({', '.join(parts)})" if parts else line
 
 
 class Agree(Hook):

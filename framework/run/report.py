@@ -12,9 +12,11 @@ import numpy as np
 from framework.data.batches import Pipeline
 from framework.data.pipeline import DataPipeline
 from framework.inference.generation import Generator
+from framework.inference.held_out import share_of
 from framework.inference.images import Images
 from framework.inference.sampling import Sampling
 from framework.program.program import Program
+from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
 
 # Texts that are larger are not compressed for comparison.
@@ -30,10 +32,18 @@ def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
     return {name: 8.0 * size / len(text) for name, size in sizes.items()}
 
 
-def compression_lines(data: Pipeline, evaluation: dict[str, float]) -> list[str]:
+def compression_lines(
+    data: Pipeline, evaluation: dict[str, float], limit: int | None = None, workdir: object = "WORKDIR"
+) -> list[str]:
     """Bits per byte of the model beside those of general compressors, on the same validation text.
 
     Compressing takes seconds per megabyte and the whole text in memory: not done beyond 64 MB.
+
+    Args:
+        data: has the validation sets.
+        evaluation: metrics of the last evaluation, by name.
+        limit: the batches that it took of each set; None for all.
+        workdir: of the run.
     """
     lines: list[str] = []
     if not isinstance(data, DataPipeline):
@@ -44,13 +54,24 @@ def compression_lines(data: Pipeline, evaluation: dict[str, float]) -> list[str]
         bits = evaluation.get(f"eval/{name}/bits_per_byte", math.nan)
         if math.isnan(bits):
             continue
-        if sizes[name] > _MAX_COMPRESSED_BYTES:
-            comparison = f"{human_bytes(sizes[name])} of text are too many to compress for comparison"
+        share = share_of(data, name, limit)
+        part = ""
+        if share:
+            part = f" of {share} (all: plimsoll evaluate --workdir={workdir} --validation)"
+        num_batches = len(data.eval_batch_numbers(name))
+        num_taken = len(data.eval_batch_numbers(name, limit))
+        num_bytes = sizes[name] * num_taken // num_batches
+        if num_bytes > _MAX_COMPRESSED_BYTES:
+            comparison = f"{human_bytes(num_bytes)} of text are too many to compress for comparison"
         else:
-            bits_by_tool = compressor_bits_per_byte(data.document_text(name))
+            # Exactly the text that was evaluated: a compressor learns from what it has read, so its figure for the
+            # whole set, of which the model has seen a part, would not be comparable.
+            with phase(f"compressing {name} for comparison", patience=SHORT):
+                text = data.document_text(name, limit)
+                bits_by_tool = compressor_bits_per_byte(text)
             figures = ", ".join(f"{tool} {value:.3f}" for tool, value in bits_by_tool.items())
-            comparison = f"on the same text {figures}"
-        lines.append(f"{name}: {bits:.3f} bits per byte; {comparison}")
+            comparison = f"on the same {human_bytes(len(text))} of text {figures}"
+        lines.append(f"{name}: {bits:.3f} bits per byte{part}; {comparison}")
     return lines
 
 

@@ -29,6 +29,7 @@ from framework.program.program import Program
 from framework.program.run_length import changed_length
 from framework.run import resuming
 from framework.schedules.step import State
+from framework.terminal.phases import SHORT, phase
 from framework.terminal.progress import Progress
 
 
@@ -168,7 +169,9 @@ class Run:
         if self.program.calibrates:
             first_index = self.batch_order.batch_after(0)
             first_batch = self.data.train_batch(first_index, self.program.rows)
-            self.state = self.program.calibrated(self.state, self.program.put(first_batch))
+            with phase("fitting the first values to the first batch", patience=SHORT):
+                self.state = self.program.calibrated(self.state, self.program.put(first_batch))
+                jax.block_until_ready(self.state)
 
     def restore(self) -> int:
         """Fills the state from the newest valid checkpoint; returns its step."""
@@ -177,7 +180,8 @@ class Run:
         restored = self.checkpointer.restore_latest(self.program.abstract_stored)
         for problem in restored.problems:
             self.progress.print(f"checkpoint: {problem}")
-        self.state = self.program.restored(restored.state)
+        with phase("placing what was read", patience=SHORT):
+            self.state = self.program.restored(restored.state)
         self._extra = restored.extra
         self.program.layout.check(self.state)
         self.goodput.go_back(self._extra.get("goodput", {}))
@@ -187,11 +191,10 @@ class Run:
 
     def save(self, step: int) -> None:
         """Saves the state in the background. No room on the disk is reported, and the run goes on."""
-        with self.goodput.during("save"):
+        with self.goodput.during("save"), phase(f"saving step {step}", patience=SHORT):
             self._save(step)
 
     def _save(self, step: int) -> None:
-        self.progress.status("saving")
         self._saved_at = time.monotonic()
         extra = {
             "config": self.config.to_dict(),
@@ -205,7 +208,6 @@ class Run:
             self.checkpointer.wait()
         with self._failures_told(step):
             self.checkpointer.save(step, self.program.stored(self.state), extra)
-        self.progress.status("")
 
     @contextmanager
     def _failures_told(self, step: int) -> Iterator[None]:

@@ -23,7 +23,7 @@ from framework.processes.health import UNLIMITED, Health, Pulse
 from framework.run import mistakes, resuming
 from framework.run.finished import LastCheckpoint, known_length, last_checkpoint
 from framework.run.job import Job
-from framework.terminal import interrupts
+from framework.terminal import interrupts, phases
 from framework.terminal.exit_codes import REFUSED, ExitCode
 
 # The time that all processes of a run have to end after a signal, before the first does.
@@ -83,6 +83,9 @@ def _connect(cluster: distributed.Cluster | None, health: Health) -> None:
         connect_seconds=health.connect_seconds,
         heartbeat_seconds=health.heartbeat_seconds,
     )
+    if not distributed.is_primary():
+        # One process of a job speaks. Where JAX has found the others, nobody knew the first one before.
+        phases.hush()
     if cluster is not None and distributed.is_primary():
         # JAX ends the others as soon as the first is gone; they have a line to say, and their own
         # exit code.

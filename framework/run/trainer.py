@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import jax
 
@@ -22,6 +23,7 @@ from framework.run.hooks import (
 )
 from framework.run.run import Run
 from framework.terminal.interrupts import stop_signals
+from framework.terminal.phases import SHORT, phase
 
 
 class LastStepNotSavedError(RuntimeError):
@@ -72,7 +74,9 @@ class Trainer:
             step = self._train_through_roll_backs(step)
             for hook in self.hooks:
                 hook.at_end(run, step)
-            if not run.saved(step):
+            with phase("waiting for the last checkpoint to be written", patience=SHORT):
+                is_saved = run.saved(step)
+            if not is_saved:
                 saved_steps = run.checkpointer.steps()
                 raise LastStepNotSavedError(f"the last step was not saved; checkpoints: {saved_steps or 'none'}")
             if self.agreed["stop"]:
@@ -83,15 +87,14 @@ class Trainer:
 
     def _compile(self) -> None:
         run = self.run
-        run.progress.status("compiling")
         with run.goodput.during("compile"):
             # Before the first batch is read, and in all processes before any of them goes on.
             run.program.compile()
             distributed.barrier("compiled")
             if run.data.validation_names:
                 # Before there are steps to lose: who interrupts a compiler need not wait for it.
-                run.program.compile_evaluation(run.state)
-        run.progress.status("")
+                with phase("compiling the evaluation", patience=SHORT):
+                    run.program.compile_evaluation(run.state)
 
     def _train_through_roll_backs(self, step: int) -> int:
         """Trains until max_steps or a stop, from an earlier step again after each roll back; returns the last step."""
@@ -132,13 +135,23 @@ class Trainer:
 
     def _steps(self, step: int) -> int:
         """Trains from `step` until max_steps or a stop; returns the last step. Raises RollBack: a hook asks for it."""
+        with ExitStack() as until_reported:
+            return self._reported_steps(step, until_reported)
+
+    def _reported_steps(self, step: int, until_reported: ExitStack) -> int:
+        """`_steps`; what is open in `until_reported` ends with the first line about a step."""
         run = self.run
+        # Later lines come at a pace that is known by then; the first one may take minutes.
+        first_steps = until_reported.enter_context(phase("training the first steps", patience=1.0))
+        first_report = min(step - step % run.options.log_every + run.options.log_every, run.options.max_steps)
         buffer = MetricsBuffer()
         batches = run.data.train_iterator(step, run.program.rows, run.batch_order)
         try:
             run.goodput.enter("step")
             while step < run.options.max_steps and not self.agreed["stop"]:
                 step += 1
+                if step <= first_report:
+                    first_steps.detail = f"step {step} of {first_report}"
                 for hook in self.hooks:
                     hook.before_step(run, step)
                 with run.goodput.during("input"):
@@ -146,6 +159,9 @@ class Trainer:
                 self._begun = True
                 run.state, metrics = run.program.step(run.state, run.program.put(batch))
                 buffer.put(step, self._with_votes(metrics))
+                # The line comes a step late.
+                if step > first_report:
+                    until_reported.close()
                 # Waits for the step before this one, which bounds how far Python runs ahead of the device.
                 self._metrics(buffer.take(keep=1))
                 run.save_is_due = step % run.options.save_every == 0 or bool(self.agreed["save"])
@@ -154,6 +170,7 @@ class Trainer:
                     self._metrics(buffer.take(keep=0))
                 for hook in self.hooks:
                     hook.after_step(run, step)
+            until_reported.close()
             self._metrics(buffer.take(keep=0))
         finally:
             batches.close()

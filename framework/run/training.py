@@ -33,6 +33,7 @@ from framework.run.report import compression_lines, sample_images, sample_text
 from framework.run.run import Run
 from framework.run.trainer import LastStepNotSavedError, Trainer
 from framework.terminal.exit_codes import ExitCode
+from framework.terminal.phases import SHORT, phase
 from framework.terminal.progress import Progress
 from framework.terminal.tables import human_bytes, render
 
@@ -129,12 +130,10 @@ class Training:
 
     def _prepare_data(self) -> None:
         """Makes the data ready: the first process of a run tokenizes, the others wait for its files."""
-        self.progress.status("preparing data")
         barrier = partial(distributed.barrier, "data")
         meet = partial(self.workdir.meet, barrier, is_primary=self.primary)
-        with self.job.goodput.during("data"):
+        with self.job.goodput.during("data"), phase("preparing data", patience=SHORT):
             self.experiment.data.setup(self.workdir.path, is_primary=self.primary, barrier=meet)
-        self.progress.status("")
 
     def _begins_at(self) -> str:
         """The step that the run begins at, and where its values come from."""
@@ -152,18 +151,17 @@ class Training:
         report = start_report(job.request.spec, self.program, begins_at=self._begins_at())
         self.progress.print(render(report))
         host_room.check_host(self.program)
-        self.progress.status("compiling")
         goodput.enter("compile")
         # First values that come from a checkpoint or from files are not drawn, and a dry run draws
         # none.
         if self.begins and self.experiment.pretrained is None and not job.dry_run:
             begin_first_values(self.program)
         if self.experiment.health.canary:
-            line = canary.check(self.config, self.program)
+            with phase("checking offloading on a small model", patience=SHORT):
+                line = canary.check(self.config, self.program)
             if line:
                 self.progress.print(line)
         self.need = guard.need(self.program)
-        self.progress.status("")
         refusal = guard.refusal(self.config, self.program, self.need, job.limit)
         # One process may have compiled what another found in its cache, so they come here minutes
         # apart.
@@ -199,7 +197,8 @@ class Training:
         )
         waits = True
         try:
-            step = self.run.start(force=force)
+            with phase("opening the run", patience=SHORT):
+                step = self.run.start(force=force)
             if self.primary:
                 write_json(self.workdir.config, self.config.to_dict())
             stopped = Trainer(self.run, self.need, self.hooks).train(step)
@@ -225,12 +224,14 @@ class Training:
 
     def _finish(self) -> None:
         """Draws the pictures, and prints the samples and lines that end a run."""
-        text, images = self._sample()
+        with phase("drawing a sample", patience=1.0):
+            text, images = self._sample()
         if self.primary:
             self._draw(images)
         if text is not None:
             self.progress.print(f"sample, continuing {self.options.sample_prompt!r}:\n{text}")
-        self._tell(compression_lines(self.experiment.data, self.run.evaluation))
+        limit = self.options.eval_batches
+        self._tell(compression_lines(self.experiment.data, self.run.evaluation, limit, self.workdir.path))
         steps = self.run.checkpointer.steps()
         self.progress.print(f"checkpoint: {self.workdir.checkpoints} (steps {steps})")
 
@@ -252,7 +253,9 @@ class Training:
         data = self.experiment.data
         spec = self.job.request.spec
         curves = partial(plot_losses, self.workdir.metrics, path / "loss.png", spec, data.loss_unit)
-        self.progress.print(_picture("loss curves", curves))
+        with phase("drawing the loss curves", patience=SHORT):
+            line = _picture("loss curves", curves)
+        self.progress.print(line)
         if images is not None:
             levels = getattr(data, "levels", 256)
             grid = partial(save_grid, images, path / "samples.png", levels=levels)

@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from framework.terminal import phases
+
 STOPS = (signal.SIGINT, signal.SIGTERM)
 # Seconds for all that `at_end` names; a disk that does not answer keeps no process longer.
 _LAST_WORDS_SECONDS = 1.5
@@ -144,6 +146,7 @@ class _Watch:
 
     def _last_words(self, number: int, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
+            phases.hush()
             sys.stdout.flush()
         with contextlib.suppress(OSError):
             # On a terminal after a line break, as it shows ^C, and perhaps half a line, where the

@@ -11,6 +11,8 @@ import os
 import sys
 import threading
 
+from framework.terminal import phases
+
 _GREETING = b"[Gloo] Rank "
 
 
@@ -33,13 +35,14 @@ def leave_out_greetings() -> None:
     reader, writer = os.pipe()
     os.dup2(writer, 1)
     os.close(writer)
-    sys.stdout = os.fdopen(
+    python_stdout = os.fdopen(
         python_output,
         "w",
         buffering=1,
         encoding=sys.stdout.encoding,
         errors=sys.stdout.errors,
     )
+    phases.replace_stdout(python_stdout)
     thread = threading.Thread(
         target=_pass_on,
         args=(reader, python_output),

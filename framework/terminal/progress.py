@@ -4,6 +4,7 @@ rich is imported when there is a terminal to draw on. Values come from the dict 
 writers; one that is missing or not finite is shown as "-".
 """
 
+import contextlib
 import datetime
 import math
 import os
@@ -11,9 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
-from framework.terminal import interrupts
+from framework.terminal import interrupts, phases
+from framework.terminal.phase_views import SPINNER_FRAMES, is_terminal, spinner_text
+from framework.terminal.phases import Phase
 from framework.terminal.tables import human_bytes, human_count
 
 
@@ -35,7 +38,7 @@ class Progress:
         total_steps: int,
         *,
         log_every: int = 1,
-        stream: IO[str] | None = None,
+        stream: TextIO | None = None,
         log_path: Path | None = None,
         log_waits: bool = False,
         item: str = "token",
@@ -53,14 +56,17 @@ class Progress:
         self._waiting: list[str] | None = []
         if log_path is None or not log_waits:
             self.write_log()
-        is_terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-        self._bar = _bar(self._stream, total_steps) if is_terminal else None
+        self._bar = _bar(self._stream, total_steps) if is_terminal(self._stream) else None
+        # What is open until the end of the context.
+        self._open = contextlib.ExitStack()
         self._drawn_at = -math.inf
         self._cancel_interrupted: Callable[[], None] = lambda: None
 
     def __enter__(self) -> "Progress":
         self._cancel_interrupted = interrupts.at_end(self._interrupted)
         if self._bar is not None:
+            # Between steps the bar says what is being done: compiling, evaluating, saving.
+            self._open.enter_context(phases.viewed_by(_BarView(self._bar)))
             self._bar.start()
         return self
 
@@ -72,8 +78,8 @@ class Progress:
 
     def __exit__(self, *exception: object) -> None:
         self._cancel_interrupted()
+        self._open.close()
         if self._bar is not None:
-            self.status("")
             self._bar.stop()
         if self._log is not None:
             self._log.close()
@@ -126,14 +132,6 @@ class Progress:
             self._show(str(message))
         else:
             self._bar.console.print(str(message), markup=False, soft_wrap=True)
-
-    def status(self, what: str) -> None:
-        """Shows in the bar what is being done between steps: compiling, evaluating, saving.
-
-        An empty text ends it. Without a bar, nothing is shown.
-        """
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], status=what, refresh=True)
 
     def _log_line(self, line: str) -> None:
         if self._waiting is not None:
@@ -207,6 +205,33 @@ class Progress:
         fields.append(f"mem {memory:>11}")
         fields.append(f"left {remaining_time:>8}")
         return fields
+
+
+class _BarView:
+    """The phases of a run in its bar, which sees to other output itself; see `framework.terminal.phases.View`."""
+
+    interval = 0.1
+    takes_lines = False
+
+    def __init__(self, bar: Any):
+        self._bar = bar
+        self._turn = 0
+
+    def show(self, phase: Phase, seconds: float) -> None:
+        """See `View`."""
+        self._turn += 1
+        frame = SPINNER_FRAMES[self._turn % len(SPINNER_FRAMES)]
+        self._write(spinner_text(phase, seconds, frame))
+
+    def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
+        """See `View`."""
+        self._write("")
+
+    def aside(self) -> None:
+        """See `View`: rich puts other output above the bar."""
+
+    def _write(self, text: str) -> None:
+        self._bar.update(self._bar.task_ids[0], status=text, refresh=True)
 
 
 def _bar(stream: IO[str], total_steps: int) -> Any:

@@ -23,6 +23,7 @@ from framework.layers.lora import merge_adapters
 from framework.layout import Nested, flatten, unflatten
 from framework.models.causal_lm import CausalLM
 from framework.terminal import interrupts
+from framework.terminal.phases import SHORT, phase
 from framework.weights.pretrained import Family, Source, layer_shape
 
 # The contents of files, by name.
@@ -114,12 +115,14 @@ def _write_weights(
         for file, shard in zip(files, shards, strict=True):
             file_by_tensor |= dict.fromkeys(shard, file)
         _write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": file_by_tensor})
-    for file, shard in zip(files, shards, strict=True):
-        # No variable holds the arrays, so that one file's are in memory at a time, not two files'.
-        _write_tensors(
-            folder / file,
-            {name: _tensor(model, flat_params, tensors[name]) for name in shard},
-        )
+    with phase("writing the weights", patience=SHORT) as writing_weights:
+        for number, (file, shard) in enumerate(zip(files, shards, strict=True)):
+            writing_weights.progress(number, num_files)
+            # No variable holds the arrays, so that one file's are in memory at a time, not two files'.
+            _write_tensors(
+                folder / file,
+                {name: _tensor(model, flat_params, tensors[name]) for name in shard},
+            )
 
 
 def _shards(

@@ -33,6 +33,7 @@ from framework.models.causal_lm import CausalLM
 from framework.program.execution import Execution
 from framework.program.program import Program
 from framework.schedules.step import State
+from framework.terminal.phases import SHORT, Phase, phase
 
 # Stands for the layer's number in the names of a family.
 LAYER = "{layer}"
@@ -227,6 +228,11 @@ class Pretrained:
         Raises:
             FileNotFoundError, ValueError: see `places`.
         """
+        with phase(f"reading the weights of {self.path}", patience=SHORT) as reading:
+            return self._read(program, reading)
+
+    def _read(self, program: Program, reading: Phase) -> State:
+        """The state of `init`; tells the phase how far it is."""
         model = program.experiment.language_model
         learner = program.experiment.learner
         directory = Directory(self.path)
@@ -236,7 +242,8 @@ class Pretrained:
         trained = flatten(program.checkpoint_layout.specs["parameter"])
         # Lists, not sets: all processes must run the same programs in the same order.
         frozen_parts = [(path,) for path in places if path not in trained]
-        for paths in [*learner.init_parts(), *frozen_parts]:
+        parts = [*learner.init_parts(), *frozen_parts]
+        for number, paths in enumerate(parts):
             # Adapters are not in the directory: they keep their first values.
             if paths[0] not in places:
                 continue
@@ -245,6 +252,7 @@ class Pretrained:
             num_layers = len(places[paths[0]]) if by_layer else 1
             write = None
             for layer in range(num_layers):
+                reading.percent((number + layer / num_layers) / len(parts))
                 layer_sources = slice(layer, layer + 1) if by_layer else slice(None)
                 values = {}
                 for path in paths:

@@ -147,7 +147,20 @@ def test_compressors_on_known_text(documents, pipeline, tmp_path: Path, monkeypa
     documents()
     built = pipeline(validation={"held": config_for(TextFiles, paths=[str(tmp_path / "corpus/*.txt")])})
     evaluation = {"eval/held/bits_per_byte": 2.5}
-    assert "held: 2.500 bits per byte; on the same text gzip -9 " in compression_lines(built, evaluation)[0]
+    (line,) = compression_lines(built, evaluation)
+    assert re.match(r"held: 2.500 bits per byte; on the same \S+ [KM]iB of text gzip -9 ", line)
+    # Of a part, the compressors get that part, and the line says so.
+    (line,) = compression_lines(built, evaluation, limit=2, workdir="runs/a")
+    num_batches = len(built.eval_batch_numbers("held"))
+    command = "plimsoll evaluate --workdir=runs/a --validation"
+    assert line.startswith(f"held: 2.500 bits per byte of 2 of {num_batches} batches (all: {command}); on the same ")
+    part = built.document_text("held", limit=2)
+    bits = compressor_bits_per_byte(part)["gzip -9"]
+    assert line.endswith(f"gzip -9 {bits:.3f}, xz -9 {compressor_bits_per_byte(part)['xz -9']:.3f}")
+    whole = built.document_text("held")
+    assert 0 < len(part) < len(whole)
+    assert part[:20] == whole[:20]
+    assert part[-20:] == whole[-20:]
     monkeypatch.setattr("framework.run.report._MAX_COMPRESSED_BYTES", 1000)
     (line,) = compression_lines(built, evaluation)
     assert re.fullmatch(r"held: 2.500 bits per byte; .* of text are too many to compress for comparison", line)

@@ -24,8 +24,8 @@ ROOMS = {
     "checkpoint": "config devices files layout metrics processes terminal",
     "learner": "config layout optimizers",
     "schedules": "config devices layers layout learner models optimizers",
-    "program": "config data devices layers layout learner models optimizers processes schedules",
-    "inference": "data layers layout program",
+    "program": "config data devices layers layout learner models optimizers processes schedules terminal",
+    "inference": "data layers layout metrics program terminal",
     "plan": "checkpoint config data devices layers layout metrics models optimizers program schedules terminal",
     "weights": "config files layers layout models program schedules terminal",
     "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "

@@ -209,7 +209,7 @@ def test_bad_files(
 
 def test_nothing_to_evaluate(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main([f"--workdir={workdir}"]) == 2
-    assert "give --files, --choices or --tasks" in capsys.readouterr().err
+    assert "give --files, --validation, --choices or --tasks" in capsys.readouterr().err
     assert evaluate.main([f"--workdir={workdir}", f"--files={workdir}/config.json", "--json=no/where.json"]) == 2
     assert "--json: no folder no" in capsys.readouterr().err
     if importlib.util.find_spec("lm_eval") is None:

@@ -11,9 +11,12 @@ from framework.terminal.progress import Progress
 
 RUN = """
 import sys
+from framework.terminal.phase_views import view_of
+from framework.terminal.phases import phase, shown
 from framework.terminal.progress import Progress
-with Progress(200, log_every=20, log_path=sys.argv[1]) as progress:
-    progress.status("compiling")
+with shown(view_of(sys.stderr)), Progress(200, log_every=20, log_path=sys.argv[1]) as progress:
+    with phase("compiling"):
+        pass
     for step in range(1, 201):
         loss = float("nan") if step == 60 else 3 - step / 100
         progress.update(step, {"train/loss": loss, "train/tokens_per_second": 12345.6, "train/mfu": 0.4123,
@@ -70,7 +73,7 @@ def test_narrow_terminal_is_one_line_per_frame(tmp_path):
 def test_pipe_gets_one_aligned_line_per_interval(tmp_path):
     run = [sys.executable, "-c", RUN, str(tmp_path / "log.txt")]
     out = subprocess.run(run, capture_output=True, text=True, check=True)
-    assert out.stderr == ""
+    assert re.fullmatch(r"compiling \.\.\. done in \S+ s\n", out.stderr)
     lines = out.stdout.splitlines()
     steps = [line for line in lines if line.startswith("step")]
     assert [line.split("/")[0].split()[1] for line in steps] == [str(step) for step in range(20, 201, 20)]

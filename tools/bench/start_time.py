@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from tests.support.silences import hear
 from tools.bench.turns import ROOT, ContestantError
 
 LIMIT_S = 1800.0
@@ -37,6 +38,13 @@ SAMPLE_S = 0.004
 REPORT_VARIABLE = "PLIMSOLL_START_TIME_REPORT"
 DEFAULT_CONFIGS = ("nanogpt-cpu", "stdlib-tiny")
 KINDS = ("cold", "cached")
+# Verbs that need no run before them; tools.bench.silence has all of them.
+FIRST_CHARACTERS = {
+    "train": ["launch.train", "--config=nanogpt-cpu"],
+    "plan": ["launch.plan", "--config=nanogpt-cpu", "--target=cpu:1"],
+    "prepare": ["launch.prepare", "--config=nanogpt-cpu"],
+    "configs": ["launch.configs", "list"],
+}
 
 # What the main thread is doing, in the order of the table.
 ACTIVITIES = (
@@ -221,6 +229,21 @@ def table(config: str, repeats: list[dict[str, Start]]) -> list[str]:
     return [*lines, f"| programs compiled or read | {counts} |"]
 
 
+def first_characters(repeats: int) -> list[str]:
+    """The markdown table of the wall seconds until each verb says anything: the least of the repeats."""
+    lines = ["| wall seconds until the first character | in a pipe | on a terminal |", "|---|---|---|"]
+    with tempfile.TemporaryDirectory() as folder:
+        place = {"train": f"--workdir={folder}/run", "prepare": f"--out={folder}/tokens"}
+        for verb, words in FIRST_CHARACTERS.items():
+            flags = [place[verb]] if verb in place else []
+            best = []
+            for terminal in (False, True):
+                heard = [hear([*words, *flags], terminal=terminal, until_first=True) for _ in range(repeats)]
+                best.append(min(one.first for one in heard))
+            lines.append(f"| {verb} | {' | '.join(f'{seconds:.2f}' for seconds in best)} |")
+    return lines
+
+
 def main() -> int:
     """Measures and prints."""
     if report := os.environ.get(REPORT_VARIABLE):
@@ -239,6 +262,7 @@ def main() -> int:
                 longest = sorted(start.programs, key=lambda program: -program[1])[:25]
                 print(f"\n{kind}: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in longest))
         print()
+    print("\n".join(first_characters(args.repeats)), flush=True)
     return 0
 
 

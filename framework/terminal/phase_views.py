@@ -1,0 +1,162 @@
+"""How phases look: a spinner on a terminal; elsewhere a line for each, which grows while the phase goes on.
+
+compiling the training step (2.1 s the last time) ... 2 s ... 4 s ... done in 4.4 s
+evaluating stdlib ... 12/106 ... 25/106 ... done in 18 s
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from typing import TextIO
+
+from framework.terminal.phases import Phase, View
+
+# Where there is no terminal: seconds between two additions to a line, and from when on most of them are dots.
+_MARK_SECONDS = 2.0
+_MANY_SECONDS = 10.0
+_CLEAR = "\r\033[K"
+SPINNER_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_ASCII_FRAMES = "|/-\\"
+
+
+def human_seconds(seconds: float) -> str:
+    """4.4 s, 44 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    minutes, rest_seconds = divmod(whole_seconds, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_seconds} s"
+    hours, rest_minutes = divmod(minutes, 60)
+    return f"{hours} h {rest_minutes} min"
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether lines on a stream can be rewritten."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def view_of(stream: TextIO) -> View:
+    """The view for a stream."""
+    return Spinner(stream) if is_terminal(stream) else Lines(stream)
+
+
+def _write_out(stream: TextIO, text: str) -> None:
+    """Writes a piece of a line, as far as anybody can read it: a full disk or a closed terminal ends no command."""
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(text)
+        stream.flush()
+
+
+class Lines:
+    """A line for each phase, for log files and pipes: something is added to it every two seconds."""
+
+    interval = 0.1
+    takes_lines = True
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        # The phase whose line is unfinished.
+        self._open: Phase | None = None
+        # Of each phase of which something was said: the additions that its lines were due so far.
+        self._marks: dict[Phase, int] = {}
+
+    def show(self, phase: Phase, seconds: float) -> None:
+        """See `View`."""
+        marks = int(seconds / _MARK_SECONDS)
+        if phase not in self._marks:
+            self._marks[phase] = marks
+            self._begin_line(phase)
+        elif marks > self._marks[phase]:
+            self._marks[phase] = marks
+            # Other output may have ended its line.
+            if self._open is not phase:
+                self._begin_line(phase)
+            self._write(_addition(phase, marks * _MARK_SECONDS))
+
+    def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
+        """See `View`."""
+        # A phase that was over before its patience is not worth a line.
+        if phase not in self._marks:
+            return
+        del self._marks[phase]
+        how = f"done in {human_seconds(seconds)}{phase.outcome}"
+        if not completed:
+            how = f"stopped after {human_seconds(seconds)}"
+        if self._open is phase:
+            self._open = None
+            self._write(f" {how}\n")
+        else:
+            self.aside()
+            self._write(f"{phase.text}: {how}\n")
+
+    def aside(self) -> None:
+        """See `View`."""
+        if self._open is not None:
+            self._open = None
+            self._write("\n")
+
+    def _begin_line(self, phase: Phase) -> None:
+        self.aside()
+        self._open = phase
+        self._write(f"{phase.text} ...")
+
+    def _write(self, text: str) -> None:
+        _write_out(self._stream, text)
+
+
+def _addition(phase: Phase, seconds: float) -> str:
+    """What a line gets after so many seconds: how far the phase is, or how long it has gone on."""
+    # A dot is enough to see that it goes on: ten minutes are to stay a line that can be read.
+    if seconds > _MANY_SECONDS and seconds % _MANY_SECONDS:
+        return "."
+    return f" {phase.detail or f'{seconds:.0f} s'} ..."
+
+
+class Spinner:
+    """One line of a terminal, which is rewritten while a phase goes on and cleared afterwards."""
+
+    interval = 0.1
+    takes_lines = True
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        encoding = (getattr(stream, "encoding", "") or "").lower().replace("-", "")
+        self._frames = SPINNER_FRAMES if encoding == "utf8" else _ASCII_FRAMES
+        self._turn = 0
+        self._drawn = False
+
+    def show(self, phase: Phase, seconds: float) -> None:
+        """See `View`."""
+        self._turn += 1
+        text = spinner_text(phase, seconds, self._frames[self._turn % len(self._frames)])
+        columns = shutil.get_terminal_size().columns
+        # A line that is wrapped could not be rewritten.
+        self._write(f"{_CLEAR}{text[: columns - 1]}")
+        self._drawn = True
+
+    def end(self, phase: Phase, seconds: float, *, completed: bool) -> None:
+        """See `View`."""
+        self.aside()
+
+    def aside(self) -> None:
+        """See `View`."""
+        if self._drawn:
+            self._drawn = False
+            self._write(_CLEAR)
+
+    def _write(self, text: str) -> None:
+        _write_out(self._stream, text)
+
+
+def spinner_text(phase: Phase, seconds: float, frame: str) -> str:
+    """⠋ evaluating stdlib 40/106, 3 s."""
+    details = [detail for detail in (phase.detail,) if detail]
+    # Tenths of seconds would only flicker.
+    if seconds >= 1.0:
+        details.append(f"{int(seconds)} s" if seconds < 60 else human_seconds(seconds))
+    return f"{frame} {phase.text} {', '.join(details)}".rstrip()

@@ -1,0 +1,35 @@
+"""What a verb says first, and in which process of a job."""
+
+import pytest
+
+from launch.first_words import first_words, is_first
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["/x/launch/train.py", "--config=nanogpt-cpu", "--workdir=w"], "starting train of nanogpt-cpu"),
+        (["/x/bin/plimsoll", "generate", "--workdir", "runs/a"], "starting generate of runs/a"),
+        (["launch.train", "--config", "a"], "starting train of a"),
+        (["/x/launch/__main__.py", "configs", "list"], "starting configs"),
+        (["/x/bin/plimsoll"], "starting plimsoll"),
+    ],
+)
+def test_first_words(argv: list[str], words: str):
+    assert first_words(argv) == words
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "is_heard"),
+    [
+        (["train"], {}, True),
+        (["train", "--process_id=0"], {}, True),
+        (["train", "--process_id=1"], {}, False),
+        (["train", "--process_id", "1"], {}, False),
+        (["train"], {"SLURM_PROCID": "3"}, False),
+        (["train"], {"JAX_PROCESS_ID": "0"}, True),
+        (["train"], {"OMPI_COMM_WORLD_RANK": "1"}, False),
+    ],
+)
+def test_one_process_of_a_job_speaks(argv: list[str], environment: dict[str, str], is_heard: bool):
+    assert is_first(argv, environment) == is_heard

@@ -1,0 +1,87 @@
+"""What each verb says of what it is doing, in a pipe and on a terminal: which phases, not when."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import CONFIG, write_text
+from tests.support.silences import Heard, hear
+
+pytestmark = pytest.mark.pairs
+
+SHORT = ("--config.trainer.max_steps=4", "--config.trainer.eval_batches=1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a little text, and with the run of it that a test made."""
+    folder = tmp_path_factory.mktemp("phases")
+    write_text(folder)
+    return folder
+
+
+def train(folder: Path, run: str, *, terminal: bool = False) -> Heard:
+    words = ["launch.train", f"--config={CONFIG}:tiny", f"--workdir={folder}/{run}", *SHORT]
+    cache = f"--config.trainer.compilation_cache={folder}/programs"
+    environment = {"TINY_TEXT": str(folder), "XLA_FLAGS": "", "XDG_CACHE_HOME": f"{folder}/cache"}
+    heard = hear([*words, cache], terminal=terminal, environment=environment)
+    assert heard.code == 0, heard.text
+    return heard
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Heard:
+    return train(folder, "run")
+
+
+def test_train_says_each_phase_on_a_line_of_its_own(trained: Heard, folder: Path):
+    for phase in ("tokenizing train", "tracing the training step", "compiling the training step", "evaluating "):
+        assert re.search(rf"^{phase}.* \.\.\..* done in \S+ s$", trained.text, re.MULTILINE), phase
+    assert "the last time" not in trained.text
+    assert "\r" not in trained.text
+    # Other output begins lines of its own.
+    assert re.search(r"^step 4/4 ", trained.text, re.MULTILINE)
+    assert re.search(r"^step 4: eval/.* \(\S+: 1 of \d+ batches\)$", trained.text, re.MULTILINE)
+
+
+def test_a_terminal_has_the_phases_in_its_bar(trained: Heard, folder: Path):
+    seen = train(folder, "again", terminal=True).text
+    for phase in ("compiling the training step", "evaluating "):
+        assert re.search(rf"[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏|/\\-] {phase}", seen), phase
+    assert "done in" not in seen
+    assert re.search(r"compiling the training step \(\S+ s the last time\)", seen)
+
+
+def test_evaluate_has_all_of_the_validation_sets(trained: Heard, folder: Path):
+    words = ["launch.evaluate", f"--config={CONFIG}:tiny", f"--workdir={folder}/run", "--validation"]
+    heard = hear(words, environment=environment_of(folder))
+    assert heard.code == 0, heard.text
+    assert re.search(r"^evaluating \S+ \.\.\..* done in \S+ s$", heard.text, re.MULTILINE)
+    assert re.search(r"^\S+: loss [0-9.]+, .*tokens [0-9,]+", heard.text, re.MULTILINE)
+
+
+def test_plan_says_its_compiles_and_how_long_they_took_before(folder: Path):
+    words = ["launch.plan", f"--config={CONFIG}:tiny", "--target=cpu:1", "--fresh", "--step_only"]
+    words.append("--config.model.stack.num_layers=8")
+    first = hear(words, environment=environment_of(folder))
+    assert re.search(r"^compiling the training step for cpu-1 \.\.\.", first.text, re.MULTILINE), first.text
+    # Only what took half a second is remembered.
+    (time,) = (folder / "cache" / "plimsoll" / "compile-times").iterdir()
+    time.write_text("7.5\n")
+    second = hear(words, environment=environment_of(folder))
+    assert "compiling the training step for cpu-1 (7.5 s the last time) ..." in second.text
+
+
+def test_only_the_first_process_of_a_job_says_phases(folder: Path):
+    heard = hear(
+        ["launch.plan", f"--config={CONFIG}:tiny", "--target=cpu:1", "--step_only"],
+        environment={**environment_of(folder), "SLURM_PROCID": "1"},
+    )
+    assert "compiling" not in heard.text
+    assert "verdict" in heard.text
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    return {"TINY_TEXT": str(folder), "XLA_FLAGS": os.environ["XLA_FLAGS"], "XDG_CACHE_HOME": f"{folder}/cache"}

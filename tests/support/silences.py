@@ -1,0 +1,102 @@
+"""A command in a process of its own, in a pipe or on a terminal, with the time of every piece of its output."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+# The width of the terminal, in characters: no line of a spinner is cut.
+_COLUMNS = 160
+
+
+class Chunk(NamedTuple):
+    """A piece of output."""
+
+    seconds: float  # since the command was started
+    text: str
+
+
+class Heard(NamedTuple):
+    """What was heard of a command, both of its streams together."""
+
+    chunks: list[Chunk]
+    seconds: float  # until it ended
+    code: int
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def first(self) -> float:
+        """The seconds until the first character."""
+        return self.chunks[0].seconds if self.chunks else self.seconds
+
+    def longest(self) -> tuple[float, str]:
+        """(seconds, the line before it) of the longest silence between two pieces, or before the end."""
+        times = [chunk.seconds for chunk in self.chunks] + [self.seconds]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        longest = max(range(len(gaps)), key=gaps.__getitem__)
+        text_before = "".join(chunk.text for chunk in self.chunks[: longest + 1])
+        lines = [line for line in text_before.replace("\r", "\n").replace("\033[K", "").split("\n") if line.strip()]
+        return gaps[longest], lines[-1] if lines else ""
+
+
+def hear(
+    words: Sequence[str],
+    *,
+    terminal: bool = False,
+    environment: dict[str, str] | None = None,
+    limit: float = 540.0,
+    until_first: bool = False,
+) -> Heard:
+    """Runs `python -m WORDS` and listens until it ends.
+
+    Args:
+        words: the module and its arguments.
+        terminal: its streams are a terminal, and not a pipe.
+        environment: more variables for it.
+        limit: seconds after which it is killed.
+        until_first: kill it after the first piece of output.
+    """
+    reader, writer = pty.openpty() if terminal else os.pipe()
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": str(_COLUMNS)}
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=writer,
+        stderr=writer,
+        env={**variables, **(environment or {})},
+    )
+    os.close(writer)
+    chunks: list[Chunk] = []
+    while time.monotonic() - start < limit:
+        ready, _, _ = select.select([reader], [], [], 1.0)
+        try:
+            data = os.read(reader, 1 << 16) if ready else None
+        except OSError:
+            # A terminal without a process on its other side.
+            data = b""
+        if data == b"":
+            break
+        if data:
+            chunks.append(Chunk(time.monotonic() - start, data.decode(errors="replace")))
+            if until_first:
+                process.kill()
+                break
+    else:
+        process.kill()
+    seconds = time.monotonic() - start
+    os.close(reader)
+    return Heard(chunks, seconds, process.wait())

@@ -1,0 +1,267 @@
+"""Phases by a clock of the test's own: what is said when, on a terminal and elsewhere."""
+
+import contextlib
+import io
+import sys
+import threading
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from framework.terminal import phases
+from framework.terminal.phase_views import Lines, Spinner, human_seconds
+from framework.terminal.phases import Board, FirstWords, Phase, View
+
+
+class Clock:
+    """Seconds that pass when the test says so; the board ticks meanwhile as its thread would."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float, board: Board) -> None:
+        for _ in range(round(seconds * 10)):
+            self.now = round(self.now + 0.1, 3)
+            board.tick()
+
+
+class StillBoard(Board):
+    """A board without a thread of its own."""
+
+    def _start_ticking(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@contextlib.contextmanager
+def board_of(view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[StillBoard]:
+    """The process's board, with that view and clock; stdout is shared with the view's stream."""
+    board = StillBoard(view, clock)
+    monkeypatch.setattr(phases, "_board", board)
+    yield board
+    board.close()
+
+
+def test_nothing_is_said_without_a_board(capfd):
+    with phases.phase("compiling") as compiling:
+        compiling.progress(1, 2)
+    assert capfd.readouterr() == ("", "")
+    assert not phases.are_shown()
+
+
+def test_a_line_grows_by_two_seconds_and_ends_as_one(clock, monkeypatch):
+    stream = io.StringIO()
+    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling the training step"):
+        assert stream.getvalue() == "compiling the training step ..."
+        clock.pass_by(4.4, board)
+    assert stream.getvalue() == "compiling the training step ... 2 s ... 4 s ... done in 4.4 s\n"
+
+
+def test_something_is_said_every_two_seconds_however_long_it_takes(clock, monkeypatch):
+    stream = io.StringIO()
+    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling"):
+        for _ in range(600):
+            size = len(stream.getvalue())
+            clock.pass_by(2.0, board)
+            assert len(stream.getvalue()) > size
+    (line,) = stream.getvalue().splitlines()
+    assert "10 s ....... 20 s ..." in line
+    assert line.endswith(" done in 20 min 0 s")
+    assert len(line) < 3000
+
+
+def test_progress_stands_in_place_of_seconds(clock, monkeypatch):
+    stream = io.StringIO()
+    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("evaluating stdlib") as evaluating:
+        clock.pass_by(1.0, board)
+        evaluating.progress(40, 844)
+        clock.pass_by(1.0, board)
+        evaluating.percent(0.25)
+        clock.pass_by(2.0, board)
+        evaluating.outcome = ", from the cache"
+    assert stream.getvalue() == "evaluating stdlib ... 40/844 ... 25% ... done in 4.0 s, from the cache\n"
+
+
+def test_other_output_gets_lines_of_its_own(clock, monkeypatch):
+    stream = io.StringIO()
+    shared = cast(io.StringIO, phases._SharedStream(stream))
+    with board_of(Lines(stream), clock, monkeypatch) as board:
+        with phases.phase("saving"):
+            clock.pass_by(2.0, board)
+            print("warning: slow", file=shared)
+            clock.pass_by(2.0, board)
+            print("warning: slower", file=shared)
+        with phases.phase("restoring"):
+            pass
+    assert stream.getvalue().splitlines() == [
+        "saving ... 2 s ...",
+        "warning: slow",
+        "saving ... 4 s ...",
+        "warning: slower",
+        "saving: done in 4.0 s",
+        "restoring ... done in 0.0 s",
+    ]
+
+
+def test_an_inner_phase_has_its_own_line_and_the_outer_one_goes_on(clock, monkeypatch):
+    stream = io.StringIO()
+    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("preparing data", patience=0.5):
+        with phases.phase("tokenizing train"):
+            clock.pass_by(2.2, board)
+        clock.pass_by(2.0, board)
+    assert stream.getvalue().splitlines() == [
+        "tokenizing train ... 2 s ... done in 2.2 s",
+        "preparing data ... 4 s ... done in 4.2 s",
+    ]
+
+
+def test_what_is_over_before_its_patience_is_not_said(clock, monkeypatch):
+    stream = io.StringIO()
+    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("looking for files", patience=0.5):
+        clock.pass_by(0.4, board)
+    assert stream.getvalue() == ""
+
+
+def test_a_patient_phase_does_not_silence_the_one_around_it(clock, monkeypatch):
+    stream = io.StringIO()
+    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("preparing data"):
+        for _ in range(10):
+            with phases.phase("looking for files", patience=0.5):
+                clock.pass_by(0.4, board)
+    assert stream.getvalue() == "preparing data ... 2 s ... 4 s ... done in 4.0 s\n"
+
+
+def test_an_error_ends_the_line(clock, monkeypatch):
+    stream = io.StringIO()
+
+    def fail(board: Board) -> None:
+        with phases.phase("compiling"):
+            clock.pass_by(1.5, board)
+            raise KeyError
+
+    with board_of(Lines(stream), clock, monkeypatch) as board, pytest.raises(KeyError):
+        fail(board)
+    assert stream.getvalue() == "compiling ... stopped after 1.5 s\n"
+
+
+def test_a_full_disk_ends_nothing(clock, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    for view in (Lines(Full()), Spinner(Full())):
+        with board_of(view, clock, monkeypatch) as board, phases.phase("compiling"):
+            clock.pass_by(2.0, board)
+
+
+def test_first_words_come_late_and_end_with_whatever_else_is_said(clock, monkeypatch):
+    stream = io.StringIO()
+    with board_of(Lines(stream), clock, monkeypatch) as board:
+        board.begin(FirstWords("starting train of nanogpt-cpu", patience=0.4))
+        clock.pass_by(0.3, board)
+        assert stream.getvalue() == ""
+        clock.pass_by(2.0, board)
+        with phases.phase("looking for files", patience=0.5):
+            clock.pass_by(0.2, board)
+        with phases.phase("compiling"):
+            clock.pass_by(0.5, board)
+    assert stream.getvalue().splitlines() == [
+        "starting train of nanogpt-cpu ... 2 s ...",
+        "compiling ... done in 0.5 s",
+    ]
+
+
+def test_a_terminal_has_one_line_that_is_cleared(clock, monkeypatch):
+    stream = io.StringIO()
+    shared = cast(io.StringIO, phases._SharedStream(stream))
+    with board_of(Spinner(stream), clock, monkeypatch) as board, phases.phase("compiling"):
+        clock.pass_by(3.0, board)
+        print("step 1", file=shared)
+        print("half a line", end="", file=shared)
+        size = len(stream.getvalue())
+        clock.pass_by(3.0, board)
+        assert len(stream.getvalue()) == size  # nothing is drawn over it
+        print(file=shared)
+        clock.pass_by(1.0, board)
+    text = stream.getvalue()
+    assert "compiling 2 s" in text
+    assert "compiling 7 s" in text
+    assert "\r\033[Kstep 1\nhalf a line\n" in text  # the spinner's line is gone before it
+    assert text.endswith("\r\033[K")
+
+
+def test_hush_ends_the_line_for_good(clock, monkeypatch):
+    stream = io.StringIO()
+    with board_of(Lines(stream), clock, monkeypatch) as board, phases.phase("compiling"):
+        phases.hush()
+        clock.pass_by(4.0, board)
+        with phases.phase("saving"):
+            pass
+    assert stream.getvalue() == "compiling ...\n"
+
+
+def test_phases_of_other_threads_are_not_shown(clock, monkeypatch):
+    stream = io.StringIO()
+
+    def other() -> None:
+        with phases.phase("compiling ahead"):
+            pass
+
+    with board_of(Lines(stream), clock, monkeypatch):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert stream.getvalue() == ""
+
+
+def test_shown_gives_the_standard_streams_back(capsys):
+    streams = sys.stdout, sys.stderr
+    with phases.shown(Lines(sys.stderr)):
+        assert (sys.stdout, sys.stderr) != streams
+        with phases.phase("compiling"):
+            print("a line")
+    assert (sys.stdout, sys.stderr) == streams
+    out, err = capsys.readouterr()
+    assert out == "a line\n"
+    assert err.splitlines()[0] == "compiling ..."
+
+
+def _join_threads() -> None:
+    """Waits for the threads of boards, which end with their last phase."""
+    for thread in threading.enumerate():
+        if thread.name == "phases":
+            thread.join(60.0)
+            assert not thread.is_alive()
+
+
+def test_the_boards_thread_ticks_and_ends_with_the_last_phase(capsys):
+    ticked = threading.Event()
+
+    class Seen(Lines):
+        interval = 0.01
+
+        def show(self, phase: Phase, seconds: float) -> None:
+            if threading.current_thread().name == "phases":
+                ticked.set()
+
+    with phases.shown(Seen(sys.stderr)):
+        _join_threads()
+        with phases.phase("compiling"):
+            assert ticked.wait(60.0)
+        _join_threads()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (4.4, "4.4 s"), (9.97, "10 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")],
+)
+def test_seconds_for_people(seconds: float, text: str):
+    assert human_seconds(seconds) == text

@@ -1,0 +1,101 @@
+"""How long each verb says nothing: until its first character, and at most between two of them.
+
+    python -m tools.bench.silence                      # all verbs, in a pipe and on a terminal
+    python -m tools.bench.silence --verb=train --verb=generate --set=model.stack.num_layers=12
+
+Each verb is a process of its own. `train` is started twice, without and with compiled programs; the others use its run.
+Only wall time counts here, so the machine should be idle: the load of the last minute is printed with the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.support.silences import Heard, hear
+
+_CONFIG = "stdlib-tiny"
+_STEPS = 30
+_LINE_LENGTH = 60
+
+
+def commands(root: Path, overrides: list[str]) -> dict[str, list[str]]:
+    """The command line of each verb, in an order in which each finds what it needs, by name."""
+    run = f"--workdir={root}/run"
+    cache = f"--config.trainer.compilation_cache={root}/programs"
+    short = [f"--config.trainer.max_steps={_STEPS}", *(f"--config.{override}" for override in overrides)]
+    text = root / "text.txt"
+    return {
+        "train": ["launch.train", f"--config={_CONFIG}", run, cache, *short],
+        "train, cached": ["launch.train", f"--config={_CONFIG}", f"--workdir={root}/again", cache, *short],
+        "train, resumed": ["launch.train", f"--config={_CONFIG}", run, cache, *short, "--config.trainer.max_steps=40"],
+        "train, over": ["launch.train", f"--config={_CONFIG}", run, cache, *short, "--config.trainer.max_steps=40"],
+        "generate": ["launch.generate", run, "--prompt=def main():", "--max_new_tokens=32"],
+        "chat": ["launch.chat", run, "--max_new_tokens=16"],
+        "evaluate": ["launch.evaluate", run, "--validation", f"--files={text}"],
+        "export": ["launch.export", run, f"--to={root}/exported"],
+        "plan": ["launch.plan", f"--config={_CONFIG}", "--target=cpu:1", "--fresh"],
+        "plan, v5e-8": ["launch.plan", "--config=gpt2-124m", "--target=v5e-8", "--fresh"],
+        "prepare": ["launch.prepare", f"--config={_CONFIG}", f"--out={root}/prepared"],
+        "status": ["launch.status", run],
+        "configs": ["launch.configs", "list"],
+        "train a flow": [
+            "launch.train",
+            "--config=digits-glow",
+            f"--workdir={root}/flow",
+            cache,
+            "--config.trainer.max_steps=10",
+        ],
+        "sample": ["launch.sample", f"--workdir={root}/flow", f"--output={root}/samples.png"],
+        "a typo": ["launch.train", "--config=stdlib-tiyn", run],
+    }
+
+
+def row(verb: str, kind: str, heard: Heard) -> str:
+    """A row of the table."""
+    seconds, line = heard.longest()
+    # The end of a line is what was said last.
+    line = line if len(line) <= _LINE_LENGTH else f"...{line[-_LINE_LENGTH:]}"
+    line = line.replace("|", " ")
+    times = [f"{heard.first:.2f}", f"{seconds:.2f}"]
+    return f"| {verb} | {kind} | {' | '.join(times)} | `{line.strip()}` | {heard.seconds:.1f} | {heard.code} |"
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verb", action="append", metavar="NAME", help="a row of the table; default: all")
+    parser.add_argument("--kind", choices=["pipe", "terminal"], help="default: both")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="an override of train's config"
+    )
+    parser.add_argument("--keep", metavar="DIR", help="write what was heard there")
+    args = parser.parse_args()
+    print(f"seconds of wall time; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print("| verb | kind | first character | longest silence | after | in all | exit code |")
+    print("|---|---|---|---|---|---|---|")
+    for kind in [args.kind] if args.kind else ["pipe", "terminal"]:
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            (root / "text.txt").write_text("def main():\n    return 0\n" * 200)
+            # Plans and compile times are remembered there.
+            environment = {"XDG_CACHE_HOME": f"{root}/cache"}
+            for verb, words in commands(root, args.set).items():
+                is_needed = verb in ("train", "train a flow")
+                if args.verb and verb not in args.verb and not is_needed:
+                    continue
+                heard = hear(words, terminal=kind == "terminal", environment=environment)
+                if not args.verb or verb in args.verb:
+                    print(row(verb, kind, heard), flush=True)
+                if args.keep:
+                    Path(args.keep).mkdir(parents=True, exist_ok=True)
+                    lines = [f"{chunk.seconds:7.2f} {chunk.text!r}\n" for chunk in heard.chunks]
+                    (Path(args.keep) / f"{verb}-{kind}".replace(" ", "_")).write_text("".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
