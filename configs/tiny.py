@@ -54,13 +54,13 @@ def stdlib_tiny() -> Config:
             save_every=520,
             sample_tokens=160,
             sample_temperature=0.5,
-            sample_prompt="def read_lines(path):\n",
+            sample_prompt="class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n",
         ),
     )
 
 
 def stdlib_tiny_reversible() -> Config:
-    """stdlib-tiny with two residual streams in fixed point, trained by inversion (constant memory)."""
+    """stdlib-tiny (1.8M parameters), two residual streams in fixed point, trained by inversion (constant memory)."""
     config = stdlib_tiny()
     config.model.stack.streams = "fixed"
     config.memory.remat = "invert"
