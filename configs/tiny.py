@@ -12,6 +12,13 @@ from framework.learner.learner import Learner
 from framework.program.experiment import Experiment
 from framework.program.options import TrainerOptions
 
+_SAMPLE_PROMPT = """class Reader:
+    def __init__(self, path):
+        self.path = path
+
+    def read(self):
+"""
+
 
 def stdlib_tiny() -> Config:
     """A 1.8M-parameter Llama-like model of the Python standard library's source; under 5 minutes on 2 CPU cores.
@@ -54,7 +61,7 @@ def stdlib_tiny() -> Config:
             save_every=520,
             sample_tokens=160,
             sample_temperature=0.5,
-            sample_prompt="class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n",
+            sample_prompt=_SAMPLE_PROMPT,
         ),
     )
 
