@@ -1,7 +1,7 @@
 """Run a training in several processes on this machine, and start all of them again when one dies.
 
     plimsoll local --config=gpt2-124m --workdir=runs/a --gpus=all
-    plimsoll local --config=stdlib-tiny --workdir=runs/b --processes=4 --devices_per_process=2
+    plimsoll local --config=nanogpt-cpu --workdir=runs/b --processes=2 --devices_per_process=2
 
 The processes are forks of one that has imported everything, which makes starts, and above all restarts, quick. When
 one dies, the others get --grace seconds to end; then all start again from the last checkpoint: at once if there is a

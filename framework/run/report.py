@@ -61,6 +61,7 @@ def compression_lines(
         num_batches = len(data.eval_batch_numbers(name))
         num_taken = len(data.eval_batch_numbers(name, limit))
         num_bytes = sizes[name] * num_taken // num_batches
+        better_tools: list[str] = []
         if num_bytes > _MAX_COMPRESSED_BYTES:
             comparison = f"{human_bytes(num_bytes)} of text are too many to compress for comparison"
         else:
@@ -71,8 +72,20 @@ def compression_lines(
                 bits_by_tool = compressor_bits_per_byte(text)
             figures = ", ".join(f"{tool} {value:.3f}" for tool, value in bits_by_tool.items())
             comparison = f"on the same {human_bytes(len(text))} of text {figures}"
+            better_tools = [tool for tool, value in bits_by_tool.items() if value <= bits]
         lines.append(f"{name}: {bits:.3f} bits per byte{part}; {comparison}")
+        if better_tools:
+            lines.append(_why_behind(better_tools, data.seq_len))
     return lines
+
+
+def _why_behind(tools: list[str], seq_len: int) -> str:
+    """The line that says why these compressors need no more bits than a model of sequences of `seq_len` tokens."""
+    names = " and ".join(tools)
+    return (
+        f"fewer bits by {names}: compressors repeat passages from far back, "
+        f"the model sees {seq_len:,} tokens at a time, and learns more in a longer run (trainer.max_steps)"
+    )
 
 
 def sample_images(program: Program, state: dict[str, Any]) -> np.ndarray | None:

@@ -147,10 +147,10 @@ def test_compressors_on_known_text(documents, pipeline, tmp_path: Path, monkeypa
     documents()
     built = pipeline(validation={"held": config_for(TextFiles, paths=[str(tmp_path / "corpus/*.txt")])})
     evaluation = {"eval/held/bits_per_byte": 2.5}
-    (line,) = compression_lines(built, evaluation)
+    line = compression_lines(built, evaluation)[0]
     assert re.match(r"held: 2.500 bits per byte; on the same \S+ [KM]iB of text gzip -9 ", line)
     # Of a part, the compressors get that part, and the line says so.
-    (line,) = compression_lines(built, evaluation, limit=2, workdir="runs/a")
+    line = compression_lines(built, evaluation, limit=2, workdir="runs/a")[0]
     num_batches = len(built.eval_batch_numbers("held"))
     command = "plimsoll evaluate --workdir=runs/a --validation"
     assert line.startswith(f"held: 2.500 bits per byte of 2 of {num_batches} batches (all: {command}); on the same ")
@@ -161,6 +161,10 @@ def test_compressors_on_known_text(documents, pipeline, tmp_path: Path, monkeypa
     assert 0 < len(part) < len(whole)
     assert part[:20] == whole[:20]
     assert part[-20:] == whole[-20:]
+    # Only a model that some compressor is ahead of is told why.
+    assert len(compression_lines(built, {"eval/held/bits_per_byte": 0.01})) == 1
+    _, why = compression_lines(built, {"eval/held/bits_per_byte": 100.0})
+    assert why.startswith("fewer bits by gzip -9 and xz -9: ")
     monkeypatch.setattr("framework.run.report._MAX_COMPRESSED_BYTES", 1000)
     (line,) = compression_lines(built, evaluation)
     assert re.fullmatch(r"held: 2.500 bits per byte; .* of text are too many to compress for comparison", line)
