@@ -166,7 +166,7 @@ COMMANDS = [
     ),
     Command("A layer of one's own", f"plimsoll train --config=own_layer.py:clipped --workdir=runs/own {_SHORT}"),
     Command("What is different in it?", "plimsoll configs diff nanogpt-cpu own_layer.py:clipped"),
-    Command("The same run again from its folder", "plimsoll train --config=runs/own/config.json --workdir=runs/again"),
+    Command("The same run again from its folder", "plimsoll train --config=runs/lion/config.json --workdir=runs/again"),
     Command("Text as token files", "plimsoll prepare --config=stdlib-tiny --data=notes/ --out=tokens"),
     Command(
         "From token files",

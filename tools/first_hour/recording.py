@@ -16,7 +16,9 @@ from tools.first_hour.commands import Command
 
 _COLUMNS = 120
 _ROWS = 50
-# ANSI escapes: colours, "erase to the end of the line", moves of the cursor.
+# ANSI escapes: erasing a whole line, erasing from the cursor on, and others (colours, a hidden cursor).
+_ERASE_LINE = "\x1b[2K"
+_ERASE_TO_END = re.compile(r"\x1b\[0?K")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _CHUNK_BYTES = 65536
 
@@ -65,10 +67,13 @@ class Recording:
 
 
 def shown(line: str) -> str:
-    """A terminal's line after its carriage returns: each one begins it anew, over what is there."""
+    """A terminal's line in the end: each carriage return begins it anew, over what is there, unless that is erased."""
     text = ""
-    for part in _ESCAPE.sub("", line).split("\r"):
-        text = part + text[len(part) :]
+    for part in line.rpartition(_ERASE_LINE)[2].split("\r"):
+        erasing, *_ = _ERASE_TO_END.split(part, maxsplit=1)
+        is_erased_behind = erasing != part
+        visible = _ESCAPE.sub("", part)
+        text = visible if is_erased_behind else visible + text[len(visible) :]
     return text.rstrip()
 
 
