@@ -1,0 +1,1 @@
+"""A recording of a newcomer's first hour: python -m tools.first_hour."""

@@ -1,0 +1,153 @@
+"""Records a newcomer's first hour: 40 commands on a terminal, with what they print, times, and a verdict on each.
+
+python -m tools.first_hour --out=docs/benchmarks/first_hour.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import pydoc_data.topics
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from tools.first_hour.commands import COMMANDS, FILES
+from tools.first_hour.recording import Recording, record
+
+_MAX_SILENCE_SECONDS = 2.0
+_MAX_FIRST_SECONDS = 1.0
+# Of a long output its beginning and its end are written.
+_LINES_AT_EACH_END = 12
+
+
+def main() -> int:
+    """Returns 0 if nothing is wrong with any command."""
+    parser = argparse.ArgumentParser(prog="python -m tools.first_hour", description="Record a newcomer's first hour.")
+    parser.add_argument("--out", help="a Markdown file to write; without it only verdicts are printed")
+    parser.add_argument("--only", type=int, nargs="+", help="commands by their number, in the folder of --folder")
+    parser.add_argument("--folder", help="where to work; a new one by default")
+    args = parser.parse_args()
+    folder = Path(args.folder or tempfile.mkdtemp(prefix="first_hour_"))
+    write_files(folder)
+    recordings = []
+    for number, command in enumerate(COMMANDS, 1):
+        if args.only and number not in args.only:
+            continue
+        recording = record(command, folder, environment(folder))
+        recordings.append(recording)
+        print(f"{number:2}  {verdict(recording):<60}  {command.line}", flush=True)
+    if args.out:
+        Path(args.out).write_text(page(recordings, folder))
+    return int(any(faults(recording) for recording in recordings))
+
+
+def write_files(folder: Path) -> None:
+    """The newcomer's folder: own modules, and notes/ with Python's help topics as 80 text files."""
+    texts = {f"notes/{name}.txt": text for name, text in pydoc_data.topics.topics.items()}
+    for name, text in {**FILES, **texts}.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """A newcomer's: nothing cached, one CPU device, the virtual environment's programs first."""
+    programs = Path(sys.executable).parent
+    return {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        # Caches of compiled programs and tokenizers begin empty.
+        "XDG_CACHE_HOME": str(folder / ".cache"),
+        "HOME": str(folder),
+        "XLA_FLAGS": "",
+    }
+
+
+def faults(recording: Recording) -> list[str]:
+    """What is wrong with a command, in words."""
+    return recording.faults(_MAX_SILENCE_SECONDS, _MAX_FIRST_SECONDS)
+
+
+def verdict(recording: Recording) -> str:
+    """Its times, and what is wrong."""
+    first_seconds = recording.first_character_seconds
+    first_text = "never" if first_seconds is None else f"{first_seconds:.1f} s"
+    times = f"{recording.seconds:.1f} s; first {first_text}, silent {recording.longest_silence_seconds:.1f} s"
+    return "; ".join([times, *faults(recording)] if faults(recording) else [times, "well"])
+
+
+def page(recordings: list[Recording], folder: Path) -> str:
+    """The page, in Markdown."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
+    python = ".".join(map(str, sys.version_info[:3]))
+    well = sum(not faults(recording) for recording in recordings)
+    minutes = sum(recording.seconds for recording in recordings) / 60
+    parts = [
+        "# A first hour",
+        "",
+        f"{len(recordings)} commands as a newcomer types them, in a folder with text files and modules of its own,",
+        f"with what a terminal shows. {well} of {len(recordings)} are well: they end as they should, without a",
+        f"traceback, the first character comes within {_MAX_FIRST_SECONDS:g} s, and no silence is longer than",
+        f"{_MAX_SILENCE_SECONDS:g} s. The machine works for {minutes:.0f} minutes of that hour.",
+        "",
+        "```",
+        "python -m tools.first_hour --out=docs/benchmarks/first_hour.md",
+        "```",
+        "",
+        f"Run on {datetime.date.today()}, {os.cpu_count()} CPU cores, Python {python}, {versions}. Caches are empty at",
+        "first. Long outputs are cut in the middle.",
+        "",
+        "| | command | first character | longest silence | time | exit code |",
+        "|---|---|---|---|---|---|",
+    ]
+    for number, recording in enumerate(recordings, 1):
+        first_seconds = recording.first_character_seconds
+        cells = [
+            str(number),
+            recording.command.purpose,
+            "never" if first_seconds is None else f"{first_seconds:.1f} s",
+            f"{recording.longest_silence_seconds:.1f} s",
+            f"{recording.seconds:.1f} s",
+            str(recording.code),
+        ]
+        parts.append(f"| {' | '.join(cells)} |")
+    for number, recording in enumerate(recordings, 1):
+        interruption = recording.command.interruption
+        signal_text = f" ({interruption.number.name} after `{interruption.text}`)" if interruption else ""
+        parts += [
+            "",
+            f"## {number}. {recording.command.purpose}",
+            "",
+            f"{verdict(recording)}{signal_text}",
+            "",
+            "```text",
+            f"$ {recording.command.line}",
+            *_excerpt(recording, folder),
+            "```",
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def _excerpt(recording: Recording, folder: Path) -> list[str]:
+    """The beginning and the end of what a terminal shows."""
+    lines = [_anonymous(line, folder) for line in recording.lines]
+    while lines and not lines[-1]:
+        lines.pop()
+    left_out = len(lines) - 2 * _LINES_AT_EACH_END
+    if left_out <= 1:
+        return lines
+    return [*lines[:_LINES_AT_EACH_END], f"[{left_out} lines]", *lines[-_LINES_AT_EACH_END:]]
+
+
+def _anonymous(line: str, folder: Path) -> str:
+    """Without the paths of the machine."""
+    line = line.replace(str(folder), "~")
+    return re.sub(rf"{re.escape(sys.prefix)}/\S*?/(?=[\w.]+\.py)", ".../", line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""What a newcomer types in the first hour, in order, in a folder that has a project of its own in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+from framework.terminal.exit_codes import ExitCode
+
+
+@dataclasses.dataclass(frozen=True)
+class Interruption:
+    """A signal that a command gets as soon as its output has a text."""
+
+    text: str
+    number: signal.Signals
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command, and how it ends when all is well."""
+
+    purpose: str  # what the newcomer wants
+    line: str  # as typed, for bash
+    code: int = ExitCode.DONE
+    interruption: Interruption | None = None
+
+
+CTRL_C = Interruption("step 40/", signal.SIGINT)
+KILL = Interruption("step 120/", signal.SIGKILL)
+# What a shell says of a process that SIGKILL has ended.
+KILLED = 128 + signal.SIGKILL
+
+# The newcomer's own folder has, besides notes/ (text files), modules with names that are ours, too.
+FILES = {
+    "configs/__init__.py": "",
+    "launch.py": "raise SystemExit('the launch.py of the newcomer has nothing to do with this')\n",
+    "tests/test_mine.py": "def test_mine():\n    assert True\n",
+    "chats.jsonl": "".join(
+        f'{{"messages": [{{"role": "user", "content": "What is {number} + {number}?"}}, '
+        f'{{"role": "assistant", "content": "{2 * number}."}}]}}\n'
+        for number in range(1, 201)
+    ),
+    "broken.jsonl": '{"text": "a row"}\n{"text": 7}\n' * 50,
+    "chat.jinja": "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}\n",
+    "own_layer.py": '''\
+import jax.numpy as jnp
+
+import framework as pl
+from framework.config import config_for
+from framework.layers.norm import RMSNorm
+
+
+class ClippedNorm(RMSNorm):
+    """RMSNorm whose output is between -3 and 3."""
+
+    def __call__(self, weights, x, ctx):
+        return jnp.clip(super().__call__(weights, x, ctx), -3, 3)
+
+
+def clipped():
+    """nanogpt-cpu with a norm of my own."""
+    config = pl.load_config("nanogpt-cpu")
+    config.model.stack.pattern[0].norm = config_for(ClippedNorm)
+    return config
+''',
+    "first.py": """\
+import framework as pl
+
+config = pl.load_config("nanogpt-cpu", {"trainer.max_steps": 20})
+print(pl.plan(config, target="cpu:1"))
+run = pl.train(config, workdir="runs/python")
+print(run.metrics["train/loss"].values)
+print(pl.load("runs/python").generate("def ", max_new_tokens=20))
+""",
+}
+
+_GPT = "plimsoll train --config=nanogpt-cpu --workdir=runs/a"
+_MINE = "plimsoll train --config=stdlib-tiny --data=notes/ --workdir=runs/mine"
+_SHORT = "--config.trainer.max_steps=60"
+
+COMMANDS = [
+    Command("What is there?", "plimsoll"),
+    Command("How is it used?", "plimsoll train --help"),
+    Command("What can be trained?", "plimsoll configs list"),
+    Command("What is in a config?", "plimsoll configs show nanogpt-cpu"),
+    Command("And about one thing only?", "plimsoll configs show nanogpt-cpu --only=learning_rate"),
+    Command("A name typed wrong", "plimsoll train --config=nanogtp-cpu --workdir=runs/a", ExitCode.USAGE),
+    Command("A field typed wrong", f"{_GPT} --config.trainer.max_step=200", ExitCode.USAGE),
+    Command("A value typed wrong", f"{_GPT} --config.data.global_batch_size=12k", ExitCode.USAGE),
+    Command("A first run", f"{_GPT} --config.trainer.max_steps=200"),
+    Command("What came of it?", "plimsoll status --workdir=runs/a"),
+    Command("Does it speak?", "plimsoll generate --workdir=runs/a --prompt='def ' --max_new_tokens=40"),
+    Command("A little longer", f"{_GPT} --config.trainer.max_steps=300"),
+    Command(
+        "A smaller batch and rate from here on",
+        f"{_GPT} --config.trainer.max_steps=400 --config.data.global_batch_size=6 "
+        "--config.learner.optimizer.learning_rate.peak_value=5e-4",
+    ),
+    Command(
+        "A change that a resume cannot take",
+        f"{_GPT} --config.trainer.max_steps=500 --config.model.dim=256",
+        ExitCode.USAGE,
+    ),
+    Command(
+        "Ctrl-C in the middle",
+        "plimsoll train --config=nanogpt-cpu --workdir=runs/b --config.trainer.max_steps=200",
+        ExitCode.INTERRUPTED,
+        CTRL_C,
+    ),
+    Command(
+        "On with it, and the process is killed",
+        "plimsoll train --config=nanogpt-cpu --workdir=runs/b --config.trainer.max_steps=200",
+        KILLED,
+        KILL,
+    ),
+    Command(
+        "The same command once more",
+        "plimsoll train --config=nanogpt-cpu --workdir=runs/b --config.trainer.max_steps=200",
+    ),
+    Command("Own text from a folder that is not there", f"{_MINE.replace('notes/', 'note/')} {_SHORT}", ExitCode.USAGE),
+    Command("Own text: a folder", f"{_MINE} {_SHORT}"),
+    Command(
+        "Own text: JSON lines with a bad row",
+        f"plimsoll train --config=stdlib-tiny --data=broken.jsonl --workdir=runs/broken {_SHORT}",
+        ExitCode.USAGE,
+    ),
+    Command("How good is it on another file?", "plimsoll evaluate --workdir=runs/mine --files own_layer.py"),
+    Command("Out to transformers", "plimsoll export --workdir=runs/mine --to=exported"),
+    Command(
+        "Fine-tune the export on chats",
+        "plimsoll train --config=lora:exported --data=chats.jsonl --workdir=runs/tuned "
+        f"--config.data.tokenizer.chat_template=chat.jinja --config.data.global_batch_size=4 {_SHORT}",
+    ),
+    Command("Talk with it", "echo 'What is 4 + 4?' | plimsoll chat --workdir=runs/tuned --max_new_tokens=12"),
+    Command("The adapter for peft", "plimsoll export --workdir=runs/tuned --to=adapter --adapter"),
+    Command("Will 8B fit eight chips?", "plimsoll plan --config=llama3-8b --target=v5e-8 --estimate", ExitCode.TOO_BIG),
+    Command(
+        "And offloaded?",
+        "plimsoll plan --config=llama3-8b --target=v5e-16 --estimate --config.memory.optimizer_state=pinned_host "
+        "--config.memory.remat=full --config.data.global_batch_size=16",
+    ),
+    Command("A plan by the compiler", "plimsoll plan --config=nanogpt-cpu --target=cpu:2"),
+    Command(
+        "A machine that nobody has",
+        "plimsoll plan --config=llama3-8b --target=v9e-8 --estimate",
+        ExitCode.USAGE,
+    ),
+    Command("What would a run need here?", "plimsoll train --config=nanogpt-cpu --workdir=runs/dry --dry_run"),
+    Command(
+        "A run that does not fit",
+        "plimsoll train --config=stdlib-tiny --workdir=runs/big --device_memory_gib=0.05",
+        ExitCode.TOO_BIG,
+    ),
+    Command(
+        "Optimizer state in host memory",
+        "plimsoll train --config=nanogpt-cpu --config.memory.optimizer_state=pinned_host --workdir=runs/hosted "
+        + _SHORT,
+    ),
+    Command(
+        "Another optimizer",
+        "plimsoll train --config=nanogpt-cpu --config.learner.optimizer=lion "
+        f"--config.learner.optimizer.learning_rate=1e-4 --workdir=runs/lion {_SHORT}",
+    ),
+    Command("A layer of one's own", f"plimsoll train --config=own_layer.py:clipped --workdir=runs/own {_SHORT}"),
+    Command("What is different in it?", "plimsoll configs diff nanogpt-cpu own_layer.py:clipped"),
+    Command("The same run again from its folder", "plimsoll train --config=runs/lion/config.json --workdir=runs/again"),
+    Command("Text as token files", "plimsoll prepare --config=stdlib-tiny --data=notes/ --out=tokens"),
+    Command(
+        "From token files",
+        "plimsoll train --config=stdlib-tiny --data=tokens --workdir=runs/tokens " + _SHORT,
+    ),
+    Command("From Python", "python first.py"),
+    Command("A flow of images", f"plimsoll train --config=digits-glow --workdir=runs/glow {_SHORT}"),
+]
