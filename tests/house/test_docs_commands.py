@@ -145,6 +145,25 @@ WHOLE = (
         prints=("verdict +fits",),
     ),
     Recipe(
+        "docs/first_hour.md",
+        ("plimsoll train --config=stdlib-tiny --data=notes/",),
+        setup=(*PUBLISHED, "mkdir notes; for page in docs/*.md; do cp $page notes/$(basename $page .md).txt; done"),
+        replaced={
+            "stdlib-tiny --data=notes/ --workdir=runs/mine ": f"stdlib-tiny --data=notes/ --workdir=runs/mine {STEPS} ",
+            "--config=lora:DIR --data": f"--config=lora:DIR {STEPS} --data",
+            "--config=norm.py:scale_norm": f"--config=norm.py:scale_norm {STEPS}",
+            # A run that has ended goes on for two steps more.
+            "global_batch_size=4": "global_batch_size=4 --config.trainer.max_steps=4",
+        },
+        files={"norm.py": "scale_norm():"},
+        prints=(
+            "global batch 8 -> 4",
+            "verdict +fits",
+            "exported: LlamaForCausalLM",
+            "notes/faults.txt: .* bits per byte",
+        ),
+    ),
+    Recipe(
         "docs/flows.md",
         ("plimsoll train --config=digits-glow",),
         replaced={"--config=digits-glow": f"--config=digits-glow {STEPS}"},
