@@ -153,11 +153,11 @@ WHOLE = (
             "--config=lora:DIR --data": f"--config=lora:DIR {STEPS} --data",
             "--config=norm.py:scale_norm": f"--config=norm.py:scale_norm {STEPS}",
             # A run that has ended goes on for two steps more.
-            "global_batch_size=4": "global_batch_size=4 --config.trainer.max_steps=4",
+            "global_batch_size=16": "global_batch_size=16 --config.trainer.max_steps=4",
         },
         files={"norm.py": "scale_norm():"},
         prints=(
-            "global batch 8 -> 4",
+            r"global batch \d+ -> 16",
             "verdict +fits",
             "exported: LlamaForCausalLM",
             "notes/faults.txt: .* bits per byte",
