@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator as Pieces
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ class Conversation:
             pass
         return self.samples[0]
 
-    def stream(self, text: str) -> Iterator[str]:
+    def stream(self, text: str) -> Pieces[str]:
         """The pieces of the answer to a message, as they are made; what is wrong is raised at once.
 
         The message is part of the history when the pieces end. Where they are not read to their end, the history keeps
@@ -76,7 +77,7 @@ class Conversation:
         prompt = self._chat.prompt(self.system, self.turns, text)
         return self._pieces(text, self._chat.answer(prompt))
 
-    def _pieces(self, question: str, answer: Answer) -> Iterator[str]:
+    def _pieces(self, question: str, answer: Answer) -> Pieces[str]:
         """Yields the first sample, and writes the history."""
         has_ended = False
         try:
