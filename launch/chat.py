@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from framework.config import Config, target_of
 from framework.terminal.exit_codes import ExitCode
 from launch import chat_lines, chat_web, cli, sampling_flags, weights
 
@@ -77,37 +76,17 @@ def make_chat(args: argparse.Namespace, overrides: cli.Overrides, sampling: Samp
     """
     loaded = weights.load(args, overrides)
 
-    from dataclasses import replace
-
-    from framework.inference.chat import Chat, TranscriptForm, form_of
+    from framework.api.chats import chat_of
     from framework.inference.generation import Generator
 
-    tokenizer = loaded.tokenizer
-    context = loaded.experiment.data.seq_len
-    if args.max_new_tokens is None:
-        # The default gives way to a short context.
-        sampling = replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, context // 2)))
-    elif args.max_new_tokens >= context:
-        raise ValueError(
-            f"--max_new_tokens={args.max_new_tokens} leaves no room for a message in a context of {context} tokens "
-            "(data.seq_len)"
-        )
-    form = form_of(tokenizer, template_variables(loaded.config))
-    if isinstance(form, TranscriptForm):
-        weights.tell(
-            "no chat template: the model continues a plain transcript (User: ... Assistant: ...), as a base model does"
-        )
-    generator = Generator(loaded.program, loaded.state, averaged=loaded.averaged)
-    return Chat(generator, tokenizer, form, sampling, context=context, num_samples=args.num_samples)
-
-
-def template_variables(config: Config) -> dict[str, Any]:
-    """The variables that a run on chats has given to its chat template; none of other runs."""
-    from framework.data.chats import ChatSource
-
-    if not config.data.takes("source") or target_of(config.data.source) is not ChatSource:
-        return {}
-    return config.data.source.instantiate().template_variables
+    return chat_of(
+        loaded,
+        Generator(loaded.program, loaded.state, averaged=loaded.averaged),
+        sampling,
+        num_samples=args.num_samples,
+        shortens=args.max_new_tokens is None,
+        tell=weights.tell,
+    )
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from framework.api import loaded
+from framework.api import chats, loaded
+from framework.api.chats import Conversation, history_of
 from framework.api.configs import override, tell
 from framework.api.export import export
 from framework.api.loaded import Loaded
 from framework.config.named import named_configs
+from framework.data.pretrained_tokenizer import Message
 from framework.files.texts import read_text
 from framework.inference.generation import Generator, stream_text
 from framework.inference.sampling import Sampling
@@ -113,6 +115,65 @@ class Model:
         )
         self.generator.check(prompts, full_sampling)
         return stream_text(self.generator, tokenizer, prompts, full_sampling, stops)
+
+    def chat(
+        self,
+        messages: Sequence[Message] = (),
+        *,
+        system: str | None = None,
+        num_samples: int = 1,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Conversation:
+        """A conversation: its `say(text)` returns the answer, its `stream(text)` the answer's pieces.
+
+        The model's own chat template is used. A model without one continues a plain transcript, and a line says so.
+
+        Args:
+            messages: what was said before, {"role": "user" or "assistant", "content": text} in turn; the first one may
+                be of the system.
+            system: a system prompt.
+            num_samples: answers to each message, all in `samples`; the conversation goes on from the first one.
+            max_new_tokens: of each answer; None for 512, or half the context.
+            temperature, top_k, top_p: as for `generate`.
+            seed: of the first answer's draws; each further answer takes the next seed.
+
+        Raises:
+            ValueError: a setting or a message is wrong, or the model makes no text.
+        """
+        history = history_of(messages)
+        if history.question is not None:
+            raise ValueError("messages: the last one waits for an answer: pass it to say(), or all of them to answer()")
+        if system is not None and history.system is not None:
+            raise ValueError("the system prompt is given twice: in messages, and as system")
+        max_tokens = chats.DEFAULT_TOKENS if max_new_tokens is None else max_new_tokens
+        chat = chats.chat_of(
+            self.loaded,
+            self.generator,
+            Sampling(max_tokens, temperature, top_k, top_p, seed=seed),
+            num_samples=num_samples,
+            shortens=max_new_tokens is None,
+            tell=tell,
+        )
+        return Conversation(chat, history.system if system is None else system, history.turns)
+
+    def answer(self, messages: Sequence[Message], **settings: Any) -> str:
+        """The model's answer to a list of messages, of which the last one is the user's.
+
+        Args:
+            messages: as for `chat`.
+            **settings: max_new_tokens, temperature, top_k, top_p and seed, as for `chat`.
+
+        Raises:
+            ValueError: as `chat`, or the last message is not the user's.
+        """
+        question = history_of(messages).question
+        if question is None:
+            raise ValueError("messages: expected the last one to be the user's")
+        return self.chat(messages[:-1], **settings).say(question)
 
     def score(self, text: str) -> TextScore:
         """How well the model predicts a text: tokens, loss in nats per token, perplexity, bits per byte.

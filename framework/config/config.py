@@ -25,7 +25,6 @@ from framework.config.names import (
     ConfigError,
     FieldError,
     FieldTypeError,
-    beside,
     did_you_mean,
     is_trusted,
     join,
@@ -47,6 +46,7 @@ from framework.config.schema import (
     schema,
     short_names,
 )
+from framework.config.short_names import short_named
 from framework.config.texts import literal, value_of_text, without_duplicates
 
 # This many levels of JSON data are decoded; the limit comes before Python's own recursion limit.
@@ -312,8 +312,8 @@ class Config(ConfigBase):
         The field's type decides how the text is read (see `parse_text`). Where a config may stand,
         the dotted name of a class or function (`optax.lion`) puts that component there, with fresh
         defaults; so do its short name, where the field has such (`lion`), JSON with a "$class", and
-        the name alone of a component whose module this config uses already, such as `JsonLines` in
-        the place of TextFiles. Raises ConfigError.
+        the name alone (`JsonLines`, `cosine_decay_schedule`): of what is in the modules that this
+        config uses, of Plimsoll's components, and of optax's and jax.nn's. Raises ConfigError.
         """
         place = self._walk_to(path)
         hint = place.config._field(place.field).hint
@@ -328,7 +328,7 @@ class Config(ConfigBase):
         except FieldTypeError as error:
             if not accepts_config(hint):
                 raise
-            component, advice = beside(text, self._neighbors(path))
+            component, advice = short_named(text, self._neighbors(path))
             if component is None:
                 error.args = (f"{error.args[0]}{advice}",)
                 raise

@@ -10,7 +10,6 @@ on the way, only if
 No module outside those packages is ever imported for a name.
 """
 
-import contextlib
 import difflib
 import importlib
 import re
@@ -203,36 +202,14 @@ def resolve(name: Any, path: str = "", *, passed: bool = False) -> Any:
     members = vars(module)
     if attribute in members and _may_be_named(module_name, members[attribute], passed):
         return members[attribute]
-    hint = did_you_mean(attribute, _choices(module, passed))
+    hint = did_you_mean(attribute, choices_in(module, passed))
     if attribute not in members:
         raise ConfigError(f"{name!r} does not exist{hint}", path=path)
     reason = "it is no component (see docs/configs.md)"
     raise ConfigError(f"{name!r} is refused: {reason}{hint}", path=path)
 
 
-def beside(name: str, neighbors: Iterable[str]) -> tuple[Any, str]:
-    """Returns the component of a name without dots that stands in the module of one of the `neighbors`, in their order.
-
-    Args:
-        name: such as TextFiles.
-        neighbors: dotted names of components, such as framework.data.sources.JsonLines.
-
-    Returns:
-        (the component, or None if none of these modules has one of that name; then what may have been meant).
-    """
-    if not name.isidentifier():
-        return None, ""
-    module_names = dict.fromkeys(neighbor.rpartition(".")[0] for neighbor in neighbors)
-    choices: list[str] = []
-    for module_name in module_names:
-        with contextlib.suppress(ConfigError):
-            return resolve(f"{module_name}.{name}"), ""
-        if module_name in sys.modules:
-            choices += _choices(sys.modules[module_name])
-    return None, did_you_mean(name, choices)
-
-
-def _choices(module: ModuleType, passed: bool = False) -> list[str]:
+def choices_in(module: ModuleType, passed: bool = False) -> list[str]:
     """Lists the names of a module's members that may be named in a config."""
     return [name for name, value in vars(module).items() if _may_be_named(module.__name__, value, passed)]
 

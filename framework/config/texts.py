@@ -45,7 +45,7 @@ def value_of_text(hint: Any, text: str, path: str) -> Any:
             packages = ", ".join(TRUSTED)
             components = short_names(hint)
             choices = f", or is one of {', '.join(components)}" if components else ""
-            advice = f"a component goes by its dotted name, inside {packages}{choices}"
+            advice = f"a component goes by its name, or by its dotted name inside {packages}{choices}"
             error.args = (f"{error.args[0]}; {advice}",)
         raise
 

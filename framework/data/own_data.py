@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from framework.config import Config, ConfigError, config_for, target_of
 from framework.files.hub_names import is_hub_url
 
 # The validation set of one's own data: metrics are called eval/held_out/loss and so on.
 HELD_OUT = "held_out"
+# The model's rows for a smaller vocabulary are a multiple of this.
+_MULTIPLE = 64
 
 
 def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Config, list[str]]:
     """A copy of a config that is trained on the data at `path` and evaluated on what is held out from it.
+
+    A tokenizer that is trained on a small text has as many ids as the text gives, and the model with it.
 
     Args:
         named: config of an experiment with text or tokens.
@@ -38,10 +43,8 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
         raise ConfigError("--data is for configs that train on text; set this one's config.data.*")
     if path.startswith("hf:") and not is_hub_url(path):
         raise ConfigError(f"--data={path}: a data set of the Hub is --data=hf://datasets/{path.removeprefix('hf:')}")
-    try:
+    with _of_data():
         data = recognized(path)
-    except (OSError, ValueError) as error:
-        raise type(error)(f"--data: {error}") from error
     lines = [data.line]
     tokenizer = target_of(config.data.tokenizer)
     sets_tokenizer = any(name.split(".")[:2] == ["data", "tokenizer"] for name in overridden)
@@ -52,8 +55,48 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
         )
     config.data.source = data.source
     config.data.validation = {HELD_OUT: data.held_out}
-    if data.has_text and tokenizer is NoTokenizer and not sets_tokenizer:
-        vocab_size = config.data.tokenizer.vocab_size
-        config.data.tokenizer = config_for(BPETokenizer, vocab_size=vocab_size)
-        lines.append(f"tokenizer: byte-level BPE of {vocab_size:,} ids, trained on this text")
+    # What the command line says of the tokenizer stays, and tokens have theirs.
+    if not data.has_text or sets_tokenizer:
+        return config, lines
+    if tokenizer is NoTokenizer:
+        config.data.tokenizer = config_for(BPETokenizer, vocab_size=config.data.tokenizer.vocab_size)
+    if target_of(config.data.tokenizer) is BPETokenizer and config.data.tokenizer.path is None:
+        with _of_data():
+            lines += _fit_vocabulary(config, overridden)
     return config, lines
+
+
+@contextlib.contextmanager
+def _of_data() -> Iterator[None]:
+    """Has an error begin with the flag that named the data."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise type(error)(f"--data: {error}") from error
+
+
+def _fit_vocabulary(config: Config, overridden: Sequence[str]) -> list[str]:
+    """Gives a tokenizer that is trained on the config's text the size that this text gives, and the model with it.
+
+    Returns:
+        the lines that say so.
+    """
+    from framework.data.pipeline import training_text
+    from framework.data.sources import leaves_of
+    from framework.data.vocabulary import vocabulary_size
+
+    tokenizer = config.data.tokenizer
+    leaves = list(leaves_of(config.data.source.instantiate(), "data.source", "train"))
+    texts = training_text(leaves, tokenizer.training_bytes)
+    wanted = tokenizer.vocab_size
+    num_ids = vocabulary_size(texts, wanted, tokenizer.eos_token)
+    if num_ids == wanted:
+        return [f"tokenizer: byte-level BPE of {wanted:,} ids, trained on this text"]
+    tokenizer.vocab_size = num_ids
+    line = f"tokenizer: byte-level BPE of {num_ids:,} ids, not {wanted:,}, as this text has no more; trained on it"
+    if {"model", "model.vocab_size"} & set(overridden):
+        return [line]
+    # A few rows too many, as meshes divide the vocabulary, and the ids of a text may be a prime number.
+    num_rows = -(-num_ids // _MULTIPLE) * _MULTIPLE
+    config.model.vocab_size = min(num_rows, config.model.vocab_size)
+    return [f"{line} (model.vocab_size={config.model.vocab_size})"]

@@ -6,6 +6,7 @@ whatever the number of processes or devices: a process asks for the rows its dev
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -175,7 +176,8 @@ class DataPipeline(Pipeline):
             if self.cache_dir is None:
                 for leftover in cache.glob(".tokens-*"):
                     shutil.rmtree(leftover)
-            self._open(folder, cache, write=True)
+            with _tokenizer_of_success(folder / "tokenizer.json"):
+                self._open(folder, cache, write=True)
         # The other processes can only open what the primary one has finished writing.
         barrier()
         if not is_primary:
@@ -197,9 +199,10 @@ class DataPipeline(Pipeline):
         row_counts = [leaf.rows.num_whole for leaf in self.train_leaves]
         num_rows = sum(row_counts)
         if num_rows < self.global_batch_size:
+            streams = [leaf.stream for leaf in self.train_leaves]
             raise ValueError(
-                f"data.source: holds {num_rows} sequences of data.seq_len={self.seq_len}, "
-                f"too few for one batch of data.global_batch_size={self.global_batch_size}"
+                f"data.source: holds {num_rows} sequences of data.seq_len={self.seq_len}, too few for one batch, "
+                f"which needs {self._batch_needs(streams)}; or set these lower"
             )
         self._num_rows = num_rows
         weights = [leaf.weight for leaf in self.train_leaves]
@@ -225,10 +228,22 @@ class DataPipeline(Pipeline):
         # it takes two tokens, as the first token of a stream is never predicted.
         min_tokens = self.seq_len + 1 if is_training else 2
         if num_tokens < min_tokens:
-            raise ValueError(f"{num_tokens} tokens are too few: data.seq_len={self.seq_len} needs {min_tokens}")
+            problem = f"{num_tokens} tokens are too few: data.seq_len={self.seq_len} needs {min_tokens}"
+            raise ValueError(f"{problem} and a batch {self._batch_needs([leaf.stream])}" if is_training else problem)
         if self.document_mask and leaf.stream.eos_id is None:
             raise ValueError("data.document_mask needs to know the separator: set its eos_id")
         leaf.rows = Windows(leaf.stream, self.seq_len, masked=self.document_mask)
+
+    def _batch_needs(self, streams: Sequence[TokenStream]) -> str:
+        """The tokens of one batch in words, with the text that this takes at the rate of what is there."""
+        # One token more than the batch has: the last target follows the last input.
+        num_needed = self.global_batch_size * self.seq_len + 1
+        words = f"{num_needed:,} tokens with data.global_batch_size={self.global_batch_size}"
+        num_bytes = sum(stream.num_bytes or 0 for stream in streams)
+        num_tokens = sum(stream.num_tokens for stream in streams)
+        if not num_bytes:
+            return words
+        return f"{words}: about {human_bytes(num_bytes * num_needed / num_tokens)} of text"
 
     def prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
         """Loads the tokenizer, or trains it on the training sources and keeps it in `folder` (only if `write`)."""
@@ -333,6 +348,19 @@ class DataPipeline(Pipeline):
             valid_names = ", ".join(self.validation_leaves)
             raise ValueError(f"no validation set {name!r}; data.validation has {valid_names}")
         return self.validation_leaves[name]
+
+
+@contextlib.contextmanager
+def _tokenizer_of_success(file: Path) -> Iterator[None]:
+    """Takes a new tokenizer out of the workdir again where the data is refused, as for too little text: it would decide
+    the ids of the next start, on other text."""
+    is_new = not file.exists()
+    try:
+        yield
+    except ValueError:
+        if is_new:
+            file.unlink(missing_ok=True)
+        raise
 
 
 def _validation_leaf(name: str, config: Config) -> Leaf:

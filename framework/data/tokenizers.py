@@ -92,8 +92,9 @@ class Tokenizer:
         return np.array(lengths, np.int32)
 
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        """Returns the exact bytes, separators left out."""
-        return b"".join(self.table[int(token)] for token in tokens)
+        """Returns the exact bytes; separators, and ids beyond the tokenizer's, are left out."""
+        # A model's vocabulary may be padded, and its untrained rows may be drawn: they stand for no text.
+        return b"".join(self.table[int(token)] for token in tokens if int(token) < len(self.table))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Returns the text; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
@@ -181,7 +182,7 @@ class BPETokenizer(Tokenizer):
         if self.path is None and len(vocab) < self.vocab_size:
             raise ValueError(
                 f"{name}: has {len(vocab)} ids, but data.tokenizer.vocab_size is {self.vocab_size}: "
-                f"set that to {len(vocab)}, or train a new one in another workdir, on more text"
+                f"set that and model.vocab_size to {len(vocab)}, or train a new one in another workdir, on more text"
             )
         if self.eos_token not in vocab:
             special_tokens = sorted(token["content"] for token in facts["added_tokens"])
@@ -212,29 +213,14 @@ class BPETokenizer(Tokenizer):
                 "tokenizer.json that the tokens were made with "
                 "(`plimsoll prepare` leaves it beside them)"
             )
-        with phase("training the tokenizer"):
-            trained = self._train(texts(self.training_bytes))
-        return trained, "the tokenizer trained on the training source"
-
-    def _train(self, texts: Iterator[str]) -> bytes:
-        """Returns the tokenizer.json of a byte-level BPE that was trained on `texts`."""
-        from tokenizers import ByteLevelBPETokenizer
-
         # A list, because the library would run the source's generator in a thread of its own, where
         # objects that belong to one thread (a database connection) fail.
-        documents = list(texts)
+        documents = list(texts(self.training_bytes))
         if not documents:
             raise ValueError("the training source is empty: no text to train a BPE tokenizer on")
-        library = ByteLevelBPETokenizer()
-        # Special tokens get the first ids, so the separator is id 0.
-        library.train_from_iterator(
-            documents,
-            vocab_size=self.vocab_size,
-            min_frequency=0,
-            show_progress=False,
-            special_tokens=[self.eos_token],
-        )
-        return library.to_str().encode()
+        with phase("training the tokenizer"):
+            trained_file = trained_bpe(documents, self.vocab_size, self.eos_token)
+        return trained_file, "the tokenizer trained on the training source"
 
 
 @component
@@ -263,6 +249,28 @@ class NoTokenizer(Tokenizer):
     @property
     def table(self) -> list[bytes]:
         raise ValueError("data.tokenizer is NoTokenizer: its ids stand for no text (check `has_text` first)")
+
+
+def trained_bpe(documents: list[str], vocab_size: int, eos_token: str) -> bytes:
+    """Returns the tokenizer.json of a byte-level BPE that is trained on documents.
+
+    Args:
+        documents: the text.
+        vocab_size: ids at most, `eos_token` included; fewer where each word of the text is one token already.
+        eos_token: the separator, which gets id 0.
+    """
+    from tokenizers import ByteLevelBPETokenizer
+
+    library = ByteLevelBPETokenizer()
+    # Special tokens get the first ids, so the separator is id 0.
+    library.train_from_iterator(
+        documents,
+        vocab_size=vocab_size,
+        min_frequency=0,
+        show_progress=False,
+        special_tokens=[eos_token],
+    )
+    return library.to_str().encode()
 
 
 def load_library(data: bytes, name: str, vocab_size: int) -> tuple[Any, dict[str, Any]]:

@@ -11,13 +11,14 @@ import pytest
 from pyarrow import parquet
 
 import configs
-from framework.config import config_for
+from framework.config import config_for, target_of
 from framework.data.files import FileHashes
 from framework.data.held_out import TextPart, TokenPart
 from framework.data.own_data import with_data
 from framework.data.recognize import recognized
 from framework.data.sources import JsonLines, TextFiles
-from framework.data.tokenizers import NoTokenizer
+from framework.data.tokenizers import BPETokenizer, NoTokenizer
+from framework.data.vocabulary import vocabulary_size
 from launch import train
 
 SPLITS = ("train", "validation")
@@ -195,14 +196,80 @@ def test_token_files(tmp_path: Path):
 
 
 def test_a_config_without_a_tokenizer_trains_one_unless_it_is_told_another(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.txt").write_text(" ".join(f"word{chr(97 + letter)}" for letter in range(26)))
     named = configs.load("gpt2-124m")
+    named.data.tokenizer.vocab_size = 270
+    unchanged = named.copy()
     config, lines = with_data(named, str(tmp_path), [])
-    assert config.data.tokenizer.vocab_size == named.data.tokenizer.vocab_size
-    assert lines[1] == "tokenizer: byte-level BPE of 50,257 ids, trained on this text"
+    assert (target_of(config.data.tokenizer), config.data.tokenizer.vocab_size) == (BPETokenizer, 270)
+    assert lines[1] == "tokenizer: byte-level BPE of 270 ids, trained on this text"
     config, lines = with_data(named, str(tmp_path), ["data.tokenizer.path"])
     assert config.data.tokenizer == named.data.tokenizer
-    assert named == configs.load("gpt2-124m"), "the named config stays as it was"
+    assert named == unchanged, "the named config stays as it was"
+
+
+# --- little text -----------------------------------------------------------------------------------------------------
+
+# {text: the ids of its bytes, the separator, and all merges: until each word is one token}
+IDS_OF_TEXTS = {
+    "hi": 257 + 1,
+    "abc abc abc": 257 + 2 + 1,
+    "abcd\n" * 1000: 257 + 3,
+}
+
+
+@pytest.mark.parametrize("text", list(IDS_OF_TEXTS))
+def test_a_text_gives_as_many_ids_as_its_words_have_merges(text: str):
+    assert vocabulary_size([text], 2048, "<|endoftext|>") == IDS_OF_TEXTS[text]
+    assert vocabulary_size([text], 258, "<|endoftext|>") == 258
+
+
+def test_no_more_of_a_large_text_is_read_than_decides_it():
+    def texts():
+        for number in range(1000):
+            assert number < 3, "read on, although each text has 400 new words"
+            yield " ".join(f"{chr(97 + number)}{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(400))
+
+    assert vocabulary_size(texts(), 1000, "<|endoftext|>") == 1000
+
+
+@pytest.mark.parametrize(
+    ("overridden", "ids", "rows"),
+    [
+        ([], 260, 320),
+        (["model.dim", "data.seq_len"], 260, 320),
+        (["model.vocab_size"], 260, 2048),
+        (["data.tokenizer.vocab_size"], 2048, 2048),
+    ],
+)
+def test_a_small_text_makes_tokenizer_and_model_smaller(tmp_path: Path, overridden: list[str], ids: int, rows: int):
+    (tmp_path / "a.txt").write_text("abcd\n" * 1000)
+    config, lines = with_data(configs.load("stdlib-tiny"), str(tmp_path), overridden)
+    assert (config.data.tokenizer.vocab_size, config.model.vocab_size) == (ids, rows)
+    told = [line for line in lines if "of 260 ids, not 2,048, as this text has no more" in line]
+    assert len(told) == (ids < 2048)
+    if ids < 2048:
+        # The tokenizer refuses a text that gives fewer ids than its config says.
+        config.data.tokenizer.instantiate().prepare(tmp_path, lambda budget: iter(["abcd\n" * 950]), write=True)
+
+
+def test_too_little_text_is_told_and_more_of_it_trains_in_the_same_workdir(tmp_path: Path):
+    file = tmp_path / "a.txt"
+    # Other letters each time, so that each text gives another tokenizer.
+    few_tokens = r"data.source: \d+ tokens are too few: .*seq_len=256 needs 257 and a batch 2,049 tokens"
+    few_sequences = r"holds 4 sequences of data.seq_len=256, too few for one batch, which needs 2,049 tokens"
+    for letters, num_lines, message in [("abc", 50, few_tokens), ("abcd", 600, few_sequences), ("abcde", 1500, "")]:
+        file.write_text(f"{letters}\n" * num_lines)
+        config, _ = with_data(configs.load("stdlib-tiny"), str(file), [])
+        pipeline = config.data.instantiate()
+        if not message:
+            pipeline.setup(tmp_path / "run")
+            continue
+        with pytest.raises(ValueError, match=rf"{message} with data.global_batch_size=8: about [\d.]+ KiB of text"):
+            pipeline.setup(tmp_path / "run")
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

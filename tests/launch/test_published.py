@@ -70,7 +70,7 @@ def test_a_directory_is_talked_with(published: Path, monkeypatch, capsys: pytest
     assert chat.main(flags) == 0
     assert capsys.readouterr().out == expected
     assert chat.main([f"--hf={published}", "--max_new_tokens=128"]) == 2
-    assert "--max_new_tokens=128 leaves no room for a message" in capsys.readouterr().err
+    assert "max_new_tokens=128 leaves no room for a message" in capsys.readouterr().err
 
 
 def test_the_harness_drives_it(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,86 @@
+"""Components by their names alone: `--config.data.source=JsonLines`, without the module."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from framework.config.components import INITIALIZERS, OPTAX
+from framework.config.names import ConfigError, choices_in, did_you_mean, resolve
+
+# {module: the components that are marked in it}. Written down, as a search would import every module;
+# tests/config/test_short_names.py compares it with what is marked.
+_COMPONENTS = {
+    "framework.config.config": ("reference",),
+    "framework.data.chats": ("ChatSource",),
+    "framework.data.held_out": ("TextPart", "TokenPart"),
+    "framework.data.images": ("DigitsSource", "ImageFolder", "ImagePipeline"),
+    "framework.data.pipeline": ("DataPipeline",),
+    "framework.data.pretrained_tokenizer": ("PretrainedTokenizer",),
+    "framework.data.sources": ("JsonLines", "Mixture", "Parquet", "StdlibSource", "TextFiles", "TokenMemmap"),
+    "framework.data.tokenizers": ("BPETokenizer", "ByteTokenizer", "NoTokenizer"),
+    "framework.devices.compiler": ("Compiler",),
+    "framework.devices.mesh": ("MeshShape",),
+    "framework.layers.attention": ("Attention",),
+    "framework.layers.block": ("Block",),
+    "framework.layers.embedding": ("Embedding",),
+    "framework.layers.flow.coupling": ("AdditiveCoupling", "AffineCoupling"),
+    "framework.layers.flow.ends": ("Preprocess", "Prior", "Split"),
+    "framework.layers.flow.linear": ("ActNorm", "InvertibleConv", "Permutation", "Squeeze"),
+    "framework.layers.flow.nets": ("AttentionNet", "Conv", "ConvNet"),
+    "framework.layers.flow.residual": ("ResidualBlock",),
+    "framework.layers.head": ("LMHead",),
+    "framework.layers.kernels_call": ("SplashBlocks",),
+    "framework.layers.linear": ("Linear",),
+    "framework.layers.lora": ("LoRA",),
+    "framework.layers.mlp": ("MLP",),
+    "framework.layers.norm": ("LayerNorm", "RMSNorm"),
+    "framework.layers.rotary": ("LinearScaling", "Llama3Scaling", "Rotary"),
+    "framework.layers.stack": ("Stack",),
+    "framework.learner.learner": ("Learner",),
+    "framework.learner.rules": ("Rule",),
+    "framework.models.causal_lm": ("CausalLM",),
+    "framework.models.flow": ("Flow",),
+    "framework.optimizers.adalomo": ("adalomo",),
+    "framework.optimizers.adam_mini": ("adam_mini",),
+    "framework.optimizers.learning_rates": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
+    "framework.optimizers.lowrank": ("apollo", "apollo_mini"),
+    "framework.optimizers.matrices": ("galore", "muon"),
+    "framework.optimizers.offload": ("offload_optimizer", "partitioned_chain"),
+    "framework.optimizers.quantized": ("adamw8bit",),
+    "framework.processes.health": ("Health",),
+    "framework.program.experiment": ("AcceleratorRule", "Experiment"),
+    "framework.program.options": ("TrainerOptions",),
+    "framework.schedules.memory": ("Memory",),
+    "framework.weights.pretrained": ("Pretrained",),
+}
+_MODULES = {name: module_name for module_name, names in _COMPONENTS.items() for name in names}
+
+
+def short_named(name: str, neighbors: Iterable[str]) -> tuple[Any, str]:
+    """Returns the component of a name without dots.
+
+    Args:
+        name: such as TextFiles or cosine_decay_schedule.
+        neighbors: dotted names of components, such as framework.data.sources.JsonLines. Their modules are looked at
+            first, in this order; then Plimsoll's components, and those of optax and jax.nn.initializers.
+
+    Returns:
+        (the component, or None if there is none of that name; then what may have been meant).
+    """
+    if not name.isidentifier():
+        return None, ""
+    module_names = [neighbor.rpartition(".")[0] for neighbor in neighbors]
+    if name in _MODULES:
+        module_names.append(_MODULES[name])
+    # A config that can use them has imported them.
+    module_names += [module_name for module_name in (*OPTAX, INITIALIZERS) if module_name in sys.modules]
+    choices = list(_MODULES)
+    for module_name in dict.fromkeys(module_names):
+        with contextlib.suppress(ConfigError):
+            return resolve(f"{module_name}.{name}"), ""
+        if module_name in sys.modules:
+            choices += choices_in(sys.modules[module_name])
+    return None, did_you_mean(name, choices)

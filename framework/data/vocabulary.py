@@ -1,0 +1,53 @@
+"""How many ids a byte-level BPE can have on a text: a small text has fewer words than a large vocabulary has ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+from framework.data.tokenizers import trained_bpe
+
+# Letters that are cut into words at a time: the library returns a Python object for each word.
+_SLICE_LETTERS = 1 << 20
+
+
+def vocabulary_size(texts: Iterable[str], largest: int, eos_token: str) -> int:
+    """How many ids a BPE has that is trained on these texts, the separator included.
+
+    Merges never cross the words of the pre-tokenizer, and stop when each of them is one token. So each different word
+    of two bytes or more becomes an id of its own, and a text with as many of them as `largest` reaches it. Reading
+    stops there; only a text with fewer is trained on, to see how many ids it gives.
+
+    Args:
+        texts: the texts that the tokenizer will be trained on.
+        largest: the size that is wanted, at least 257.
+        eos_token: the special token of the BPE.
+
+    Returns:
+        257 (the bytes and the separator) to `largest`.
+    """
+    read_texts = []
+    words: set[str] = set()
+    for text in texts:
+        read_texts.append(text)
+        for slice_words in _words(text):
+            words |= slice_words
+            if len(words) >= largest:
+                return largest
+    if not read_texts:
+        return 257
+    tokenizer_file = json.loads(trained_bpe(read_texts, largest, eos_token))
+    return len(tokenizer_file["model"]["vocab"])
+
+
+def _words(text: str) -> Iterator[set[str]]:
+    """The different words of two bytes or more in a text, a slice of it at a time."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    # As ByteLevelBPETokenizer has it; a letter stands for a byte.
+    pre_tokenizer = ByteLevel(add_prefix_space=False)
+    for start in range(0, len(text), _SLICE_LETTERS):
+        text_slice = text[start : start + _SLICE_LETTERS]
+        pieces = pre_tokenizer.pre_tokenize_str(text_slice)
+        # The slice may have cut the first and the last word.
+        yield {word for word, _ in pieces[1:-1] if len(word) > 1}
