@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 
 from framework.config import Config, ConfigError, config_for, target_of
@@ -55,9 +56,11 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
         )
     config.data.source = data.source
     config.data.validation = {HELD_OUT: data.held_out}
-    # What the command line says of the tokenizer stays, and tokens have theirs.
-    if not data.has_text or sets_tokenizer:
+    # What the command line says of the tokenizer stays.
+    if sets_tokenizer:
         return config, lines
+    if not data.has_text:
+        return config, lines + _tokenizer_of_tokens(config)
     if tokenizer is NoTokenizer:
         config.data.tokenizer = config_for(BPETokenizer, vocab_size=config.data.tokenizer.vocab_size)
     if target_of(config.data.tokenizer) is BPETokenizer and config.data.tokenizer.path is None:
@@ -73,6 +76,25 @@ def _of_data() -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise type(error)(f"--data: {error}") from error
+
+
+def _tokenizer_of_tokens(config: Config) -> list[str]:
+    """Gives a config whose tokenizer has no file the tokenizer.json that lies beside its token files, if one does.
+
+    Returns:
+        the lines that say so.
+    """
+    from framework.data.tokenizers import BPETokenizer
+
+    tokenizer = config.data.tokenizer
+    if target_of(tokenizer) is not BPETokenizer or tokenizer.path is not None:
+        return []
+    with _of_data():
+        token_file = config.data.source.instantiate().files()[0]
+        if not token_file.fs.exists(f"{os.path.dirname(token_file.path)}/tokenizer.json"):
+            return []
+    tokenizer.path = f"{os.path.dirname(token_file.name)}/tokenizer.json"
+    return [f"tokenizer: {tokenizer.path}, which lies beside the tokens"]
 
 
 def _fit_vocabulary(config: Config, overridden: Sequence[str]) -> list[str]:

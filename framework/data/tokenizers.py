@@ -213,12 +213,12 @@ class BPETokenizer(Tokenizer):
                 "tokenizer.json that the tokens were made with "
                 "(`plimsoll prepare` leaves it beside them)"
             )
-        # A list, because the library would run the source's generator in a thread of its own, where
-        # objects that belong to one thread (a database connection) fail.
-        documents = list(texts(self.training_bytes))
-        if not documents:
-            raise ValueError("the training source is empty: no text to train a BPE tokenizer on")
         with phase("training the tokenizer"):
+            # A list, because the library would run the source's generator in a thread of its own,
+            # where objects that belong to one thread (a database connection) fail.
+            documents = list(texts(self.training_bytes))
+            if not documents:
+                raise ValueError("the training source is empty: no text to train a BPE tokenizer on")
             trained_file = trained_bpe(documents, self.vocab_size, self.eos_token)
         return trained_file, "the tokenizer trained on the training source"
 

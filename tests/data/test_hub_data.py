@@ -160,6 +160,5 @@ def test_of_a_cache_without_a_list_only_what_is_there_is_known(data_set):
 
 def test_a_missing_file_is_an_error_before_anything_is_compiled(data_set):
     data_set("train-0.jsonl", "train-1.jsonl", "val.jsonl", cached=["train-0.jsonl"])
-    config, _ = with_data(configs.load("stdlib-tiny"), URL, [])
     with pytest.raises(FileNotFoundError, match=r"train-1.jsonl is not in the cache .* HF_HUB_OFFLINE is set"):
-        config.data.source.instantiate().files()
+        with_data(configs.load("stdlib-tiny"), URL, [])

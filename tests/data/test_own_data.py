@@ -238,17 +238,17 @@ def test_no_more_of_a_large_text_is_read_than_decides_it():
     [
         ([], 260, 320),
         (["model.dim", "data.seq_len"], 260, 320),
-        (["model.vocab_size"], 260, 2048),
-        (["data.tokenizer.vocab_size"], 2048, 2048),
+        (["model.vocab_size"], 260, 4096),
+        (["data.tokenizer.vocab_size"], 4096, 4096),
     ],
 )
 def test_a_small_text_makes_tokenizer_and_model_smaller(tmp_path: Path, overridden: list[str], ids: int, rows: int):
     (tmp_path / "a.txt").write_text("abcd\n" * 1000)
     config, lines = with_data(configs.load("stdlib-tiny"), str(tmp_path), overridden)
     assert (config.data.tokenizer.vocab_size, config.model.vocab_size) == (ids, rows)
-    told = [line for line in lines if "of 260 ids, not 2,048, as this text has no more" in line]
-    assert len(told) == (ids < 2048)
-    if ids < 2048:
+    told = [line for line in lines if "of 260 ids, not 4,096, as this text has no more" in line]
+    assert len(told) == (ids < 4096)
+    if ids < 4096:
         # The tokenizer refuses a text that gives fewer ids than its config says.
         config.data.tokenizer.instantiate().prepare(tmp_path, lambda budget: iter(["abcd\n" * 950]), write=True)
 
@@ -306,3 +306,17 @@ def test_the_nearest_name(tmp_path: Path):
     (tmp_path / "corpus.txt").write_text("text")
     with pytest.raises(FileNotFoundError, match=r"--data: .*corpsu.txt does not exist; did you mean 'corpus.txt'\?"):
         with_data(configs.load("stdlib-tiny"), f"{tmp_path}/corpsu.txt", [])
+
+
+def test_tokens_come_with_the_tokenizer_that_lies_beside_them(tmp_path: Path):
+    (tmp_path / "train.bin").write_bytes(np.arange(1000, dtype=np.uint16).tobytes())
+    named = configs.load("stdlib-tiny")
+    config, lines = with_data(named, f"{tmp_path}/train.bin", [])
+    assert config.data.tokenizer.path is None
+    tokenizer_file = tmp_path / "tokenizer.json"
+    tokenizer_file.write_text("{}")
+    config, lines = with_data(named, f"{tmp_path}/train.bin", [])
+    assert config.data.tokenizer.path == str(tokenizer_file)
+    assert lines[-1] == f"tokenizer: {tokenizer_file}, which lies beside the tokens"
+    config, lines = with_data(named, f"{tmp_path}/train.bin", ["data.tokenizer.path"])
+    assert config.data.tokenizer.path is None
