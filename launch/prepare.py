@@ -29,7 +29,7 @@ from launch import cli
 
 MANIFEST = "prepare.json"
 # The time between two lines of progress where stderr is no terminal.
-_SECONDS_PER_LINE = 5.0
+_SECONDS_PER_LINE = 2.0
 
 
 @cli.main

@@ -6,10 +6,11 @@ import itertools
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,15 +70,44 @@ def hear(
         limit: seconds after which it is killed.
         until_first: kill it after the first piece of output.
     """
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+
+    def kill(process: subprocess.Popen, _: str) -> None:
+        process.kill()
+
+    react = kill if until_first else None
+    return hear_program([sys.executable, "-m", *words], variables, terminal=terminal, limit=limit, react=react)
+
+
+def hear_program(
+    program: Sequence[str],
+    environment: dict[str, str],
+    *,
+    folder: Path | None = None,
+    terminal: bool = False,
+    limit: float = 540.0,
+    react: Callable[[subprocess.Popen, str], None] | None = None,
+) -> Heard:
+    """Runs a program in a process group of its own, and listens until it ends.
+
+    Args:
+        program: its file and arguments.
+        environment: all variables.
+        folder: where it runs; here by default.
+        terminal: its streams are a terminal, and not a pipe.
+        limit: seconds after which the group is killed.
+        react: is called after each piece of output, with the process and all text until then.
+    """
     reader, writer = pty.openpty() if terminal else os.pipe()
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": str(_COLUMNS)}
     start = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", *words],
+        program,
         stdin=subprocess.DEVNULL,
         stdout=writer,
         stderr=writer,
-        env={**variables, **(environment or {})},
+        cwd=folder,
+        env={**environment, "TERM": "xterm", "COLUMNS": str(_COLUMNS)},
+        start_new_session=True,
     )
     os.close(writer)
     chunks: list[Chunk] = []
@@ -92,11 +122,10 @@ def hear(
             break
         if data:
             chunks.append(Chunk(time.monotonic() - start, data.decode(errors="replace")))
-            if until_first:
-                process.kill()
-                break
+            if react is not None:
+                react(process, "".join(chunk.text for chunk in chunks))
     else:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
     seconds = time.monotonic() - start
     os.close(reader)
     return Heard(chunks, seconds, process.wait())

@@ -16,10 +16,8 @@ import tempfile
 from pathlib import Path
 
 from tools.first_hour.commands import COMMANDS, FILES
-from tools.first_hour.recording import Recording, record
+from tools.first_hour.recording import MAX_FIRST_SECONDS, MAX_SILENCE_SECONDS, Recording, record
 
-_MAX_SILENCE_SECONDS = 2.0
-_MAX_FIRST_SECONDS = 1.0
 # Of a long output its beginning and its end are written.
 _LINES_AT_EACH_END = 12
 
@@ -39,10 +37,10 @@ def main() -> int:
             continue
         recording = record(command, folder, environment(folder))
         recordings.append(recording)
-        print(f"{number:2}  {verdict(recording):<60}  {command.line}", flush=True)
+        print(f"{number:2}  {recording.verdict:<60}  {command.line}", flush=True)
     if args.out:
         Path(args.out).write_text(page(recordings, folder))
-    return int(any(faults(recording) for recording in recordings))
+    return int(any(recording.faults for recording in recordings))
 
 
 def write_files(folder: Path) -> None:
@@ -67,32 +65,19 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def faults(recording: Recording) -> list[str]:
-    """What is wrong with a command, in words."""
-    return recording.faults(_MAX_SILENCE_SECONDS, _MAX_FIRST_SECONDS)
-
-
-def verdict(recording: Recording) -> str:
-    """Its times, and what is wrong."""
-    first_seconds = recording.first_character_seconds
-    first_text = "never" if first_seconds is None else f"{first_seconds:.1f} s"
-    times = f"{recording.seconds:.1f} s; first {first_text}, silent {recording.longest_silence_seconds:.1f} s"
-    return "; ".join([times, *faults(recording)] if faults(recording) else [times, "well"])
-
-
 def page(recordings: list[Recording], folder: Path) -> str:
     """The page, in Markdown."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
     python = ".".join(map(str, sys.version_info[:3]))
-    well = sum(not faults(recording) for recording in recordings)
-    minutes = sum(recording.seconds for recording in recordings) / 60
+    well = sum(not recording.faults for recording in recordings)
+    minutes = sum(recording.heard.seconds for recording in recordings) / 60
     parts = [
         "# A first hour",
         "",
         f"{len(recordings)} commands as a newcomer types them, in a folder with text files and modules of its own,",
         f"with what a terminal shows. {well} of {len(recordings)} are well: they end as they should, without a",
-        f"traceback, the first character comes within {_MAX_FIRST_SECONDS:g} s, and no silence is longer than",
-        f"{_MAX_SILENCE_SECONDS:g} s. The machine works for {minutes:.0f} minutes of that hour.",
+        f"traceback, the first character comes within {MAX_FIRST_SECONDS:g} s, and no silence is longer than",
+        f"{MAX_SILENCE_SECONDS:g} s. The machine works for {minutes:.0f} minutes of that hour.",
         "",
         "```",
         "python -m tools.first_hour --out=docs/benchmarks/first_hour.md",
@@ -105,13 +90,13 @@ def page(recordings: list[Recording], folder: Path) -> str:
         "|---|---|---|---|---|---|",
     ]
     for number, recording in enumerate(recordings, 1):
-        first_seconds = recording.first_character_seconds
+        silence_seconds, _ = recording.heard.longest()
         cells = [
             str(number),
             recording.command.purpose,
-            "never" if first_seconds is None else f"{first_seconds:.1f} s",
-            f"{recording.longest_silence_seconds:.1f} s",
-            f"{recording.seconds:.1f} s",
+            f"{recording.heard.first:.1f} s",
+            f"{silence_seconds:.1f} s",
+            f"{recording.heard.seconds:.1f} s",
             str(recording.code),
         ]
         parts.append(f"| {' | '.join(cells)} |")
@@ -122,7 +107,7 @@ def page(recordings: list[Recording], folder: Path) -> str:
             "",
             f"## {number}. {recording.command.purpose}",
             "",
-            f"{verdict(recording)}{signal_text}",
+            f"{recording.verdict}{signal_text}",
             "",
             "```text",
             f"$ {recording.command.line}",
@@ -135,8 +120,6 @@ def page(recordings: list[Recording], folder: Path) -> str:
 def _excerpt(recording: Recording, folder: Path) -> list[str]:
     """The beginning and the end of what a terminal shows."""
     lines = [_anonymous(line, folder) for line in recording.lines]
-    while lines and not lines[-1]:
-        lines.pop()
     left_out = len(lines) - 2 * _LINES_AT_EACH_END
     if left_out <= 1:
         return lines
