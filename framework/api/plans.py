@@ -11,12 +11,12 @@ from pathlib import Path
 import jax
 
 from framework.api.configs import request_of
+from framework.api.plan_process import lacks_devices, planned_elsewhere
 from framework.config import Config, ConfigError
 from framework.devices.environment import prepare_jax
-from framework.plan import cache, html, report, targets
-from framework.plan import plan as planning
+from framework.plan import html, report, targets
+from framework.plan.planned import planned
 from framework.plan.report import Report
-from framework.plan.targets import Target
 from framework.terminal.tables import render
 
 _PAGE_PIXELS = 900
@@ -84,6 +84,9 @@ def plan(
     machine = targets.resolve(target)
     limit = machine.limit_bytes if device_memory_gib is None else int(device_memory_gib * 2**30)
     resolved, rule_lines = request.resolve(machine.name)
+    if not estimate and lacks_devices(machine):
+        figures = planned_elsewhere(request.spec, resolved, target, limit, phases=phases, fresh=fresh)
+        return Plan(figures | {"settings": [*request.settings, *rule_lines]})
     with _of_target(target, starts=not estimate), _uncached():
         figures = planned(
             request.spec,
@@ -131,39 +134,3 @@ def _uncached() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", was_enabled)
-
-
-def planned(
-    spec: str,
-    config: Config,
-    target: Target,
-    limit: int | None,
-    *,
-    name: str,
-    estimate: bool,
-    phases: bool,
-    fresh: bool,
-) -> Report:
-    """One report: from the cache, the closed form or the compiler.
-
-    Args:
-        spec: the name of the config.
-        config: resolved for the target.
-        target: to plan for.
-        limit: device memory in bytes; None means unknown.
-        name: what the target was asked for as; "" for the devices that are here, whose name says nothing.
-        estimate, phases, fresh: as for `plan`.
-    """
-    about = {"target": name} if name else {}
-    if estimate:
-        return planning.quick(spec, config, target, limit) | about
-    path = cache.path_of(config, name=spec, target=name or "local", limit=limit, phases=phases)
-    cached_report = None
-    # The name "local" does not say which devices this machine has.
-    if not fresh and name:
-        cached_report = cache.load(path)
-    if cached_report is not None:
-        return cached_report | about
-    new_report = planning.plan(spec, config, target, limit, phases=phases)
-    cache.store(path, new_report)
-    return new_report | about

@@ -15,6 +15,7 @@ import pytest
 import framework as pl
 from framework.api.configs import request_of
 from framework.data.tokenizers import ByteTokenizer
+from framework.layers.norm import RMSNorm
 from framework.run.hooks import Hook
 from launch import evaluate, generate
 from tests.support.runs import CONFIG, ROOT, rows, write_text
@@ -205,6 +206,24 @@ def test_a_model_says_what_the_verbs_say(run: pl.TrainedRun, folder: Path, capsy
         model.generate("a", max_new_tokens=0)
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
         pl.load(folder / "nope")
+
+
+def test_a_plan_for_more_cpu_devices_than_there_are_is_made_in_another_process(folder: Path) -> None:
+    count = 2 * jax.device_count()
+    config = pl.load_config(SPEC, {"mesh.data": count, "data.global_batch_size": count})
+    plan = pl.plan(config, f"cpu:{count}", phases=False)
+    assert (plan.report["devices"], plan.fits) == (count, True)
+    assert f"mesh.data={count}" in plan.report["settings"]
+    config.mesh.data = 3
+    with pytest.raises(pl.ConfigError, match=f"product 3 does not divide the number of devices, {count}"):
+        pl.plan(config, f"cpu:{count}", phases=False)
+    config.model.head.norm = pl.config_for(_Norm)
+    with pytest.raises(pl.ConfigError, match=r"needs another process, .* '.*_Norm' .*JAX_NUM_CPU_DEVICES"):
+        pl.plan(config, f"cpu:{count}", phases=False)
+
+
+class _Norm(RMSNorm):
+    """A class of the test's own, which another process does not find."""
 
 
 def test_a_plan_prints_and_draws_itself() -> None:

@@ -1,0 +1,112 @@
+"""A plan made in a process of its own: for more CPU devices than JAX has started with here.
+
+A process has as many CPU devices as it started with. The job goes to the new process as JSON, and the report comes back
+in a file, as libraries may print to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from framework.config import Config, ConfigError
+from framework.plan.report import Report
+from framework.plan.targets import Target
+
+# The folder of this very library, which need not be on the new process's path.
+_LIBRARY = Path(__file__).resolve().parents[2]
+
+
+def lacks_devices(target: Target) -> bool:
+    """Whether a target has more CPU devices than JAX has started with."""
+    import jax
+
+    # Asked for late: the question starts JAX.
+    return target.platform == "cpu" and not target.at_hand and target.num_devices > len(jax.devices("cpu"))
+
+
+def planned_elsewhere(
+    spec: str,
+    config: Config,
+    name: str,
+    limit: int | None,
+    *,
+    phases: bool,
+    fresh: bool,
+) -> Report:
+    """The report of framework.plan.planned, whose arguments these are, by the compiler in another process.
+
+    Raises:
+        ConfigError: the plan is refused, or the config has classes that another process does not find.
+    """
+    job = {
+        "spec": spec,
+        "config": config.to_json(),
+        "name": name,
+        "limit": limit,
+        "phases": phases,
+        "fresh": fresh,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        answer_file = Path(folder) / "answer.json"
+        command = [sys.executable, "-P", "-m", "framework.api.plan_process", str(answer_file)]
+        search_path = [str(_LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
+        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env=environment)
+        if not answer_file.is_file():
+            last_line = done.stderr.strip().rpartition("\n")[2]
+            raise ConfigError(f"the process that plans for {name} ended with {done.returncode}: {last_line}")
+        answer = json.loads(answer_file.read_text())
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return answer["report"]
+
+
+def _main(answer_file: str) -> None:
+    """Does the job that stdin holds."""
+    job = json.load(sys.stdin)
+    Path(answer_file).write_text(json.dumps(_answer(job)))
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    """{"report": Report}, or {"error": a line}."""
+    from framework.config.named import load_named, named_configs
+    from framework.devices.environment import prepare_jax
+    from framework.plan import targets
+    from framework.plan.planned import planned
+
+    name = job["name"]
+    named_configs()
+    try:
+        if ".py:" in job["spec"]:
+            # A user's own file makes its classes loadable.
+            load_named(job["spec"])
+        config = Config.from_json(job["config"])
+    except ConfigError as error:
+        reason = f"a plan for {name} needs another process, as JAX has started with fewer CPU devices in this one"
+        return {"error": f"{reason}, and there {error}; or start Python with JAX_NUM_CPU_DEVICES set"}
+    targets.environment(name)
+    prepare_jax()
+    try:
+        report = planned(
+            job["spec"],
+            config,
+            targets.resolve(name),
+            job["limit"],
+            name=name,
+            estimate=False,
+            phases=job["phases"],
+            fresh=job["fresh"],
+        )
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"report": report}
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,47 @@
+"""One report, from where it is had soonest: the closed form, the cache of earlier plans, or the compiler."""
+
+from __future__ import annotations
+
+from framework.config import Config
+from framework.plan import cache
+from framework.plan import plan as planning
+from framework.plan.report import Report
+from framework.plan.targets import Target
+
+
+def planned(
+    spec: str,
+    config: Config,
+    target: Target,
+    limit: int | None,
+    *,
+    name: str,
+    estimate: bool,
+    phases: bool,
+    fresh: bool,
+) -> Report:
+    """One report: from the cache, the closed form or the compiler.
+
+    Args:
+        spec: the name of the config.
+        config: resolved for the target.
+        target: to plan for.
+        limit: device memory in bytes; None means unknown.
+        name: what the target was asked for as; "" for the devices that are here, whose name says nothing.
+        estimate: the closed form alone.
+        phases: initialization and evaluation too.
+        fresh: compile again although nothing has changed.
+    """
+    about = {"target": name} if name else {}
+    if estimate:
+        return planning.quick(spec, config, target, limit) | about
+    path = cache.path_of(config, name=spec, target=name or "local", limit=limit, phases=phases)
+    cached_report = None
+    # The name "local" does not say which devices this machine has.
+    if not fresh and name:
+        cached_report = cache.load(path)
+    if cached_report is not None:
+        return cached_report | about
+    new_report = planning.plan(spec, config, target, limit, phases=phases)
+    cache.store(path, new_report)
+    return new_report | about
