@@ -139,7 +139,6 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
 
 def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any]:
     """One report: from the cache, the closed form or the compiler."""
-    from framework.api import plans
     from framework.plan.planned import planned
 
     args = command.args
