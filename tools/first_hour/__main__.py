@@ -1,6 +1,6 @@
 """Records a newcomer's first hour: 40 commands on a terminal, with what they print, times, and a verdict on each.
 
-python -m tools.first_hour --out=docs/benchmarks/first_hour.md
+python -m tools.first_hour --out=docs/benchmarks/first_hour.txt
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pydoc_data.topics
 import re
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from tools.first_hour.commands import COMMANDS, FILES
@@ -20,12 +21,13 @@ from tools.first_hour.recording import MAX_FIRST_SECONDS, MAX_SILENCE_SECONDS, R
 
 # Of a long output its beginning and its end are written.
 _LINES_AT_EACH_END = 12
+_RULE_CHARACTERS = 120
 
 
 def main() -> int:
     """Returns 0 if nothing is wrong with any command."""
     parser = argparse.ArgumentParser(prog="python -m tools.first_hour", description="Record a newcomer's first hour.")
-    parser.add_argument("--out", help="a Markdown file to write; without it only verdicts are printed")
+    parser.add_argument("--out", help="a text file to write; without it only verdicts are printed")
     parser.add_argument("--only", type=int, nargs="+", help="commands by their number, in the folder of --folder")
     parser.add_argument("--folder", help="where to work; a new one by default")
     args = parser.parse_args()
@@ -39,7 +41,7 @@ def main() -> int:
         recordings.append(recording)
         print(f"{number:2}  {recording.verdict:<60}  {command.line}", flush=True)
     if args.out:
-        Path(args.out).write_text(page(recordings, folder))
+        Path(args.out).write_text(transcript(recordings, folder))
     return int(any(recording.faults for recording in recordings))
 
 
@@ -65,56 +67,49 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def page(recordings: list[Recording], folder: Path) -> str:
-    """The page, in Markdown."""
+def transcript(recordings: list[Recording], folder: Path) -> str:
+    """The recording as text: what it is, a line for each command, and what each one printed."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
     python = ".".join(map(str, sys.version_info[:3]))
-    well = sum(not recording.faults for recording in recordings)
+    num_well = sum(not recording.faults for recording in recordings)
     minutes = sum(recording.heard.seconds for recording in recordings) / 60
-    parts = [
-        "# A first hour",
+    about = (
+        f"{len(recordings)} commands as a newcomer types them, in a folder with text files and modules of its own, with "
+        f"what a terminal shows. {num_well} of {len(recordings)} are well: they end as they should, without a traceback, "
+        f"the first character comes within {MAX_FIRST_SECONDS:g} s, and no silence is longer than "
+        f"{MAX_SILENCE_SECONDS:g} s. The machine works for {minutes:.0f} minutes of that hour."
+    )
+    origin = (
+        f"Run on {datetime.date.today()}, {os.cpu_count()} CPU cores, Python {python}, {versions}. Caches are empty at "
+        "first. Long outputs are cut in the middle."
+    )
+    lines = [
+        "A FIRST HOUR",
         "",
-        f"{len(recordings)} commands as a newcomer types them, in a folder with text files and modules of its own,",
-        f"with what a terminal shows. {well} of {len(recordings)} are well: they end as they should, without a",
-        f"traceback, the first character comes within {MAX_FIRST_SECONDS:g} s, and no silence is longer than",
-        f"{MAX_SILENCE_SECONDS:g} s. The machine works for {minutes:.0f} minutes of that hour.",
+        *textwrap.wrap(about, _RULE_CHARACTERS),
         "",
-        "```",
-        "python -m tools.first_hour --out=docs/benchmarks/first_hour.md",
-        "```",
+        "    python -m tools.first_hour --out=docs/benchmarks/first_hour.txt",
         "",
-        f"Run on {datetime.date.today()}, {os.cpu_count()} CPU cores, Python {python}, {versions}. Caches are empty at",
-        "first. Long outputs are cut in the middle.",
+        *textwrap.wrap(origin, _RULE_CHARACTERS),
         "",
-        "| | command | first character | longest silence | time | exit code |",
-        "|---|---|---|---|---|---|",
+        "      first character  longest silence     all  exit code",
     ]
     for number, recording in enumerate(recordings, 1):
         silence_seconds, _ = recording.heard.longest()
-        cells = [
-            str(number),
-            recording.command.purpose,
-            f"{recording.heard.first:.1f} s",
-            f"{silence_seconds:.1f} s",
-            f"{recording.heard.seconds:.1f} s",
-            str(recording.code),
-        ]
-        parts.append(f"| {' | '.join(cells)} |")
+        times = f"{recording.heard.first:13.1f} s{silence_seconds:15.1f} s{recording.heard.seconds:6.1f} s"
+        lines.append(f"{number:4}  {times}{recording.code:11}  {recording.command.purpose}")
     for number, recording in enumerate(recordings, 1):
         interruption = recording.command.interruption
-        signal_text = f" ({interruption.number.name} after `{interruption.text}`)" if interruption else ""
-        parts += [
+        signal_text = f"; {interruption.number.name} after {interruption.text!r}" if interruption else ""
+        lines += [
             "",
-            f"## {number}. {recording.command.purpose}",
+            "-" * _RULE_CHARACTERS,
+            f"{number}. {recording.command.purpose}: {recording.verdict}{signal_text}",
             "",
-            f"{recording.verdict}{signal_text}",
-            "",
-            "```text",
             f"$ {recording.command.line}",
             *_excerpt(recording, folder),
-            "```",
         ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _excerpt(recording: Recording, folder: Path) -> list[str]:
