@@ -74,9 +74,9 @@ def transcript(recordings: list[Recording], folder: Path) -> str:
     num_well = sum(not recording.faults for recording in recordings)
     minutes = sum(recording.heard.seconds for recording in recordings) / 60
     about = (
-        f"{len(recordings)} commands as a newcomer types them, in a folder with text files and modules of its own, with "
-        f"what a terminal shows. {num_well} of {len(recordings)} are well: they end as they should, without a traceback, "
-        f"the first character comes within {MAX_FIRST_SECONDS:g} s, and no silence is longer than "
+        f"{len(recordings)} commands as a newcomer types them, in a folder with text files and modules of its own, "
+        f"with what a terminal shows. {num_well} of {len(recordings)} are well: they end as they should, without a "
+        f"traceback, the first character comes within {MAX_FIRST_SECONDS:g} s, and no silence is longer than "
         f"{MAX_SILENCE_SECONDS:g} s. The machine works for {minutes:.0f} minutes of that hour."
     )
     origin = (
