@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from framework.config import Config, ConfigError, config_for, target_of
 from framework.files.hub_names import is_hub_url
+from framework.terminal.phases import SHORT, phase
 
 # The validation set of one's own data: metrics are called eval/held_out/loss and so on.
 HELD_OUT = "held_out"
@@ -111,7 +112,8 @@ def _fit_vocabulary(config: Config, overridden: Sequence[str]) -> list[str]:
     leaves = list(leaves_of(config.data.source.instantiate(), "data.source", "train"))
     texts = training_text(leaves, tokenizer.training_bytes)
     wanted = tokenizer.vocab_size
-    num_ids = vocabulary_size(texts, wanted, tokenizer.eos_token)
+    with phase("counting the words of the text", patience=SHORT):
+        num_ids = vocabulary_size(texts, wanted, tokenizer.eos_token)
     if num_ids == wanted:
         return [f"tokenizer: byte-level BPE of {wanted:,} ids, trained on this text"]
     tokenizer.vocab_size = num_ids
