@@ -26,8 +26,9 @@ class Command:
     interruption: Interruption | None = None
 
 
-CTRL_C = Interruption("step 40/", signal.SIGINT)
-KILL = Interruption("step 120/", signal.SIGKILL)
+# A speed is shown from the first steps on.
+CTRL_C = Interruption("tok/s", signal.SIGINT)
+KILL = Interruption("tok/s", signal.SIGKILL)
 # What a shell says of a process that SIGKILL has ended.
 KILLED = 128 + signal.SIGKILL
 
