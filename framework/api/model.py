@@ -19,6 +19,7 @@ from framework.files.texts import read_text
 from framework.inference.generation import Generator, stream_text
 from framework.inference.sampling import Sampling
 from framework.inference.scoring import Scorer, TextScore
+from framework.terminal.phase_views import shown_on_terminal
 
 DEFAULT_TOKENS = 128
 
@@ -211,6 +212,7 @@ class Model:
         return export(self.loaded, os.fspath(folder), adapter=adapter, tell=tell).folder
 
 
+@shown_on_terminal()
 def load(
     source: str | os.PathLike[str],
     overrides: Mapping[str, Any] | None = None,

@@ -17,6 +17,7 @@ from framework.devices.environment import prepare_jax
 from framework.plan import html, report, targets
 from framework.plan.planned import planned
 from framework.plan.report import Report
+from framework.terminal.phase_views import shown_on_terminal
 from framework.terminal.tables import render
 
 _PAGE_PIXELS = 900
@@ -54,6 +55,7 @@ class Plan:
         return f'<iframe srcdoc="{page}" width="100%" height="{_PAGE_PIXELS}" frameborder="0"></iframe>'
 
 
+@shown_on_terminal()
 def plan(
     config: Config | str | Path,
     target: str,

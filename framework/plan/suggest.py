@@ -16,6 +16,7 @@ from framework.plan.rehearsal import compile_step
 from framework.plan.targets import Target
 from framework.program.experiment import Experiment
 from framework.program.program import Program
+from framework.terminal.phases import phase
 
 
 def check(experiment: Experiment, target: Target) -> dict[str, int]:
@@ -63,22 +64,23 @@ def suggestions(
     start = time.monotonic()
     fitting: list[dict[str, Any]] = []
     for choice in _choices(config):
+        setting = " ".join(f"--config.{path}={value}" for path, value in choice)
         trial = config.copy()
         for path, value in sorted(choice):
             trial.set_path(path, value)
         try:
-            need = closed_form(trial.instantiate(), target)
-            trial_state = state_bytes(need)
-            trial_peak = int(trial_state + scale * (need.peak_bytes - trial_state))
-            compiled = trial_peak <= limit and time.monotonic() - start < seconds
-            if compiled:
-                program = Program(trial.instantiate(), target.devices())
-                trial_peak = compile_step(program, target, limit).allocated
+            with phase(f"looking for what fits: {setting}"):
+                need = closed_form(trial.instantiate(), target)
+                trial_state = state_bytes(need)
+                trial_peak = int(trial_state + scale * (need.peak_bytes - trial_state))
+                compiled = trial_peak <= limit and time.monotonic() - start < seconds
+                if compiled:
+                    program = Program(trial.instantiate(), target.devices())
+                    trial_peak = compile_step(program, target, limit).allocated
         except ValueError:
             # The microbatches do not divide, or the schedule is not for this target.
             continue
         if trial_peak <= limit:
-            setting = " ".join(f"--config.{path}={value}" for path, value in choice)
             fitting.append({"setting": setting, "device_peak_bytes": trial_peak, "compiled": compiled})
         if len(fitting) == 3:
             break

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
+from collections.abc import Iterator
 from typing import TextIO
 
-from framework.terminal.phases import Phase, View
+from framework.terminal.phases import Phase, View, shown
 
 # Where there is no terminal: seconds between two additions to a line, and from when on most of them are dots.
 _MARK_SECONDS = 2.0
@@ -43,6 +45,16 @@ def is_terminal(stream: TextIO) -> bool:
 def view_of(stream: TextIO) -> View:
     """The view for a stream."""
     return Spinner(stream) if is_terminal(stream) else Lines(stream)
+
+
+@contextlib.contextmanager
+def shown_on_terminal() -> Iterator[None]:
+    """Shows phases until the context ends where stderr is a terminal. A notebook and a log get none of a function's."""
+    if not is_terminal(sys.stderr):
+        yield
+        return
+    with shown(view_of(sys.stderr)):
+        yield
 
 
 def _write_out(stream: TextIO, text: str) -> None:

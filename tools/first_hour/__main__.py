@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import pydoc_data.topics
 import re
+import signal
 import sys
 import tempfile
 import textwrap
@@ -31,6 +32,8 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="+", help="commands by their number, in the folder of --folder")
     parser.add_argument("--folder", help="where to work; a new one by default")
     args = parser.parse_args()
+    # A shell has its background jobs ignore Ctrl-C, and their children with them: this one's do not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="first_hour_"))
     write_files(folder)
     recordings = []
