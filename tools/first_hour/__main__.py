@@ -126,7 +126,7 @@ def _excerpt(recording: Recording, folder: Path) -> list[str]:
 
 def _anonymous(line: str, folder: Path) -> str:
     """Without the paths of the machine."""
-    line = line.replace(str(folder), "~")
+    line = line.replace(str(folder), "~").replace(f"{sys.prefix}/bin/", "")
     return re.sub(rf"{re.escape(sys.prefix)}/\S*?/(?=[\w.]+\.py)", ".../", line)
 
 
