@@ -114,7 +114,9 @@ def test_the_module_of_a_verb_needs_no_more_than_its_package(run: Run, project: 
     (project / "launch.py").unlink()
     for flags in ([], ["-P"]):
         ran = run("python", *flags, "-m", "launch.configs", "list")
-        assert (ran.returncode, ran.stderr) == (0, "")
+        assert ran.returncode == 0
+        # On a slow machine its first words come.
+        assert ran.stderr in ("", "starting configs ...\n")
 
 
 def test_a_program_that_imports_a_verb_keeps_its_own_packages() -> None:
