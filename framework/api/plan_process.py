@@ -17,6 +17,7 @@ from typing import Any
 from framework.config import Config, ConfigError
 from framework.plan.report import Report
 from framework.plan.targets import Target
+from framework.terminal.phases import phase
 
 # The folder of this very library, which need not be on the new process's path.
 _LIBRARY = Path(__file__).resolve().parents[2]
@@ -57,7 +58,8 @@ def planned_elsewhere(
         command = [sys.executable, "-P", "-m", "framework.api.plan_process", str(answer_file)]
         search_path = [str(_LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
-        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env=environment)
+        with phase(f"planning for {name} in another process"):
+            done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env=environment)
         if not answer_file.is_file():
             last_line = done.stderr.strip().rpartition("\n")[2]
             raise ConfigError(f"the process that plans for {name} ended with {done.returncode}: {last_line}")

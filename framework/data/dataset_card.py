@@ -64,8 +64,14 @@ def choose(url: str, configs: list[CardConfig], path: str) -> Splits | None:
 
 
 def matched(names: list[str], patterns: list[str]) -> list[str]:
-    """Returns the names that match any of the globs, as the Hub reads them: only `**` matches a slash."""
-    regexes = [re.compile(_regex(pattern.removeprefix("./"))) for pattern in patterns]
+    """Returns the names that match any of the globs, as the Hub reads them: only `**` matches a slash.
+
+    Raises:
+        ValueError: a glob has `**` as a part of a name.
+    """
+    from fsspec.utils import glob_translate
+
+    regexes = [re.compile(glob_translate(pattern.removeprefix("./"))) for pattern in patterns]
     # A file's own name may hold the letters of a glob.
     return [name for name in names if name in patterns or any(regex.fullmatch(name) for regex in regexes)]
 
@@ -84,22 +90,3 @@ def _config(entry: dict[str, Any]) -> CardConfig:
         patterns = [paths] if isinstance(paths, str) else list(paths)
         splits.setdefault(split, []).extend(prefix + pattern for pattern in patterns)
     return CardConfig(name, bool(entry.get("default")) or name == "default", splits)
-
-
-def _regex(pattern: str) -> str:
-    """Returns the regular expression of a glob."""
-    regex = ""
-    for part in re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern):
-        if part == "**/":
-            regex += "(.*/)?"
-        elif part == "**":
-            regex += ".*"
-        elif part == "*":
-            regex += "[^/]*"
-        elif part == "?":
-            regex += "[^/]"
-        elif part.startswith("["):
-            regex += part.replace("[!", "[^", 1)
-        else:
-            regex += re.escape(part)
-    return regex

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from framework.terminal.phases import Phase, View, shown
+from framework.terminal.board import Phase, View
+from framework.terminal.phases import shown
 
 # Where there is no terminal: seconds between two additions to a line, and from when on most of them are dots.
 _MARK_SECONDS = 2.0

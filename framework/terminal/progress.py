@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from framework.terminal import interrupts, phases
+from framework.terminal.board import Phase
 from framework.terminal.phase_views import SPINNER_FRAMES, is_terminal, spinner_text
-from framework.terminal.phases import Phase
 from framework.terminal.tables import human_bytes, human_count
 
 

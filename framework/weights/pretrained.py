@@ -33,7 +33,8 @@ from framework.models.causal_lm import CausalLM
 from framework.program.execution import Execution
 from framework.program.program import Program
 from framework.schedules.step import State
-from framework.terminal.phases import SHORT, Phase, phase
+from framework.terminal.board import Phase
+from framework.terminal.phases import SHORT, phase
 
 # Stands for the layer's number in the names of a family.
 LAYER = "{layer}"

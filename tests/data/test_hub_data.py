@@ -9,7 +9,7 @@ import pytest
 import configs
 from framework.data.own_data import with_data
 from framework.data.recognize import recognized
-from tests.support.hub import COMMIT, Repository, fill_cache
+from tests.support.hub import COMMIT, Repository, empty_cache, fill_cache
 
 URL = "hf://datasets/acme/code"
 PINNED = f"{URL}@{COMMIT}"
@@ -24,8 +24,7 @@ SPLIT_FILES = """
 @pytest.fixture
 def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """data_set(name, ..., card="...") lays out a data set of such files in the cache; requests are forbidden."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    empty_cache(tmp_path, monkeypatch)
 
     def make(*names: str, card: str = "", cached: list[str] | None = None, lists: bool = True) -> None:
         folder = tmp_path / "files"

@@ -15,7 +15,7 @@ import configs
 import framework as pl
 from framework.weights.pretrained import Directory
 from launch import generate, plan, train
-from tests.support.hub import COMMIT, HubServer, Repository, fill_cache, serving
+from tests.support.hub import COMMIT, HubServer, Repository, empty_cache, fill_cache, serving
 from tools.peers.families import FAMILIES
 
 SMALL_NAMES = ["config.json", "tokenizer.json", "tokenizer_config.json"]
@@ -38,9 +38,7 @@ def model(tmp_path: Path) -> Repository:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the cache; requests are forbidden."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return tmp_path / "cache"
+    return empty_cache(tmp_path, monkeypatch)
 
 
 def test_a_config_keeps_the_commit(cache: Path, model: Repository):

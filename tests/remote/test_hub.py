@@ -10,7 +10,7 @@ import pytest
 from framework.files import hub
 from framework.files.hub_cache import cache_folder, cached, is_offline
 from framework.files.hub_names import HubRepo, model_named, parse_url
-from tests.support.hub import COMMIT, Repository, fill_cache
+from tests.support.hub import COMMIT, Repository, empty_cache, fill_cache
 
 MODEL = HubRepo("model", "acme/tiny")
 VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
@@ -30,9 +30,7 @@ def repository(tmp_path: Path) -> Repository:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the cache; requests are forbidden."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return tmp_path / "cache"
+    return empty_cache(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

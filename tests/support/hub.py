@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 COMMIT = "a" * 40
 
 
@@ -151,3 +153,10 @@ def serving(repositories: list[Repository]) -> Iterator[HubServer]:
         http.shutdown()
         thread.join()
         http.server_close()
+
+
+def empty_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Has the Hub's cache be an empty folder of its own, and forbids requests; returns that folder."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return folder / "cache"

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from framework.terminal import phases
+from framework.terminal.board import Board, FirstWords, Phase, View
 from framework.terminal.phase_views import Lines, Spinner, human_seconds
-from framework.terminal.phases import Board, FirstWords, Phase, View
 
 
 class Clock:
