@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from framework.data.dataset_card import Splits, choose, matched, read_card
 from framework.data.files import find
-from framework.data.kinds import KINDS, Found, Kind, ending_of, kind_of_json, part_of, parts_by_name
+from framework.data.kinds import KINDS, DataListing, Kind, ending_of, kind_of_json, part_of, parts_by_name
 from framework.files import hub
 from framework.files.hub_cache import Snapshot
 from framework.files.hub_names import HubRepo, parse_url
@@ -33,7 +33,7 @@ class _Parts(NamedTuple):
     told_by: str
 
 
-def found(url: str) -> Found:
+def data_listing(url: str) -> DataListing:
     """Looks at a data set; the first file that is trained on is downloaded, and no other.
 
     Args:
@@ -62,7 +62,7 @@ def found(url: str) -> Found:
         raise ValueError(f"{snapshot.repo.url(train[0])} is one JSON value; expected a JSON object on each line")
     if fetched.why_not:
         place += f" (by the cache alone: {fetched.why_not})"
-    return Found(
+    return DataListing(
         place=place,
         kind=kind,
         first=first,

@@ -74,7 +74,7 @@ def parts_by_name(names: list[str]) -> Parts:
     return parts
 
 
-class Found(NamedTuple):
+class DataListing(NamedTuple):
     """Somebody's own data, as its files are.
 
     Attributes:

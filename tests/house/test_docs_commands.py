@@ -264,7 +264,7 @@ def test_commands_run_in_a_shell(recipe: Recipe, folder: Path) -> None:
 
 def not_accounted_for(page: str, text: str | None = None) -> list[str]:
     """Each block of the page that no recipe runs and no line beside it records, by page, line and first command."""
-    run_lines = {block.line for recipe in (*QUICK, *WHOLE) if recipe.page == page for block in recipe.found()}
+    run_lines = {block.line for recipe in (*QUICK, *WHOLE) if recipe.page == page for block in recipe.chosen_blocks()}
     return [
         f"{page}:{block.line}: {block.commands[0]}"
         for block in blocks(page, text)

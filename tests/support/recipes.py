@@ -47,7 +47,7 @@ class Recipe:
     has_outputs: bool = False
     fails: bool = False
 
-    def found(self) -> list[Block]:
+    def chosen_blocks(self) -> list[Block]:
         """The blocks on the page. Raises LookupError: it has none that begins so."""
         chosen = []
         for start in self.blocks:
@@ -60,7 +60,7 @@ class Recipe:
 
     def commands(self) -> list[str]:
         """What is run. Raises LookupError: the commands do not hold a text that is to be replaced."""
-        commands = [command for block in self.found() for command in block.commands]
+        commands = [command for block in self.chosen_blocks() for command in block.commands]
         for old, new in self.replaced.items():
             if not any(old in command for command in commands):
                 raise LookupError(f"no command of {self.page} holds {old!r}")
@@ -84,8 +84,8 @@ class Recipe:
                 assert re.sub(r" +", " ", line).split("; ...")[0] in squeezed, f"{line!r} is not in\n{printed}"
 
     def _outputs(self) -> list[str]:
-        found = self.found()
-        printed = [line for block in found for line in block.printed]
+        chosen = self.chosen_blocks()
+        printed = [line for block in chosen for line in block.printed]
         return printed or text_lines(self.page)
 
 

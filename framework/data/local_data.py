@@ -1,0 +1,115 @@
+"""Somebody's own files: which hold data, of which kind, and which their names say are trained on and evaluated."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from framework.data.files import DataFile, find
+from framework.data.kinds import KINDS, SAMPLE_BYTES, DataListing, Kind, ending_of, kind_of_json, parts_by_name
+from framework.files.remote import is_url
+
+# A list of files is written into the config as long as it is short, and a glob where that names the same files.
+_MAX_LISTED = 8
+
+
+def data_listing(path: str) -> DataListing:
+    """Looks at a file, a folder, a glob or an fsspec URL.
+
+    Raises:
+        FileNotFoundError, PermissionError: there are no such files, or they cannot be read.
+        ValueError: no file holds data that is known.
+    """
+    files = _files(path)
+    kind, files_of_kind, left_out = _kind_of(path, files)
+    file_by_path = {file.path: file for file in files_of_kind}
+    parts = parts_by_name(list(file_by_path))
+    held_out_paths = sorted([*parts.validation, *parts.test], key=list(file_by_path).index)
+    train_paths = parts.train
+    # One file that is in neither part says that the names mean something else.
+    if parts.others or not train_paths or not held_out_paths:
+        train_paths = list(file_by_path)
+        held_out_paths = []
+    train_files = [file_by_path[name] for name in train_paths]
+    held_out_files = [file_by_path[name] for name in held_out_paths]
+    return DataListing(
+        place=path,
+        kind=kind,
+        first=train_files[0],
+        train=_named(path, train_files),
+        validation=_named(path, held_out_files) if held_out_files else [],
+        num_train=len(train_files),
+        num_validation=len(held_out_files),
+        told_by="by their names",
+        left_out=left_out,
+    )
+
+
+def _files(path: str) -> list[DataFile]:
+    """The files that are meant, by name; of a folder those in its subfolders too, hidden ones left out."""
+    folder = Path(os.path.expanduser(path))
+    if is_url(path) or not folder.is_dir():
+        return find(path)
+    names = []
+    for parent, subfolders, file_names in os.walk(folder):
+        # The list is changed in place, which keeps os.walk out of hidden folders.
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        names += [os.path.join(parent, name) for name in sorted(file_names) if not name.startswith(".")]
+    if not names:
+        raise FileNotFoundError(f"the folder {path} holds no files")
+    return find(name for name in sorted(names) if os.path.isfile(name))
+
+
+def _kind_of(path: str, files: list[DataFile]) -> tuple[Kind, list[DataFile], Counter[str]]:
+    """(the kind of which there are most bytes, its files, how many others there are by ending)."""
+    files_by_kind: dict[Kind, list[DataFile]] = {}
+    left_out: Counter[str] = Counter()
+    for file in files:
+        kind = _kind_of_file(file)
+        if kind is None:
+            left_out[ending_of(file.path) or file.name.rpartition("/")[2]] += 1
+        else:
+            files_by_kind.setdefault(kind, []).append(file)
+    if not files_by_kind:
+        endings = ", ".join(left_out)
+        raise ValueError(
+            f"{path} holds no data that is known ({endings}): expected UTF-8 text, .jsonl, .parquet or .bin files"
+        )
+    largest_kind = max(files_by_kind, key=lambda kind: sum(file.size() for file in files_by_kind[kind]))
+    for kind, others in files_by_kind.items():
+        if kind != largest_kind:
+            left_out.update(ending_of(file.path) or "files without an ending" for file in others)
+    return largest_kind, files_by_kind[largest_kind], left_out
+
+
+def _kind_of_file(file: DataFile) -> Kind | None:
+    """The kind of a file by its ending, or by its first bytes; None: no data."""
+    ending = ending_of(file.path)
+    if ending in KINDS:
+        return KINDS[ending]
+    if ending == ".json":
+        return kind_of_json(file)
+    if file.size() == 0:
+        return None
+    sample = next(file.chunks(SAMPLE_BYTES, decompress=True), b"")
+    try:
+        # A character may be cut in two at the end of the sample.
+        sample.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.start < len(sample) - 3:
+            return None
+    return None if b"\0" in sample else "text"
+
+
+def _named(path: str, files: list[DataFile]) -> list[str]:
+    """Paths for the config: the files' names, or globs where these name the same files and are fewer."""
+    names = [file.name for file in files]
+    if len(names) <= _MAX_LISTED or is_url(path):
+        return names
+    folder = os.path.commonpath([os.path.dirname(name) for name in names])
+    endings = sorted({os.path.splitext(name)[1] for name in names})
+    globs = [f"{folder}/**/*{ending}" for ending in endings if ending]
+    if len(globs) == len(endings) and sorted(file.name for file in find(globs)) == sorted(names):
+        return globs
+    return names
