@@ -11,7 +11,7 @@ import pytest
 
 from framework.terminal import phases
 from framework.terminal.board import Board, FirstWords, Phase, View
-from framework.terminal.phase_views import Lines, Spinner, human_seconds
+from framework.terminal.phase_views import Lines, Spinner, human_seconds, shown_on_terminal
 
 
 class Clock:
@@ -232,6 +232,31 @@ def test_shown_gives_the_standard_streams_back(capsys):
     out, err = capsys.readouterr()
     assert out == "a line\n"
     assert err.splitlines()[0] == "compiling ..."
+
+
+class Stream(io.StringIO):
+    """A stream that says whether it is a terminal."""
+
+    def __init__(self, is_terminal: bool):
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_function_shows_its_phases_on_a_terminal_and_nowhere_else(is_terminal: bool, monkeypatch):
+    stream = Stream(is_terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream)
+    with shown_on_terminal():
+        assert phases.are_shown() == is_terminal
+        with phases.phase("compiling"):
+            pass
+    assert not phases.are_shown()
+    assert sys.stderr is stream
+    assert ("compiling" in stream.getvalue()) == is_terminal
 
 
 def _join_threads() -> None:
