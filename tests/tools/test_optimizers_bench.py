@@ -114,3 +114,10 @@ def test_unknown_rows_and_rates_without_results(bench, capsys: pytest.CaptureFix
     assert "no row 'adamv'; valid: adamw, " in capsys.readouterr().err
     assert optimizers.main([f"--results={path}", f"--data={path.parent}", "--rows=kahan", f"--config={SPEC}"]) == 2
     assert "kahan takes the best learning rate of adamw, which has no results" in capsys.readouterr().err
+
+
+@pytest.mark.pairs
+def test_a_row_added_now_is_of_the_model_that_the_stored_rows_are_of(tmp_path: Path):
+    args = optimizers.parser().parse_flags([f"--data={tmp_path}"])
+    trace = optimizers.trace(ROWS["adamw"], args)
+    assert optimizers.Results(runs.ROOT / "docs/benchmarks/optimizers.jsonl").runs("adamw", 250, trace)

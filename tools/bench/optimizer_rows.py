@@ -1,7 +1,8 @@
 """What tools.bench.optimizers compares: a row for each optimizer, and the run that all of them share.
 
-All rows train stdlib-tiny (1M parameters) on the same tokens: float32 compute, gradients clipped to a global norm of 1,
-a linear warm-up over a tenth of the steps, a cosine down to a tenth of the peak, no weight decay, no rules.
+All rows train a model of 1M parameters (`optimizer_model.py`) on the same tokens: float32 compute, gradients clipped to
+a global norm of 1, a linear warm-up over a tenth of the steps, a cosine down to a tenth of the peak, no weight decay, no
+rules.
 
 Imports configs, framework.
 """
@@ -17,6 +18,7 @@ from framework.config import Config, config_for
 
 WARMUP, END = 0.1, 0.1  # of the steps; of the peak
 BATCH = 4  # sequences of 256 tokens
+MODEL = "tools/bench/optimizer_model.py:one_million"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ ROWS |= {
 }
 
 
-def build(row: Row, rate: float, seed: int, steps: int, spec: str = "stdlib-tiny") -> Config:
+def build(row: Row, rate: float, seed: int, steps: int, spec: str = MODEL) -> Config:
     """The config of one run. Raises ConfigError when a row's path or value does not exist."""
     config = configs.load(spec)
     config.learner.rules, config.learner.master_dtype = [], None

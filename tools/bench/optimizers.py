@@ -28,7 +28,7 @@ from framework.devices.executables import use_compilation_cache
 from framework.layout import StateLayout
 from framework.program.program import Program
 from launch import cli
-from tools.bench.optimizer_rows import ROWS, Row, build
+from tools.bench.optimizer_rows import MODEL, ROWS, Row, build
 from tools.bench.ratios import ratio
 
 Line = dict[str, Any]
@@ -234,7 +234,7 @@ def parser() -> cli.Parser:
     parser = cli.Parser("optimizers", __doc__, takes_config=False)
     parser.add_argument("--results", type=Path, default=Path("docs/benchmarks/optimizers.jsonl"), metavar="FILE")
     parser.add_argument("--rows", default=",".join(ROWS), help="which, by name: " + ", ".join(ROWS))
-    parser.add_argument("--config", default="stdlib-tiny", help="a named config, or path/to/file.py:NAME")
+    parser.add_argument("--config", default=MODEL, help="a named config, or path/to/file.py:NAME")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=3, help="of the best rate")
     parser.add_argument("--extend", type=int, default=1, help="how many rates beyond an edge that is the best")

@@ -1,0 +1,24 @@
+"""The run that every row of tools.bench.optimizers shares, as the stored results had it.
+
+Named configs change; a row that is added later has to be of the same model, data and evaluation as the others.
+"""
+
+from __future__ import annotations
+
+import configs
+from configs.parts import llama_model
+from framework.config import Config
+
+
+def one_million() -> Config:
+    """A 1M-parameter Llama of the Python standard library's source, with a vocabulary of 2,048 ids."""
+    vocab_size = 2048
+    config = configs.load("stdlib-tiny")
+    config.model = llama_model(layers=4, heads=4, dim=128, hidden=344, vocab_size=vocab_size, tied=True)
+    config.model.stack.unroll = 0
+    config.data.tokenizer.vocab_size = vocab_size
+    config.trainer.eval_every = config.trainer.save_every = 250
+    config.trainer.eval_batches = 20
+    config.trainer.sample_tokens = 0
+    config.accelerator_rules = []
+    return config
