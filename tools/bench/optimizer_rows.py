@@ -1,8 +1,8 @@
 """What tools.bench.optimizers compares: a row for each optimizer, and the run that all of them share.
 
 All rows train a model of 1M parameters (`optimizer_model.py`) on the same tokens: float32 compute, gradients clipped to
-a global norm of 1, a linear warm-up over a tenth of the steps, a cosine down to a tenth of the peak, no weight decay, no
-rules.
+a global norm of 1, a linear warm-up over a tenth of the steps, a cosine down to a tenth of the peak, no weight decay,
+no rules.
 
 Imports configs, framework.
 """
