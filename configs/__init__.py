@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+from configs.families import published
 from framework.config import Config, ConfigError, did_you_mean
 from framework.config.names import nearest
 from framework.files import hub_models
@@ -48,19 +49,20 @@ def names() -> list[str]:
     return list(functions())
 
 
-def load(spec: str, tell: Callable[[str], None] = _ignore) -> Config:
+def load(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: bool = False) -> Config:
     """Makes a new config by NAME, path/to/file.py:NAME, path/to/config.json, hf:DIR or hf:ORG/NAME.
 
     Args:
         spec: one of these.
         tell: is told what of a stored config is left out, and which commit of the Hub is meant, in a line for each.
+        shape_is_enough: for a plan: of hf:ORG/NAME, a well-known shape needs no file.
 
     Raises:
         ConfigError: there is no such name or function, or the function raised one. The message then ends with the line
             that raised it.
         FileNotFoundError: there is no such file.
     """
-    function = find(spec, tell)
+    function = find(spec, tell, shape_is_enough=shape_is_enough)
     if getattr(function, "func", None) is stored.read_to_train:
         # Its errors name the file, and no line of Python is to be changed.
         return function()
@@ -76,18 +78,19 @@ def load(spec: str, tell: Callable[[str], None] = _ignore) -> Config:
         place = "".join(f"  [{frame.filename}:{frame.lineno}]" for frame in frames_of_file[-1:])
         raise ConfigError(f"{error}{place}") from error
     if is_of_published_model(spec):
-        for line in hub_models.note(config.pretrained.path):
+        place = config.pretrained.path
+        for line in published.note(place) or hub_models.note(place):
             tell(line)
     if not isinstance(config, Config):
         raise ConfigError(f"{spec}: expected a function that returns a Config, but it returned {type(config).__name__}")
     return config
 
 
-def find(spec: str, tell: Callable[[str], None] = _ignore) -> ConfigFunction:
+def find(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: bool = False) -> ConfigFunction:
     """Returns the function that makes the config of a spec; see `load`."""
     if is_of_published_model(spec):
         kind, _, source = spec.partition(":")
-        return functools.partial(_published_kinds()[kind], source)
+        return functools.partial(_published_kinds()[kind], source, shape_is_enough)
     if spec.endswith(".json"):
         return functools.partial(stored.read_to_train, Path(spec).expanduser(), tell)
     if spec.endswith(".py"):
@@ -117,7 +120,7 @@ def is_of_published_model(spec: str) -> bool:
     return bool(source) and kind in _published_kinds()
 
 
-def _published_kinds() -> dict[str, Callable[[str], Config]]:
+def _published_kinds() -> dict[str, Callable[[str, bool], Config]]:
     """Returns the functions that make the config of a published model: "hf", "lora" and "qlora"."""
     # Imported here: that module imports this package.
     return importlib.import_module("configs.finetune").KINDS

@@ -6,6 +6,7 @@ LoRA is arXiv 2106.09685, QLoRA arXiv 2305.14314. Every named config takes adapt
 from __future__ import annotations
 
 from configs import families
+from configs.families.published import place_to_plan
 from configs.parts import adamw, large
 from configs.tiny import stdlib_tiny
 from framework.config import Config, config_for
@@ -37,15 +38,16 @@ def lora_tiny() -> Config:
     return config
 
 
-def full(source: str) -> Config:
+def full(source: str, shape_is_enough: bool = False) -> Config:
     """All weights of a published model train, on chats: bf16 with f32 master weights; float32 files in float32.
 
     Conversations are read from data/chat.jsonl, a twentieth of them for validation; three epochs.
 
     Args:
         source: a Hugging Face directory, or the Hub's id of a model, ORG/NAME or ORG/NAME@REVISION.
+        shape_is_enough: for a plan: a well-known model needs no file of its own.
     """
-    path = hub_models.pinned(source)
+    path = place_to_plan(source) if shape_is_enough else hub_models.pinned(source)
     facts, _ = families.read(path)
     model, family = families.model_of(path)
     # The second name is GPT-2's.
@@ -79,9 +81,9 @@ def full(source: str) -> Config:
     return config
 
 
-def lora(source: str, base: str | None = None) -> Config:
+def lora(source: str, shape_is_enough: bool = False, base: str | None = None) -> Config:
     """Adapters of rank 16 on all linear layers of a published model, whose own weights stay as they are."""
-    config = full(source)
+    config = full(source, shape_is_enough)
     config.model.lora = config_for(LoRA, rank=16, alpha=32.0, dropout=0.05, base=base)
     config.learner.optimizer = adamw(peak=2e-4, warmup=0.05, weight_decay=0.0)
     config.learner.rules = []
@@ -89,9 +91,9 @@ def lora(source: str, base: str | None = None) -> Config:
     return config
 
 
-def qlora(source: str) -> Config:
+def qlora(source: str, shape_is_enough: bool = False) -> Config:
     """The same with the linear layers' own weights in 4 bits."""
-    return lora(source, base="nf4")
+    return lora(source, shape_is_enough, base="nf4")
 
 
 CONFIGS = {"lora-tiny": lora_tiny}

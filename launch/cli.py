@@ -129,8 +129,11 @@ class Parser(argparse.ArgumentParser):
         description: str | None = None,
         *,
         takes_config: bool = True,
+        shape_is_enough: bool = False,
         **options: Any,
     ):
+        # Whether a published model's config needs none of its files: no weights, no tokenizer.
+        self._shape_is_enough = shape_is_enough
         first_line = (description or "").partition("\n")[0]
         super().__init__(
             prog=f"plimsoll {verb}",
@@ -142,7 +145,8 @@ class Parser(argparse.ArgumentParser):
         # did-you-mean.
         if takes_config:
             config_help = (
-                "a named config (`plimsoll configs list`), path/to/file.py:NAME, hf:DIR, or WORKDIR/config.json"
+                "a named config (`plimsoll configs list`), path/to/file.py:NAME, hf:DIR or hf:ORG/NAME, or "
+                "WORKDIR/config.json"
             )
             self.add_argument("--config", metavar="NAME", help=config_help)
         self.add_argument(
@@ -170,7 +174,7 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"--config=NAME is required; valid names: {', '.join(configs.names())}")
         overrides = [*reports.overrides(args), *overrides]
         notes: list[str] = []
-        named = configs.load(spec, notes.append)
+        named = configs.load(spec, notes.append, shape_is_enough=self._shape_is_enough)
         if getattr(args, "data", None) is not None:
             overridden = [path for path, _ in overrides]
             named, data_lines = own_data.with_data(named, args.data, overridden)
@@ -186,7 +190,7 @@ class Parser(argparse.ArgumentParser):
 
         # Called only where a hint needs the config: to load it may run a user's file.
         def named_config() -> Config | None:
-            return None if spec is None else configs.load(spec)
+            return None if spec is None else configs.load(spec, shape_is_enough=self._shape_is_enough)
 
         # argparse itself would complain about a missing flag first, which hides a typo in its name.
         known_flags = [flag for flag in self._option_string_actions if flag != "--config.PATH"]

@@ -2,9 +2,12 @@
 
     plimsoll plan --config=llama2-7b --target=v5e-16 --config.memory.remat=full
     plimsoll plan --config=gpt2-124m --target=rtx4090 --compare memory.remat=none,dots,full --html=plan.html
+    plimsoll plan --config=hf:meta-llama/Llama-3.1-8B --target=4090,a100-80,h100,v5e-8
+    plimsoll plan --config=qlora:Qwen/Qwen2.5-7B --smallest --estimate
     plimsoll plan --targets
 
-Exit codes: 0 it fits (of several, one does); 2 the command or the config was wrong; 4 it does not fit.
+Exit codes: 0 it fits (of several plans, one does; of several targets, one carries it with the settings that are
+printed); 2 the command or the config was wrong; 4 it does not fit.
 """
 
 import dataclasses
@@ -25,7 +28,12 @@ def add_flags(parser: cli.Parser) -> None:
     add = parser.add_argument
     add(
         "--target",
-        help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...",
+        help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...; several by commas",
+    )
+    add(
+        "--smallest",
+        action="store_true",
+        help="of these targets, or of all, the one with least device memory that carries it",
     )
     add("--targets", action="store_true", help="list all targets; stands alone")
     add("--estimate", action="store_true", help="the closed form alone: seconds, and less exact")
@@ -46,13 +54,13 @@ def add_flags(parser: cli.Parser) -> None:
 @cli.main
 def main(argv: list[str]) -> int:
     """Plans each setting, prints the tables and writes the files."""
-    parser = cli.Parser("plan", __doc__)
+    parser = cli.Parser("plan", __doc__, shape_is_enough=True)
     add_flags(parser)
     if "--targets" in argv:
         return _list_targets(argv)
     command = parser.parse(argv)
     args = command.args
-    if args.target is None:
+    if not (args.target or "").strip(" ,") and not args.smallest:
         raise cli.UsageError("--target=NAME is required; plimsoll plan --targets lists them all")
     for path in filter(None, (args.json, args.html)):
         if not path.absolute().parent.is_dir():
@@ -61,37 +69,108 @@ def main(argv: list[str]) -> int:
     # Imported late: a typo on the command line should not wait for these.
     import jax
 
-    from framework.plan import html, report, targets
-    from framework.terminal.tables import render
+    from framework.plan import machines, targets
 
-    targets.environment(args.target)
+    names = machines.names_of(args.target or "")
+    targets.environment(args.target or "")
     cli.prepare_jax()
     # A program from the cache comes without its buffers, which the report lists.
     jax.config.update("jax_enable_compilation_cache", False)
-    target = targets.resolve(args.target)
+    for note in command.notes:
+        print(note, file=sys.stderr)
+    if args.smallest or len(names) > 1:
+        return _which_machine(command, names)
+    (name,) = names
+    return _one_machine(command, name)
+
+
+def _one_machine(command: cli.Command, name: str) -> int:
+    """Plans each setting for one target."""
+    from framework.plan import report, targets
+
+    args = command.args
+    target = targets.resolve(name)
     limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
     commands = list(_variants(command, args.compare, target))
     if not commands:
         raise cli.UsageError("none of the combinations of --compare can be")
-    for note in command.notes:
-        print(note, file=sys.stderr)
-    reports = [_plan(variant, target, limit) for variant in commands]
+    reports = [_plan(variant, name, target, limit, args.estimate) for variant in commands]
     if len(reports) == 1:
         sections = report.sections(reports[0])
     else:
         sections = [report.comparison(reports)]
+    # With --compare the file holds a list, even if only one combination is left.
+    _give(args, sections, reports if args.compare else reports[0], reports)
+    fits = any(plan_report["fits"] for plan_report in reports)
+    return ExitCode.DONE if fits else ExitCode.TOO_BIG
+
+
+def _which_machine(command: cli.Command, names: list[str]) -> int:
+    """Plans for several targets: one table of all, or of those up to the smallest that carries the config."""
+    from framework.plan import machines, targets
+
+    args = command.args
+    if args.compare or args.device_memory_gib is not None or "local" in names:
+        raise cli.UsageError("several targets: without --compare, --device_memory_gib and the target local")
+    if args.smallest:
+        # A name may be mistyped among the last ones, too: all are read before the first plan.
+        names = sorted(names, key=lambda name: machines.total_bytes(targets.resolve(name))) or machines.candidates()
+    target_by_name = {name: targets.resolve(name) for name in names}
+    cpus = [target for target in target_by_name.values() if target.platform == "cpu"]
+    # JAX starts once, with as many CPU devices as any of them has.
+    for target in sorted(cpus, key=lambda target: target.num_devices)[-1:]:
+        target.devices()
+    reports = []
+    left_out = {}
+    for name, target in target_by_name.items():
+        try:
+            plan_report = _plan_if_it_may_fit(command, name, target)
+        except ValueError as error:
+            left_out[name] = str(error)
+            continue
+        reports.append(plan_report)
+        if args.smallest and machines.carries(plan_report):
+            break
+    is_carried = any(map(machines.carries, reports))
+    if args.smallest:
+        # Nobody wants a page of machines that are too small.
+        reports = [plan_report for plan_report in reports if machines.carries(plan_report)] or reports[-1:]
+        left_out = {}
+    if not reports:
+        raise cli.UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
+    _give(args, machines.table(reports, left_out), reports, reports)
+    return ExitCode.DONE if is_carried else ExitCode.TOO_BIG
+
+
+def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> dict[str, Any]:
+    """A report by the closed form, and by the compiler where it is here, is asked for, and has a chance."""
+    from framework.plan import machines, targets
+    from framework.terminal.phases import phase
+
+    args = command.args
+    with phase(f"looking at {name}"):
+        plan_report = _plan(command, name, target, target.limit_bytes, True)
+    if args.estimate or not targets.compiler_here(target.platform):
+        return plan_report
+    # With --smallest there may be a hundred targets, most of them far too small.
+    if args.smallest and not machines.carries(plan_report):
+        return plan_report
+    return _plan(command, name, target, target.limit_bytes, False)
+
+
+def _give(args: Any, sections: list[Any], content: Any, reports: list[dict[str, Any]]) -> None:
+    """Prints the tables, and writes the files that are asked for."""
+    from framework.plan import html
+    from framework.terminal.tables import render
+
     print(render(sections))
     if args.json:
-        # With --compare the file holds a list, even if only one combination is left.
-        content = reports if args.compare else reports[0]
         with writing(args.json):
             args.json.write_text(json.dumps(content, indent=1) + "\n")
     if args.html:
         with writing(args.html):
             args.html.write_text(html.page(reports))
         print(f"page: {args.html}")
-    fits = any(plan_report["fits"] for plan_report in reports)
-    return ExitCode.DONE if fits else ExitCode.TOO_BIG
 
 
 def _list_targets(argv: list[str]) -> int:
@@ -137,7 +216,7 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
             yield variant
 
 
-def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any]:
+def _plan(command: cli.Command, name: str, target: Any, limit: int | None, estimate: bool) -> dict[str, Any]:
     """One report: from the cache, the closed form or the compiler."""
     from framework.plan.planned import planned
 
@@ -149,8 +228,8 @@ def _plan(command: cli.Command, target: Any, limit: int | None) -> dict[str, Any
         config,
         target,
         limit,
-        name="" if args.target == "local" else args.target,
-        estimate=args.estimate,
+        name="" if name == "local" else name,
+        estimate=estimate,
         phases=not args.step_only,
         fresh=args.fresh,
     )

@@ -13,6 +13,7 @@ from configs.families.facts import Facts, float_dtype, refuse_unread
 from configs.families.gemma import Gemma2
 from configs.families.gpt2 import GPT2
 from configs.families.llama import Llama
+from configs.families.published import model_at
 from framework.config import Config, ConfigError, config_for
 from framework.files import hub_models
 from framework.files.hub_names import is_hub_url
@@ -33,7 +34,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
     """Reads the config.json of a directory, or of a model of the Hub.
 
     Args:
-        path: the directory, or hf://ORG/NAME@COMMIT.
+        path: the directory, hf://ORG/NAME@COMMIT, or shape:ORG/NAME of the table of published models.
 
     Returns:
         (its JSON, the config of its family).
@@ -42,6 +43,9 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
         FileNotFoundError: there is no such file.
         ValueError: it is no JSON, asks for code of its own to be run, or is of an unknown architecture.
     """
+    known_model = model_at(path)
+    if known_model is not None:
+        return known_model.config, config_for(family_of(known_model.config))
     file = hub_models.folder(path) / "config.json"
     if not file.is_file():
         expected = "a directory as Hugging Face's save_pretrained writes it, or the Hub's ORG/NAME"
@@ -66,11 +70,13 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
 
 
 def generation_facts(path: str | Path) -> dict[str, Any]:
-    """Reads the generation_config.json of a directory; empty if there is none.
+    """Reads the generation_config.json of a directory; empty if there is none, as for a shape alone.
 
     Raises:
         ValueError: it is no JSON object.
     """
+    if model_at(path) is not None:
+        return {}
     file = hub_models.folder(path) / "generation_config.json"
     if not file.is_file():
         return {}
@@ -145,6 +151,8 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
 
 def _first_dtype(path: str | Path) -> str | None:
     """Returns safetensors' name of the first tensor's dtype; None for a directory without weights."""
+    if model_at(path) is not None:
+        return None
     if hub_models.has_weights(path):
         directory = Directory(path)
         first_name = next(iter(directory.home))

@@ -1,5 +1,7 @@
 """Shapes of published models by their Hub id, from published.json: what a plan needs of config.json, without the Hub.
 
+A config that is made of one has `shape:ORG/NAME` where others have a directory or a commit of the Hub.
+
 Each entry says where it was read. Only what the source states is there: `rms_norm_eps` or `torch_dtype` may be absent,
 and the reader of config.json (`families.family_of(facts)().model(facts)`) then takes transformers' default.
 """
@@ -13,9 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from framework.files import hub_models
+from framework.files.hub_cache import cached
+from framework.files.hub_names import is_hub_url, model_named
+
 _FILE = Path(__file__).with_name("published.json")
 # `parameters_source` of a number that the model's name states, as 135M.
 NAME = "name"
+_PLACE = "shape:"
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,51 @@ def published_model(hub_id: str) -> PublishedModel:
     if nearest:
         hint = "; did you mean " + " or ".join(by_lower_case[name].hub_id for name in nearest) + "?"
     raise ValueError(f"no shape of {hub_id!r} in configs/families/{_FILE.name}, which has {len(by_lower_case)}{hint}")
+
+
+def place_to_plan(source: str) -> str:
+    """Returns the place of a model of which only the shape is needed.
+
+    A folder goes first, then the cache of the Hub, then the table here; what none of them has is asked of the Hub.
+
+    Args:
+        source: as `hub_models.pinned` takes it.
+
+    Raises:
+        The errors of `hub_models.pinned`; the message names the nearest ids of the table.
+    """
+    named = None if is_hub_url(source) or Path(source).expanduser().exists() else model_named(source)
+    # A revision is of the Hub: the table has one shape of each model.
+    if named is None or "@" in source:
+        return hub_models.pinned(source)
+    snapshot = cached(named)
+    if snapshot is not None and snapshot.has("config.json"):
+        return hub_models.pinned(source)
+    try:
+        return _PLACE + published_model(source).hub_id
+    except ValueError as no_shape:
+        try:
+            return hub_models.pinned(source)
+        except OSError as error:
+            raise type(error)(f"{error}; {no_shape}") from error
+
+
+def model_at(place: str | Path) -> PublishedModel | None:
+    """Returns the model that `shape:ORG/NAME` means; None of any other place."""
+    text = str(place)
+    return published_model(text.removeprefix(_PLACE)) if text.startswith(_PLACE) else None
+
+
+def note(place: str) -> list[str]:
+    """Returns a line that says where a shape was read; none for any other place."""
+    model = model_at(place)
+    if model is None:
+        return []
+    source = sources()[model.source]
+    return [
+        f"shape of {model.hub_id}: from the table of published models ({source.repository}, {source.path}); "
+        "its files were not looked for on the Hub"
+    ]
 
 
 def _document() -> dict[str, Any]:

@@ -41,15 +41,18 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     *,
     data: str | Path | None = None,
+    shape_is_enough: bool = False,
 ) -> Config:
     """A new config, which can be changed like any object: `config.trainer.max_steps = 5`.
 
     Args:
-        spec: the name of a config, path/to/file.py:NAME, hf:DIR, or the config.json that a run has stored.
+        spec: the name of a config, path/to/file.py:NAME, hf:DIR or hf:ORG/NAME, or the config.json that a run has
+            stored.
         overrides: {dotted path: value}, applied in order. A text is read as the command line reads it; any other value
             is set as it is.
         data: a file, a folder, a glob or a URL to train on, in the place of the config's own data; a part of it is
             held out.
+        shape_is_enough: for a plan: of hf:ORG/NAME, a well-known shape needs no file of the Hub.
 
     Raises:
         ConfigError: there is no such config, path or choice, or a value is of the wrong type.
@@ -60,7 +63,7 @@ def load_config(
     if spec.endswith(".json"):
         named = stored.read_to_train(Path(spec).expanduser(), notes.append)
     else:
-        named = load_named(spec, notes.append)
+        named = load_named(spec, notes.append, shape_is_enough=shape_is_enough)
     changes = dict(overrides or {})
     if data is not None:
         named, data_notes = with_data(named, str(data), list(changes))
@@ -121,7 +124,7 @@ class ConfigRequest:
         return texts
 
 
-def request_of(config: Config | str | Path) -> ConfigRequest:
+def request_of(config: Config | str | Path, *, shape_is_enough: bool = False) -> ConfigRequest:
     """What is asked for by a config, or by the name of one. A later change of the config changes no request.
 
     Raises:
@@ -129,7 +132,7 @@ def request_of(config: Config | str | Path) -> ConfigRequest:
         TypeError: it is neither a config nor a name.
     """
     if isinstance(config, (str, Path)):
-        config = load_config(config)
+        config = load_config(config, shape_is_enough=shape_is_enough)
     if not isinstance(config, Config):
         raise TypeError(f"expected a config or the name of one, given {type(config).__name__}")
     if isinstance(config, LoadedConfig):

@@ -81,7 +81,7 @@ def plan(
     """
     if device_memory_gib is not None and not device_memory_gib > 0:
         raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
-    request = request_of(config)
+    request = request_of(config, shape_is_enough=True)
     prepare_jax()
     machine = targets.resolve(target)
     limit = machine.limit_bytes if device_memory_gib is None else int(device_memory_gib * 2**30)

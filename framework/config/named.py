@@ -42,9 +42,9 @@ def named_configs() -> ModuleType:
     )
 
 
-def load_named(spec: str, tell: Callable[[str], None] = _ignore) -> Config:
+def load_named(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: bool = False) -> Config:
     """A new config by NAME, path/to/file.py:NAME, hf:DIR or hf:ORG/NAME; arguments and errors are `configs.load`'s."""
-    return named_configs().load(spec, tell)
+    return named_configs().load(spec, tell, shape_is_enough=shape_is_enough)
 
 
 def family_module() -> ModuleType:

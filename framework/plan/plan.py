@@ -76,13 +76,8 @@ def quick(
     }
     _add_host(report, need.host_bytes, 0, target)
     if not report["fits"]:
-        report["suggestions"] = suggestions(
-            config,
-            target,
-            limit or 0,
-            peak,
-            seconds=0.0,
-        )
+        with phase("looking for settings that fit", patience=SHORT):
+            report["suggestions"] = suggestions(config, target, limit or 0, peak, seconds=0.0)
     return report
 
 

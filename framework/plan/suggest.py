@@ -16,7 +16,7 @@ from framework.plan.rehearsal import compile_step
 from framework.plan.targets import Target
 from framework.program.experiment import Experiment
 from framework.program.program import Program
-from framework.terminal.phases import phase
+from framework.terminal.phases import SHORT, phase
 
 
 def check(experiment: Experiment, target: Target) -> dict[str, int]:
@@ -69,7 +69,8 @@ def suggestions(
         for path, value in sorted(choice):
             trial.set_path(path, value)
         try:
-            with phase(f"looking for what fits: {setting}"):
+            # The closed form takes a moment, the compiler much longer.
+            with phase(f"trying {setting}", patience=SHORT):
                 need = closed_form(trial.instantiate(), target)
                 trial_state = state_bytes(need)
                 trial_peak = int(trial_state + scale * (need.peak_bytes - trial_state))

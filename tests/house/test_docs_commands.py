@@ -52,6 +52,7 @@ QUICK = (
         files={"my_rows.py": "# my_rows.py", "make_rows.py": "# make_rows.py"},
     ),
     Recipe("docs/plan.md", ("plimsoll plan --config=llama3-8b --target=2xv5e-256",), has_outputs=True, fails=True),
+    Recipe("docs/plan.md", ("plimsoll plan --config=hf:meta-llama/Llama-3.1-8B --target=4090",), has_outputs=True),
     Recipe(
         "docs/multihost.md",
         ("plimsoll local", "plimsoll slurm", "docker build", "plimsoll tpu_vm"),
@@ -191,8 +192,6 @@ WHOLE = (
         ("plimsoll plan",),
         setup=PUBLISHED,
         replaced={
-            # The Hub is asked for a config.json that the cache does not have.
-            "hf:Qwen/Qwen2.5-0.5B": "hf:DIR",
             "--target=v5e-1": "--target=cpu:1",
             "--config=lora:DIR": f"--config=lora:DIR {STEPS}",
         },
