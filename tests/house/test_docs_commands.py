@@ -29,6 +29,7 @@ PUBLISHED = (
 )
 
 QUICK = (
+    Recipe("README.md", ("plimsoll plan --config=hf:meta-llama",)),
     Recipe(
         "docs/configs.md",
         (
