@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from framework.api.configs import load_config
+    from framework.api.function_plans import plan_function
     from framework.api.model import Model, load
     from framework.api.plans import Plan, plan
     from framework.api.runs import TrainedRun, train
@@ -30,6 +31,7 @@ __all__ = [
     "load",
     "load_config",
     "plan",
+    "plan_function",
     "train",
 ]
 
@@ -48,6 +50,7 @@ _MODULES = {
     "load": "framework.api.model",
     "load_config": "framework.api.configs",
     "plan": "framework.api.plans",
+    "plan_function": "framework.api.function_plans",
     "train": "framework.api.runs",
 }
 

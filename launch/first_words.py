@@ -36,7 +36,8 @@ def is_first(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
     rank_flag = _value_of(_RANK_FLAG, argv)
     if rank_flag:
         ranks = [rank_flag]
-    return all(rank in ("", "0") for rank in ranks)
+    # libtpu leaves a warning in the place of a number where it is on no TPU.
+    return not any(rank.isdecimal() and int(rank) > 0 for rank in ranks)
 
 
 def first_words(argv: Sequence[str]) -> str:

@@ -4,6 +4,7 @@
     plimsoll plan --config=gpt2-124m --target=rtx4090 --compare memory.remat=none,dots,full --html=plan.html
     plimsoll plan --config=hf:meta-llama/Llama-3.1-8B --target=4090,a100-80,h100,v5e-8
     plimsoll plan --config=qlora:Qwen/Qwen2.5-7B --smallest --estimate
+    plimsoll plan --function=step.py:abstract_step --target=h100
     plimsoll plan --targets
 
 Exit codes: 0 it fits (of several plans, one does; of several targets, one carries it with the settings that are
@@ -14,7 +15,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ def add_flags(parser: cli.Parser) -> None:
         "--smallest",
         action="store_true",
         help="of these targets, or of all, the one with least device memory that carries it",
+    )
+    add(
+        "--function",
+        metavar="FILE.py:NAME",
+        help="plan any JAX function instead of a config: NAME() returns (function, arguments), or these and a dict of "
+        "options of framework.plan_function",
     )
     add("--targets", action="store_true", help="list all targets; stands alone")
     add("--estimate", action="store_true", help="the closed form alone: seconds, and less exact")
@@ -58,13 +65,13 @@ def main(argv: list[str]) -> int:
     add_flags(parser)
     if "--targets" in argv:
         return _list_targets(argv)
+    if any(word.partition("=")[0] == "--function" for word in argv):
+        return _functions(parser.parse_flags(argv))
     command = parser.parse(argv)
     args = command.args
     if not (args.target or "").strip(" ,") and not args.smallest:
         raise cli.UsageError("--target=NAME is required; plimsoll plan --targets lists them all")
-    for path in filter(None, (args.json, args.html)):
-        if not path.absolute().parent.is_dir():
-            raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
+    _check_files(args)
 
     # Imported late: a typo on the command line should not wait for these.
     import jax
@@ -82,6 +89,74 @@ def main(argv: list[str]) -> int:
         return _which_machine(command, names)
     (name,) = names
     return _one_machine(command, name)
+
+
+def _check_files(args: Any) -> None:
+    """Raises UsageError: a file that is to be written has no folder."""
+    for path in filter(None, (args.json, args.html)):
+        if not path.absolute().parent.is_dir():
+            raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
+
+
+def _functions(args: Any) -> int:
+    """Plans somebody's own function, for one target or several."""
+    refused = ("config", "smallest", "estimate", "compare", "step_only")
+    given = [f"--{name}" for name in refused if getattr(args, name, None)]
+    if given:
+        raise cli.UsageError(f"--function goes without {', '.join(given)}")
+    if not args.target:
+        raise cli.UsageError("--target=NAME is required; plimsoll plan --targets lists them all")
+    _check_files(args)
+
+    from framework.plan import machines, report, targets
+    from framework.plan.function import plan_call
+
+    names = machines.names_of(args.target)
+    targets.environment(names[0])
+    cli.prepare_jax()
+    machine_by_name = {name: targets.resolve(name) for name in names}
+    _start_cpus(machine_by_name.values())
+    call = _call(args.function)
+    reports = []
+    for machine in machine_by_name.values():
+        limit = cli.gib("device_memory_gib", args.device_memory_gib) or machine.limit_bytes
+        reports.append(plan_call(call, machine, limit))
+    sections = report.sections(reports[0]) if len(reports) == 1 else machines.table(reports, {})
+    _give(args, sections, reports if len(reports) > 1 else reports[0], reports)
+    fits = any(plan_report["fits"] for plan_report in reports)
+    return ExitCode.DONE if fits else ExitCode.TOO_BIG
+
+
+def _call(spec: str) -> Any:
+    """The function and its arguments, as FILE.py:NAME has them.
+
+    Raises:
+        UsageError: there is no such file or name, or it returns something else.
+    """
+    import configs
+    from framework.plan.function import Call
+
+    file, _, name = spec.rpartition(":")
+    if not file.endswith(".py") or not name:
+        raise cli.UsageError(f"--function={spec}: expected FILE.py:NAME")
+    made: Any = configs.find(spec)()
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+        raise cli.UsageError(
+            f"--function={spec}: {name}() returned {type(made).__name__}; expected (function, arguments), or these and "
+            "a dict of options"
+        )
+    function, arguments, *rest = made
+    try:
+        return Call(function, arguments, **dict(*rest))
+    except (TypeError, ValueError) as error:
+        raise cli.UsageError(f"--function={spec}: {error}") from None
+
+
+def _start_cpus(machines: Iterable[Any]) -> None:
+    """Starts JAX with as many CPU devices as any of the targets has: it starts once."""
+    cpus = [machine for machine in machines if machine.platform == "cpu"]
+    for machine in sorted(cpus, key=lambda machine: machine.num_devices)[-1:]:
+        machine.devices()
 
 
 def _one_machine(command: cli.Command, name: str) -> int:
@@ -116,10 +191,7 @@ def _which_machine(command: cli.Command, names: list[str]) -> int:
         # A name may be mistyped among the last ones, too: all are read before the first plan.
         names = sorted(names, key=lambda name: machines.total_bytes(targets.resolve(name))) or machines.candidates()
     target_by_name = {name: targets.resolve(name) for name in names}
-    cpus = [target for target in target_by_name.values() if target.platform == "cpu"]
-    # JAX starts once, with as many CPU devices as any of them has.
-    for target in sorted(cpus, key=lambda target: target.num_devices)[-1:]:
-        target.devices()
+    _start_cpus(target_by_name.values())
     reports = []
     left_out = {}
     for name, target in target_by_name.items():

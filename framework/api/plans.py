@@ -89,7 +89,7 @@ def plan(
     if not estimate and lacks_devices(machine):
         figures = planned_elsewhere(request.spec, resolved, target, limit, phases=phases, fresh=fresh)
         return Plan(figures | {"settings": [*request.settings, *rule_lines]})
-    with _of_target(target, starts=not estimate), _uncached():
+    with of_target(target, starts=not estimate), uncached():
         figures = planned(
             request.spec,
             resolved,
@@ -104,7 +104,7 @@ def plan(
 
 
 @contextmanager
-def _of_target(target: str, *, starts: bool) -> Iterator[None]:
+def of_target(target: str, *, starts: bool) -> Iterator[None]:
     """Sets what the target's compiler reads from the environment; afterwards the program can train here as before.
 
     Args:
@@ -128,7 +128,7 @@ def _of_target(target: str, *, starts: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _uncached() -> Iterator[None]:
+def uncached() -> Iterator[None]:
     """Keeps JAX from taking programs from its cache: such a program comes without its buffers, which a report lists."""
     was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)

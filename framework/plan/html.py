@@ -4,6 +4,7 @@ One file, with its style (page.css) and SVG inline: no script, nothing to fetch;
 have widths in per cent: they stretch, text keeps its size.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
@@ -149,7 +150,7 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
     near_limits = [limit for limit in limits if limit <= 8 * longest]
     # The largest bar or limit leaves a margin of 5%.
     scale = 1.05 * max(longest, 1, *near_limits)
-    drawing = _Drawing(kind, scale)
+    drawing = _Drawing(kind, scale, _colours(bars))
     marks = [drawing.limit_mark(limit) for limit in limits]
     drawn_rows = []
     for row in rows:
@@ -158,17 +159,24 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
         else:
             drawn_rows.append(drawing.row(row.label, drawing.bar(row), row.figure, "bar"))
     legend = ""
-    for group, colour in COLOURS.items():
+    for group, colour in drawing.colours.items():
         if group and any(bar.parts.get(group, 0) >= 1 for bar in bars):
             legend += f'<span><i style="background: {colour}"></i>{group.replace("_", " ")}</span>'
     axis = drawing.row("", drawing.tick_labels())
     return f"{drawing.row('', marks)}{''.join(drawn_rows)}{axis}<div class=legend>{legend}</div>"
 
 
+def _colours(bars: Sequence[_Bar]) -> dict[str, str]:
+    """{group: colour}; groups that a report of somebody's own function has take the fills in turn."""
+    own_groups = [group for group in dict.fromkeys(part for bar in bars for part in bar.parts) if group not in COLOURS]
+    return COLOURS | dict(zip(own_groups, itertools.cycle(_FILLS), strict=False))
+
+
 class _Drawing:
     """HTML and SVG of a picture's rows; `scale` is the number of bytes that the full width stands for."""
 
-    def __init__(self, kind: str, scale: float):
+    def __init__(self, kind: str, scale: float, colours: Mapping[str, str]):
+        self.colours = colours
         self._kind = kind
         self._scale = scale
         # Ticks are a power of two of bytes apart, at most six of them and zero.
@@ -215,11 +223,12 @@ class _Drawing:
         height = 12 if self._kind else 32
         position = f'x="{self._percentage(start)}" y="50%"'
         width = self._percentage(max(0, size))
-        yield f'<rect {position} width="{width}" height="{height}" fill="{COLOURS[group]}" '
+        yield f'<rect {position} width="{width}" height="{height}" fill="{self.colours[group]}" '
         yield f'transform="translate(0 {-height / 2})"><title>{label}: {human_bytes(size)}</title></rect>'
         # A track is 600 pixels wide where text is shown, and a letter about 7.
         if group and 600 * size / self._scale > 12 + 7 * len(label):
-            ink = "#fff" if group in ("parameters", "frozen") else "#000"
+            # Text on the two dark fills is white.
+            ink = "#fff" if self.colours[group] in _FILLS[:2] else "#000"
             yield f'<text class="inside" {position} dx="6" dy="4" fill="{ink}">{label}</text>'
 
     def limit_mark(self, limit: float) -> str:

@@ -127,13 +127,13 @@ def _name_block(module: Module, block: Block, shapes: _Shapes) -> Named | None:
     if block_arrays:
         shape = str(block_arrays[0])
         dims = _dims(block_arrays[0].dims)
-    group, path = argument(module.parameters.get(_first_source(module, values), ""))
+    group, path = argument(module.parameters.get(source_of(module, values), ""))
     if group is not None:
         # State that lives on the host is here to be updated; a copy of what is here anyway is a
         # temporary.
         is_hosted = path in shapes.hosted.get(dims, [])
         return Named(f"copy of {path}", group if is_hosted else "activations", block.size, shape)
-    op_names = [name for value in values for name in _op_names(module, value)]
+    op_names = names_of_writers(module, values)
     gradient_paths = _gradient_paths(op_names, dims, shapes)
     if gradient_paths:
         return Named(f"gradient of {_any_of(gradient_paths)}", "gradients", block.size, shape)
@@ -141,16 +141,27 @@ def _name_block(module: Module, block: Block, shapes: _Shapes) -> Named | None:
         hosted_paths = shapes.hosted[dims]
         group = OF_LAYOUT[hosted_paths[0].split("/")[0]]
         return Named(f"new {_any_of(hosted_paths)}", group, block.size, shape)
+    clearest = clearest_place(op_names)
+    return Named(clearest, "activations", block.size, shape) if clearest else None
+
+
+def names_of_writers(module: Module, values: list[Value]) -> list[str]:
+    """The names of the operations that write the values, as JAX has them."""
+    return [name for value in values for name in _op_names(module, value)]
+
+
+def clearest_place(op_names: list[str]) -> str:
+    """The `place` of the operation whose name says most; "" where there is none."""
 
     def vagueness(name: str) -> tuple[bool, int]:
         # The loop's own name says less than that of what is computed in it.
         return name.endswith(("/while", "broadcast_in_dim")), -name.count("/")
 
     best_name = min(op_names, key=vagueness, default="")
-    return Named(place(best_name), "activations", block.size, shape) if best_name else None
+    return place(best_name) if best_name else ""
 
 
-def _first_source(module: Module, values: list[Value]) -> str:
+def source_of(module: Module, values: list[Value]) -> str:
     """The argument that one of the values is a copy of; "" if there is none."""
     for value in values:
         source = _source(module, value)

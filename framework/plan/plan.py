@@ -31,7 +31,7 @@ from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
 
 Report = dict[str, Any]
-_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), "cpu": ()}
+COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), "cpu": ()}
 _LARGEST = 30
 
 
@@ -65,7 +65,7 @@ def quick(
         temp=peak - arguments,
     )
     report = _head(name, experiment, target, limit)
-    report |= _device_bytes(step)
+    report |= device_bytes(step)
     report |= {
         "estimated": True,
         "fits": limit is None or peak <= limit,
@@ -209,11 +209,12 @@ def _head(
         "item": experiment.data.item,
         "tokens_per_step": tokens,
         "model_flops_per_token": flops_per_token,
-        "versions": versions("jax", "jaxlib", *_COMPILERS[target.platform]),
+        "versions": versions("jax", "jaxlib", *COMPILERS[target.platform]),
     }
 
 
-def _device_bytes(step: Compiled) -> Report:
+def device_bytes(step: Compiled) -> Report:
+    """The keys of a report that have the bytes of a program on each device."""
     names = ("peak", "allocated", "argument", "output", "alias", "temp")
     return {f"device_{name}_bytes": getattr(step, name) for name in names}
 
@@ -305,10 +306,10 @@ def _step(program: Program, step: Compiled) -> Report:
     breakdown[unnamed_group] += step.peak - sum(breakdown.values())
     return {
         **transfers,
-        **_device_bytes(replace(step, argument=state.device) if step.message else step),
+        **device_bytes(replace(step, argument=state.device) if step.message else step),
         "breakdown": breakdown,
         "host_breakdown": host_breakdown,
-        "largest": _largest(named_buffers),
+        "largest": largest(named_buffers),
         "compile_seconds": round(step.seconds, 1),
         "message": step.message,
     }
@@ -325,15 +326,15 @@ def _state_buffers(layout: StateLayout) -> list[Named]:
     return state_buffers
 
 
-def _largest(named_buffers: list[Named]) -> list[Report]:
+def largest(named_buffers: list[Named]) -> list[Report]:
     """The largest buffers, those of the same name, group and shape as one."""
     sizes_by_buffer: dict[tuple[str, str, str], list[int]] = {}
     for buffer in named_buffers:
         identity = (buffer.name, buffer.group, buffer.shape)
         sizes_by_buffer.setdefault(identity, []).append(buffer.bytes)
-    largest = sorted(sizes_by_buffer.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
+    largest_first = sorted(sizes_by_buffer.items(), key=lambda item: -sum(item[1]))
     rows = []
-    for (name, group, shape), sizes in largest:
+    for (name, group, shape), sizes in largest_first[:_LARGEST]:
         rows.append({"name": name, "group": group, "shape": shape, "count": len(sizes), "bytes": sum(sizes)})
     return rows
 

@@ -41,7 +41,7 @@ def sections(report: Report) -> list[Section]:
     fitting = [[suggestion["setting"], needs(suggestion)] for suggestion in report["suggestions"]]
     possible_sections = [
         Section("plan", _about(report)),
-        Section("per device, at the instant of the training step's peak", _breakdown(report), numbers=True),
+        Section(f"per device, at the instant of {_subject(report)}'s peak", _breakdown(report), numbers=True),
         Section("largest buffers", _largest(report)),
         Section("phases, per device", _phases(report), numbers=True),
         Section("work", _work(report)),
@@ -49,6 +49,11 @@ def sections(report: Report) -> list[Section]:
         Section("would fit", fitting),
     ]
     return [section for section in possible_sections if section.rows]
+
+
+def _subject(report: Report) -> str:
+    """What was compiled: the training step, or somebody's own function."""
+    return report.get("subject", "the training step")
 
 
 def needs(suggestion: Report) -> str:
@@ -111,7 +116,7 @@ def _about(report: Report) -> list[list[str]]:
         rows.append(["note", note])
     if report["estimated"]:
         rows.append(["from", "the closed form; without --estimate it is compiled"])
-    elif report["estimate"]["error"] is not None:
+    elif report.get("estimate", {}).get("error") is not None:
         rows.append(["closed form", _error_text(report)])
     return rows
 
@@ -126,11 +131,12 @@ def _error_text(report: Report) -> str:
 
 
 def _work(report: Report) -> list[list[str]]:
-    model_flops = f"({human_count(report['model_flops_per_token'])} of the model's own)"
-    rows = [
-        ["FLOPs per step", f"{human_count(report['flops_per_step'])}, all devices"],
-        [f"FLOPs per {report['item']}", f"{human_count(report['flops_per_token'])} {model_flops}"],
-    ]
+    unit = "call" if "subject" in report else "step"
+    rows = [[f"FLOPs per {unit}", f"{human_count(report['flops_per_step'])}, all devices"]]
+    # A function that is no training step of ours has no tokens.
+    if "flops_per_token" in report:
+        model_flops = f"({human_count(report['model_flops_per_token'])} of the model's own)"
+        rows.append([f"FLOPs per {report['item']}", f"{human_count(report['flops_per_token'])} {model_flops}"])
     if report["collective_bytes"]:
         parts = [f"{kind} {human_bytes(size)}" for kind, size in sorted(report["collective_bytes"].items())]
         rows.append(["between devices", f"{', '.join(parts)}; per device and step"])

@@ -29,6 +29,7 @@ def test_first_words(argv: list[str], words: str):
         (["train"], {"SLURM_PROCID": "3"}, False),
         (["train"], {"JAX_PROCESS_ID": "0"}, True),
         (["train"], {"OMPI_COMM_WORLD_RANK": "1"}, False),
+        (["train"], {"TPU_WORKER_ID": "WARNING: could not determine TPU worker number"}, True),
     ],
 )
 def test_one_process_of_a_job_speaks(argv: list[str], environment: dict[str, str], is_heard: bool):
