@@ -19,7 +19,6 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from configs.families import published
 from framework.config import Config, ConfigError, did_you_mean
 from framework.config.names import nearest
 from framework.files import hub_models
@@ -78,6 +77,8 @@ def load(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: b
         place = "".join(f"  [{frame.filename}:{frame.lineno}]" for frame in frames_of_file[-1:])
         raise ConfigError(f"{error}{place}") from error
     if is_of_published_model(spec):
+        # Imported here: the package of the families imports JAX, for which a mistyped name should not wait.
+        published = importlib.import_module("configs.families.published")
         place = config.pretrained.path
         for line in published.note(place) or hub_models.note(place):
             tell(line)

@@ -8,7 +8,8 @@ from typing import Any
 from framework.api.plans import Plan, of_target, uncached
 from framework.devices.environment import prepare_jax
 from framework.plan import targets
-from framework.plan.function import Call, plan_call
+from framework.plan.function import plan_call
+from framework.plan.function_arguments import Call
 from framework.terminal.phase_views import shown_on_terminal
 
 

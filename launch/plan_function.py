@@ -1,0 +1,66 @@
+"""`plimsoll plan --function`: the plan of somebody's own JAX function."""
+
+from typing import Any
+
+from framework.terminal.exit_codes import ExitCode
+from launch import cli
+from launch.plan_parts import check_files, give, start_cpus
+
+
+def plan_functions(args: Any) -> int:
+    """Plans somebody's own function, for one target or several."""
+    refused = ("config", "smallest", "estimate", "compare", "step_only")
+    given = [f"--{name}" for name in refused if getattr(args, name, None)]
+    if given:
+        raise cli.UsageError(f"--function goes without {', '.join(given)}")
+    if not args.target:
+        raise cli.UsageError("--target=NAME is required; plimsoll plan --targets lists them all")
+    check_files(args)
+
+    # Imported late: a typo on the command line should not wait for these.
+    import jax
+
+    from framework.plan import machines, report, targets
+    from framework.plan.function import plan_call
+
+    names = machines.names_of(args.target)
+    targets.environment(names[0])
+    cli.prepare_jax()
+    # A program from the cache comes without its buffers, which the report lists.
+    jax.config.update("jax_enable_compilation_cache", False)
+    machine_by_name = {name: targets.resolve(name) for name in names}
+    start_cpus(machine_by_name.values())
+    call = _call(args.function)
+    reports = []
+    for machine in machine_by_name.values():
+        limit = cli.gib("device_memory_gib", args.device_memory_gib) or machine.limit_bytes
+        reports.append(plan_call(call, machine, limit))
+    sections = report.sections(reports[0]) if len(reports) == 1 else machines.table(reports, {})
+    give(args, sections, reports if len(reports) > 1 else reports[0], reports)
+    fits = any(plan_report["fits"] for plan_report in reports)
+    return ExitCode.DONE if fits else ExitCode.TOO_BIG
+
+
+def _call(spec: str) -> Any:
+    """The function and its arguments, as FILE.py:NAME has them.
+
+    Raises:
+        UsageError: there is no such file or name, or it returns something else.
+    """
+    import configs
+    from framework.plan.function_arguments import Call
+
+    file, _, name = spec.rpartition(":")
+    if not file.endswith(".py") or not name:
+        raise cli.UsageError(f"--function={spec}: expected FILE.py:NAME")
+    made: Any = configs.find(spec)()
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+        raise cli.UsageError(
+            f"--function={spec}: {name}() returned {type(made).__name__}; expected (function, arguments), or these and "
+            "a dict of options"
+        )
+    function, arguments, *rest = made
+    try:
+        return Call(function, arguments, **dict(*rest))
+    except (TypeError, ValueError) as error:
+        raise cli.UsageError(f"--function={spec}: {error}") from None

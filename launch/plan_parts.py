@@ -1,0 +1,59 @@
+"""What all kinds of `plimsoll plan` share: the devices, one report, and where it goes."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from framework.files.workdir import writing
+from launch import cli
+
+
+def check_files(args: Any) -> None:
+    """Raises UsageError: a file that is to be written has no folder."""
+    for path in filter(None, (args.json, args.html)):
+        if not path.absolute().parent.is_dir():
+            raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
+
+
+def start_cpus(machines: Iterable[Any]) -> None:
+    """Starts JAX with as many CPU devices as any of the targets has: it starts once."""
+    cpus = [machine for machine in machines if machine.platform == "cpu"]
+    for machine in sorted(cpus, key=lambda machine: machine.num_devices)[-1:]:
+        machine.devices()
+
+
+def plan_of(command: cli.Command, name: str, target: Any, limit: int | None, estimate: bool) -> dict[str, Any]:
+    """One report: from the cache, the closed form or the compiler."""
+    from framework.plan.planned import planned
+
+    args = command.args
+    config, rule_lines = command.resolve(target.name)
+    settings = ["=".join(override) for override in command.overrides]
+    plan_report = planned(
+        command.spec,
+        config,
+        target,
+        limit,
+        name="" if name == "local" else name,
+        estimate=estimate,
+        phases=not args.step_only,
+        fresh=args.fresh,
+    )
+    # The settings of this command line are no part of what is cached: another may lead to the same
+    # config.
+    return plan_report | {"settings": [*settings, *rule_lines]}
+
+
+def give(args: Any, sections: list[Any], content: Any, reports: list[dict[str, Any]]) -> None:
+    """Prints the tables, and writes the files that are asked for."""
+    from framework.plan import html
+    from framework.terminal.tables import render
+
+    print(render(sections))
+    if args.json:
+        with writing(args.json):
+            args.json.write_text(json.dumps(content, indent=1) + "\n")
+    if args.html:
+        with writing(args.html):
+            args.html.write_text(html.page(reports))
+        print(f"page: {args.html}")

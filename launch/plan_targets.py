@@ -1,0 +1,68 @@
+"""`plimsoll plan` for several targets: one table, or the smallest machine; and the list of all."""
+
+from typing import Any
+
+from framework.terminal.exit_codes import ExitCode
+from launch import cli
+from launch.plan_parts import give, plan_of, start_cpus
+
+
+def list_targets(argv: list[str]) -> int:
+    """Prints the table of targets; neither JAX nor a config is needed."""
+    if len(argv) > 1:
+        raise cli.UsageError("--targets stands alone: it lists what --target takes")
+    from framework.plan import target_table
+    from framework.terminal.tables import render
+
+    print(render(target_table.sections()))
+    return ExitCode.DONE
+
+
+def which_machine(command: cli.Command, names: list[str]) -> int:
+    """Plans for several targets: one table of all, or of those up to the smallest that carries the config."""
+    from framework.plan import machines, targets
+
+    args = command.args
+    if args.compare or args.device_memory_gib is not None or "local" in names:
+        raise cli.UsageError("several targets: without --compare, --device_memory_gib and the target local")
+    if args.smallest:
+        # A name may be mistyped among the last ones, too: all are read before the first plan.
+        names = sorted(names, key=lambda name: machines.total_bytes(targets.resolve(name))) or machines.candidates()
+    target_by_name = {name: targets.resolve(name) for name in names}
+    start_cpus(target_by_name.values())
+    reports = []
+    left_out = {}
+    for name, target in target_by_name.items():
+        try:
+            plan_report = _plan_if_it_may_fit(command, name, target)
+        except ValueError as error:
+            left_out[name] = str(error)
+            continue
+        reports.append(plan_report)
+        if args.smallest and machines.carries(plan_report):
+            break
+    is_carried = any(map(machines.carries, reports))
+    if args.smallest:
+        # Nobody wants a page of machines that are too small.
+        reports = [plan_report for plan_report in reports if machines.carries(plan_report)] or reports[-1:]
+        left_out = {}
+    if not reports:
+        raise cli.UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
+    give(args, machines.table(reports, left_out), reports, reports)
+    return ExitCode.DONE if is_carried else ExitCode.TOO_BIG
+
+
+def _plan_if_it_may_fit(command: cli.Command, name: str, target: Any) -> dict[str, Any]:
+    """A report by the closed form, and by the compiler where it is here, is asked for, and has a chance."""
+    from framework.plan import machines, targets
+    from framework.terminal.phases import phase
+
+    args = command.args
+    with phase(f"looking at {name}"):
+        plan_report = plan_of(command, name, target, target.limit_bytes, True)
+    if args.estimate or not targets.compiler_here(target.platform):
+        return plan_report
+    # With --smallest there may be a hundred targets, most of them far too small.
+    if args.smallest and not machines.carries(plan_report):
+        return plan_report
+    return plan_of(command, name, target, target.limit_bytes, False)
