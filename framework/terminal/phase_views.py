@@ -1,7 +1,7 @@
 """How phases look: a spinner on a terminal; elsewhere a line for each, which grows while the phase goes on.
 
-compiling the training step (2.1 s the last time) ... 2 s ... 4 s ... done in 4.4 s
-evaluating stdlib ... 12/106 ... 25/106 ... done in 18 s
+compiling the training step (2.1 s the last time) .... 2 s .... 4 s ... done in 4.4 s
+evaluating stdlib .... 12/106 .... 25/106 ... done in 4.4 s
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import TextIO
 from framework.terminal.board import Phase, View
 from framework.terminal.phases import shown
 
-# Where there is no terminal: seconds between two additions to a line, and from when on most of them are dots.
-_MARK_SECONDS = 2.0
+# Where there is no terminal: seconds between two additions to a line, most of which are a dot; between two that say how
+# far it is; and from when on that is said more rarely.
+_MARK_SECONDS = 1.0
+_DETAIL_SECONDS = 2.0
 _MANY_SECONDS = 10.0
 _CLEAR = "\r\033[K"
 SPINNER_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -66,7 +68,7 @@ def _write_out(stream: TextIO, text: str) -> None:
 
 
 class Lines:
-    """A line for each phase, for log files and pipes: something is added to it every two seconds."""
+    """A line for each phase, for log files and pipes: something is added to it every second, so that two never pass in silence."""
 
     interval = 0.1
     takes_lines = True
@@ -125,7 +127,8 @@ class Lines:
 def _addition(phase: Phase, seconds: float) -> str:
     """What a line gets after so many seconds: how far the phase is, or how long it has gone on."""
     # A dot is enough to see that it goes on: ten minutes are to stay a line that can be read.
-    if seconds > _MANY_SECONDS and seconds % _MANY_SECONDS:
+    interval = _DETAIL_SECONDS if seconds <= _MANY_SECONDS else _MANY_SECONDS
+    if seconds % interval:
         return "."
     return f" {phase.detail or f'{seconds:.0f} s'} ..."
 
