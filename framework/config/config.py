@@ -4,15 +4,12 @@
     cfg.out = "8"                     # FieldTypeError: Linear.out: expected an integer > 0, given '8' (str)
     layer = cfg.instantiate(dim=4)    # late arguments; all that is missing is listed in one error
 
-A component is any class or function that takes named arguments with type hints: no base class, no
-second declaration of the fields. A parameter whose hint mentions `Config` receives the config
-itself, and the component builds that child once it knows what to tell it
-(`attention.instantiate(dim=dim)`), so that a width is written once. A config given to any other
-parameter (a schedule as optax's `learning_rate`) is built first, and the object is passed.
-
-A config owns its values: what is set into it is copied, so no two places share one child by
-accident. Follows axlearn's configs (nested, strict, did-you-mean) over ml_collections' ConfigDict
-(attribute access, iteration).
+A component is any class or function that takes named arguments with type hints: no base class, no second declaration of
+the fields. A parameter whose hint mentions `Config` receives the config itself, and the component builds that child
+once it knows what to tell it (`attention.instantiate(dim=dim)`), so that a width is written once. A config given to any
+other parameter (a schedule as optax's `learning_rate`) is built first, and the object is passed. A config owns its
+values: what is set into it is copied, so no two places share one child by accident. Follows axlearn's configs (nested,
+strict, did-you-mean) over ml_collections' ConfigDict.
 """
 
 import functools

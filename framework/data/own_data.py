@@ -38,7 +38,6 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
     from framework.data.pipeline import DataPipeline
     from framework.data.pretrained_tokenizer import PretrainedTokenizer
     from framework.data.recognize import recognized
-    from framework.data.tokenizers import BPETokenizer, NoTokenizer
 
     config = named.copy()
     if "data" not in config or target_of(config.data) is not DataPipeline:
@@ -58,16 +57,23 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
     config.data.source = data.source
     config.data.validation = {HELD_OUT: data.held_out}
     # What the command line says of the tokenizer stays.
-    if sets_tokenizer:
-        return config, lines
-    if not data.has_text:
-        return config, lines + _tokenizer_of_tokens(config)
-    if tokenizer is NoTokenizer:
+    if not sets_tokenizer:
+        lines += _choose_tokenizer(config, data.has_text, overridden)
+    return config, lines
+
+
+def _choose_tokenizer(config: Config, has_text: bool, overridden: Sequence[str]) -> list[str]:
+    """Gives a config the tokenizer that goes with its new data; returns the lines that say so."""
+    from framework.data.tokenizers import BPETokenizer, NoTokenizer
+
+    if not has_text:
+        return _tokenizer_of_tokens(config)
+    if target_of(config.data.tokenizer) is NoTokenizer:
         config.data.tokenizer = config_for(BPETokenizer, vocab_size=config.data.tokenizer.vocab_size)
     if target_of(config.data.tokenizer) is BPETokenizer and config.data.tokenizer.path is None:
         with _of_data():
-            lines += _fit_vocabulary(config, overridden)
-    return config, lines
+            return _fit_vocabulary(config, overridden)
+    return []
 
 
 @contextlib.contextmanager

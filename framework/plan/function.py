@@ -74,18 +74,7 @@ def _report(
     flop_count: FlopCount,
     hosted: HostBytes,
 ) -> Report:
-    named_buffers: list[Named] = []
-    collective_bytes: dict[str, int] = {}
-    transfer_bytes = 0
-    if compiled.buffers is not None:
-        named_buffers = named(compiled.buffers)
-        collective_bytes = dict(compiled.buffers.module.collective_bytes())
-        transfer_bytes = compiled.buffers.module.host_bytes()
-    # Arguments are first, in the order in which they are given.
-    breakdown = Counter(dict.fromkeys([*call.argument_names, RESULTS, TEMPORARIES, OTHER], 0))
-    for buffer in named_buffers:
-        breakdown[buffer.group] += buffer.bytes
-    breakdown[OTHER] += compiled.peak - sum(breakdown.values())
+    named_buffers = named(compiled.buffers) if compiled.buffers is not None else []
     host_bytes = hosted.arguments + hosted.results - hosted.donated + compiled.host_temp
     return {
         "config": call.title,
@@ -102,14 +91,13 @@ def _report(
         "host_limit_bytes": target.host_limit_bytes,
         "versions": versions("jax", "jaxlib", *COMPILERS[target.platform]),
         **device_bytes(compiled),
-        "breakdown": {group: size for group, size in breakdown.items() if size},
+        "breakdown": _breakdown(call, named_buffers, compiled.peak),
         "host_breakdown": {},
         "host_peak_bytes": host_bytes,
         "host_process_bytes": host_bytes * target.num_devices // target.num_processes,
         "largest": largest(named_buffers),
         "flops_per_step": flop_count.flops,
-        "collective_bytes": collective_bytes,
-        "host_transfer_bytes": transfer_bytes,
+        **_moved_bytes(compiled.buffers),
         "compile_seconds": round(compiled.seconds, 1),
         "message": compiled.message,
         "estimated": False,
@@ -119,6 +107,23 @@ def _report(
         "zero_gradients": [],
         "suggestions": [],
     }
+
+
+def _breakdown(call: Call, named_buffers: list[Named], peak: int) -> dict[str, int]:
+    """Bytes at the peak by group: arguments first, in the order in which they are given."""
+    breakdown = Counter(dict.fromkeys([*call.argument_names, RESULTS, TEMPORARIES, OTHER], 0))
+    for buffer in named_buffers:
+        breakdown[buffer.group] += buffer.bytes
+    breakdown[OTHER] += peak - sum(breakdown.values())
+    return {group: size for group, size in breakdown.items() if size}
+
+
+def _moved_bytes(buffers: Buffers | None) -> Report:
+    """The keys of a report that tell bytes between devices, and between device and host."""
+    if buffers is None:
+        return {"collective_bytes": {}, "host_transfer_bytes": 0}
+    module = buffers.module
+    return {"collective_bytes": dict(module.collective_bytes()), "host_transfer_bytes": module.host_bytes()}
 
 
 def named(buffers: Buffers) -> list[Named]:

@@ -68,7 +68,7 @@ def _write_out(stream: TextIO, text: str) -> None:
 
 
 class Lines:
-    """A line for each phase, for log files and pipes: something is added to it every second, so that two never pass in silence."""
+    """A line for each phase, for log files and pipes: it grows every second, so that two never pass in silence."""
 
     interval = 0.1
     takes_lines = True
