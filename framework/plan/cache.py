@@ -47,15 +47,16 @@ def path_of(config: Config, **about: Any) -> Path:
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())
-    return _home() / "plans" / f"{digest.hexdigest()[:32]}.json"
+    return home() / "plans" / f"{digest.hexdigest()[:32]}.json"
 
 
 def times_folder() -> Path:
     """Where it is kept how long a target's compiler took."""
-    return _home() / "compile-times"
+    return home() / "compile-times"
 
 
-def _home() -> Path:
+def home() -> Path:
+    """The folder of everything that is kept between plans."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "plimsoll"
 

@@ -26,6 +26,7 @@ from framework.plan.liveness import Rules, most_held, on_host
 from framework.plan.local_step import trace
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.report import KEYS
+from framework.plan.step_time.closed_form import Work, work_of
 from framework.program.experiment import Experiment
 from framework.program.program import execution_type
 from framework.schedules.division import BLOCK
@@ -42,11 +43,13 @@ class Estimate(NamedTuple):
         breakdown: bytes of one device at the instant of the peak, by the keys of a report's breakdown.
         host_breakdown: likewise bytes of one device that are in its host's memory.
         flops: the matrix products' FLOPs of one step on all devices, with what is recomputed.
+        work: what one device computes and moves in a step.
     """
 
     breakdown: dict[str, int]
     host_breakdown: dict[str, int]
     flops: FlopCount
+    work: Work
 
     @property
     def peak_bytes(self) -> int:
@@ -77,7 +80,8 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     running_specs = execution_type(experiment.memory).running_specs(experiment, specs)
     breakdown = dict.fromkeys(KEYS, 0)
     host_breakdown = dict.fromkeys(KEYS, 0)
-    for leaf in StateLayout(running_specs, mesh):
+    running_layout = StateLayout(running_specs, mesh)
+    for leaf in running_layout:
         is_on_device = leaf.spec.memory_kind == "device"
         leaf_breakdown = breakdown if is_on_device else host_breakdown
         leaf_breakdown[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
@@ -100,7 +104,10 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     # other begins.
     for group, size in max(backward, update, key=Counter.total).items():
         breakdown[group] += size
-    return Estimate(breakdown, host_breakdown, _flops(experiment, sizes, backward_pass.traced))
+    step_flops = _flops(experiment, sizes, backward_pass.traced)
+    device_flops = step_flops.flops / math.prod(sizes.values())
+    work = work_of(experiment, sizes, running_layout, backward_pass.traced, device_flops)
+    return Estimate(breakdown, host_breakdown, step_flops, work)
 
 
 def _check(experiment: Experiment, mesh: Any, sizes: dict[str, int]) -> None:

@@ -17,11 +17,15 @@ from framework.layout import StateLayout, merge
 from framework.plan import rehearsal
 from framework.plan.cache import versions
 from framework.plan.compiled import Compiled
+from framework.plan.estimate import Estimate
 from framework.plan.hlo import Array
 from framework.plan.jaxprs import FlopCount, flops_of_calls, unreached
 from framework.plan.naming import OF_LAYOUT, Named
 from framework.plan.rehearsal import compile_step, rehearsed
 from framework.plan.report import KEYS
+from framework.plan.step_time.closed_form import closed_form_time
+from framework.plan.step_time.compiled_time import time_of
+from framework.plan.step_time.parts import StepTime
 from framework.plan.suggest import closed_form, state_bytes, suggestions
 from framework.plan.targets import Target
 from framework.program.experiment import Experiment
@@ -74,6 +78,7 @@ def quick(
         "estimate": {"device_peak_bytes": peak, "breakdown": need.breakdown, "error": None},
         **_flops(need.flops, report["tokens_per_step"]),
     }
+    report["time"] = _time_report(closed_time(experiment, need, target), experiment, target)
     _add_host(report, need.host_bytes, 0, target)
     if not report["fits"]:
         with phase("looking for settings that fit", patience=SHORT):
@@ -108,7 +113,9 @@ def plan(
         report["notes"] += target.compiler_notes
         report |= _step(program, step)
         _add_host(report, _state_bytes(program).host, step.host_temp, target)
-        report["estimate"] = _compared_estimate(program, target, step)
+        need = closed_form(program.experiment, target)
+        report["estimate"] = _compared_estimate(need, step)
+        report["time"] = _time_report(_step_time(program, need, target, step), program.experiment, target)
 
     peaks = {"train": _Peak(step.allocated, report["host_peak_bytes"])}
     peaks |= _save_and_restore(program, target)
@@ -153,9 +160,32 @@ def _phases(peaks: dict[str, _Peak]) -> Report:
     return phases
 
 
-def _compared_estimate(program: Program, target: Target, step: Compiled) -> Report:
+def _step_time(program: Program, need: Estimate, target: Target, step: Compiled) -> StepTime | None:
+    """The time of the compiled step; by the closed form where the compiler refused it."""
+    if step.ledger is None:
+        return closed_time(program.experiment, need, target)
+    return time_of([call.about for call in step.ledger.calls], target, step.peak)
+
+
+def closed_time(experiment: Experiment, need: Estimate, target: Target) -> StepTime | None:
+    """The time of a step by the closed form; None where the rates of the target are not known."""
+    dtype = str(experiment.model.compute_dtype)
+    return closed_form_time(need.work, target.spec, target.num_devices, dtype)
+
+
+def _time_report(time: StepTime | None, experiment: Experiment, target: Target) -> Report | None:
+    """What a report says of the time of a step; None where nothing is known."""
+    if time is None:
+        return None
+    tokens = experiment.data.global_batch_size * experiment.data.seq_len
+    model_flops = experiment.model.flops_per_token(experiment.data.seq_len) * tokens
+    peak = target.spec.peak_flops(str(experiment.model.compute_dtype))
+    peak_of_all = None if peak is None else peak * target.num_devices
+    return time.report(tokens=tokens, model_flops=model_flops, peak_flops=peak_of_all)
+
+
+def _compared_estimate(need: Estimate, step: Compiled) -> Report:
     """The closed form beside the compiled step; it has no error if the step was refused."""
-    need = closed_form(program.experiment, target)
     error = None if step.message else need.peak_bytes / step.peak - 1.0
     return {"device_peak_bytes": need.peak_bytes, "breakdown": need.breakdown, "error": error}
 

@@ -84,6 +84,7 @@ VERBS = {
     "slurm": [*SHORT, "--workdir=run", "--dry_run"],
     "gke": [*SHORT, "--workdir=gs://bucket/a", "--target=v5e-16", "--image=x", "--dry_run"],
     "tpu_vm": ["run", *SHORT, "--workdir=gs://bucket/a", *PLACE, "--dry_run"],
+    "calibrate": ["--help"],
     "chat": ["--help"],
     "export": ["--help"],
     "sample": ["--help"],

@@ -9,8 +9,8 @@ import pytest
 from framework.devices.accelerators import spec_for
 from framework.plan.hlo import Module
 from framework.plan.step_time.count import Part
+from framework.plan.step_time.gpu_kernels import GpuRates, Kernel, read
 from tools.bench import gpu_program, step_programs
-from tools.bench.gpu_kernels import GpuRates, Kernel, read
 from tools.bench.step_programs import About, CompiledStep
 
 # What jax 0.10.2 made for h100x2 of a step of four layers, x + gelu(attention(x @ w)) with causal cuDNN attention of 8

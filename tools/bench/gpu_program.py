@@ -20,9 +20,9 @@ from typing import TypeVar
 
 from framework.devices.accelerators import spec_for
 from framework.plan.naming import place
+from framework.plan.step_time.gpu_kernels import GpuRates, GpuStep, Kernel, Overlap, read
 from framework.terminal.tables import Section, human_bytes, render
 from launch import cli
-from tools.bench.gpu_kernels import GpuRates, GpuStep, Kernel, Overlap, read
 from tools.bench.step_programs import CompiledStep, add_arguments, chosen_step, load
 from tools.bench.tpu_figures import source_line
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 def _read(step: CompiledStep) -> tuple[GpuStep, GpuRates]:
     rates = GpuRates.of(spec_for(step.about.accelerator))
-    return read(step, rates), rates
+    return read(step.parts, rates), rates
 
 
 def _sections(step: CompiledStep, top: int) -> list[Section]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -24,8 +24,7 @@ from framework.plan.hlo.source import SourceLine
 from framework.plan.hlo.traffic import Traffic
 from framework.plan.hlo.walk import executed
 from framework.plan.step_time.categories import category, is_work
-from launch.cli import UsageError
-from tools.bench.step_programs import CompiledStep
+from framework.plan.step_time.count import Part
 
 Maker = Literal["Triton", "cuBLAS", "cuDNN", "loop", "reduction", "transpose", "slice", "copy", "call", "NCCL"]
 _FUSION_KIND = re.compile(r'"fusion_backend_config":\s*\{"kind":\s*"([^"]*)"')
@@ -56,10 +55,10 @@ class GpuRates:
         """Those of the table of accelerators.
 
         Raises:
-            UsageError: it has no such figures for this kind.
+            ValueError: it has no such figures for this kind.
         """
         if spec.platform != "gpu" or not (spec.peak_bf16_flops and spec.peak_tf32_flops and spec.hbm_bytes_per_second):
-            raise UsageError(
+            raise ValueError(
                 f"{spec.name}: framework/devices/ has no peak in bfloat16 and TF32 and no bandwidth of a GPU for it"
             )
         flops = {"bf16": spec.peak_bf16_flops, "f16": spec.peak_bf16_flops, "f32": spec.peak_tf32_flops}
@@ -111,18 +110,23 @@ class GpuStep(NamedTuple):
     overlaps: list[Overlap]
 
 
-def read(step: CompiledStep, rates: GpuRates) -> GpuStep:
+def read(parts: Sequence[Part], rates: GpuRates) -> GpuStep:
     """The kernels of all programs of a step."""
-    kernels, overlaps = list[Kernel](), list[Overlap]()
-    for part in step.parts:
-        program_kernels = [one._replace(runs=one.runs * part.runs) for one in _kernels(part.module, rates)]
+    kernels: list[Kernel] = []
+    overlaps: list[Overlap] = []
+    for part in parts:
+        program_kernels = []
+        for kernel in kernels_of(part.module, rates):
+            program_kernels.append(kernel._replace(runs=kernel.runs * part.runs))
         kernels += program_kernels
         overlaps += _overlaps(part.module, program_kernels, part.runs, rates)
     return GpuStep(kernels, overlaps)
 
 
-def _kernels(module: Module, rates: GpuRates) -> Iterator[Kernel]:
-    flops, traffic = Flops(module), Traffic(module)
+def kernels_of(module: Module, rates: GpuRates) -> Iterator[Kernel]:
+    """The kernels of one run of a program, in the order of its text."""
+    flops = Flops(module)
+    traffic = Traffic(module)
     for instruction, runs in executed(module):
         if not is_work(instruction):
             continue

@@ -1,0 +1,129 @@
+"""Measures what the devices at hand reach."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from framework.devices.accelerators import AcceleratorSpec, spec_for
+from framework.devices.allocator import keep_freed_memory
+from framework.plan.cache import versions
+from framework.plan.calibration.rates import Curve, DeviceRates, Kind, Points
+from framework.plan.calibration.workloads import Workload, workloads
+from framework.terminal.phases import phase
+
+# A measurement is of so many seconds at least, and the shortest of so many counts: what else the machine does only
+# ever adds.
+_SECONDS = 0.02
+_REPEATS = 3
+_LINK_BYTES = 1 << 27
+_STARTS = 100
+_STATE_LEAVES = 60
+
+
+def measured_rates(devices: Sequence[Any]) -> DeviceRates:
+    """The rates of one of some devices of a kind, while the others do nothing."""
+    device = devices[0]
+    spec = spec_for(devices)
+    if spec.platform == "cpu":
+        # As in training: memory that the kernel gives out anew in each step would be measured otherwise.
+        keep_freed_memory()
+    points: dict[Kind, list[tuple[float, float]]] = {}
+    for workload in workloads(spec.platform):
+        with phase(f"measuring {workload.kind}"):
+            seconds = _seconds_of_turn(workload, spec, device)
+        # A curve has the seconds of an amount that is its size.
+        point = (workload.size, seconds * workload.size / workload.amount)
+        points.setdefault(workload.kind, []).append(point)
+    on_host = spec.platform == "cpu"
+    return DeviceRates(
+        device=spec.name,
+        curves={kind: Curve(_sorted(kind_points)) for kind, kind_points in points.items()},
+        program_start=_seconds_to_start(device),
+        host_link=None if on_host else _host_link(device),
+        links=None if on_host or len(devices) < 2 else _links(devices),
+        measured=f"{date.today()}, {os.cpu_count()} cores" if on_host else str(date.today()),
+        versions=versions("jax", "jaxlib"),
+    )
+
+
+def _sorted(kind_points: list[tuple[float, float]]) -> Points:
+    return tuple(sorted(kind_points))
+
+
+def _seconds_of_turn(workload: Workload, spec: AcceleratorSpec, device: Any) -> float:
+    start, *others = (jax.device_put(array, device) for array in (workload.start, *workload.others))
+
+    def run(value: Any, turns: Any, others: Any) -> Any:
+        return jax.lax.fori_loop(0, turns, lambda _, turn_value: workload.turn(turn_value, *others), value)
+
+    options = dict(spec.compiler_options)
+    program = jax.jit(run).lower(start, jnp.int32(1), others).compile(compiler_options=options)
+
+    def seconds_of(turns: int) -> float:
+        num_turns = jnp.int32(turns)
+        return _shortest(lambda: program(start, num_turns, others))
+
+    seconds_of_start = seconds_of(0)
+    turns = 1
+    while True:
+        seconds = seconds_of(turns) - seconds_of_start
+        if seconds > _SECONDS:
+            return seconds / turns
+        turns *= 4
+
+
+def _seconds_to_start(device: Any) -> float:
+    """The seconds that Python takes to start a small program with as many arrays as a step has, one after the other."""
+    values = [jax.device_put(jnp.ones(8), device) for _ in range(_STATE_LEAVES)]
+    program = jax.jit(lambda values: [value + 1.0 for value in values])
+
+    def run() -> Any:
+        result = values
+        for _ in range(_STARTS):
+            result = program(result)
+        return result
+
+    return _shortest(run) / _STARTS
+
+
+def _host_link(device: Any) -> float:
+    """Bytes per second to the device's host memory, the slower direction."""
+    on_device = jax.device_put(jnp.ones(_LINK_BYTES // 4, jnp.float32), device)
+    host_sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    device_sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+    on_host = jax.device_put(on_device, host_sharding)
+    seconds_out = _shortest(lambda: jax.device_put(on_device, host_sharding))
+    seconds_in = _shortest(lambda: jax.device_put(on_host, device_sharding))
+    return _LINK_BYTES / max(seconds_out, seconds_in)
+
+
+def _links(devices: Sequence[Any]) -> float:
+    """Bytes per second that each device receives when all gather an array."""
+    mesh = Mesh(np.array(devices), ("all",))
+    cut = NamedSharding(mesh, PartitionSpec("all"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    length = _LINK_BYTES // 4 // len(devices) * len(devices)
+    array = jax.device_put(jnp.ones(length, jnp.float32), cut)
+    gather = jax.jit(lambda value: value + 0.0, out_shardings=whole)
+    seconds = _shortest(lambda: gather(array))
+    return 4 * length * (len(devices) - 1) / len(devices) / seconds
+
+
+def _shortest(run: Callable[[], Any]) -> float:
+    """The seconds of the fastest of several runs, after one that is not timed."""
+    jax.block_until_ready(run())
+    all_seconds = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        all_seconds.append(time.perf_counter() - start)
+    return min(all_seconds)

@@ -1,0 +1,42 @@
+"""The file in which the measured rates of a kind of device are kept: under $XDG_CACHE_HOME, on this machine."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from framework.plan.cache import home
+from framework.plan.calibration.rates import Curve, DeviceRates
+
+
+def path_of(device: str) -> Path:
+    """The file of a kind of device."""
+    return home() / "rates" / f"{device}.json"
+
+
+def save(rates: DeviceRates) -> Path:
+    """Keeps the rates of a device; returns the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = path_of(rates.device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(asdict(rates), indent=1) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def load(device: str) -> DeviceRates | None:
+    """The rates that were measured of a device; None if never, or if the file is damaged."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        fields = json.loads(path_of(device).read_text())
+        curves = {}
+        for kind, curve in fields.pop("curves").items():
+            points = tuple((float(amount), float(seconds)) for amount, seconds in curve["points"])
+            curves[kind] = Curve(points)
+        return DeviceRates(curves=curves, **fields)
+    return None

@@ -1,0 +1,140 @@
+"""The estimated time of a compiled step, for whatever it was compiled for."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from framework.devices.accelerators import AcceleratorSpec
+from framework.plan.calibration import store
+from framework.plan.calibration.rates import PROGRAM_START, DeviceRates, assumed_cpu, assumed_gpu
+from framework.plan.compiled import Compiled
+from framework.plan.hlo.module import Module
+from framework.plan.step_time.cpu import cpu_time
+from framework.plan.step_time.gpu import gpu_time
+from framework.plan.step_time.parts import StepTime
+from framework.plan.step_time.rates import Rates
+from framework.plan.step_time.tpu import ProgramTime, tpu_time
+from framework.plan.targets import Target
+
+_UNPROVEN = "never compared with a run"
+
+
+class _Run(NamedTuple):
+    """A program of a step, and how often it runs."""
+
+    compiled: Compiled
+    runs: int
+
+
+def time_of(calls: Sequence[Compiled], target: Target, peak_bytes: int) -> StepTime | None:
+    """The time of a step; None where the rates of the target are not known, or the compiler left no text.
+
+    Args:
+        calls: the step's programs in order, each as often as it runs.
+        target: that they were compiled for.
+        peak_bytes: of one device.
+    """
+    counts = Counter(map(id, calls))
+    programs = [_Run(compiled, counts[id(compiled)]) for compiled in {id(call): call for call in calls}.values()]
+    if any(program.compiled.buffers is None for program in programs):
+        return None
+    if target.platform == "cpu":
+        return _on_cpu(programs, target, peak_bytes)
+    try:
+        if target.platform == "tpu":
+            return _on_tpu(programs, target)
+        return _on_gpu(programs, target.spec)
+    except ValueError:
+        return None
+
+
+def rates_of(spec: AcceleratorSpec, cores: int) -> DeviceRates | None:
+    """The measured rates of a device, else the assumed ones; `cores` are those of a CPU."""
+    measured = store.load(spec.name)
+    if measured is not None:
+        return measured
+    return assumed_cpu(cores) if spec.platform == "cpu" else assumed_gpu(spec)
+
+
+def _on_cpu(programs: Sequence[_Run], target: Target, peak_bytes: int) -> StepTime:
+    rates = rates_of(target.spec, os.cpu_count() or 1)
+    assert rates is not None
+    products = 0.0
+    others = 0.0
+    copies = 0.0
+    starts = 0
+    for compiled, runs in programs:
+        assert compiled.buffers is not None
+        program_time = cpu_time(compiled.buffers.module, rates, peak_bytes)
+        products += runs * program_time.products
+        others += runs * program_time.others
+        copies += runs * program_time.collectives
+        starts += runs
+    # The devices of a CPU are threads that share its cores, which were measured together.
+    num_devices = target.num_devices
+    if rates.measured:
+        basis = f"roofline of the program's operations, by rates measured on {rates.measured} (plimsoll calibrate)"
+    else:
+        basis = (
+            "roofline of the program's operations by assumed rates of a CPU, which may be far off: "
+            "`plimsoll calibrate` measures this machine's in half a minute"
+        )
+    return StepTime(
+        matrix_units=num_devices * products,
+        memory=num_devices * others,
+        links=num_devices * copies,
+        host_link=0.0,
+        python=starts * rates.program_start,
+        basis=basis,
+    )
+
+
+def _on_tpu(programs: Sequence[_Run], target: Target) -> StepTime:
+    rates = Rates.of(target.spec)
+    measured = store.load(target.spec.name)
+    if measured is not None and measured.host_link is not None:
+        rates = rates._replace(pcie=measured.host_link)
+    times = [(tpu_time(Module(compiled.text), rates), runs) for compiled, runs in programs]
+    start = PROGRAM_START if measured is None else measured.program_start
+    return _added(
+        times, start, f"the TPU compiler's cycles for each operation of the final program; {_UNPROVEN} of ours"
+    )
+
+
+def _on_gpu(programs: Sequence[_Run], spec: AcceleratorSpec) -> StepTime | None:
+    rates = rates_of(spec, cores=0)
+    if rates is None:
+        return None
+    times = [(gpu_time(Module(compiled.text), spec, rates), runs) for compiled, runs in programs]
+    if rates.measured:
+        basis = f"roofline of the program's kernels, by rates measured on {rates.measured} (plimsoll calibrate)"
+    else:
+        basis = f"roofline of the program's kernels at 70% of the peak of products and 85% of memory's; {_UNPROVEN}"
+    return _added(times, rates.program_start, basis)
+
+
+def _added(times: Sequence[tuple[ProgramTime, int]], program_start: float, basis: str) -> StepTime:
+    """The step that runs such programs so often, on an accelerator."""
+    products = sum(runs * program.products for program, runs in times)
+    others = sum(runs * program.others for program, runs in times)
+    links = sum(runs * program.links for program, runs in times)
+    device_seconds = products + others + links
+    starts = sum(runs for _, runs in times)
+    if starts == 1:
+        host_waits = times[0][0].host_waits
+    else:
+        # Programs that move state run beside those that compute: the schedule asks for it ahead.
+        host_seconds = sum(runs * program.host_seconds for program, runs in times)
+        host_waits = max(0.0, host_seconds - device_seconds)
+    return StepTime(
+        matrix_units=products,
+        memory=others,
+        links=links,
+        host_link=host_waits,
+        # Python starts programs while the device works on earlier ones.
+        python=max(0.0, starts * program_start - device_seconds - host_waits),
+        basis=basis,
+    )

@@ -1,0 +1,131 @@
+"""The time of a program on CPU: a roofline (Williams et al. 2009, doi 10.1145/1498765.1498785) of each operation.
+
+An operation takes as long as its products, its bytes, its elementwise arithmetic or its exponentials, whichever is the
+longest, at rates that `plimsoll calibrate` measures. How fast memory is depends on what is in use: a loop over a few
+megabytes stays in the caches, a whole step does not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+from framework.plan.calibration.rates import DeviceRates
+from framework.plan.hlo.arrays import arrays
+from framework.plan.hlo.computations import Instruction
+from framework.plan.hlo.flops import Flops
+from framework.plan.hlo.module import Module
+from framework.plan.hlo.traffic import Traffic
+from framework.plan.hlo.walk import executed
+from framework.plan.step_time.categories import is_work
+
+_TRANSCENDENTAL = {
+    "cosine", "divide", "erf", "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "power",
+    "rsqrt", "sine", "sqrt", "tanh",
+}  # fmt: skip
+_ARITHMETIC = {
+    "abs", "add", "and", "clamp", "compare", "convert", "maximum", "minimum", "multiply", "negate", "not", "or",
+    "reduce", "select", "subtract", "xor",
+}  # fmt: skip
+_BATCH = re.compile(r"lhs_batch_dims=\{([\d,]+)\}")
+# XLA starts an operation in so many seconds.
+_START = 5e-7
+
+
+class CpuTime(NamedTuple):
+    """Seconds of a program, or of a step's programs.
+
+    Attributes:
+        products: of operations that have matrix products.
+        others: of all others.
+        collectives: of exchanges between devices, which are copies here.
+    """
+
+    products: float = 0.0
+    others: float = 0.0
+    collectives: float = 0.0
+
+
+def cpu_time(module: Module, rates: DeviceRates, peak_bytes: int) -> CpuTime:
+    """The time of one run of a program.
+
+    Args:
+        module: the program, compiled for CPU.
+        rates: of the CPU.
+        peak_bytes: memory that the program uses: no working set is larger.
+    """
+    flops = Flops(module)
+    traffic = Traffic(module)
+    working_sets = _WorkingSets(module, traffic, peak_bytes)
+    products = 0.0
+    others = 0.0
+    collective_bytes = 0.0
+    for instruction, runs in executed(module):
+        if not is_work(instruction):
+            continue
+        num_bytes = traffic.hbm_bytes(instruction)
+        memory_rate = rates.curve("memory").rate(working_sets.of(instruction.computation))
+        seconds = _START + num_bytes / memory_rate
+        product_flops = flops.of(instruction)
+        if product_flops:
+            products += runs * max(seconds, _product_seconds(module, rates, instruction, product_flops))
+        elif instruction.opcode.startswith(("all-", "reduce-scatter", "collective-")):
+            collective_bytes += runs * seconds
+        else:
+            others += runs * max(seconds, _elementwise_seconds(module, rates, instruction))
+    return CpuTime(products, others, collective_bytes)
+
+
+class _WorkingSets:
+    """The bytes that are in use again and again where an instruction stands: those of its loop, or of the program."""
+
+    def __init__(self, module: Module, traffic: Traffic, peak_bytes: int):
+        self._module = module
+        self._traffic = traffic
+        self._peak_bytes = peak_bytes
+        self._by_computation: dict[str, float] = {}
+
+    def of(self, computation: str) -> float:
+        """The working set of the instructions of a computation."""
+        if computation not in self._by_computation:
+            moved = 0
+            for instruction, runs in executed(self._module, computation):
+                if is_work(instruction):
+                    moved += runs * self._traffic.hbm_bytes(instruction)
+            # What is written once is read once or more.
+            self._by_computation[computation] = max(1.0, min(moved / 2, self._peak_bytes))
+        return self._by_computation[computation]
+
+
+def _product_seconds(module: Module, rates: DeviceRates, instruction: Instruction, product_flops: int) -> float:
+    batch = _BATCH.search(instruction.attributes)
+    if batch is None:
+        return rates.curve("product f32").seconds(product_flops)
+    left_dims = arrays(module.operands(instruction)[0].type)[0].dims
+    count = math.prod(left_dims[int(axis)] for axis in batch[1].split(","))
+    if count == 1:
+        return rates.curve("product f32").seconds(product_flops)
+    return product_flops / rates.curve("batched product").rate(product_flops / count)
+
+
+def _elementwise_seconds(module: Module, rates: DeviceRates, instruction: Instruction) -> float:
+    """The longer of arithmetic and of exponentials."""
+    arithmetic = _operations(module, instruction, _ARITHMETIC)
+    transcendental = _operations(module, instruction, _TRANSCENDENTAL)
+    arithmetic_seconds = rates.curve("arithmetic").seconds(arithmetic)
+    return max(arithmetic_seconds, rates.curve("transcendental").seconds(transcendental))
+
+
+def _operations(module: Module, instruction: Instruction, opcodes: set[str]) -> int:
+    """How many elements an instruction computes with some opcodes, everything that is fused into it included."""
+    if instruction.opcode == "fusion":
+        return sum(_operations(module, inner, opcodes) for inner in module.fused(instruction))
+    if instruction.opcode not in opcodes:
+        return 0
+    shaped = instruction
+    if instruction.opcode == "reduce":
+        # Each element of the operand is combined once.
+        shaped = module.operands(instruction)[0]
+    instruction_arrays = arrays(shaped.type)
+    return math.prod(instruction_arrays[0].dims) if instruction_arrays else 0

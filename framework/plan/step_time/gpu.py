@@ -1,0 +1,72 @@
+"""The time of a program on a GPU: a roofline of each kernel at the rates that such a device reaches.
+
+The rates are those that `plimsoll calibrate` measured on such a GPU, or parts of the published peaks.
+"""
+
+from __future__ import annotations
+
+from framework.devices.accelerators import AcceleratorSpec
+from framework.plan.calibration.rates import DeviceRates, Kind
+from framework.plan.hlo.collectives import collectives
+from framework.plan.hlo.module import Module
+from framework.plan.step_time.categories import MOVED_BESIDE
+from framework.plan.step_time.gpu_kernels import GpuRates, Kernel, kernels_of
+from framework.plan.step_time.timeline import Cost, Span, play
+from framework.plan.step_time.tpu import PRODUCTS, ProgramTime
+
+# Fused attention reaches less than a plain product: FlashAttention-3 says 740 of 989 TFLOP/s forward, and less backward
+# (arXiv 2407.08608); cuDNN's is alike.
+_ATTENTION_OF_PRODUCTS = 0.7
+_HALF_TYPES = ("bf16", "f16")
+
+
+def gpu_time(module: Module, spec: AcceleratorSpec, rates: DeviceRates) -> ProgramTime:
+    """The time of one run of a program that was compiled for a GPU.
+
+    Raises:
+        ValueError: the peaks of this GPU are not published.
+    """
+    costs = {}
+    products = 0.0
+    spans = []
+    received = {}
+    for collective in collectives(module):
+        if collective.mode == "async":
+            spans.append(Span(collective.scheduled.name, collective.last.name, collective.bytes_received))
+        else:
+            received[collective.scheduled.name] = collective.bytes_received
+    for kernel in kernels_of(module, GpuRates.of(spec)):
+        name = kernel.instruction.name
+        seconds = _seconds(kernel, rates)
+        costs[name] = Cost(seconds, received.get(name, 0.0))
+        if kernel.category in PRODUCTS:
+            products += kernel.runs * seconds
+    timeline = play(
+        module,
+        costs,
+        spans,
+        # One GPU has no links and needs none.
+        received_per_second=rates.links or float("inf"),
+        host_per_second=rates.host_link or float("inf"),
+    )
+    return ProgramTime(
+        products=products,
+        others=timeline.compute - products,
+        links=timeline.collectives + timeline.collective_waits,
+        host_waits=timeline.waits,
+        host_seconds=max(timeline.moved.values()) / rates.host_link if rates.host_link else 0.0,
+    )
+
+
+def _seconds(kernel: Kernel, rates: DeviceRates) -> float:
+    """The seconds of one run of a kernel."""
+    if kernel.category in MOVED_BESIDE:
+        return 0.0
+    seconds = rates.curve("memory").seconds(kernel.hbm_bytes)
+    if kernel.flops:
+        kind: Kind = "product bf16" if kernel.dtype in _HALF_TYPES else "product f32"
+        product_seconds = rates.curve(kind).seconds(kernel.flops)
+        if kernel.category == "attention":
+            product_seconds /= _ATTENTION_OF_PRODUCTS
+        seconds = max(seconds, product_seconds)
+    return seconds

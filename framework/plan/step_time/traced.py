@@ -1,0 +1,77 @@
+"""The work of one device that a traced program shows, before any compiler has seen it: for the closed form."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from framework.plan.jaxprs import LOCAL_ATTENTION, inner_jaxprs
+
+# How often the bytes of what a collective takes or makes are received, in a ring of many devices.
+_RECEIVED = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "psum_scatter": 1,
+    "psum": 2,
+    "psum_invariant": 2,
+    "all_to_all": 1,
+    "ppermute": 1,
+}
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", LOCAL_ATTENTION)
+
+
+class TracedWork(NamedTuple):
+    """What a program moves.
+
+    Attributes:
+        product_bytes: operands and results of matrix products and attention kernels. XLA fuses most other work with
+            what makes or takes these arrays.
+        received_bytes: that come from other devices.
+    """
+
+    product_bytes: int = 0
+    received_bytes: int = 0
+
+    def __mul__(self, runs: int) -> TracedWork:  # type: ignore[override]
+        return TracedWork(runs * self.product_bytes, runs * self.received_bytes)
+
+
+def traced_work(jaxpr: ClosedJaxpr | Jaxpr) -> TracedWork:
+    """The work of a program of one device; loops count by their trip counts, of branches the largest."""
+    equations: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    product_bytes = 0
+    received_bytes = 0
+    for equation in equations.eqns:
+        work = _work_of(equation)
+        product_bytes += work.product_bytes
+        received_bytes += work.received_bytes
+    return TracedWork(product_bytes, received_bytes)
+
+
+def _work_of(equation: JaxprEqn) -> TracedWork:
+    name = equation.primitive.name
+    taken_bytes = sum(map(_num_bytes, equation.invars))
+    made_bytes = sum(map(_num_bytes, equation.outvars))
+    if name in _PRODUCTS:
+        return TracedWork(product_bytes=taken_bytes + made_bytes)
+    if name in _RECEIVED:
+        return TracedWork(received_bytes=_RECEIVED[name] * max(taken_bytes, made_bytes))
+    if name == "pallas_call":
+        return TracedWork(product_bytes=taken_bytes + made_bytes)
+    inner = list(map(traced_work, inner_jaxprs(equation.params)))
+    if not inner:
+        return TracedWork()
+    if name == "cond":
+        return max(inner)
+    work = TracedWork(sum(one.product_bytes for one in inner), sum(one.received_bytes for one in inner))
+    return work * equation.params["length"] if name == "scan" else work
+
+
+def _num_bytes(variable: Any) -> int:
+    aval = variable.aval
+    shape = getattr(aval, "shape", None)
+    if shape is None:
+        return 0
+    return math.prod(shape) * getattr(getattr(aval, "dtype", None), "itemsize", 4)

@@ -1,0 +1,84 @@
+"""Measure what this machine's devices reach, for the step times of `plimsoll plan`: half a minute, once.
+
+    plimsoll calibrate              # measures, prints and keeps the rates
+    plimsoll calibrate --show       # those that are kept
+
+Measures products, memory, elementwise work, how fast Python starts programs and, on accelerators, the links to host
+memory and between devices. The rates are kept in $XDG_CACHE_HOME/plimsoll (~/.cache/plimsoll), by the kind of device;
+plans for that kind use them from then on. Nothing else should run meanwhile.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from framework.terminal.exit_codes import ExitCode
+from framework.terminal.tables import Section, render
+from launch import cli
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Measures the devices of this machine, or shows what was measured."""
+    parser = cli.Parser("calibrate", __doc__, takes_config=False)
+    parser.add_argument("--show", action="store_true", help="show what is kept, and measure nothing")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_flags(argv)
+    cli.prepare_jax()
+
+    # Imported late: a typo on the command line should not wait for these.
+    import jax
+
+    from framework.devices.accelerators import spec_for
+    from framework.plan.calibration import store
+
+    devices = jax.local_devices()
+    name = spec_for(devices).name
+    if args.show:
+        rates = store.load(name)
+        if rates is None:
+            raise cli.UsageError(f"{name} was never measured on this machine: plimsoll calibrate")
+    else:
+        from framework.plan.calibration.measure import measured_rates
+
+        rates = measured_rates(devices)
+        store.save(rates)
+    print(json.dumps(asdict(rates), indent=1) if args.json else render(sections(rates, str(store.path_of(name)))))
+    return ExitCode.DONE
+
+
+def sections(rates: Any, path: str) -> list[Section]:
+    """The tables of a device's rates: each kind of work at its smallest, its middle and its largest size."""
+    about = [
+        ["measured", rates.measured],
+        ["kept in", path],
+        ["starting a program", f"{1e6 * rates.program_start:.0f} us of Python"],
+    ]
+    for label, link in (("host link", rates.host_link), ("links", rates.links)):
+        if link is not None:
+            about.append([label, f"{link / 1e9:.1f} GB/s"])
+    rows = [["", "small", "", "middle", "", "large", ""]]
+    for kind, curve in rates.curves.items():
+        middle = len(curve.points) // 2
+        row = [kind]
+        for size, _ in (curve.points[0], curve.points[middle], curve.points[-1]):
+            row += [f"{curve.rate(size) / 1e9:.1f}", f"of {_short(size)}"]
+        rows.append(row)
+    units = [
+        ["product", "GFLOP/s, of products with so many FLOPs"],
+        ["memory", "GB/s, where so many bytes are in use"],
+        ["others", "billions of operations a second, of arrays with so many"],
+    ]
+    return [Section(rates.device, about), Section("rates", rows, True), Section("units", units)]
+
+
+def _short(size: float) -> str:
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g}{unit}"
+    return f"{size:.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

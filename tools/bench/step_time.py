@@ -1,0 +1,153 @@
+"""The time of a step as the plan estimates it, beside the time that training takes, on the CPU at hand.
+
+    plimsoll calibrate && python -m tools.bench.step_time [--seconds=8] [--only=WORD] [--write=FILE]
+
+Settings differ in size, remat, schedule, batch and length. Each is planned for one CPU device and trained for some
+seconds, one after the other, in processes of their own; the measured time is the shortest of several windows of steps.
+The table ends with the rank correlation (Spearman's) and the median error of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from framework.plan.cache import versions
+from framework.plan.calibration import store
+from framework.terminal.tables import Section, render
+from launch import cli
+
+_SMALL = "--config=nanogpt-cpu"
+_TEXT = "--config=stdlib-tiny"
+# What tells the settings apart: a config, and overrides.
+SETTINGS: tuple[tuple[str, ...], ...] = (
+    (_SMALL,),
+    (_SMALL, "--config.data.global_batch_size=48"),
+    (_SMALL, "--config.data.global_batch_size=48", "--config.memory.remat=full"),
+    (_SMALL, "--config.data.seq_len=32"),
+    (_SMALL, "--config.memory.update=in_backward", "--config.learner.clip=none"),
+    (_SMALL, "--config.model.stack.num_layers=12"),
+    (_TEXT,),
+    (_TEXT, "--config.memory.remat=full"),
+    (_TEXT, "--config.memory.update=streamed"),
+    (_TEXT, "--config.memory.update=layer_programs"),
+    (_TEXT, "--config.data.global_batch_size=16"),
+    (_TEXT, "--config.data.global_batch_size=16", "--config.memory.remat=full"),
+    (_TEXT, "--config.data.seq_len=1024"),
+    (_TEXT, "--config.model.stack.num_layers=16"),
+)
+_WINDOWS = 6
+
+
+class Row(NamedTuple):
+    """A setting, and its seconds a step."""
+
+    setting: str
+    estimated: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """The estimate over the measurement."""
+        return self.estimated / self.measured
+
+
+def estimated_seconds(words: Sequence[str], folder: Path) -> float:
+    """The seconds of a step by the plan."""
+    path = folder / "plan.json"
+    _run("launch.plan", *words, "--target=cpu:1", "--step_only", "--fresh", f"--json={path}")
+    return json.loads(path.read_text())["time"]["seconds"]
+
+
+def measured_seconds(words: Sequence[str], estimate: float, seconds: float, folder: Path) -> float:
+    """The seconds of a step in training: of the fastest window of steps."""
+    window = max(2, round(seconds / _WINDOWS / estimate))
+    workdir = folder / "run"
+    _run(
+        "launch.train",
+        *words,
+        f"--workdir={workdir}",
+        f"--config.trainer.max_steps={window * (_WINDOWS + 1)}",
+        f"--config.trainer.log_every={window}",
+        "--config.trainer.eval_every=none",
+        f"--config.trainer.save_every={10**9}",
+        "--force",
+    )
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    training_rows = [row for row in map(json.loads, lines) if "train/loss" in row]
+    windows = []
+    for earlier, later in zip(training_rows, training_rows[1:], strict=False):
+        windows.append((later["time"] - earlier["time"]) / (later["step"] - earlier["step"]))
+    return min(windows)
+
+
+def _run(module: str, *words: str) -> None:
+    """Runs a verb.
+
+    Raises:
+        UsageError: it failed; with the last line that it wrote.
+    """
+    done = subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no word of why"]
+        raise cli.UsageError(f"{module} {' '.join(words)}: {lines[-1]}")
+
+
+def rank_correlation(rows: Sequence[Row]) -> float:
+    """Spearman's rank correlation of estimated and measured times."""
+    estimated_ranks = np.argsort(np.argsort([row.estimated for row in rows]))
+    measured_ranks = np.argsort(np.argsort([row.measured for row in rows]))
+    return float(np.corrcoef(estimated_ranks, measured_ranks)[0, 1])
+
+
+def section(rows: Sequence[Row]) -> Section:
+    """The table of all settings, and what it comes to."""
+    cells = [["setting", "estimated, ms", "measured, ms", "ratio"]]
+    for row in rows:
+        cells.append([row.setting, f"{1e3 * row.estimated:.1f}", f"{1e3 * row.measured:.1f}", f"{row.ratio:.2f}"])
+    error = median(abs(row.ratio - 1) for row in rows)
+    cells.append(["rank correlation", f"{rank_correlation(rows):.3f}", "", ""])
+    cells.append(["median error", f"{100 * error:.0f}%", "", ""])
+    return Section("a step on this CPU", cells, numbers=True)
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Plans and trains each setting, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of training, for each setting (8)")
+    parser.add_argument("--only", default="", metavar="WORD", help="settings that have this word")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the rows as JSON too")
+    args = parser.parse_args(argv)
+    if store.load("cpu") is None:
+        raise cli.UsageError("this machine was never measured: plimsoll calibrate")
+    rows = []
+    for words in SETTINGS:
+        setting = " ".join(words).replace("--config.", "").replace("--config=", "")
+        if args.only not in setting:
+            continue
+        with tempfile.TemporaryDirectory(prefix="plimsoll-step-time-") as name:
+            folder = Path(name)
+            estimate = estimated_seconds(words, folder)
+            measured = measured_seconds(words, estimate, args.seconds, folder)
+        rows.append(Row(setting, estimate, measured))
+        print(f"{setting}: {1e3 * estimate:.1f} estimated, {1e3 * measured:.1f} measured", file=sys.stderr)
+    print(render([section(rows)]), end="")
+    if args.write:
+        about = {"date": str(date.today()), "versions": versions("jax", "jaxlib")}
+        args.write.write_text(json.dumps(about | {"rows": [row._asdict() for row in rows]}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
