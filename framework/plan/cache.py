@@ -45,6 +45,8 @@ def path_of(config: Config, **about: Any) -> Path:
     flags = {flag: os.environ.get(flag) for flag in _FLAGS}
     parts = [config.to_dict(), about, versions(*_PACKAGES), sys.version, flags]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    # What was measured on this machine decides the estimated times.
+    files |= set(rates_folder().glob("*.json"))
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())
     return home() / "plans" / f"{digest.hexdigest()[:32]}.json"
@@ -53,6 +55,11 @@ def path_of(config: Config, **about: Any) -> Path:
 def times_folder() -> Path:
     """Where it is kept how long a target's compiler took."""
     return home() / "compile-times"
+
+
+def rates_folder() -> Path:
+    """Where the measured rates of devices are kept."""
+    return home() / "rates"
 
 
 def home() -> Path:

@@ -19,6 +19,7 @@ from framework.plan.jaxprs import FlopCount, flops
 from framework.plan.naming import Named, clearest_place, names_of_writers, source_of
 from framework.plan.plan import COMPILERS, device_bytes, largest
 from framework.plan.report import Report
+from framework.plan.step_time.compiled_time import time_of
 from framework.plan.targets import Target
 from framework.terminal.phases import phase
 
@@ -75,6 +76,7 @@ def _report(
     hosted: HostBytes,
 ) -> Report:
     named_buffers = named(compiled.buffers) if compiled.buffers is not None else []
+    time = None if compiled.message else time_of([compiled], target, compiled.peak)
     host_bytes = hosted.arguments + hosted.results - hosted.donated + compiled.host_temp
     return {
         "config": call.title,
@@ -98,6 +100,7 @@ def _report(
         "largest": largest(named_buffers),
         "flops_per_step": flop_count.flops,
         **_moved_bytes(compiled.buffers),
+        "time": None if time is None else time.report(tokens=None, model_flops=None, peak_flops=None),
         "compile_seconds": round(compiled.seconds, 1),
         "message": compiled.message,
         "estimated": False,

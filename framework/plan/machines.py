@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from framework.devices.accelerators import ACCELERATORS
 from framework.plan import target_names, targets
-from framework.plan.report import Report
+from framework.plan.report import Report, time_cells
 from framework.plan.targets import Target
 from framework.terminal.tables import Section, human_bytes
 
@@ -67,13 +67,14 @@ def table(reports: Sequence[Report], left_out: dict[str, str]) -> list[Section]:
         reports: plans of one config.
         left_out: {target: why the config cannot be trained there at all}.
     """
-    rows = [["target", "has, per device", "needs", "", "or", "by", "with the first settings that fit"]]
+    header = ["target", "has, per device", "needs", "", "a step", "bound by"]
+    rows = [[*header, "or", "by", "with the first settings that fit"]]
     for report in reports:
         has = human_bytes(report["device_limit_bytes"]) if report["device_limit_bytes"] else "not known"
         if report["devices"] > 1:
             has = f"{report['devices']} x {has}"
         verdict = "fits" if report["fits"] else "TOO BIG"
-        row = [report["target"], has, human_bytes(report["device_allocated_bytes"]), verdict]
+        row = [report["target"], has, human_bytes(report["device_allocated_bytes"]), verdict, *time_cells(report)]
         rows.append(row + _first_settings(report))
     impossible = [[name, reason] for name, reason in left_out.items()]
     sections = [Section(" ".join(_title(reports)), rows)] if reports else []

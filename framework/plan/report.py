@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from framework.devices.mesh import mesh_text
-from framework.terminal.tables import Section, human_bytes, human_count
+from framework.terminal.tables import Section, human_bytes, human_count, human_seconds
 
 Report = dict[str, Any]
 # The groups that the bytes at a peak are divided into, in this order everywhere.
@@ -45,10 +45,17 @@ def sections(report: Report) -> list[Section]:
         Section("largest buffers", _largest(report)),
         Section("phases, per device", _phases(report), numbers=True),
         Section("work", _work(report)),
+        Section("time, estimated", _time(report), numbers=False),
         Section("never trained: the gradient is zero whatever the data (freeze them by a rule)", untrained),
         Section("would fit", fitting),
     ]
     return [section for section in possible_sections if section.rows]
+
+
+def time_cells(report: Report) -> list[str]:
+    """[the estimated time of a step, what bounds it]"""
+    time = report.get("time")
+    return [human_seconds(time["seconds"]), time["bound_by"]] if time else ["-", "-"]
 
 
 def _subject(report: Report) -> str:
@@ -147,6 +154,28 @@ def _work(report: Report) -> list[list[str]]:
     return rows
 
 
+def _time(report: Report) -> list[list[str]]:
+    """The rows of the estimated time; none where it is not known."""
+    time = report.get("time")
+    if time is None:
+        return []
+    seconds = time["seconds"]
+    unit = "call" if "subject" in report else "step"
+    speed = human_seconds(seconds)
+    if time["tokens_per_second"]:
+        speed += f", {human_count(time['tokens_per_second'])} {report['item']}s a second"
+    if time["model_flops_utilization"]:
+        speed += f", {100 * time['model_flops_utilization']:.1f}% of the peak (MFU)"
+    rows = [[f"a {unit}", speed]]
+    for name, part_seconds in time["parts"].items():
+        # Parts that vanish beside the others are left out; a reader of the JSON has them.
+        if part_seconds > seconds / 1000:
+            share = f"{100 * part_seconds / seconds:.1f}%"
+            bounds = ", what bounds it most" if name == time["bound_by"] else ""
+            rows.append([name, f"{human_seconds(part_seconds)}, {share}{bounds}"])
+    return [*rows, ["by", time["basis"]]]
+
+
 def comparison(reports: Sequence[Report]) -> Section:
     """The table with one row per plan: the settings that it does not share with all, and the parts at its own peak."""
     first = reports[0]
@@ -161,7 +190,11 @@ def comparison(reports: Sequence[Report]) -> Section:
     header += [key.replace("_", " ") for key in keys]
     if has_host:
         header.append("host")
-    rows = [[*header, "FLOPs"]]
+    header.append("FLOPs")
+    has_time = any(report.get("time") for report in reports)
+    if has_time:
+        header += ["step", "bound by"]
+    rows = [header]
     for report in reports:
         differing = " ".join(setting for setting in report["settings"] if setting not in common)
         row = [differing or report["config"], human_bytes(report["device_allocated_bytes"])]
@@ -170,6 +203,8 @@ def comparison(reports: Sequence[Report]) -> Section:
         if has_host:
             row.append(human_bytes(report["host_peak_bytes"]))
         row.append(human_count(report["flops_per_step"]))
+        if has_time:
+            row += time_cells(report)
         rows.append(row)
     name = " ".join([first["config"], *common])
     limit = human_bytes(first["device_limit_bytes"])

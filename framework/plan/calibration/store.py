@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from framework.plan.cache import home
+from framework.plan.cache import rates_folder
 from framework.plan.calibration.rates import Curve, DeviceRates
 
 
 def path_of(device: str) -> Path:
     """The file of a kind of device."""
-    return home() / "rates" / f"{device}.json"
+    return rates_folder() / f"{device}.json"
 
 
 def save(rates: DeviceRates) -> Path:
