@@ -12,6 +12,7 @@ printed); 2 the command or the config was wrong; 4 it does not fit.
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from typing import Any
 from framework.terminal.exit_codes import ExitCode
 from launch import cli
 from launch.plan_function import plan_functions
+from launch.plan_page import page_of_one_machine
 from launch.plan_parts import check_files, give, plan_of
 from launch.plan_targets import list_targets, which_machine
 
@@ -55,7 +57,12 @@ def add_flags(parser: cli.Parser) -> None:
     add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
     add("--step_only", action="store_true", help="leave out initialization and evaluation")
     add("--json", type=Path, metavar="FILE", help="write the report (of --compare: a list of them)")
-    add("--html", type=Path, metavar="FILE", help="write one page with pictures")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write one page to pass around: pictures, a slider over batch and length, commands",
+    )
     add("--fresh", action="store_true", help="compile again although nothing has changed")
 
 
@@ -108,7 +115,8 @@ def _one_machine(command: cli.Command, name: str) -> int:
     else:
         sections = [report.comparison(reports)]
     # With --compare the file holds a list, even if only one combination is left.
-    give(args, sections, reports if args.compare else reports[0], reports)
+    draw_page = functools.partial(page_of_one_machine, command, commands, target, reports)
+    give(args, sections, reports if args.compare else reports[0], draw_page)
     fits = any(plan_report["fits"] for plan_report in reports)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 

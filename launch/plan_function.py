@@ -1,9 +1,11 @@
 """`plimsoll plan --function`: the plan of somebody's own JAX function."""
 
+import functools
 from typing import Any
 
 from framework.terminal.exit_codes import ExitCode
 from launch import cli
+from launch.plan_page import page_of_several
 from launch.plan_parts import check_files, give, start_cpus
 
 
@@ -36,7 +38,8 @@ def plan_functions(args: Any) -> int:
         limit = cli.gib("device_memory_gib", args.device_memory_gib) or machine.limit_bytes
         reports.append(plan_call(call, machine, limit))
     sections = report.sections(reports[0]) if len(reports) == 1 else machines.table(reports, {})
-    give(args, sections, reports if len(reports) > 1 else reports[0], reports)
+    draw_page = functools.partial(page_of_several, args, f"--function={args.function}", [], reports)
+    give(args, sections, reports if len(reports) > 1 else reports[0], draw_page)
     fits = any(plan_report["fits"] for plan_report in reports)
     return ExitCode.DONE if fits else ExitCode.TOO_BIG
 

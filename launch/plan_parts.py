@@ -1,7 +1,7 @@
 """What all kinds of `plimsoll plan` share: the devices, one report, and where it goes."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from framework.files.workdir import writing
@@ -44,9 +44,8 @@ def plan_of(command: cli.Command, name: str, target: Any, limit: int | None, est
     return plan_report | {"settings": [*settings, *rule_lines]}
 
 
-def give(args: Any, sections: list[Any], content: Any, reports: list[dict[str, Any]]) -> None:
+def give(args: Any, sections: list[Any], content: Any, draw_page: Callable[[], str]) -> None:
     """Prints the tables, and writes the files that are asked for."""
-    from framework.plan import html
     from framework.terminal.tables import render
 
     print(render(sections))
@@ -54,6 +53,7 @@ def give(args: Any, sections: list[Any], content: Any, reports: list[dict[str, A
         with writing(args.json):
             args.json.write_text(json.dumps(content, indent=1) + "\n")
     if args.html:
+        document = draw_page()
         with writing(args.html):
-            args.html.write_text(html.page(reports))
+            args.html.write_text(document, "utf-8")
         print(f"page: {args.html}")

@@ -1,9 +1,11 @@
 """`plimsoll plan` for several targets: one table, or the smallest machine; and the list of all."""
 
+import functools
 from typing import Any
 
 from framework.terminal.exit_codes import ExitCode
 from launch import cli
+from launch.plan_page import page_of_several
 from launch.plan_parts import give, plan_of, start_cpus
 
 
@@ -48,7 +50,8 @@ def which_machine(command: cli.Command, names: list[str]) -> int:
         left_out = {}
     if not reports:
         raise cli.UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
-    give(args, machines.table(reports, left_out), reports, reports)
+    draw_page = functools.partial(page_of_several, args, f"--config={command.spec}", command.overrides, reports)
+    give(args, machines.table(reports, left_out), reports, draw_page)
     return ExitCode.DONE if is_carried else ExitCode.TOO_BIG
 
 

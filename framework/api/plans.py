@@ -14,7 +14,8 @@ from framework.api.configs import request_of
 from framework.api.plan_process import lacks_devices, planned_elsewhere
 from framework.config import Config, ConfigError
 from framework.devices.environment import prepare_jax
-from framework.plan import html, report, targets
+from framework.plan import report, targets
+from framework.plan.page import page
 from framework.plan.planned import planned
 from framework.plan.report import Report
 from framework.terminal.phase_views import shown_on_terminal
@@ -51,8 +52,8 @@ class Plan:
 
     def _repr_html_(self) -> str:
         # A frame of its own, as the page brings a style for its whole document.
-        page = escape(html.page([self.report]), quote=True)
-        return f'<iframe srcdoc="{page}" width="100%" height="{_PAGE_PIXELS}" frameborder="0"></iframe>'
+        document = escape(page([self.report]), quote=True)
+        return f'<iframe srcdoc="{document}" width="100%" height="{_PAGE_PIXELS}" frameborder="0"></iframe>'
 
 
 @shown_on_terminal()

@@ -44,6 +44,8 @@ def quick(
     config: Config,
     target: Target,
     limit: int | None,
+    *,
+    suggests: bool = True,
 ) -> Report:
     """The report of the closed form alone: no compiler, no devices.
 
@@ -52,6 +54,7 @@ def quick(
         config: resolved for the target.
         target: the machine to plan for.
         limit: device memory in bytes; None means unknown.
+        suggests: look for settings that fit where this does not, which takes a second or two.
     """
     experiment: Experiment = config.instantiate()
     need = closed_form(experiment, target)
@@ -80,7 +83,7 @@ def quick(
     }
     report["time"] = _time_report(closed_time(experiment, need, target), experiment, target)
     _add_host(report, need.host_bytes, 0, target)
-    if not report["fits"]:
+    if suggests and not report["fits"]:
         with phase("looking for settings that fit", patience=SHORT):
             report["suggestions"] = suggestions(config, target, limit or 0, peak, seconds=0.0)
     return report
@@ -238,9 +241,22 @@ def _head(
         "host_limit_bytes": target.host_limit_bytes,
         "item": experiment.data.item,
         "tokens_per_step": tokens,
+        "in_effect": _in_effect(experiment),
         "model_flops_per_token": flops_per_token,
         "versions": versions("jax", "jaxlib", *COMPILERS[target.platform]),
     }
+
+
+def _in_effect(experiment: Experiment) -> dict[str, Any]:
+    """{path: value} of the settings that most of the memory depends on, whoever has set them."""
+    fields = ("update", "remat", "optimizer_state", "gradients", "parameters", "activations")
+    in_effect = {f"memory.{field}": getattr(experiment.memory, field) for field in fields}
+    in_effect["learner.accumulate"] = experiment.learner.accumulate
+    in_effect["data.global_batch_size"] = experiment.data.global_batch_size
+    # An image has no length that could be set.
+    if experiment.data.item == "token":
+        in_effect["data.seq_len"] = experiment.data.seq_len
+    return in_effect
 
 
 def device_bytes(step: Compiled) -> Report:

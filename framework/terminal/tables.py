@@ -131,11 +131,11 @@ def human_count(count: float | None) -> str:
 
 def human_seconds(seconds: float) -> str:
     """Formats seconds with three digits: 0.0123 -> "12.3 ms"; 2.5 -> "2.50 s"; 5e-6 -> "5.00 us"."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= factor:
-            break
-    else:
-        factor, unit = 1e-6, "us"
+    factor, unit = 1e-6, "us"
+    if seconds >= 1.0:
+        factor, unit = 1.0, "s"
+    elif seconds >= 1e-3:
+        factor, unit = 1e-3, "ms"
     value = seconds / factor
     digits = max(0, 2 - max(0, math.floor(math.log10(value)))) if value > 0 else 0
     return f"{value:.{digits}f} {unit}"

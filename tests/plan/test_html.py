@@ -12,7 +12,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from framework.plan.html import COLOURS, page
+from framework.plan.page import COLOURS, page
 
 GIB = 2**30
 GROUPS = ("parameters", "frozen", "buffers", "gradients", "optimizer_state", "ema", "batch", "activations", "other")

@@ -10,6 +10,7 @@ The table ends with the rank correlation (Spearman's) and the median error of th
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def measured_seconds(words: Sequence[str], estimate: float, seconds: float, fold
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     training_rows = [row for row in map(json.loads, lines) if "train/loss" in row]
     windows = []
-    for earlier, later in zip(training_rows, training_rows[1:], strict=False):
+    for earlier, later in itertools.pairwise(training_rows):
         windows.append((later["time"] - earlier["time"]) / (later["step"] - earlier["step"]))
     return min(windows)
 

@@ -1,27 +1,17 @@
-"""One page that shows plans: a bar of what is live at each one's peak against the device's limit, and all tables.
+"""Bars of bytes against a limit: of several plans' devices, of hosts, of phases.
 
-One file, with its style (page.css) and SVG inline: no script, nothing to fetch; every text of a plan is escaped. Bars
-have widths in per cent: they stretch, text keeps its size.
+Bars have widths in per cent: they stretch, text keeps its size.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import NamedTuple
 
-from framework.plan.report import KEYS, Report, comparison, sections
-from framework.terminal.tables import Section, human_bytes
-
-# Okabe and Ito 2008 (jfly.uni-koeln.de/color), which people tell apart with any kind of colour
-# vision, and two greys.
-_FILLS = ["#0072b2", "#4d4d4d", "#cc79a7", "#d55e00", "#009e73", "#e69f00", "#f0e442", "#56b4e9", "#b3b3b3"]
-_EMPTY = "left empty by packing"
-COLOURS = dict(zip(KEYS, _FILLS, strict=True)) | {_EMPTY: "transparent", "": "#7d8794"}
-_CSS = Path(__file__).with_name("page.css").read_text()
-_HEAD = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>
-<link rel="icon" href="data:,"><meta name="viewport" content="width=device-width"><style>{_CSS}</style>"""
+from framework.plan.page.colours import EMPTY, colours, ink
+from framework.plan.page.tables import breakable, verdict
+from framework.plan.report import Report
+from framework.terminal.tables import human_bytes
 
 
 class _Bar(NamedTuple):
@@ -40,45 +30,28 @@ class _Bar(NamedTuple):
     limit: float | None
 
 
-def page(plans: Sequence[Report]) -> str:
-    """A complete HTML document about one report, or about several: what they do not share names their bars."""
-    is_several = len(plans) > 1
-    facts = [[plan["config"], f"on {plan['target']}", *plan["settings"]] for plan in plans]
-    common = [text for text in facts[0] if all(text in plan_facts for plan_facts in facts)]
-    names = []
-    for plan_facts in facts:
-        differing = " ".join(text for text in plan_facts if text not in common)
-        names.append(differing or plan_facts[0])
-    device_bars: list[_Bar] = []
-    host_bars: list[_Bar] = []
-    for name, plan in zip(names, plans, strict=True):
-        device_bars.append(_device_bar(name, plan))
-        if plan["host_process_bytes"]:
-            host_bars.append(_host_bar(name, plan))
-    phase_rows = _phase_rows(names, plans)
-    pictures = {
-        "On one device at the peak": _picture(device_bars),
-        "On the host, in one process": _picture(host_bars) if host_bars else "",
-        "Peak of each phase, on one device": _picture(phase_rows, "thin") if phase_rows else "",
-        "Figures": _tables(names, plans),
-    }
-    result = f"{sum(plan['fits'] for plan in plans)} of {len(plans)} fit" if is_several else _verdict(plans[0])
-    # Plans of one config and target have one title.
-    titles = dict.fromkeys(" ".join(plan_facts[:2]) for plan_facts in facts)
-    common_settings = " ".join(text for text in common if text not in facts[0][:2])
-    body = f"<h1>{escape(', '.join(titles))}</h1><p>{result}"
-    body += f"<p class=soft>{escape(common_settings)}"
-    for title, content in pictures.items():
-        if content:
-            body += f"<section><h2>{title}</h2>{content}</section>"
-    return f"{_HEAD}<body><main>{body}</main></body></html>\n"
+def of_devices(names: Sequence[str], plans: Sequence[Report]) -> str:
+    """A bar for each plan of what is alive on one device at its peak."""
+    return _picture([_device_bar(name, plan) for name, plan in zip(names, plans, strict=True)])
+
+
+def of_hosts(names: Sequence[str], plans: Sequence[Report]) -> str:
+    """A bar for each plan of what a process has in host memory; "" where none has anything."""
+    bars = [_host_bar(name, plan) for name, plan in zip(names, plans, strict=True) if plan["host_process_bytes"]]
+    return _picture(bars) if bars else ""
+
+
+def of_phases(names: Sequence[str], plans: Sequence[Report]) -> str:
+    """A bar for each phase; with several plans, under a heading for each plan; "" where there are no phases."""
+    rows = _phase_rows(names, plans)
+    return _picture(rows, "thin") if rows else ""
 
 
 def _device_bar(name: str, plan: Report) -> _Bar:
     need = plan["device_allocated_bytes"]
-    parts = plan["breakdown"] | {_EMPTY: max(0, need - plan["device_peak_bytes"])}
+    parts = plan["breakdown"] | {EMPTY: max(0, need - plan["device_peak_bytes"])}
     about = "≈ " if plan["estimated"] else ""
-    figure = f"<b>{about}{human_bytes(need)}</b> <small>{_verdict(plan)}</small>"
+    figure = f"<b>{about}{human_bytes(need)}</b> <small>{verdict(plan)}</small>"
     return _Bar(name, figure, parts, plan["device_limit_bytes"])
 
 
@@ -107,41 +80,6 @@ def _phase_rows(names: Sequence[str], plans: Sequence[Report]) -> list[_Bar | st
     return rows
 
 
-def _tables(names: Sequence[str], plans: Sequence[Report]) -> str:
-    """All tables of one plan; of several, a comparison, and the tables of each to be unfolded."""
-    renamed = [plan | {"settings": [name]} for name, plan in zip(names, plans, strict=True)]
-    comparison_table = _table(comparison(renamed))
-    tables = comparison_table if len(plans) > 1 else ""
-    for name, plan in zip(names, plans, strict=True):
-        versions = Section("versions", list(plan["versions"].items()))
-        plan_tables = "".join(map(_table, [*sections(plan), versions]))
-        if len(plans) > 1:
-            tables += f"<details><summary>{escape(name)}</summary>{plan_tables}</details>"
-        else:
-            tables += plan_tables
-    return tables
-
-
-def _verdict(plan: Report) -> str:
-    limit = plan["device_limit_bytes"]
-    need = plan["device_allocated_bytes"]
-    if not plan["fits"]:
-        excess = f", {human_bytes(need - limit)} over" if limit and need > limit else ""
-        return f"<b class=bad>✗ does not fit{excess}</b>"
-    if not limit:
-        return "limit not known"
-    return f"<b class=good>✓ fits, {human_bytes(limit - need)} free</b>"
-
-
-def _table(section: Section) -> str:
-    rows = ""
-    for row in section.rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        rows += f"<tr>{cells}"
-    kind = " numbers" if section.numbers else ""
-    return f'<h3>{escape(section.title)}</h3><div class="scroll{kind}"><table>{rows}</table></div>'
-
-
 def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
     """Bars, and headings, on one scale. A bar may pass its limit; a limit far beyond all bars is named at the edge."""
     bars = [row for row in rows if isinstance(row, _Bar)]
@@ -150,7 +88,7 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
     near_limits = [limit for limit in limits if limit <= 8 * longest]
     # The largest bar or limit leaves a margin of 5%.
     scale = 1.05 * max(longest, 1, *near_limits)
-    drawing = _Drawing(kind, scale, _colours(bars))
+    drawing = _Drawing(kind, scale, colours(part for bar in bars for part in bar.parts))
     marks = [drawing.limit_mark(limit) for limit in limits]
     drawn_rows = []
     for row in rows:
@@ -161,15 +99,9 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
     legend = ""
     for group, colour in drawing.colours.items():
         if group and any(bar.parts.get(group, 0) >= 1 for bar in bars):
-            legend += f'<span><i style="background: {colour}"></i>{group.replace("_", " ")}</span>'
+            legend += f'<span><i style="background: {colour}"></i>{escape(group.replace("_", " "))}</span>'
     axis = drawing.row("", drawing.tick_labels())
     return f"{drawing.row('', marks)}{''.join(drawn_rows)}{axis}<div class=legend>{legend}</div>"
-
-
-def _colours(bars: Sequence[_Bar]) -> dict[str, str]:
-    """{group: colour}; groups that a report of somebody's own function has take the fills in turn."""
-    own_groups = [group for group in dict.fromkeys(part for bar in bars for part in bar.parts) if group not in COLOURS]
-    return COLOURS | dict(zip(own_groups, itertools.cycle(_FILLS), strict=False))
 
 
 class _Drawing:
@@ -191,9 +123,7 @@ class _Drawing:
         role: str = "axis",
     ) -> str:
         track = f"<div class=track><svg>{''.join(shapes)}</svg></div><div class=figure>{figure}</div>"
-        # Settings such as memory.remat=full may be broken behind the sign.
-        breakable_label = escape(label).replace("=", "=<wbr>")
-        return f'<div class="row {role} {self._kind}"><div>{breakable_label}</div>{track}</div>'
+        return f'<div class="row {role} {self._kind}"><div>{breakable(label)}</div>{track}</div>'
 
     def bar(self, bar: _Bar) -> Iterator[str]:
         limit = bar.limit or math.inf
@@ -227,9 +157,8 @@ class _Drawing:
         yield f'transform="translate(0 {-height / 2})"><title>{label}: {human_bytes(size)}</title></rect>'
         # A track is 600 pixels wide where text is shown, and a letter about 7.
         if group and 600 * size / self._scale > 12 + 7 * len(label):
-            # Text on the two dark fills is white.
-            ink = "#fff" if self.colours[group] in _FILLS[:2] else "#000"
-            yield f'<text class="inside" {position} dx="6" dy="4" fill="{ink}">{label}</text>'
+            fill = ink(self.colours[group])
+            yield f'<text class="inside" {position} dx="6" dy="4" fill="{fill}">{label}</text>'
 
     def limit_mark(self, limit: float) -> str:
         arrow = " →" if limit > self._scale else ""

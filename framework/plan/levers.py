@@ -1,0 +1,118 @@
+"""What moves each group of a plan: settings that shrink it or put it elsewhere, and change nothing of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from framework.config import Config
+from framework.plan.report import Report
+from framework.plan.suggest import closed_form
+from framework.plan.targets import Target
+from framework.terminal.phases import SHORT, phase
+
+_STATE = ("parameters", "frozen", "optimizer_state", "ema")
+
+
+class Lever(NamedTuple):
+    """Settings to change together, and what they do to a group.
+
+    Attributes:
+        group: of the breakdown.
+        settings: (path, value) of each.
+        effect: in words.
+        group_bytes: what the group then has at the peak, by the closed form; None where that was not asked.
+        peak_bytes: likewise the whole peak.
+    """
+
+    group: str
+    settings: tuple[tuple[str, Any], ...]
+    effect: str
+    group_bytes: int | None = None
+    peak_bytes: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The settings as on a command line."""
+        return " ".join(f"{path}={value}" for path, value in self.settings)
+
+
+def levers(report: Report) -> list[Lever]:
+    """What may move the groups that a report has, of settings that it does not have already."""
+    if "in_effect" not in report:
+        return []
+    return [lever for lever in _all_levers(report) if report["breakdown"].get(lever.group)]
+
+
+def _all_levers(report: Report) -> Iterator[Lever]:
+    in_effect = report["in_effect"]
+    yield from _recomputation(in_effect)
+    streamed = _streamed(in_effect, report["platform"])
+    if in_effect["memory.optimizer_state"] == "device":
+        hosted = (("memory.optimizer_state", "pinned_host"),)
+        yield Lever("optimizer_state", hosted, "moves optimizer state to the host")
+        yield Lever("ema", hosted, "moves averages to the host")
+        if streamed:
+            effect = "moves it to the host, and back a piece at a time for the update"
+            yield Lever("optimizer_state", (*hosted, *streamed), effect)
+    elif streamed:
+        yield Lever("optimizer_state", streamed, "brings a piece at a time to the device for the update")
+    hosted_groups = {
+        "gradients": ("memory.gradients", "moves gradients to the host"),
+        "parameters": ("memory.parameters", "moves weights to the host; a layer's come when it computes"),
+        "frozen": ("memory.parameters", "moves weights to the host; a layer's come when it computes"),
+        "activations": ("memory.activations", "moves what is kept of each layer to the host"),
+    }
+    for group, (path, effect) in hosted_groups.items():
+        if in_effect[path] == "device":
+            yield Lever(group, ((path, "pinned_host"), *streamed), effect)
+    if report["mesh"].get("data", 1) > 1:
+        for group in _STATE:
+            yield Lever(group, (("mesh.data", 1), ("mesh.fsdp", -1)), "shards it over all devices")
+
+
+def _recomputation(in_effect: dict[str, Any]) -> Iterator[Lever]:
+    remat = in_effect["memory.remat"]
+    if remat == "none":
+        yield Lever("activations", (("memory.remat", "dots"),), "shrinks activations: recomputes all but products")
+    if remat in ("none", "dots"):
+        yield Lever("activations", (("memory.remat", "full"),), "shrinks activations to each layer's input")
+    if remat == "full":
+        yield Lever("activations", (("memory.remat", "sqrt"),), "keeps the inputs of groups of layers alone")
+    count = 2 * in_effect["learner.accumulate"]
+    if count <= in_effect["data.global_batch_size"]:
+        yield Lever("activations", (("learner.accumulate", count),), f"{count} microbatches, one after the other")
+
+
+def _streamed(in_effect: dict[str, Any], platform: str) -> tuple[tuple[str, Any], ...]:
+    """The schedule that hosted state needs, where the present one is not such a one already."""
+    if in_effect["memory.update"] != "after_backward":
+        return ()
+    # On GPUs nothing of what is on the host can be sliced.
+    return (("memory.update", "layer_programs" if platform == "gpu" else "streamed"),)
+
+
+def measured(
+    config: Config,
+    target: Target,
+    report: Report,
+    candidates: Sequence[Lever],
+) -> list[Lever]:
+    """The levers that go with a config on a target and shrink their group, with what the closed form says of them."""
+    present = report["estimate"]["breakdown"]
+    present_peak = report["estimate"]["device_peak_bytes"]
+    helpful = []
+    with phase("trying what moves each group", patience=SHORT):
+        for lever in candidates:
+            trial = config.copy()
+            try:
+                for path, value in sorted(lever.settings):
+                    trial.set_path(path, value)
+                need = closed_form(trial.instantiate(), target)
+            except ValueError:
+                # Not with this schedule, platform or batch.
+                continue
+            size = need.breakdown[lever.group]
+            if need.peak_bytes < 0.995 * present_peak or size < 0.95 * present[lever.group]:
+                helpful.append(lever._replace(group_bytes=size, peak_bytes=need.peak_bytes))
+    return helpful

@@ -1,0 +1,215 @@
+"""The document: a page of one plan, with its ship, or of several, with a fleet and bars on one scale."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from framework.plan.grid import Point, point_of
+from framework.plan.levers import Lever, levers
+from framework.plan.page import bars, cargo, commands, hull, load, slider, step_time, tables
+from framework.plan.page.bound import Figures, bound
+from framework.plan.page.commands import Asked
+from framework.plan.report import Report
+
+_FOLDER = Path(__file__).parent
+_CSS = (_FOLDER / "page.css").read_text("utf-8")
+_SCRIPT = (_FOLDER / "page.js").read_text("utf-8")
+# What is inline may run; a browser fetches nothing for this page, and sends nothing.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_HEAD = f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<link rel="icon" href="data:,"><meta name="viewport" content="width=device-width"><style>{_CSS}</style>"""
+# So many ships are drawn; of more, the bars tell as much.
+_FLEET = 12
+
+
+def page(
+    plans: Sequence[Report],
+    *,
+    points: Sequence[Point] = (),
+    asked: Asked | None = None,
+    moves: Sequence[Lever] | None = None,
+) -> str:
+    """A complete HTML document.
+
+    Args:
+        plans: one report, or several: what they do not share names them.
+        points: that the slider moves through. The first plan's is among them.
+        asked: the command line, for commands to paste; None where there was none.
+        moves: what moves the groups of a single plan; by default what may move them, without how far.
+    """
+    common = tables.common_facts(plans)
+    # Plans of one config and target have one title.
+    titles = dict.fromkeys(" ".join(tables.facts(plan)[:2]) for plan in plans)
+    title = ", ".join(titles)
+    common_settings = " ".join(text for text in common if text not in tables.facts(plans[0])[:2])
+    planned = _Planned(plans, points, asked)
+    settings = f"<p class=soft>{tables.breakable(common_settings)}</p>"
+    header = f"<header><h1>{escape(title)}</h1>{planned.verdict()}{settings}</header>"
+    sections = [("", planned.ship()), ("Take it along", planned.commands())]
+    if len(plans) == 1:
+        moves = levers(plans[0]) if moves is None else moves
+        sections.append(("Where each byte goes" + (", and what moves it" if moves else ""), planned.cargo(moves)))
+    sections += _sections_of_all(plans, planned)
+    body = "".join(_section(heading, content) for heading, content in sections if content)
+    script = planned.script()
+    head = f"{_HEAD}<title>{escape(title)}: plan</title></head>"
+    return f"{head}<body><main>{hull.DEFINITIONS}{header}{body}</main>{script}</body></html>\n"
+
+
+def _sections_of_all(plans: Sequence[Report], planned: "_Planned") -> list[tuple[str, str]]:
+    names = tables.names(plans)
+    sections = []
+    if len(plans) > 1:
+        sections.append(("On one device at the peak", bars.of_devices(names, plans)))
+    sections += [
+        ("How long a step takes", planned.step_time()),
+        ("On the host, in one process", bars.of_hosts(names, plans)),
+        ("Peak of each phase, on one device", bars.of_phases(names, plans)),
+        ("Figures", _figures(names, plans, planned)),
+    ]
+    return sections
+
+
+def _figures(names: Sequence[str], plans: Sequence[Report], planned: "_Planned") -> str:
+    """All tables of one plan; of several, a comparison, and the tables of each to be unfolded."""
+    if len(plans) == 1:
+        return tables.tables_of(plans[0], is_drawn=True)
+    folded = ""
+    for name, plan in zip(names, plans, strict=True):
+        command = planned.command_of(plan)
+        content = command + tables.tables_of(plan, is_drawn=False)
+        folded += f"<details><summary>{escape(name)}</summary>{content}</details>"
+    return tables.compared(plans) + folded
+
+
+def _section(heading: str, content: str) -> str:
+    title = f"<h2>{heading}</h2>" if heading else ""
+    return f"<section>{title}{content}</section>"
+
+
+class _Planned:
+    """The plans of a page, and the figures that its script may change."""
+
+    def __init__(self, plans: Sequence[Report], points: Sequence[Point], asked: Asked | None):
+        self._plans = plans
+        self._first = plans[0]
+        self._asked = asked
+        self._points = points if len(points) > 1 else ()
+        reports = [point.report for point in self._points] or list(plans)
+        self._layers = load.layers(reports)
+        self._parts = step_time.part_names(reports)
+        self._point_figures = [self._figures_at(point) for point in self._points]
+        self._shown = self._shown_figures()
+
+    def verdict(self) -> str:
+        """The verdict on one plan, or how many fit."""
+        if len(self._plans) > 1:
+            fitting = sum(plan["fits"] for plan in self._plans)
+            kind = "good" if fitting else "bad"
+            return f"<p class='verdict {kind}'>{fitting} of {len(self._plans)} fit</p>"
+        return bound("p", self._shown, {"class": "verdict.class", "text": "verdict"})
+
+    def ship(self) -> str:
+        """The ship with its sliders, or the fleet of several plans."""
+        content = ""
+        if len(self._plans) > 1 and len(self._plans) <= _FLEET:
+            content = self._fleet()
+        if self._points:
+            content += f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
+            content += slider.basis(self._shown) + slider.controls(self._points, self._first.get("item", "token"))
+        elif len(self._plans) == 1:
+            content = f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
+        return content
+
+    def cargo(self, moves: Sequence[Lever]) -> str:
+        """The groups of the one plan, what moves them, what would fit, and the largest buffers."""
+        first = self._first
+        content = cargo.groups(self._shown, first, self._layers, moves) + cargo.suggestions(first)
+        return content + cargo.buffers(first, self._layers) + _stays(self._points)
+
+    def commands(self) -> str:
+        """The commands to paste."""
+        if self._asked is None:
+            return ""
+        boxes = ""
+        if len(self._plans) == 1 or self._points:
+            if self._shown["command.train"]:
+                boxes = commands.box(self._shown, "command.train", "train it")
+            return boxes + commands.box(self._shown, "command.plan", "plan it again")
+        return commands.box(self._shown, "command.plan", "plan them again")
+
+    def command_of(self, plan: Report) -> str:
+        """The command that trains one of several plans."""
+        if self._asked is None or "subject" in plan:
+            return ""
+        command = commands.train_command(self._asked, commands.settings_of(plan))
+        return commands.box({"train": command}, "train", "train it") if command else ""
+
+    def step_time(self) -> str:
+        """The section of the step's time, if any report tells it."""
+        if not self._parts or (len(self._plans) > 1 and not self._points):
+            return ""
+        content = step_time.section(self._shown, self._parts, self._first.get("item", "item"))
+        return bound("div", self._shown, {"class": "time.class"}, content=content)
+
+    def script(self) -> str:
+        """The data of the points and the script, where there is something to slide or to copy."""
+        if not self._points and self._asked is None:
+            return ""
+        data = ""
+        if self._points:
+            data = slider.data(self._points, self._point_figures, self._shown_index())
+        return f"{data}<script>{_SCRIPT}</script>"
+
+    def _fleet(self) -> str:
+        ships = ""
+        for name, plan in zip(tables.names(self._plans), self._plans, strict=True):
+            held = load.layers([plan])
+            drawing = hull.ship(load.figures(plan, held), held)
+            ships += f"<figure>{drawing}<figcaption>{tables.breakable(name)}<br>{tables.verdict(plan)}</figcaption></figure>"
+        caption = "Each ship is drawn to a scale of its own; the bars below share one."
+        return f"<div class=fleet>{ships}</div><p class=soft>{caption}</p>"
+
+    def _shown_index(self) -> int:
+        asked = point_of(self._first)
+        return next(index for index, point in enumerate(self._points) if point[:2] == asked[:2])
+
+    def _shown_figures(self) -> Figures:
+        if self._points:
+            return self._point_figures[self._shown_index()]
+        figures = load.figures(self._first, self._layers) | step_time.figures(self._first, self._parts)
+        if self._asked is None:
+            return figures
+        settings = self._asked.settings
+        return figures | _command_figures(self._asked, settings, settings)
+
+    def _figures_at(self, point: Point) -> Figures:
+        """The figures of a point of the slider."""
+        asked = self._points[[other[:2] for other in self._points].index(point_of(self._first)[:2])]
+        figures = load.figures(point.report, self._layers) | step_time.figures(point.report, self._parts)
+        figures["basis"] = slider.basis_text(point, asked)
+        if self._asked is None:
+            return figures
+        settings = list(self._asked.settings)
+        # The asked point's commands are those that were typed.
+        if point[:2] == asked[:2] and len(self._plans) == 1:
+            return figures | _command_figures(self._asked, settings, settings)
+        changed = commands.settings_at(point, settings)
+        # The command that compared the points makes all of them again.
+        return figures | _command_figures(self._asked, changed, settings if len(self._plans) > 1 else changed)
+
+
+def _command_figures(asked: Asked, train_settings: Sequence[str], plan_settings: Sequence[str]) -> dict[str, str]:
+    return {
+        "command.train": commands.train_command(asked, train_settings),
+        "command.plan": commands.plan_command(asked, plan_settings),
+    }
+
+
+def _stays(points: Sequence[Point]) -> str:
+    """A note on what does not follow the slider."""
+    if not points:
+        return ""
+    note = "What moves a group, what would fit, the largest buffers and all below are those of the asked point"
+    return f"<p class='soft stays'>{note}; bytes and shares of the groups follow the slider.</p>"

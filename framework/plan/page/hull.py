@@ -1,0 +1,134 @@
+"""The picture of a page: a ship in side view, with the groups of a plan in its hold and its load line on the hull."""
+
+from collections.abc import Sequence
+
+from framework.plan.page.bound import Figures, bound
+from framework.plan.page.load import DECK, FLOOR, Layer, tick_keys
+
+_WIDTH = 960
+_HEIGHT = 430
+_HOLD_LEFT = 236
+_HOLD_WIDTH = 440
+_HOLD_RIGHT = _HOLD_LEFT + _HOLD_WIDTH
+_MARK_X = 716
+# From the stern along the deck to the bow, down the stem and back along the keel.
+_HULL = (
+    "M124 128 L706 128 Q764 126 812 98 C800 176 782 262 762 332 Q748 394 704 394 L190 394 Q158 394 152 344 "
+    "C146 284 128 232 124 188 Z"
+)
+# The house, its windows, the funnel, and a mast with its stays.
+_HOUSE = (
+    '<path class="house" d="M142 128V80h16V54h50v26h14v48z"/>'
+    '<path class="window" d="M164 63h38v9h-38zM150 90h12v10h-12zM170 90h12v10h-12zM190 90h12v10h-12z'
+    'M150 109h12v10h-12zM170 109h12v10h-12zM190 109h12v10h-12z"/>'
+    '<path class="funnel" d="M176 54l3-26h20l-3 26z"/><path class="band" d="M178.100 36h20l-1 8h-20z"/>'
+    '<path class="rope" d="M772 116V38M772 44L812 98M772 44L694 128"/>'
+)
+_SMOKE = '<g class="smoke"><circle cx="176" cy="16" r="7"/><circle cx="162" cy="8" r="9"/><circle cx="143" cy="4" r="11"/></g>'
+# One wave of 40 is repeated over more than the width.
+_WAVES = f"M-40 0{'q10 -5 20 0t20 0' * 26}V460H-40Z"
+# Water before the ship is not before its hold, whose colours stay as they are.
+_BEFORE = f"M0 -20H{_WIDTH}V{_HEIGHT}H0ZM{_HOLD_LEFT} -20H{_HOLD_RIGHT}V{FLOOR:.0f}H{_HOLD_LEFT}Z"
+# What all ships of a page refer to.
+DEFINITIONS = f"""<svg class="definitions" width="0" height="0" aria-hidden="true"><defs>
+<clipPath id="hull"><path d="{_HULL}"/></clipPath>
+<clipPath id="before"><path clip-rule="evenodd" d="{_BEFORE}"/></clipPath>
+<pattern id="over" width="9" height="9" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<path class="hatch" d="M0 0V9"/></pattern>
+<pattern id="empty" width="7" height="7" patternUnits="userSpaceOnUse"><circle class="dot" cx="2" cy="2" r="1"/></pattern>
+</defs></svg>"""
+
+
+def ship(figures: Figures, held: Sequence[Layer]) -> str:
+    """The drawing of one plan; its figures may follow the slider."""
+    title = bound("title", figures, {"text": "title"})
+    description = bound("desc", figures, {"text": "description"})
+    shapes = [
+        title,
+        description,
+        _SMOKE,
+        _sea(figures, "behind"),
+        f'<path class="hull" d="{_HULL}"/>',
+        f'<g clip-path="url(#hull)">{_paint(figures)}</g>',
+        _HOUSE,
+        f'<rect class="hold" x="{_HOLD_LEFT}" y="{DECK - 4:.0f}" width="{_HOLD_WIDTH}" height="{FLOOR - DECK + 4:.0f}"/>',
+        *(_cargo(figures, layer) for layer in held),
+        _excess(figures),
+        _draught(figures),
+        f'<g clip-path="url(#before)">{_sea(figures, "front")}</g>',
+        *(_cargo_label(figures, layer) for layer in held),
+        _load_line(figures),
+        _labels(figures),
+    ]
+    drawing = "".join(shapes)
+    return bound(
+        "svg",
+        figures,
+        {"class": "ship"},
+        attributes=f'role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}"',
+        content=drawing,
+    )
+
+
+def _sea(figures: Figures, kind: str) -> str:
+    waves = f'<path d="{_WAVES}"/>'
+    return bound("g", figures, {"transform": "sea"}, attributes=f'class="sea {kind}"', content=waves)
+
+
+def _paint(figures: Figures) -> str:
+    """The red of a ship's bottom, up to the load line."""
+    attributes = f'class="bottom" x="0" width="{_WIDTH}" height="{_HEIGHT}"'
+    return bound("rect", figures, {"y": "paint"}, attributes=attributes)
+
+
+def _cargo(figures: Figures, layer: Layer) -> str:
+    title = bound("title", figures, {"text": f"{layer.key}.title"})
+    fill = "url(#empty)" if layer.colour == "transparent" else layer.colour
+    return bound(
+        "rect",
+        figures,
+        {"y": f"{layer.key}.y", "height": f"{layer.key}.height"},
+        attributes=f'class="cargo" x="{_HOLD_LEFT}" width="{_HOLD_WIDTH}" fill="{fill}"',
+        content=title,
+    )
+
+
+def _cargo_label(figures: Figures, layer: Layer) -> str:
+    follow = {"y": f"{layer.key}.middle", "opacity": f"{layer.key}.visible"}
+    # What is left empty has no colour of its own.
+    fill = "" if layer.colour == "transparent" else f' fill="{layer.ink}"'
+    size = f'class="inside" x="{_HOLD_RIGHT - 12}" text-anchor="end"{fill}'
+    name = f'class="inside" x="{_HOLD_LEFT + 12}"{fill}'
+    name_label = bound("text", figures, follow | {"text": f"{layer.key}.name"}, attributes=name)
+    return name_label + bound("text", figures, follow | {"text": f"{layer.key}.size"}, attributes=size)
+
+
+def _excess(figures: Figures) -> str:
+    """What is over the line."""
+    attributes = f'class="excess" x="{_HOLD_LEFT}" width="{_HOLD_WIDTH}" fill="url(#over)"'
+    return bound("rect", figures, {"y": "over.y", "height": "over.height"}, attributes=attributes)
+
+
+def _draught(figures: Figures) -> str:
+    marks = ""
+    for key in tick_keys():
+        text = bound("text", figures, {"text": f"{key}.text"}, attributes='x="218" y="4" text-anchor="end"')
+        follow = {"transform": f"{key}.place", "opacity": f"{key}.visible"}
+        marks += bound("g", figures, follow, content=f'<path d="M222 0h14"/>{text}')
+    return f'<g class="draught">{marks}</g>'
+
+
+def _load_line(figures: Figures) -> str:
+    """The mark: a circle with a bar through it; and its line across the hold."""
+    circle = f'<circle cx="{_MARK_X}" cy="0" r="15"/><path d="M{_MARK_X - 26} 0h52"/>'
+    mark = f'<g class="halo">{circle}</g><g class="mark">{circle}</g>'
+    line = f'<path class="limit" d="M{_HOLD_LEFT} 0H{_WIDTH - 4}"/>{mark}'
+    label = f'class="limit-label" x="{_WIDTH - 8}" y="-9" text-anchor="end"'
+    line += bound("text", figures, {"text": "limit"}, attributes=label)
+    return bound("g", figures, {"transform": "line", "opacity": "line.visible"}, content=line)
+
+
+def _labels(figures: Figures) -> str:
+    need = bound("text", figures, {"y": "water.label", "text": "need"}, attributes='class="need" x="10"')
+    attributes = f'class="over-label" x="{_WIDTH - 8}" text-anchor="end"'
+    return need + bound("text", figures, {"y": "over.label", "text": "over"}, attributes=attributes)

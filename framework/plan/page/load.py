@@ -1,0 +1,154 @@
+"""The load of a ship as figures: where each layer of the cargo, the water and the load line are.
+
+Heights are proportional to bytes: layers have the width of the hold, so their areas are, too. The water stands as high
+as the cargo, as it does at a ship that is a box: the mark is over the water as long as the plan fits.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from framework.plan.page.colours import EMPTY, colours, ink
+from framework.plan.page.tables import verdict_kind, verdict_text
+from framework.plan.report import Report
+from framework.terminal.tables import human_bytes
+
+# In the units of the drawing, of which y grows downwards.
+FLOOR = 372.0
+DECK = 132.0
+_LOAD_LINE = 172.0  # where the limit is drawn, unless the cargo would pass the top of the picture
+_TOP = 30.0
+_LEAST_LABELLED = 17.0
+_TICKS = 8
+
+
+class Layer(NamedTuple):
+    """A group of the breakdown in the hold; `key` is what its figures' keys begin with."""
+
+    key: str
+    group: str
+    label: str
+    colour: str
+    ink: str
+
+
+def layers(plans: Sequence[Report]) -> list[Layer]:
+    """The groups that any of the plans has, from the floor of the hold up."""
+    groups = dict.fromkeys(group for plan in plans for group, size in parts(plan).items() if size > 0)
+    ordered = [group for plan in plans for group in parts(plan) if group in groups]
+    fills = colours(group for plan in plans for group in plan["breakdown"])
+    held = []
+    for index, group in enumerate(sorted(dict.fromkeys(ordered), key=lambda group: group == EMPTY)):
+        held.append(Layer(f"g{index}", group, group.replace("_", " "), fills[group], ink(fills[group])))
+    return held
+
+
+def parts(plan: Report) -> Mapping[str, int]:
+    """Bytes by group, and those that packing leaves empty."""
+    gaps = plan["device_allocated_bytes"] - plan["device_peak_bytes"]
+    return plan["breakdown"] | {EMPTY: max(0, gaps)}
+
+
+def figures(plan: Report, held: Sequence[Layer]) -> dict[str, str]:
+    """The figures of the drawing and of the table beside it."""
+    need = plan["device_allocated_bytes"]
+    limit = plan["device_limit_bytes"]
+    sizes = parts(plan)
+    scale = _scale(sum(max(0, size) for size in sizes.values()), limit)
+    values: dict[str, str] = {}
+    y = FLOOR
+    for layer in held:
+        size = max(0, sizes.get(layer.group, 0))
+        height = size * scale
+        y -= height
+        values |= _layer_figures(layer, size, y, height)
+        values[f"{layer.key}.share"] = f"{100 * size / max(need, 1):.1f}%"
+    values |= _water_figures(y, limit, scale)
+    values |= _draught_marks(scale)
+    over = need - limit if limit and need > limit else 0
+    about = "≈ " if plan["estimated"] else ""
+    values |= {
+        "need": f"{about}{human_bytes(need)}",
+        "limit": f"limit {human_bytes(limit)}" if limit else "",
+        "over": f"{human_bytes(over)} over the line" if over else "",
+        "verdict": verdict_text(plan),
+        "verdict.class": f"verdict {verdict_kind(plan)}",
+        "title": _title(plan),
+        "description": _description(plan, held),
+        # A plan that does not fit may do so in another phase, and its ship is afloat.
+        "ship": "ship sunk" if over else "ship afloat",
+    }
+    return values
+
+
+def _scale(load: float, limit: int | None) -> float:
+    """Units of the drawing for a byte."""
+    to_the_line = (FLOOR - _LOAD_LINE) / max(limit or load, 1)
+    to_the_top = (FLOOR - _TOP) / max(load, 1)
+    return min(to_the_line, to_the_top)
+
+
+def _layer_figures(
+    layer: Layer,
+    size: float,
+    y: float,
+    height: float,
+) -> dict[str, str]:
+    is_labelled = height >= _LEAST_LABELLED
+    return {
+        f"{layer.key}.y": f"{y:.2f}",
+        f"{layer.key}.height": f"{height:.2f}",
+        f"{layer.key}.middle": f"{y + height / 2 + 4.5:.2f}",
+        f"{layer.key}.visible": "1" if is_labelled else "0",
+        f"{layer.key}.name": layer.label,
+        f"{layer.key}.size": human_bytes(size),
+        f"{layer.key}.title": f"{layer.label}: {human_bytes(size)}",
+    }
+
+
+def _water_figures(water: float, limit: int | None, scale: float) -> dict[str, str]:
+    line = FLOOR - (limit or 0) * scale
+    over = max(0.0, line - water) if limit else 0.0
+    return {
+        "sea": f"translate(0 {water:.2f})",
+        "water.label": f"{max(16.0, water - 8):.2f}",
+        "line": f"translate(0 {line:.2f})",
+        "line.visible": "1" if limit else "0",
+        "paint": f"{line if limit else FLOOR:.2f}",
+        "over.y": f"{water:.2f}",
+        "over.height": f"{over:.2f}",
+        # Beside what is over the line, and not on the label of the limit.
+        "over.label": f"{min(water + 18, line - 26):.2f}",
+    }
+
+
+def _draught_marks(scale: float) -> dict[str, str]:
+    """Marks on the hull, a power of two of bytes apart: between them is room for their numbers."""
+    step = 2 ** max(0, math.ceil(math.log2(28 / scale)))
+    values = {}
+    for index in range(_TICKS):
+        size = (index + 1) * step
+        y = FLOOR - size * scale
+        is_on_hull = y > DECK + 8
+        values[f"tick{index}.place"] = f"translate(0 {max(y, DECK):.2f})"
+        values[f"tick{index}.visible"] = "1" if is_on_hull else "0"
+        values[f"tick{index}.text"] = human_bytes(size).replace(".00", "")
+    return values
+
+
+def tick_keys() -> list[str]:
+    """What the keys of the draught marks' figures begin with."""
+    return [f"tick{index}" for index in range(_TICKS)]
+
+
+def _title(plan: Report) -> str:
+    need = human_bytes(plan["device_allocated_bytes"])
+    limit = plan["device_limit_bytes"]
+    of_limit = f" of {human_bytes(limit)}" if limit else ""
+    return f"A ship loaded with {need}{of_limit}: {verdict_text(plan)}"
+
+
+def _description(plan: Report, held: Sequence[Layer]) -> str:
+    sizes = parts(plan)
+    listed = [f"{layer.label} {human_bytes(sizes.get(layer.group, 0))}" for layer in held]
+    return f"In the hold, from the floor up: {', '.join(listed)}."

@@ -1,0 +1,84 @@
+"""The slider: points of batch and sequence, their figures as data in the page, and the controls that move through them.
+
+Only points that were planned are reached: the page computes nothing.
+"""
+
+import json
+from collections.abc import Sequence
+
+from framework.plan.grid import Point
+from framework.plan.page.bound import Figures, bound
+
+_LABELS = {"batch": "global batch", "sequence": "sequence length"}
+
+
+def data(points: Sequence[Point], figures: Sequence[Figures], asked: int) -> str:
+    """The points as JSON in a script tag that no browser runs; what every point shares is stored once.
+
+    Args:
+        points: of the grid.
+        figures: of each point.
+        asked: index of the point that the page shows first.
+    """
+    shared = {key: text for key, text in figures[0].items() if all(other[key] == text for other in figures)}
+    stored = {}
+    for point, values in zip(points, figures, strict=True):
+        stored[f"{point.batch},{_length(point)}"] = {key: text for key, text in values.items() if key not in shared}
+    content = {
+        "batch": sorted({point.batch for point in points}),
+        "sequence": sorted({_length(point) for point in points}),
+        "asked": {"batch": points[asked].batch, "sequence": _length(points[asked])},
+        "points": stored,
+    }
+    # A "<" in JSON is in a string: no text ends the tag, whatever a config is called.
+    text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="points">{text}</script>'
+
+
+def controls(points: Sequence[Point], item: str) -> str:
+    """The sliders, one for each thing that varies; the script shows them."""
+    values = {"batch": {point.batch for point in points}, "sequence": {_length(point) for point in points}}
+    sliders = ""
+    for name, choices in values.items():
+        if len(choices) > 1:
+            sliders += _slider(name, len(choices))
+    compiled = sum(not point.report["estimated"] for point in points)
+    closed = len(points) - compiled
+    counts = []
+    if compiled:
+        counts.append(f"{compiled} compiled")
+    if closed:
+        counts.append(f"{closed} by the closed form")
+    rows = f"{item}s of a batch" if item != "token" else "sequences of a batch, and tokens of a sequence"
+    about = f"<p class=soft>{len(points)} points were planned ({', '.join(counts)}): {rows}."
+    return f'<form class="controls" hidden>{sliders}<button type="button" class="back">as asked</button>{about}</form>'
+
+
+def basis(figures: Figures) -> str:
+    """Where the figures that are shown come from."""
+    return bound("p", figures, {"text": "basis"}, attributes='class="basis soft" aria-live="polite"')
+
+
+def basis_text(point: Point, asked: Point) -> str:
+    """The point in words, and whether it was compiled."""
+    place = f"Batch {point.batch:,}"
+    if point.sequence is not None:
+        place += f", sequence {point.sequence:,}"
+    if not point.report["estimated"]:
+        return f"{place}: compiled by the target's own compiler."
+    error = asked.report.get("estimate", {}).get("error")
+    how_far = ""
+    if not asked.report["estimated"] and error is not None:
+        direction = "more" if error > 0 else "less"
+        how_far = f" At the compiled point that says {abs(error):.1%} {direction}."
+    return f"{place}: by the closed form, without a compiler.{how_far}"
+
+
+def _slider(name: str, count: int) -> str:
+    attributes = f'type="range" name="{name}" min="0" max="{count - 1}" step="1" value="0"'
+    label = f'<label>{_LABELS[name]} <output name="{name}-value"></output></label>'
+    return f'<div class="slider">{label}<input {attributes} aria-label="{_LABELS[name]}"></div>'
+
+
+def _length(point: Point) -> int:
+    return point.sequence or 0

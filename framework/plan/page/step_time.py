@@ -1,0 +1,94 @@
+"""How long a step takes, where a report says so: a bar of its parts, the rate, and how sure that is."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from framework.plan.page.bound import Figures, bound
+from framework.plan.page.colours import FILLS, ink
+from framework.plan.report import Report
+from framework.terminal.tables import human_count
+
+_LEAST_LABELLED = 0.14  # of the bar's width
+_NOT_SAID = {"seconds": 0.0, "parts": {}, "tokens_per_second": 0.0, "model_flops_utilization": None, "bound_by": ""}
+
+
+def part_names(plans: Sequence[Report]) -> list[str]:
+    """The parts that any of the plans has time in, in order."""
+    times = [plan.get("time") or _NOT_SAID for plan in plans]
+    return list(dict.fromkeys(part for time in times for part, seconds in time["parts"].items() if seconds > 0))
+
+
+def figures(plan: Report, parts: Sequence[str]) -> dict[str, str]:
+    """The figures of a step's time; empty texts where the report does not tell it."""
+    time: Mapping[str, Any] = plan.get("time") or _NOT_SAID
+    whole = max(time["seconds"], 1e-12)
+    values = {
+        "time.class": "" if plan.get("time") else "untold",
+        "time.seconds": human_seconds(time["seconds"]),
+        "time.rate": human_count(time["tokens_per_second"]),
+        "time.mfu": _percentage(time["model_flops_utilization"]),
+        "time.bound_by": time["bound_by"],
+        "time.basis": time.get("basis", ""),
+    }
+    start = 0.0
+    for index, part in enumerate(parts):
+        seconds = time["parts"].get(part, 0.0)
+        key = f"t{index}"
+        values[f"{key}.x"] = f"{100 * start / whole:.3f}%"
+        values[f"{key}.width"] = f"{100 * seconds / whole:.3f}%"
+        values[f"{key}.text"] = human_seconds(seconds)
+        values[f"{key}.title"] = f"{part}: {human_seconds(seconds)}"
+        values[f"{key}.visible"] = "1" if seconds / whole >= _LEAST_LABELLED else "0"
+        start += seconds
+    return values
+
+
+def human_seconds(seconds: float) -> str:
+    """Formats seconds: 0.0123 -> "12.3 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def section(figures: Figures, parts: Sequence[str], item: str) -> str:
+    """The section's content."""
+    tiles = ""
+    captions = {"time.seconds": "a step", "time.rate": f"{item}s per second, all devices", "time.mfu": "MFU"}
+    captions["time.bound_by"] = "what it waits for most"
+    for key, caption in captions.items():
+        tiles += f"<div>{bound('b', figures, {'text': key})}<small>{escape(caption)}</small></div>"
+    shapes = "".join(_part(figures, index, part) for index, part in enumerate(parts))
+    legend = ""
+    for index, part in enumerate(parts):
+        size = bound("small", figures, {"text": f"t{index}.text"})
+        legend += f'<span><i style="background: {_fill(index)}"></i>{escape(part)} {size}</span>'
+    bar = f'<div class="track time"><svg role="img" aria-label="Parts of a step">{shapes}</svg></div>'
+    basis = bound("p", figures, {"text": "time.basis"}, attributes='class="soft"')
+    return f"<div class=tiles>{tiles}</div>{bar}<div class=legend>{legend}</div>{basis}"
+
+
+def _part(figures: Figures, index: int, part: str) -> str:
+    key = f"t{index}"
+    title = bound("title", figures, {"text": f"{key}.title"})
+    attributes = f'y="4" height="32" fill="{_fill(index)}"'
+    follow = {"x": f"{key}.x", "width": f"{key}.width"}
+    shape = bound("rect", figures, follow, attributes=attributes, content=title)
+    label = f'class="inside" y="24" dx="8" fill="{ink(_fill(index))}"'
+    return shape + bound(
+        "text",
+        figures,
+        {"x": f"{key}.x", "opacity": f"{key}.visible"},
+        attributes=label,
+        content=escape(part),
+    )
+
+
+def _fill(index: int) -> str:
+    # Other colours than the first groups' would be no better: the legend tells what they are.
+    return FILLS[(0, 5, 4, 3, 8, 7, 2, 6, 1)[index % 9]]
+
+
+def _percentage(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"

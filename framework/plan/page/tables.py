@@ -1,0 +1,82 @@
+"""The tables of a page, the names of its plans, and the verdict in a few words."""
+
+from collections.abc import Sequence
+from html import escape
+
+from framework.plan.report import Report, comparison, sections
+from framework.terminal.tables import Section, human_bytes
+
+# The page has a section of its own for each of these.
+_DRAWN = ("largest buffers", "would fit")
+
+
+def facts(plan: Report) -> list[str]:
+    """What tells a plan from others: config, target and settings."""
+    return [plan["config"], f"on {plan['target']}", *plan["settings"]]
+
+
+def common_facts(plans: Sequence[Report]) -> list[str]:
+    """What all plans share."""
+    return [text for text in facts(plans[0]) if all(text in facts(plan) for plan in plans)]
+
+
+def names(plans: Sequence[Report]) -> list[str]:
+    """A name for each plan: what it does not share with the others."""
+    common = common_facts(plans)
+    plan_names = []
+    for plan in plans:
+        differing = " ".join(text for text in facts(plan) if text not in common)
+        plan_names.append(differing or plan["config"])
+    return plan_names
+
+
+def breakable(text: str) -> str:
+    """HTML of settings such as memory.remat=full, which may be broken behind the sign."""
+    return escape(text).replace("=", "=<wbr>")
+
+
+def verdict_text(plan: Report) -> str:
+    """`✓ fits, 7.15 GiB free`."""
+    limit = plan["device_limit_bytes"]
+    need = plan["device_allocated_bytes"]
+    if not plan["fits"]:
+        excess = f", {human_bytes(need - limit)} over" if limit and need > limit else ""
+        return f"✗ does not fit{excess}"
+    if not limit:
+        return "limit not known"
+    return f"✓ fits, {human_bytes(limit - need)} free"
+
+
+def verdict_kind(plan: Report) -> str:
+    """The class of a verdict: good, bad, or neither where the limit is not known."""
+    if not plan["fits"]:
+        return "bad"
+    return "good" if plan["device_limit_bytes"] else "soft"
+
+
+def verdict(plan: Report) -> str:
+    """The verdict as HTML."""
+    return f"<b class={verdict_kind(plan)}>{verdict_text(plan)}</b>"
+
+
+def table(section: Section) -> str:
+    """A section of a report as HTML."""
+    rows = ""
+    for row in section.rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        rows += f"<tr>{cells}"
+    kind = " numbers" if section.numbers else ""
+    return f'<h3>{escape(section.title)}</h3><div class="scroll{kind}"><table>{rows}</table></div>'
+
+
+def tables_of(plan: Report, *, is_drawn: bool) -> str:
+    """All tables of a plan, but for those that the page shows otherwise where it is drawn."""
+    versions = Section("versions", list(plan["versions"].items()))
+    shown = [section for section in sections(plan) if not (is_drawn and section.title in _DRAWN)]
+    return "".join(map(table, [*shown, versions]))
+
+
+def compared(plans: Sequence[Report]) -> str:
+    """One table that compares several plans."""
+    renamed = [plan | {"settings": [name]} for name, plan in zip(names(plans), plans, strict=True)]
+    return table(comparison(renamed))

@@ -1,0 +1,61 @@
+"""The page of `plimsoll plan --html`: what is planned for it besides the reports, and the command line it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from launch import cli
+
+if TYPE_CHECKING:
+    from framework.plan.page import Asked
+
+
+def page_of_one_machine(
+    command: cli.Command,
+    variants: Sequence[cli.Command],
+    target: Any,
+    reports: Sequence[dict[str, Any]],
+) -> str:
+    """The page of one target: of one plan with a slider over planned points, or of what --compare compares."""
+    from framework.plan import grid, levers
+    from framework.plan.page import page
+
+    asked = asked_for(command.args, f"--config={command.spec}", command.overrides)
+    if not command.args.compare:
+        (report,) = reports
+        config, _ = variants[0].resolve(target.name)
+        points = grid.grid(config, target, report)
+        moves = levers.measured(config, target, report, levers.levers(report))
+        return page(reports, points=points, asked=asked, moves=moves)
+    # The values compared are points themselves if nothing else differs between them.
+    compared_paths = {text.partition("=")[0].removeprefix("config.") for text in command.args.compare}
+    points = []
+    if compared_paths <= {grid.BATCH, grid.SEQUENCE}:
+        points = [grid.point_of(report) for report in reports]
+    return page(reports, points=points, asked=asked)
+
+
+def page_of_several(args: Any, source: str, overrides: cli.Overrides, reports: Sequence[dict[str, Any]]) -> str:
+    """The page of several targets, or of a function."""
+    from framework.plan.page import page
+
+    return page(reports, asked=asked_for(args, source, overrides))
+
+
+def asked_for(args: Any, source: str, overrides: cli.Overrides) -> Asked:
+    """The command line as a page shows it, without what only says where else the report goes."""
+    from framework.plan.page import Asked
+
+    flags = [f"--compare={text}" for text in args.compare]
+    flags += [f"--{name}" for name in ("smallest", "estimate", "step_only") if getattr(args, name)]
+    limit_flags = []
+    if args.device_memory_gib is not None:
+        limit_flags.append(f"--device_memory_gib={args.device_memory_gib:g}")
+    return Asked(
+        source=source,
+        target=f"--target={args.target}" if args.target else "",
+        settings=["=".join(override) for override in overrides],
+        flags=[*flags, *limit_flags, f"--html={args.html}"],
+        train_flags=limit_flags,
+    )
