@@ -13,6 +13,11 @@ if sys.argv[0] == "-m" or sys.argv[0].endswith("/plimsoll"):
     from framework.terminal import interrupts
 
     interrupts.begin()
+
+    from framework.devices.allocator import share_one_heap
+
+    # Libraries that are imported later start threads, and each of these would have a heap.
+    share_one_heap()
     # XLA's errors are shown, and its remarks and warnings, in a format of their own, where somebody
     # asks for them.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from framework.devices.mesh import mesh_text
-from framework.terminal.tables import Section, human_bytes, human_count, human_seconds
+from framework.terminal.tables import Section, human_bytes, human_count, human_duration
 
 Report = dict[str, Any]
 # The groups that the bytes at a peak are divided into, in this order everywhere.
@@ -55,7 +55,7 @@ def sections(report: Report) -> list[Section]:
 def time_cells(report: Report) -> list[str]:
     """[the estimated time of a step, what bounds it]"""
     time = report.get("time")
-    return [human_seconds(time["seconds"]), time["bound_by"]] if time else ["-", "-"]
+    return [human_duration(time["seconds"]), time["bound_by"]] if time else ["-", "-"]
 
 
 def _subject(report: Report) -> str:
@@ -161,7 +161,7 @@ def _time(report: Report) -> list[list[str]]:
         return []
     seconds = time["seconds"]
     unit = "call" if "subject" in report else "step"
-    speed = human_seconds(seconds)
+    speed = human_duration(seconds)
     if time["tokens_per_second"]:
         speed += f", {human_count(time['tokens_per_second'])} {report['item']}s a second"
     if time["model_flops_utilization"]:
@@ -172,7 +172,7 @@ def _time(report: Report) -> list[list[str]]:
         if part_seconds > seconds / 1000:
             share = f"{100 * part_seconds / seconds:.1f}%"
             bounds = ", what bounds it most" if name == time["bound_by"] else ""
-            rows.append([name, f"{human_seconds(part_seconds)}, {share}{bounds}"])
+            rows.append([name, f"{human_duration(part_seconds)}, {share}{bounds}"])
     return [*rows, ["by", time["basis"]]]
 
 

@@ -129,7 +129,7 @@ def human_count(count: float | None) -> str:
     return _human(count, 1000, ("", "k", "M", "B", "T", "P"), digits=1)
 
 
-def human_seconds(seconds: float) -> str:
+def human_duration(seconds: float) -> str:
     """Formats seconds with three digits: 0.0123 -> "12.3 ms"; 2.5 -> "2.50 s"; 5e-6 -> "5.00 us"."""
     factor, unit = 1e-6, "us"
     if seconds >= 1.0:

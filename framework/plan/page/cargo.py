@@ -54,7 +54,7 @@ def buffers(plan: Report, held: Sequence[Layer]) -> str:
 
 
 def _buffer_row(buffer: Mapping, colour: str, share: float) -> str:
-    repeats = f" × {buffer['count']}" if buffer["count"] > 1 else ""
+    repeats = f" x {buffer['count']}" if buffer["count"] > 1 else ""
     bar = f'<svg class="mini"><rect width="{min(1, share):.2%}" height="100%" fill="{colour}"/></svg>'
     name = escape(_shortened(buffer["name"])).replace("/", "/<wbr>")
     shape = escape(_shortened(buffer["shape"]) + repeats)
@@ -78,7 +78,7 @@ def _change(plan: Report, lever: Lever) -> str:
     group_bytes = present["breakdown"][lever.group]
     change = f"{human_bytes(group_bytes)} → {human_bytes(lever.group_bytes)}"
     difference = (lever.peak_bytes or 0) - present["device_peak_bytes"]
-    sign = "−" if difference < 0 else "+"
+    sign = "-" if difference < 0 else "+"
     return f"{change}, peak {sign}{human_bytes(abs(difference))}"
 
 

@@ -46,7 +46,8 @@ def train_command(asked: Asked, settings: Sequence[str]) -> str:
     if flag != "--config":
         return ""
     name = re.sub(r"[^A-Za-z0-9._]+", "-", config.removesuffix(".json")).strip("-.") or "run"
-    return _line(["plimsoll", "train", asked.source, *_overrides(settings), *asked.train_flags, f"--workdir=runs/{name}"])
+    flags = [*_overrides(settings), *asked.train_flags, f"--workdir=runs/{name}"]
+    return _line(["plimsoll", "train", asked.source, *flags])
 
 
 def settings_at(point: Point, settings: Sequence[str]) -> list[str]:

@@ -167,9 +167,10 @@ class _Planned:
         for name, plan in zip(tables.names(self._plans), self._plans, strict=True):
             held = load.layers([plan])
             drawing = hull.ship(load.figures(plan, held), held)
-            ships += f"<figure>{drawing}<figcaption>{tables.breakable(name)}<br>{tables.verdict(plan)}</figcaption></figure>"
-        caption = "Each ship is drawn to a scale of its own; the bars below share one."
-        return f"<div class=fleet>{ships}</div><p class=soft>{caption}</p>"
+            caption = f"{tables.breakable(name)}<br>{tables.verdict(plan)}"
+            ships += f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>"
+        scale = "Each ship is drawn to a scale of its own; the bars below share one."
+        return f"<div class=fleet>{ships}</div><p class=soft>{scale}</p>"
 
     def _shown_index(self) -> int:
         asked = point_of(self._first)

@@ -24,7 +24,10 @@ _HOUSE = (
     '<path class="funnel" d="M176 54l3-26h20l-3 26z"/><path class="band" d="M178.100 36h20l-1 8h-20z"/>'
     '<path class="rope" d="M772 116V38M772 44L812 98M772 44L694 128"/>'
 )
-_SMOKE = '<g class="smoke"><circle cx="176" cy="16" r="7"/><circle cx="162" cy="8" r="9"/><circle cx="143" cy="4" r="11"/></g>'
+_SMOKE = (
+    '<g class="smoke"><circle cx="176" cy="16" r="7"/><circle cx="162" cy="8" r="9"/>'
+    '<circle cx="143" cy="4" r="11"/></g>'
+)
 # One wave of 40 is repeated over more than the width.
 _WAVES = f"M-40 0{'q10 -5 20 0t20 0' * 26}V460H-40Z"
 # Water before the ship is not before its hold, whose colours stay as they are.
@@ -35,7 +38,8 @@ DEFINITIONS = f"""<svg class="definitions" width="0" height="0" aria-hidden="tru
 <clipPath id="before"><path clip-rule="evenodd" d="{_BEFORE}"/></clipPath>
 <pattern id="over" width="9" height="9" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <path class="hatch" d="M0 0V9"/></pattern>
-<pattern id="empty" width="7" height="7" patternUnits="userSpaceOnUse"><circle class="dot" cx="2" cy="2" r="1"/></pattern>
+<pattern id="empty" width="7" height="7" patternUnits="userSpaceOnUse">
+<circle class="dot" cx="2" cy="2" r="1"/></pattern>
 </defs></svg>"""
 
 
@@ -51,7 +55,8 @@ def ship(figures: Figures, held: Sequence[Layer]) -> str:
         f'<path class="hull" d="{_HULL}"/>',
         f'<g clip-path="url(#hull)">{_paint(figures)}</g>',
         _HOUSE,
-        f'<rect class="hold" x="{_HOLD_LEFT}" y="{DECK - 4:.0f}" width="{_HOLD_WIDTH}" height="{FLOOR - DECK + 4:.0f}"/>',
+        f'<rect class="hold" x="{_HOLD_LEFT}" y="{DECK - 4:.0f}" width="{_HOLD_WIDTH}"'
+        f' height="{FLOOR - DECK + 4:.0f}"/>',
         *(_cargo(figures, layer) for layer in held),
         _excess(figures),
         _draught(figures),

@@ -7,7 +7,7 @@ from typing import Any
 from framework.plan.page.bound import Figures, bound
 from framework.plan.page.colours import FILLS, ink
 from framework.plan.report import Report
-from framework.terminal.tables import human_count
+from framework.terminal.tables import human_count, human_duration
 
 _LEAST_LABELLED = 0.14  # of the bar's width
 _NOT_SAID = {"seconds": 0.0, "parts": {}, "tokens_per_second": 0.0, "model_flops_utilization": None, "bound_by": ""}
@@ -25,7 +25,7 @@ def figures(plan: Report, parts: Sequence[str]) -> dict[str, str]:
     whole = max(time["seconds"], 1e-12)
     values = {
         "time.class": "" if plan.get("time") else "untold",
-        "time.seconds": human_seconds(time["seconds"]),
+        "time.seconds": human_duration(time["seconds"]),
         "time.rate": human_count(time["tokens_per_second"]),
         "time.mfu": _percentage(time["model_flops_utilization"]),
         "time.bound_by": time["bound_by"],
@@ -37,19 +37,11 @@ def figures(plan: Report, parts: Sequence[str]) -> dict[str, str]:
         key = f"t{index}"
         values[f"{key}.x"] = f"{100 * start / whole:.3f}%"
         values[f"{key}.width"] = f"{100 * seconds / whole:.3f}%"
-        values[f"{key}.text"] = human_seconds(seconds)
-        values[f"{key}.title"] = f"{part}: {human_seconds(seconds)}"
+        values[f"{key}.text"] = human_duration(seconds)
+        values[f"{key}.title"] = f"{part}: {human_duration(seconds)}"
         values[f"{key}.visible"] = "1" if seconds / whole >= _LEAST_LABELLED else "0"
         start += seconds
     return values
-
-
-def human_seconds(seconds: float) -> str:
-    """Formats seconds: 0.0123 -> "12.3 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
 
 
 def section(figures: Figures, parts: Sequence[str], item: str) -> str:

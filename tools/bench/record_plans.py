@@ -1,0 +1,146 @@
+"""The public record, planned: what others published of their runs, beside what our plan says of the nearest setting.
+
+    python -m tools.bench.record_plans --estimate            # every fact that has a nearest setting, by the closed form
+    python -m tools.bench.record_plans --only v5e            # by the compilers that are here, facts that have the word
+    python -m tools.bench.record_plans --table               # the page of what was planned, without planning again
+
+A fact that a compiler has judged keeps that judgement until a compiler judges it again. The results are in
+docs/benchmarks/public_record.jsonl, and docs/benchmarks/public_record.md is made of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from launch import cli
+from tools.bench import record_page
+from tools.bench.public_record import PublicFact, read_record
+from tools.bench.record_settings import NearestSetting, nearest_setting
+
+RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "public_record.jsonl"
+
+
+@dataclass(frozen=True)
+class PlannedFact:
+    """What our plan says of a fact's nearest setting.
+
+    Attributes:
+        fact: the number of its line in public_record.jsonl, from 1 on.
+        command: that plans it, without the name of the shape's folder.
+        compiled: by the compiler; else by the closed form.
+        fits: our verdict.
+        peak_bytes: of one device, gaps between buffers included.
+        tokens_per_second: estimated, of all devices; None where the rates of the device are not known.
+        date: of the plan.
+        versions: of what planned it.
+    """
+
+    fact: int
+    command: str
+    compiled: bool
+    fits: bool
+    peak_bytes: int
+    tokens_per_second: float | None
+    date: str
+    versions: dict[str, str]
+
+
+def read_results(path: Path = RESULTS) -> dict[int, PlannedFact]:
+    """{line of the fact: what was planned}; empty where nothing was."""
+    if not path.exists():
+        return {}
+    rows = [PlannedFact(**json.loads(line)) for line in path.read_text().splitlines()]
+    return {row.fact: row for row in rows}
+
+
+def write_results(results: dict[int, PlannedFact], path: Path = RESULTS) -> None:
+    """Writes the results, by the line of the fact."""
+    lines = [json.dumps(asdict(results[number])) for number in sorted(results)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Path) -> PlannedFact:
+    """Plans a setting in a process of its own.
+
+    Raises:
+        ValueError: the plan was refused; with its last line.
+    """
+    words = [f"--config={setting.config}", f"--target={setting.target}"]
+    words += [f"--config.{path}={value}" for path, value in setting.overrides.items()]
+    path = folder / "plan.json"
+    path.unlink(missing_ok=True)
+    flags = [f"--json={path}", "--step_only", *(["--estimate"] if estimate else [])]
+    done = subprocess.run([sys.executable, "-m", "launch.plan", *words, *flags], capture_output=True, text=True)
+    if not path.exists():
+        raise ValueError(_last_line(done.stderr))
+    report: dict[str, Any] = json.loads(path.read_text())
+    time = report.get("time") or {}
+    return PlannedFact(
+        fact=number,
+        command=" ".join(["plimsoll plan", *words]).replace(f"{folder}/", ""),
+        compiled=not report["estimated"],
+        fits=report["fits"],
+        peak_bytes=report["device_allocated_bytes"],
+        tokens_per_second=time.get("tokens_per_second"),
+        date=str(date.today()),
+        versions=report["versions"],
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines() or ["no word of why"]
+    return lines[-1]
+
+
+def plan_all(facts: list[PublicFact], words: list[str], *, estimate: bool) -> None:
+    """Plans the facts that have all words, and keeps each result as it comes."""
+    results = read_results()
+    with tempfile.TemporaryDirectory(prefix="plimsoll-record-") as name:
+        folder = Path(name)
+        for number, fact in enumerate(facts, start=1):
+            earlier = results.get(number)
+            if not _has_words(fact, words) or (estimate and earlier is not None and earlier.compiled):
+                continue
+            try:
+                setting = nearest_setting(fact, folder)
+                result = planned(number, setting, estimate=estimate, folder=folder)
+            except ValueError as error:
+                print(f"{number}: {fact.line()}: not planned: {error}", file=sys.stderr)
+                continue
+            results[number] = result
+            write_results(results)
+            print(f"{number}: {fact.line()}: ours {result.peak_bytes / 2**30:.2f} GiB, fits: {result.fits}", flush=True)
+
+
+def _has_words(fact: PublicFact, words: list[str]) -> bool:
+    text = f"{fact.line()} {fact.source.repository} {fact.source.page}".lower()
+    return all(word.lower() in text for word in words)
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Plans facts and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--estimate", action="store_true", help="by the closed form: seconds each")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="facts that have all these words")
+    parser.add_argument("--table", action="store_true", help="write the page alone")
+    args = parser.parse_args(argv)
+    facts = read_record()
+    if not args.table:
+        plan_all(facts, args.only, estimate=args.estimate)
+    page = RESULTS.with_suffix(".md")
+    page.write_text(record_page.page(facts, read_results()))
+    print(f"page: docs/benchmarks/{page.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
