@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ def work_of(
         product_bytes=experiment.learner.accumulate * microbatch.product_bytes,
         # State and weights are read and written, gradients likewise.
         update_bytes=2.0 * (device_bytes + parameter_bytes + hosted_bytes),
-        received_bytes=received,
+        received_bytes=received if math.prod(sizes.values()) > 1 else 0,
         host_bytes=host_bytes,
         hidden_by=_hidden_by(experiment),
     )

@@ -9,16 +9,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from framework.plan.jaxprs import LOCAL_ATTENTION, inner_jaxprs
 
-# How often the bytes of what a collective takes or makes are received, in a ring of many devices.
-_RECEIVED = {
-    "all_gather": 1,
-    "reduce_scatter": 1,
-    "psum_scatter": 1,
-    "psum": 2,
-    "psum_invariant": 2,
-    "all_to_all": 1,
-    "ppermute": 1,
-}
+# What these make is as much larger or smaller than what they take as a device receives.
+_GATHERS = ("all_gather", "reduce_scatter", "psum_scatter")
+# How often these receive the bytes that they take, in a ring of many devices.
+_RECEIVED = {"psum": 2, "psum_invariant": 2, "all_to_all": 1, "ppermute": 1}
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", LOCAL_ATTENTION)
 
 
@@ -56,8 +50,10 @@ def _work_of(equation: JaxprEqn) -> TracedWork:
     made_bytes = sum(map(_num_bytes, equation.outvars))
     if name in _PRODUCTS:
         return TracedWork(product_bytes=taken_bytes + made_bytes)
+    if name in _GATHERS:
+        return TracedWork(received_bytes=abs(made_bytes - taken_bytes))
     if name in _RECEIVED:
-        return TracedWork(received_bytes=_RECEIVED[name] * max(taken_bytes, made_bytes))
+        return TracedWork(received_bytes=_RECEIVED[name] * taken_bytes)
     if name == "pallas_call":
         return TracedWork(product_bytes=taken_bytes + made_bytes)
     inner = list(map(traced_work, inner_jaxprs(equation.params)))

@@ -1,0 +1,202 @@
+"""The estimated time of a step: parts that add up, by rates that are measured or published."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from framework.devices.accelerators import spec_for
+from framework.plan import targets
+from framework.plan.calibration import measure, store
+from framework.plan.calibration.rates import Curve, DeviceRates, assumed_cpu, assumed_gpu
+from framework.plan.calibration.workloads import workloads
+from framework.plan.compiled import compile_for
+from framework.plan.hlo import Module
+from framework.plan.step_time import Rates, count
+from framework.plan.step_time.compiled_time import time_of
+from framework.plan.step_time.count import Part
+from framework.plan.step_time.cpu import cpu_time
+from framework.plan.step_time.gpu import gpu_time
+from framework.plan.step_time.parts import PARTS, StepTime
+from framework.plan.step_time.tpu import tpu_time
+from launch import calibrate, plan
+from tests.plan.test_step_time import RECORDED as TPU_STEP
+from tests.tools.test_gpu_program import RECORDED as GPU_STEP
+
+SIDE = 512
+FLOPS = 2 * SIDE**3
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def compiled_product():
+    weights = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+    return compile_for(jax.jit(jnp.matmul).lower(weights, weights), "cpu")
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_goes_through_its_points_and_keeps_the_last_rate():
+    curve = Curve(((10.0, 1.0), (1000.0, 4.0)))
+    assert curve.seconds(0) == 0
+    assert curve.seconds(1) == 1.0
+    assert curve.seconds(10) == pytest.approx(1.0)
+    assert curve.seconds(100) == pytest.approx(2.0)
+    assert curve.seconds(1000) == pytest.approx(4.0)
+    assert curve.seconds(10_000) == pytest.approx(40.0)
+
+
+def test_a_curve_of_one_rate_has_a_start():
+    curve = Curve.of_rate(1e12, start=1e-6)
+    assert curve.seconds(1e12) == pytest.approx(1.0, rel=0.01)
+    assert curve.seconds(1.0) == pytest.approx(1e-6, rel=0.01)
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_product_on_cpu_takes_what_the_curve_says():
+    module = compiled_product().buffers.module
+    rates = assumed_cpu(cores=2)
+    seconds = cpu_time(module, rates, peak_bytes=1 << 30).products
+    assert seconds == pytest.approx(rates.curve("product f32").seconds(FLOPS), rel=0.01)
+
+
+def test_exponentials_on_cpu_cost_more_than_additions():
+    def seconds(function):
+        rows = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+        module = compile_for(jax.jit(function).lower(rows), "cpu").buffers.module
+        return cpu_time(module, assumed_cpu(cores=2), peak_bytes=1 << 30).others
+
+    assert seconds(lambda rows: jnp.exp(jnp.tanh(jnp.exp(rows)))) > 1.5 * seconds(lambda rows: rows + 1.0)
+
+
+def test_the_devices_of_a_cpu_share_its_cores():
+    product = compiled_product()
+    one = time_of([product], targets.resolve("cpu:1"), product.peak)
+    eight = time_of([product], targets.resolve("cpu:8"), product.peak)
+    assert eight.matrix_units == pytest.approx(8 * one.matrix_units)
+
+
+def test_the_parts_of_a_tpu_program_are_those_of_the_count():
+    module = Module(TPU_STEP.read_text())
+    rates = Rates.of(spec_for("v5e"))
+    parts = tpu_time(module, rates)
+    counted = count([Part(module, 1)], rates)
+    not_hidden = (counted.not_hidden_at_all_links + counted.not_hidden_at_two_links) / 2
+    whole = parts.products + parts.others + parts.links + parts.host_waits
+    assert whole == pytest.approx(counted.middle + not_hidden)
+    assert parts.products > 0
+    assert parts.host_seconds > 0
+
+
+def test_a_gpu_takes_longer_than_the_least_time_of_its_kernels():
+    h100 = spec_for("h100")
+    rates = assumed_gpu(h100)
+    module = Module(GPU_STEP.read_text())
+    time = gpu_time(module, h100, rates)
+    flops_at_peak = sum(
+        kernel.flops * kernel.runs / h100.peak_bf16_flops for kernel in gpu_kernels(module) if kernel.dtype == "bf16"
+    )
+    assert time.products > flops_at_peak
+    assert min(time) >= 0
+
+
+def gpu_kernels(module):
+    from framework.plan.step_time.gpu_kernels import GpuRates, kernels_of
+
+    return list(kernels_of(module, GpuRates.of(spec_for("h100"))))
+
+
+def test_a_gpu_without_published_peaks_has_no_time():
+    assert assumed_gpu(spec_for("cpu")) is None
+
+
+# --- reports ---------------------------------------------------------------------------------------------------------
+
+
+def test_utilization_and_rate_follow_from_the_seconds():
+    time = StepTime(0.5, 0.25, 0.125, 0.1, 0.025, "by hand")
+    report = time.report(tokens=1000, model_flops=3e12, peak_flops=1e13)
+    assert report["seconds"] == pytest.approx(1.0)
+    assert report["tokens_per_second"] == pytest.approx(1000)
+    assert report["model_flops_utilization"] == pytest.approx(0.3)
+    assert report["bound_by"] == "matrix units"
+    assert list(report["parts"]) == list(PARTS)
+
+
+@pytest.mark.parametrize("flags", [["--estimate"], ["--step_only"]])
+def test_a_plan_ends_with_the_time_of_a_step(flags, tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    assert plan.main(["--config=nanogpt-cpu", "--target=cpu:1", f"--json={file}", *flags]) == 0
+    time = json.loads(file.read_text())["time"]
+    assert sum(time["parts"].values()) == pytest.approx(time["seconds"])
+    assert 0.001 < time["seconds"] < 1.0
+    shown = capsys.readouterr().out
+    assert "time, estimated" in shown
+    assert "tokens a second" in shown
+
+
+def test_settings_are_compared_by_time_too(capsys):
+    words = ["--config=llama2-7b", "--target=v5e-16", "--estimate", "--config.data.global_batch_size=16"]
+    assert plan.main([*words, "--compare=memory.remat=dots,full"]) in (0, 4)
+    header = next(line for line in capsys.readouterr().out.splitlines() if "bound by" in line)
+    assert "step" in header
+
+
+def test_more_recomputation_takes_longer_by_the_closed_form(tmp_path):
+    seconds = {}
+    for remat in ("none", "full"):
+        file = tmp_path / f"{remat}.json"
+        plan.main(["--config=llama2-7b", "--target=v5e-256", "--estimate", f"--config.memory.remat={remat}", f"--json={file}"])
+        seconds[remat] = json.loads(file.read_text())["time"]["seconds"]
+    assert 1.1 < seconds["full"] / seconds["none"] < 1.5
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+def test_measured_rates_are_kept_and_used(monkeypatch, capsys):
+    few = {workload.kind: workload for workload in workloads("cpu")}
+    smallest = [workload for workload in workloads("cpu") if workload.size < 1e5]
+    kinds = {workload.kind for workload in smallest}
+    assert kinds == set(few)
+    monkeypatch.setattr(measure, "workloads", lambda platform: smallest)
+    monkeypatch.setattr(measure, "keep_freed_memory", lambda: False)
+    assert calibrate.main([]) == 0
+    assert "GB/s" in capsys.readouterr().out
+    rates = store.load("cpu")
+    assert rates.measured
+    for kind in kinds:
+        assert 1e8 < rates.curve(kind).rate(1e4) < 1e13, kind
+    product = compiled_product()
+    time = time_of([product], targets.resolve("cpu:1"), product.peak)
+    assert "measured on" in time.basis
+    assert calibrate.main(["--show", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "cpu"
+
+
+def test_a_machine_that_was_never_measured_is_told_how(capsys):
+    assert calibrate.main(["--show"]) == 2
+    assert "plimsoll calibrate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"device": "cpu"}', '{"curves": {"memory": 3}}'])
+def test_a_damaged_file_of_rates_counts_as_none(text):
+    path = store.path_of("cpu")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert store.load("cpu") is None
+
+
+def test_rates_survive_the_file():
+    rates = DeviceRates("cpu", {"memory": Curve(((1.0, 2.0),))}, measured="2026-11-24", versions={"jax": "0.10.2"})
+    store.save(rates)
+    assert store.load("cpu") == rates
+    assert math.isclose(store.load("cpu").curve("memory").seconds(1), 2.0)
