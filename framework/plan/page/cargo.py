@@ -23,13 +23,16 @@ def groups(
     levers: Sequence[Lever],
 ) -> str:
     """The table of the groups, the top of the hold first, as the picture has them."""
-    heading = "<th>group<th>bytes<th>share" + ("<th>what moves it" if levers else "")
+    is_measured = any(lever.peak_bytes is not None for lever in levers)
+    by = " (→ by the closed form)" if is_measured else ""
+    heading = "<th>group<th>bytes<th>share<th>" + (f"<th>what moves it{by}" if levers else "")
     rows = ""
     for layer in reversed(held):
         size = bound("td", figures, {"text": f"{layer.key}.size"}, attributes='class="number"')
         share = bound("td", figures, {"text": f"{layer.key}.share"}, attributes='class="number"')
+        bar = bound("rect", figures, {"width": f"{layer.key}.share"}, attributes=f'height="100%" fill="{layer.colour}"')
         moves = f"<td>{_moves(plan, layer, levers)}" if levers else ""
-        rows += f"<tr><td>{_swatch(layer.colour)}{escape(layer.label)}</td>{size}{share}{moves}"
+        rows += f"<tr><td>{_swatch(layer.colour)}{escape(layer.label)}</td>{size}{share}<td><svg class=mini>{bar}</svg>{moves}"
     return f'<div class="scroll"><table class="cargo-table"><tr>{heading}{rows}</table></div>'
 
 

@@ -105,6 +105,7 @@ class _Planned:
     def verdict(self) -> str:
         """The verdict on one plan, or how many fit."""
         if len(self._plans) > 1:
+            # A slider moves through some of them, and has a verdict on each.
             fitting = sum(plan["fits"] for plan in self._plans)
             kind = "good" if fitting else "bad"
             return f"<p class='verdict {kind}'>{fitting} of {len(self._plans)} fit</p>"
@@ -112,14 +113,11 @@ class _Planned:
 
     def ship(self) -> str:
         """The ship with its sliders, or the fleet of several plans."""
-        content = ""
-        if len(self._plans) > 1 and len(self._plans) <= _FLEET:
-            content = self._fleet()
+        if len(self._plans) > 1 and not self._points:
+            return self._fleet() if len(self._plans) <= _FLEET else ""
+        content = f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
         if self._points:
-            content += f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
-            content += slider.basis(self._shown) + slider.controls(self._points, self._first.get("item", "token"))
-        elif len(self._plans) == 1:
-            content = f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
+            content += slider.basis(self._shown) + slider.controls(self._points)
         return content
 
     def cargo(self, moves: Sequence[Lever]) -> str:
@@ -167,7 +165,8 @@ class _Planned:
         for name, plan in zip(tables.names(self._plans), self._plans, strict=True):
             held = load.layers([plan])
             drawing = hull.ship(load.figures(plan, held), held)
-            ships += f"<figure>{drawing}<figcaption>{tables.breakable(name)}<br>{tables.verdict(plan)}</figcaption></figure>"
+            caption = f"{tables.breakable(name)}<br>{tables.verdict(plan)}<br><small>{tables.need_text(plan)}</small>"
+            ships += f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>"
         caption = "Each ship is drawn to a scale of its own; the bars below share one."
         return f"<div class=fleet>{ships}</div><p class=soft>{caption}</p>"
 

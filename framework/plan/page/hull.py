@@ -27,8 +27,11 @@ _HOUSE = (
 _SMOKE = '<g class="smoke"><circle cx="176" cy="16" r="7"/><circle cx="162" cy="8" r="9"/><circle cx="143" cy="4" r="11"/></g>'
 # One wave of 40 is repeated over more than the width.
 _WAVES = f"M-40 0{'q10 -5 20 0t20 0' * 26}V460H-40Z"
+# The frames of an empty hold, and the coaming of its hatch.
+_FRAMES = "".join(f"M{_HOLD_LEFT + 55 * index} {DECK - 4:.0f}V{FLOOR:.0f}" for index in range(1, 8))
+_COAMING = f'<path class="hull" d="M{_HOLD_LEFT - 9} 132V118h9v14zM{_HOLD_RIGHT} 132V118h9v14z"/>'
 # Water before the ship is not before its hold, whose colours stay as they are.
-_BEFORE = f"M0 -20H{_WIDTH}V{_HEIGHT}H0ZM{_HOLD_LEFT} -20H{_HOLD_RIGHT}V{FLOOR:.0f}H{_HOLD_LEFT}Z"
+_BEFORE = f"M0 -40H{_WIDTH}V{_HEIGHT + 40}H0ZM{_HOLD_LEFT} -40H{_HOLD_RIGHT}V{FLOOR:.0f}H{_HOLD_LEFT}Z"
 # What all ships of a page refer to.
 DEFINITIONS = f"""<svg class="definitions" width="0" height="0" aria-hidden="true"><defs>
 <clipPath id="hull"><path d="{_HULL}"/></clipPath>
@@ -51,7 +54,9 @@ def ship(figures: Figures, held: Sequence[Layer]) -> str:
         f'<path class="hull" d="{_HULL}"/>',
         f'<g clip-path="url(#hull)">{_paint(figures)}</g>',
         _HOUSE,
+        _COAMING,
         f'<rect class="hold" x="{_HOLD_LEFT}" y="{DECK - 4:.0f}" width="{_HOLD_WIDTH}" height="{FLOOR - DECK + 4:.0f}"/>',
+        f'<path class="frames" d="{_FRAMES}"/>',
         *(_cargo(figures, layer) for layer in held),
         _excess(figures),
         _draught(figures),
@@ -65,7 +70,7 @@ def ship(figures: Figures, held: Sequence[Layer]) -> str:
         "svg",
         figures,
         {"class": "ship"},
-        attributes=f'role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}"',
+        attributes=f'role="img" viewBox="0 -18 {_WIDTH} {_HEIGHT + 18}"',
         content=drawing,
     )
 

@@ -35,6 +35,14 @@ def breakable(text: str) -> str:
     return escape(text).replace("=", "=<wbr>")
 
 
+def need_text(plan: Report) -> str:
+    """`8.52 GiB of 15.75 GiB`."""
+    limit = plan["device_limit_bytes"]
+    about = "≈ " if plan["estimated"] else ""
+    of_limit = f" of {human_bytes(limit)}" if limit else ""
+    return f"{about}{human_bytes(plan['device_allocated_bytes'])}{of_limit}"
+
+
 def verdict_text(plan: Report) -> str:
     """`✓ fits, 7.15 GiB free`."""
     limit = plan["device_limit_bytes"]
