@@ -105,11 +105,11 @@ class _Planned:
     def verdict(self) -> str:
         """The verdict on one plan, or how many fit."""
         if len(self._plans) > 1:
-            # A slider moves through some of them, and has a verdict on each.
             fitting = sum(plan["fits"] for plan in self._plans)
             kind = "good" if fitting else "bad"
             return f"<p class='verdict {kind}'>{fitting} of {len(self._plans)} fit</p>"
-        return bound("p", self._shown, {"class": "verdict.class", "text": "verdict"})
+        verdict = bound("p", self._shown, {"class": "verdict.class", "text": "verdict"})
+        return verdict + bound("p", self._shown, {"text": "need.of"})
 
     def ship(self) -> str:
         """The ship with its sliders, or the fleet of several plans."""

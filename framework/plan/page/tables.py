@@ -35,12 +35,12 @@ def breakable(text: str) -> str:
     return escape(text).replace("=", "=<wbr>")
 
 
-def need_text(plan: Report) -> str:
-    """`8.52 GiB of 15.75 GiB`."""
+def need_text(plan: Report, *, of_limit: bool = True) -> str:
+    """`8.52 GiB of 15.75 GiB`, or without the limit."""
     limit = plan["device_limit_bytes"]
     about = "≈ " if plan["estimated"] else ""
-    of_limit = f" of {human_bytes(limit)}" if limit else ""
-    return f"{about}{human_bytes(plan['device_allocated_bytes'])}{of_limit}"
+    limit_text = f" of {human_bytes(limit)}" if limit and of_limit else ""
+    return f"{about}{human_bytes(plan['device_allocated_bytes'])}{limit_text}"
 
 
 def verdict_text(plan: Report) -> str:
