@@ -17,7 +17,7 @@ SEQUENCE = "data.seq_len"
 _SIDE = 5
 # A config that does not fit is halved until it does, at most so often.
 _MOST_HALVINGS = 8
-_SECONDS = 4.0
+_SECONDS = 3.5
 
 
 class Point(NamedTuple):

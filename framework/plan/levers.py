@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -97,13 +98,21 @@ def measured(
     target: Target,
     report: Report,
     candidates: Sequence[Lever],
+    *,
+    seconds: float = 2.0,
 ) -> list[Lever]:
-    """The levers that go with a config on a target and shrink their group, with what the closed form says of them."""
+    """The levers that go with a config on a target and shrink their group, with what the closed form says of them.
+
+    None is tried once so many seconds have passed.
+    """
     present = report["estimate"]["breakdown"]
     present_peak = report["estimate"]["device_peak_bytes"]
-    helpful = []
+    start = time.monotonic()
+    helpful: list[Lever] = []
     with phase("trying what moves each group", patience=SHORT):
         for lever in candidates:
+            if time.monotonic() - start > seconds:
+                break
             trial = config.copy()
             try:
                 for path, value in sorted(lever.settings):
@@ -113,6 +122,9 @@ def measured(
                 # Not with this schedule, platform or batch.
                 continue
             size = need.breakdown[lever.group]
-            if need.peak_bytes < 0.995 * present_peak or size < 0.95 * present[lever.group]:
-                helpful.append(lever._replace(group_bytes=size, peak_bytes=need.peak_bytes))
+            tried = lever._replace(group_bytes=size, peak_bytes=need.peak_bytes)
+            # Of two that come to the same, the first changes less.
+            is_new = all((tried.group, tried[3:]) != (other.group, other[3:]) for other in helpful)
+            if is_new and (need.peak_bytes < 0.995 * present_peak or size < 0.95 * present[lever.group]):
+                helpful.append(tried)
     return helpful

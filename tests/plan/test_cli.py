@@ -134,7 +134,10 @@ def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureF
     assert peaks[0] > peaks[1]
     table = capsys.readouterr().out
     assert table.count("memory.remat=") == 4
-    assert page.read_text().startswith("<!doctype html>")
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "--compare=memory.remat=none,full" in text
+    assert text.count("<figure>") == 4
 
 
 @pytest.mark.parametrize(

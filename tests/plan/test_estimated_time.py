@@ -154,7 +154,8 @@ def test_more_recomputation_takes_longer_by_the_closed_form(tmp_path):
     seconds = {}
     for remat in ("none", "full"):
         file = tmp_path / f"{remat}.json"
-        plan.main(["--config=llama2-7b", "--target=v5e-256", "--estimate", f"--config.memory.remat={remat}", f"--json={file}"])
+        words = ["--config=llama2-7b", "--target=v5e-256", "--estimate"]
+        plan.main([*words, f"--config.memory.remat={remat}", f"--json={file}"])
         seconds[remat] = json.loads(file.read_text())["time"]["seconds"]
     assert 1.1 < seconds["full"] / seconds["none"] < 1.5
 

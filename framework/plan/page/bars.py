@@ -89,7 +89,7 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
     # The largest bar or limit leaves a margin of 5%.
     scale = 1.05 * max(longest, 1, *near_limits)
     drawing = _Drawing(kind, scale, colours(part for bar in bars for part in bar.parts))
-    marks = [drawing.limit_mark(limit) for limit in limits]
+    marks = [drawing.limit_mark(limit) for limit in _named_limits(limits, scale)]
     drawn_rows = []
     for row in rows:
         if isinstance(row, str):
@@ -102,6 +102,16 @@ def _picture(rows: Sequence[_Bar | str], kind: str = "") -> str:
             legend += f'<span><i style="background: {colour}"></i>{escape(group.replace("_", " "))}</span>'
     axis = drawing.row("", drawing.tick_labels())
     return f"{drawing.row('', marks)}{''.join(drawn_rows)}{axis}<div class=legend>{legend}</div>"
+
+
+def _named_limits(limits: Iterable[float], scale: float) -> list[float]:
+    """The limits that have room for their names; each is drawn all the same."""
+    named: list[float] = []
+    for limit in sorted(limits, reverse=True):
+        # Names on both sides of the middle turn away from each other.
+        if all(abs(limit - other) > 0.3 * scale for other in named):
+            named.append(limit)
+    return named
 
 
 class _Drawing:

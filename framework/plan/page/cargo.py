@@ -6,11 +6,12 @@ from html import escape
 from framework.plan.levers import Lever
 from framework.plan.page.bound import Figures, bound
 from framework.plan.page.colours import COLOURS
-from framework.plan.page.load import Layer
+from framework.plan.page.load import Layer, parts
 from framework.plan.page.tables import breakable
 from framework.plan.report import Report, needs
 from framework.terminal.tables import human_bytes
 
+_MOST_GROUPS = 20
 _MOST_LEVERS = 4
 _MOST_BUFFERS = 12
 _MOST_CUT = 160
@@ -23,22 +24,45 @@ def groups(
     levers: Sequence[Lever],
 ) -> str:
     """The table of the groups, the top of the hold first, as the picture has them."""
-    heading = "<th>group<th>bytes<th>share" + ("<th>what moves it" if levers else "")
+    is_measured = any(lever.peak_bytes is not None for lever in levers)
+    by = " (→ by the closed form)" if is_measured else ""
+    heading = "<th>group<th>bytes<th>share<th>" + (f"<th>what moves it{by}" if levers else "")
+    shown = _largest(plan, held)
     rows = ""
-    for layer in reversed(held):
-        size = bound("td", figures, {"text": f"{layer.key}.size"}, attributes='class="number"')
-        share = bound("td", figures, {"text": f"{layer.key}.share"}, attributes='class="number"')
+    for layer in reversed(shown):
         moves = f"<td>{_moves(plan, layer, levers)}" if levers else ""
-        rows += f"<tr><td>{_swatch(layer.colour)}{escape(layer.label)}</td>{size}{share}{moves}"
-    return f'<div class="scroll"><table class="cargo-table"><tr>{heading}{rows}</table></div>'
+        rows += _group_row(figures, layer) + moves
+    if len(shown) < len(held):
+        left_out = [layer for layer in held if layer not in shown]
+        size = sum(parts(plan)[layer.group] for layer in left_out)
+        rows += f"<tr><td>{len(left_out)} smaller groups<td class=number>{human_bytes(size)}<td><td>"
+    kind = " wide" if levers else ""
+    return f'<div class="scroll"><table class="cargo-table{kind}"><tr>{heading}{rows}</table></div>'
+
+
+def _group_row(figures: Figures, layer: Layer) -> str:
+    """Name, bytes, share and a bar of it."""
+    name = f"<td>{_swatch(layer.colour)}{escape(layer.label)}</td>"
+    size = bound("td", figures, {"text": f"{layer.key}.size"}, attributes='class="number"')
+    share = bound("td", figures, {"text": f"{layer.key}.share"}, attributes='class="number"')
+    attributes = f'height="100%" fill="{layer.colour}"'
+    bar = bound("rect", figures, {"width": f"{layer.key}.share"}, attributes=attributes)
+    return f"<tr>{name}{size}{share}<td><svg class=mini>{bar}</svg>"
+
+
+def _largest(plan: Report, held: Sequence[Layer]) -> list[Layer]:
+    """The layers of the table: a function may have hundreds of arguments, each a group of its own."""
+    sizes = parts(plan)
+    by_size = sorted(held, key=lambda layer: sizes.get(layer.group, 0), reverse=True)
+    return [layer for layer in held if layer in by_size[:_MOST_GROUPS]]
 
 
 def suggestions(plan: Report) -> str:
     """Settings that would fit, where a plan does not; "" where there are none."""
-    rows = ""
+    items = ""
     for suggestion in plan["suggestions"]:
-        rows += f"<tr><td><code>{breakable(suggestion['setting'])}</code><td class=number>{escape(needs(suggestion))}"
-    return f'<h3>what would fit</h3><div class="scroll"><table>{rows}</table></div>' if rows else ""
+        items += f"<li><code>{breakable(suggestion['setting'])}</code> <small>{escape(needs(suggestion))}</small>"
+    return f"<h3>what would fit</h3><ul>{items}</ul>" if items else ""
 
 
 def buffers(plan: Report, held: Sequence[Layer]) -> str:
@@ -78,8 +102,8 @@ def _change(plan: Report, lever: Lever) -> str:
     group_bytes = present["breakdown"][lever.group]
     change = f"{human_bytes(group_bytes)} → {human_bytes(lever.group_bytes)}"
     difference = (lever.peak_bytes or 0) - present["device_peak_bytes"]
-    sign = "-" if difference < 0 else "+"
-    return f"{change}, peak {sign}{human_bytes(abs(difference))}"
+    direction = "less" if difference < 0 else "more"
+    return f"{change}; peak {human_bytes(abs(difference))} {direction}"
 
 
 def _swatch(colour: str) -> str:

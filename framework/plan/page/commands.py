@@ -46,8 +46,9 @@ def train_command(asked: Asked, settings: Sequence[str]) -> str:
     if flag != "--config":
         return ""
     name = re.sub(r"[^A-Za-z0-9._]+", "-", config.removesuffix(".json")).strip("-.") or "run"
-    flags = [*_overrides(settings), *asked.train_flags, f"--workdir=runs/{name}"]
-    return _line(["plimsoll", "train", asked.source, *flags])
+    return _line(
+        ["plimsoll", "train", asked.source, *_overrides(settings), *asked.train_flags, f"--workdir=runs/{name}"]
+    )
 
 
 def settings_at(point: Point, settings: Sequence[str]) -> list[str]:
@@ -64,7 +65,7 @@ def box(figures: Figures, key: str, title: str) -> str:
     """A command with a button that copies it, which the script brings to life."""
     code = bound("code", figures, {"text": key})
     button = '<button type="button" class="copy" hidden>copy</button>'
-    return f'<div class="command"><h3>{title}</h3><pre tabindex="0">{code}</pre>{button}</div>'
+    return f'<div class="command"><h3>{title}</h3>{button}<pre tabindex="0">{code}</pre></div>'
 
 
 def _overrides(settings: Sequence[str]) -> list[str]:

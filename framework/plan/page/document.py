@@ -108,18 +108,16 @@ class _Planned:
             fitting = sum(plan["fits"] for plan in self._plans)
             kind = "good" if fitting else "bad"
             return f"<p class='verdict {kind}'>{fitting} of {len(self._plans)} fit</p>"
-        return bound("p", self._shown, {"class": "verdict.class", "text": "verdict"})
+        verdict = bound("p", self._shown, {"class": "verdict.class", "text": "verdict"})
+        return verdict + bound("p", self._shown, {"text": "need.of"})
 
     def ship(self) -> str:
         """The ship with its sliders, or the fleet of several plans."""
-        content = ""
-        if len(self._plans) > 1 and len(self._plans) <= _FLEET:
-            content = self._fleet()
+        if len(self._plans) > 1 and not self._points:
+            return self._fleet() if len(self._plans) <= _FLEET else ""
+        content = f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
         if self._points:
-            content += f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
-            content += slider.basis(self._shown) + slider.controls(self._points, self._first.get("item", "token"))
-        elif len(self._plans) == 1:
-            content = f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
+            content += slider.basis(self._shown) + slider.controls(self._points)
         return content
 
     def cargo(self, moves: Sequence[Lever]) -> str:
@@ -167,10 +165,10 @@ class _Planned:
         for name, plan in zip(tables.names(self._plans), self._plans, strict=True):
             held = load.layers([plan])
             drawing = hull.ship(load.figures(plan, held), held)
-            caption = f"{tables.breakable(name)}<br>{tables.verdict(plan)}"
+            caption = f"{tables.breakable(name)}<br>{tables.verdict(plan)}<br><small>{tables.need_text(plan)}</small>"
             ships += f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>"
-        scale = "Each ship is drawn to a scale of its own; the bars below share one."
-        return f"<div class=fleet>{ships}</div><p class=soft>{scale}</p>"
+        caption = "Each ship is drawn to a scale of its own; the bars below share one."
+        return f"<div class=fleet>{ships}</div><p class=soft>{caption}</p>"
 
     def _shown_index(self) -> int:
         asked = point_of(self._first)

@@ -24,14 +24,18 @@ _HOUSE = (
     '<path class="funnel" d="M176 54l3-26h20l-3 26z"/><path class="band" d="M178.100 36h20l-1 8h-20z"/>'
     '<path class="rope" d="M772 116V38M772 44L812 98M772 44L694 128"/>'
 )
-_SMOKE = (
-    '<g class="smoke"><circle cx="176" cy="16" r="7"/><circle cx="162" cy="8" r="9"/>'
-    '<circle cx="143" cy="4" r="11"/></g>'
-)
+_PUFFS = '<circle cx="176" cy="16" r="7"/><circle cx="162" cy="8" r="9"/><circle cx="143" cy="4" r="11"/>'
+_SMOKE = f'<g class="smoke">{_PUFFS}</g>'
 # One wave of 40 is repeated over more than the width.
 _WAVES = f"M-40 0{'q10 -5 20 0t20 0' * 26}V460H-40Z"
+_HOLD = (
+    f'<rect class="hold" x="{_HOLD_LEFT}" y="{DECK - 4:.0f}" width="{_HOLD_WIDTH}" height="{FLOOR - DECK + 4:.0f}"/>'
+)
+# The frames of an empty hold, and the coaming of its hatch.
+_FRAMES = "".join(f"M{_HOLD_LEFT + 55 * index} {DECK - 4:.0f}V{FLOOR:.0f}" for index in range(1, 8))
+_COAMING = f'<path class="hull" d="M{_HOLD_LEFT - 9} 132V118h9v14zM{_HOLD_RIGHT} 132V118h9v14z"/>'
 # Water before the ship is not before its hold, whose colours stay as they are.
-_BEFORE = f"M0 -20H{_WIDTH}V{_HEIGHT}H0ZM{_HOLD_LEFT} -20H{_HOLD_RIGHT}V{FLOOR:.0f}H{_HOLD_LEFT}Z"
+_BEFORE = f"M0 -40H{_WIDTH}V{_HEIGHT + 40}H0ZM{_HOLD_LEFT} -40H{_HOLD_RIGHT}V{FLOOR:.0f}H{_HOLD_LEFT}Z"
 # What all ships of a page refer to.
 DEFINITIONS = f"""<svg class="definitions" width="0" height="0" aria-hidden="true"><defs>
 <clipPath id="hull"><path d="{_HULL}"/></clipPath>
@@ -55,8 +59,9 @@ def ship(figures: Figures, held: Sequence[Layer]) -> str:
         f'<path class="hull" d="{_HULL}"/>',
         f'<g clip-path="url(#hull)">{_paint(figures)}</g>',
         _HOUSE,
-        f'<rect class="hold" x="{_HOLD_LEFT}" y="{DECK - 4:.0f}" width="{_HOLD_WIDTH}"'
-        f' height="{FLOOR - DECK + 4:.0f}"/>',
+        _COAMING,
+        _HOLD,
+        f'<path class="frames" d="{_FRAMES}"/>',
         *(_cargo(figures, layer) for layer in held),
         _excess(figures),
         _draught(figures),
@@ -70,7 +75,7 @@ def ship(figures: Figures, held: Sequence[Layer]) -> str:
         "svg",
         figures,
         {"class": "ship"},
-        attributes=f'role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}"',
+        attributes=f'role="img" viewBox="0 -18 {_WIDTH} {_HEIGHT + 18}"',
         content=drawing,
     )
 
@@ -128,8 +133,8 @@ def _load_line(figures: Figures) -> str:
     circle = f'<circle cx="{_MARK_X}" cy="0" r="15"/><path d="M{_MARK_X - 26} 0h52"/>'
     mark = f'<g class="halo">{circle}</g><g class="mark">{circle}</g>'
     line = f'<path class="limit" d="M{_HOLD_LEFT} 0H{_WIDTH - 4}"/>{mark}'
-    label = f'class="limit-label" x="{_WIDTH - 8}" y="-9" text-anchor="end"'
-    line += bound("text", figures, {"text": "limit"}, attributes=label)
+    label = f'class="limit-label" x="{_WIDTH - 8}" text-anchor="end"'
+    line += bound("text", figures, {"y": "limit.label", "text": "limit"}, attributes=label)
     return bound("g", figures, {"transform": "line", "opacity": "line.visible"}, content=line)
 
 

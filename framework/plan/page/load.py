@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from framework.plan.page.colours import EMPTY, colours, ink
-from framework.plan.page.tables import verdict_kind, verdict_text
+from framework.plan.page.tables import need_text, verdict_kind, verdict_text
 from framework.plan.report import Report
 from framework.terminal.tables import human_bytes
 
@@ -66,9 +66,9 @@ def figures(plan: Report, held: Sequence[Layer]) -> dict[str, str]:
     values |= _water_figures(y, limit, scale)
     values |= _draught_marks(scale)
     over = need - limit if limit and need > limit else 0
-    about = "≈ " if plan["estimated"] else ""
     values |= {
-        "need": f"{about}{human_bytes(need)}",
+        "need": need_text(plan, of_limit=False),
+        "need.of": f"{need_text(plan)} on each device",
         "limit": f"limit {human_bytes(limit)}" if limit else "",
         "over": f"{human_bytes(over)} over the line" if over else "",
         "verdict": verdict_text(plan),
@@ -117,8 +117,9 @@ def _water_figures(water: float, limit: int | None, scale: float) -> dict[str, s
         "paint": f"{line if limit else FLOOR:.2f}",
         "over.y": f"{water:.2f}",
         "over.height": f"{over:.2f}",
-        # Beside what is over the line, and not on the label of the limit.
-        "over.label": f"{min(water + 18, line - 26):.2f}",
+        # The names of both are on their sides of the line.
+        "over.label": f"{min(water + 18, line - 9):.2f}",
+        "limit.label": "21" if over else "-9",
     }
 
 
@@ -142,10 +143,7 @@ def tick_keys() -> list[str]:
 
 
 def _title(plan: Report) -> str:
-    need = human_bytes(plan["device_allocated_bytes"])
-    limit = plan["device_limit_bytes"]
-    of_limit = f" of {human_bytes(limit)}" if limit else ""
-    return f"A ship loaded with {need}{of_limit}: {verdict_text(plan)}"
+    return f"A ship loaded with {need_text(plan)}: {verdict_text(plan)}"
 
 
 def _description(plan: Report, held: Sequence[Layer]) -> str:

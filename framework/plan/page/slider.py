@@ -35,7 +35,7 @@ def data(points: Sequence[Point], figures: Sequence[Figures], asked: int) -> str
     return f'<script type="application/json" id="points">{text}</script>'
 
 
-def controls(points: Sequence[Point], item: str) -> str:
+def controls(points: Sequence[Point]) -> str:
     """The sliders, one for each thing that varies; the script shows them."""
     values = {"batch": {point.batch for point in points}, "sequence": {_length(point) for point in points}}
     sliders = ""
@@ -49,8 +49,7 @@ def controls(points: Sequence[Point], item: str) -> str:
         counts.append(f"{compiled} compiled")
     if closed:
         counts.append(f"{closed} by the closed form")
-    rows = f"{item}s of a batch" if item != "token" else "sequences of a batch, and tokens of a sequence"
-    about = f"<p class=soft>{len(points)} points were planned ({', '.join(counts)}): {rows}."
+    about = f"<p class=soft>The sliders stop at planned points alone: {' and '.join(counts)}.</p>"
     return f'<form class="controls" hidden>{sliders}<button type="button" class="back">as asked</button>{about}</form>'
 
 

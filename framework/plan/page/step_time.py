@@ -48,7 +48,7 @@ def section(figures: Figures, parts: Sequence[str], item: str) -> str:
     """The section's content."""
     tiles = ""
     captions = {"time.seconds": "a step", "time.rate": f"{item}s per second, all devices", "time.mfu": "MFU"}
-    captions["time.bound_by"] = "what it waits for most"
+    captions["time.bound_by"] = "what bounds it"
     for key, caption in captions.items():
         tiles += f"<div>{bound('b', figures, {'text': key})}<small>{escape(caption)}</small></div>"
     shapes = "".join(_part(figures, index, part) for index, part in enumerate(parts))

@@ -35,6 +35,14 @@ def breakable(text: str) -> str:
     return escape(text).replace("=", "=<wbr>")
 
 
+def need_text(plan: Report, *, of_limit: bool = True) -> str:
+    """`8.52 GiB of 15.75 GiB`, or without the limit."""
+    limit = plan["device_limit_bytes"]
+    about = "≈ " if plan["estimated"] else ""
+    limit_text = f" of {human_bytes(limit)}" if limit and of_limit else ""
+    return f"{about}{human_bytes(plan['device_allocated_bytes'])}{limit_text}"
+
+
 def verdict_text(plan: Report) -> str:
     """`✓ fits, 7.15 GiB free`."""
     limit = plan["device_limit_bytes"]

@@ -1,0 +1,178 @@
+"""The ship of a page: loaded in proportion, moved by its slider through planned points alone, safe to pass around."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from framework.plan.grid import Point
+from framework.plan.page import Asked, load, page
+from tests.support.plan_pages import GIB, IN_EFFECT, TIME, browse, measure, needs_browser, plan
+
+EVIL = "</script><script>document.title='broken'</script><img src=x onerror=\"alert(1)\">'; --\"$HOME`x`"
+ASKED = Asked("--config=llama2-7b", "--target=v5e-16", ["memory.remat=full"], ["--html=plan.html"])
+# What a reader does and sees: the slider is moved to its end, and back to what was asked.
+WATCH = """<script>
+const seen = () => ({
+  heights: [...document.querySelectorAll('.stage .cargo')].map(e => Number(e.getAttribute('height'))),
+  verdict: document.querySelector('header .verdict').textContent, basis: document.querySelector('.basis').textContent,
+  train: document.querySelector('.command code').textContent, ship: document.querySelector('.ship').className.baseVal,
+  moved: document.body.classList.contains('moved'), impossible: document.body.classList.contains('impossible'),
+  valuetext: document.querySelector('[name=batch]').getAttribute('aria-valuetext')});
+const form = document.querySelector('.controls');
+const move = (name, index) => { form.elements[name].value = index;
+  form.elements[name].dispatchEvent(new Event('input', {bubbles: true})) };
+const steps = [seen()];
+move('batch', 1); steps.push(seen());
+move('sequence', 0); steps.push(seen());
+move('batch', 0); steps.push(seen());
+document.querySelector('.back').click(); steps.push(seen());
+document.body.insertAdjacentHTML('beforeend', '<pre id="steps"></pre>');
+document.getElementById('steps').textContent = JSON.stringify(steps);
+</script>"""
+
+
+def at(batch: int, sequence: int, activations: float, **more: Any) -> Point:
+    settings = IN_EFFECT | {"data.global_batch_size": batch, "data.seq_len": sequence}
+    return Point(batch, sequence, plan("full", activations, in_effect=settings, **more))
+
+
+def points() -> list[Point]:
+    """Three of four points: the config does not allow short sequences in small batches, say."""
+    closed = {"estimated": True, "settings": ["memory.remat=full"]}
+    asked = at(16, 4096, 2.0, settings=["memory.remat=full"])
+    return [asked, at(32, 4096, 40.0, **closed), at(32, 2048, 4.0, **closed)]
+
+
+def sliding(asked: Asked = ASKED, **more: Any) -> str:
+    planned = [point._replace(report=point.report | more) for point in points()]
+    return page([planned[0].report], points=planned, asked=asked)
+
+
+@pytest.mark.parametrize("activations", [0.001, 2.0, 9.5, 14.0, 80.0, 1200.0])
+@pytest.mark.parametrize("limit", [None, 0.02, 15.75])
+def test_heights_are_proportional_to_bytes(activations: float, limit: float | None):
+    report = plan("full", activations, limit=limit, allocated=None if activations < 5 else 6.7 + activations)
+    held = load.layers([report])
+    figures = load.figures(report, held)
+    heights = np.array([float(figures[f"{layer.key}.height"]) for layer in held])
+    sizes = np.array([load.parts(report)[layer.group] for layer in held])
+    scale = heights.sum() / sizes.sum()
+    np.testing.assert_allclose(heights, scale * sizes, atol=0.02)
+    tops = [float(figures[f"{layer.key}.y"]) for layer in held]
+    np.testing.assert_allclose(tops, load.FLOOR - heights.cumsum(), atol=0.05)
+    assert tops[-1] >= 0, "the cargo leaves the picture"
+    assert figures["sea"] == f"translate(0 {tops[-1]:.2f})"
+    if limit is None:
+        assert figures["line.visible"] == "0"
+        return
+    line = float(figures["line"].removeprefix("translate(0 ").removesuffix(")"))
+    assert load.FLOOR - line == pytest.approx(scale * limit * GIB, abs=0.02)
+    is_over = report["device_allocated_bytes"] > limit * GIB
+    assert figures["ship"] == ("ship sunk" if is_over else "ship afloat")
+    assert (tops[-1] < line) == is_over
+
+
+def test_the_mark_stays_where_it_is_as_long_as_the_plan_fits():
+    figures = [load.figures(report, load.layers([report])) for report in (plan(), plan("dots", 8.0))]
+    assert figures[0]["line"] == figures[1]["line"]
+    assert "activations 8.00 GiB" in figures[1]["description"]
+
+
+def test_a_toy_and_a_plan_of_nothing_are_drawn():
+    for size in (0, 1, 700):
+        report = plan(breakdown={"parameters": size}, device_peak_bytes=size, device_allocated_bytes=size, limit=None)
+        assert f"{size} B" in page([report])
+
+
+@needs_browser
+def test_the_slider_moves_figures_ship_and_commands(tmp_path: Path):
+    text = sliding().replace("</body>", WATCH + "</body>")
+    dom, said = browse(text, tmp_path)
+    assert said == []
+    found = re.search(r'<pre id="steps">(.+?)</pre>', dom)
+    assert found
+    asked, sunk, short, impossible, again = json.loads(found[1].replace("&gt;", ">").replace("&amp;", "&"))
+    assert asked["basis"] == "Batch 16, sequence 4,096: compiled by the target's own compiler."
+    assert asked["verdict"].startswith("✓ fits")
+    assert "global_batch_size" not in asked["train"]
+    assert (sunk["ship"], sunk["valuetext"]) == ("ship sunk", "32")
+    assert sunk["verdict"].startswith("✗ does not fit, 30.85 GiB over")
+    assert "by the closed form" in sunk["basis"]
+    assert "At the compiled point that says 3.1% more." in sunk["basis"]
+    assert "--config.data.global_batch_size=32" in sunk["train"]
+    assert "--config.data.seq_len=4096" in sunk["train"]
+    assert "--config.data.seq_len=2048" in short["train"]
+    assert short["heights"][3] == pytest.approx(2 * asked["heights"][3], abs=0.1)
+    assert impossible["impossible"]
+    assert [step["moved"] for step in (asked, sunk, short, again)] == [False, True, True, False]
+    assert again == asked
+
+
+def test_without_javascript_the_asked_point_is_there():
+    text = sliding()
+    before_scripts = text.partition("<script")[0]
+    assert "Batch 16, sequence 4,096: compiled" in before_scripts
+    assert "activations: 2.00 GiB" in before_scripts
+    assert '<form class="controls" hidden>' in before_scripts
+    assert "1 compiled and 2 by the closed form" in before_scripts
+
+
+def test_compared_batches_are_points_of_the_slider():
+    compiled = [at(batch, 4096, batch / 8, settings=[f"data.global_batch_size={batch}"]) for batch in (16, 32)]
+    text = page([point.report for point in compiled], points=compiled, asked=ASKED)
+    assert "points alone: 2 compiled." in text
+    assert "<figure" not in text
+    assert "On one device at the peak" in text
+
+
+@needs_browser
+def test_a_name_breaks_out_of_nothing(tmp_path: Path):
+    asked = Asked(f"--config={EVIL}", "--target=v5e-16", ["memory.remat=full"], [f"--html={EVIL}"])
+    text = sliding(asked, config=EVIL, settings=[EVIL, "memory.remat=full"])
+    dom, said = browse(text, tmp_path)
+    assert said == []
+    assert "<title>broken" not in dom
+    assert text.count("</script>") == 2
+    assert "<img" not in dom
+    data = re.search(r'<script type="application/json" id="points">(.*?)</script>', text)
+    assert data
+    shown = json.loads(data[1])["points"]["32,2048"]["command.train"]
+    # A shell reads the very name.
+    assert f"--config={EVIL}" in shlex.split(shown)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 800, 1600])
+def test_nothing_is_wider_than_the_window_and_nothing_is_fetched(tmp_path: Path, width: int):
+    name = "optimizer/stack/default/state/0/nu/block0/attention/projection/weight/" * 3
+    largest = [{"name": name, "group": "activations", "bytes": GIB, "shape": "bf16[32,1,4096,4096]", "count": 2}]
+    suggestion = {
+        "setting": " ".join(["--config.memory.optimizer_state=pinned_host"] * 5),
+        "device_peak_bytes": GIB,
+        "compiled": True,
+    }
+    text = sliding(time=TIME, largest=largest, suggestions=[suggestion])
+    seen = measure(text, tmp_path, width)
+    assert seen["view"] == width
+    assert seen["page"] <= width
+    assert seen["requests"] == []
+
+
+@needs_browser
+def test_the_ship_in_light_and_dark(tmp_path: Path):
+    brightness = []
+    for scheme in (0, 1):  # dark, light
+        shot = tmp_path / f"{scheme}.png"
+        flags = [f"--screenshot={shot}", f"--blink-settings=preferredColorScheme={scheme}"]
+        browse(sliding(time=TIME), tmp_path, 900 + scheme, *flags)
+        image = matplotlib.image.imread(shot)[..., :3]
+        # The sky over the ship, under the heading.
+        brightness.append((image[2, 2].mean(), image[200, 850].mean()))
+    assert max(brightness[0]) < 0.2
+    assert min(brightness[1]) > 0.9
