@@ -18,7 +18,7 @@ SIZES = {"data.global_batch_size": 8, "data.seq_len": 32}
 
 
 def config(**changes: Any) -> Any:
-    changed = small.llama()
+    changed = small.experiment(small.llama())
     for path, value in (SIZES | changes).items():
         changed.set_path(path, value)
     return changed

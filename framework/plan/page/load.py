@@ -62,7 +62,8 @@ def figures(plan: Report, held: Sequence[Layer]) -> dict[str, str]:
         height = size * scale
         y -= height
         values |= _layer_figures(layer, size, y, height)
-        values[f"{layer.key}.share"] = f"{100 * size / max(need, 1):.1f}%"
+        # As in the tables: shares of the peak, so that the groups without packing add up to 100%.
+        values[f"{layer.key}.share"] = f"{100 * size / max(plan['device_peak_bytes'], 1):.1f}%"
     values |= _water_figures(y, limit, scale)
     values |= _draught_marks(scale)
     over = need - limit if limit and need > limit else 0
