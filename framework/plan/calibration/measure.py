@@ -65,7 +65,7 @@ def _seconds_of_turn(workload: Workload, spec: AcceleratorSpec, device: Any) -> 
     def run(value: Any, turns: Any, others: Any) -> Any:
         return jax.lax.fori_loop(0, turns, lambda _, turn_value: workload.turn(turn_value, *others), value)
 
-    options = dict(spec.compiler_options)
+    options: dict[str, Any] = dict(spec.compiler_options)
     program = jax.jit(run).lower(start, jnp.int32(1), others).compile(compiler_options=options)
 
     def seconds_of(turns: int) -> float:
