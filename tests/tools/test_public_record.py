@@ -6,7 +6,9 @@ import re
 import pytest
 
 from configs.families.published import published_models
+from tools.bench import record_page, record_plans
 from tools.bench.public_record import PublicFact, main, read_record
+from tools.bench.record_settings import NotPlannedError, nearest_setting
 
 FACTS = read_record()
 
@@ -110,3 +112,40 @@ def test_it_prints_what_is_asked_for(capsys):
     assert lines[-1] == f"{len(lines) - 1} of {len(FACTS)} facts"
     assert len(lines) > 2
     assert all("v6e" in line and "out of memory" in line for line in lines[:-1])
+
+
+# --- beside our plans ------------------------------------------------------------------------------------------------
+
+
+def test_a_setting_comes_near(tmp_path):
+    fact = next(fact for fact in FACTS if fact.machine == "RTX 4090" and fact.settings.method == "lora")
+    setting = nearest_setting(fact, tmp_path)
+    assert setting.config == "lora:meta-llama/Llama-3.1-8B-Instruct"
+    assert setting.target == "4090"
+    assert setting.overrides["model.lora.rank"] == "8"
+    assert setting.overrides["memory.remat"] == "full"
+
+
+def test_what_we_do_not_have_is_not_planned(tmp_path):
+    reasons = {}
+    for fact in FACTS:
+        try:
+            nearest_setting(fact, tmp_path)
+        except NotPlannedError as error:
+            reasons[fact.settings.precision] = str(error)
+    assert reasons["float8 and bfloat16"] == "products in FP8"
+
+
+def test_the_page_is_that_of_the_results():
+    results = record_plans.read_results()
+    page = record_plans.RESULTS.with_suffix(".md").read_text()
+    assert page == record_page.page(FACTS, results)
+
+
+def test_what_was_planned_is_enough_and_far_ones_have_a_reason():
+    rows = record_page.judged(FACTS, record_plans.read_results())
+    sums = record_page.summary(rows)
+    assert sums.planned >= 50
+    assert sums.right >= 0.85 * sums.planned
+    for row in [*sums.beyond, *(row for row in rows if not row.is_right)]:
+        assert row.reason, row.fact.line()

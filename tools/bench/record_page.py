@@ -6,7 +6,6 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from tools.bench.public_record import Amount, PublicFact
-from tools.bench.record_reasons import reason_for
 
 if TYPE_CHECKING:
     from tools.bench.record_plans import PlannedFact
@@ -15,6 +14,10 @@ if TYPE_CHECKING:
 # figure divide by 1e9.
 _UNITS = {"GB": 1e9, "GiB": 2.0**30, "% of 16 GiB": 0.16 * 2.0**30, "% of 32 GiB": 0.32 * 2.0**30}
 _UNITS["% of 95 GiB"] = 0.95 * 2.0**30
+
+
+# Peaks that differ by more than this part need a reason.
+FAR = 0.25
 
 
 class Judged(NamedTuple):
@@ -38,6 +41,12 @@ class Judged(NamedTuple):
     def is_right(self) -> bool:
         """Whether the verdicts agree."""
         return self.plan.fits == (self.fact.verdict == "fits")
+
+    @property
+    def reason(self) -> str:
+        """What differs in their implementation, where verdicts or peaks are far apart; else empty."""
+        is_beyond = self.peak_ratio is not None and abs(self.peak_ratio - 1) > FAR
+        return self.fact.differs if is_beyond or not self.is_right else ""
 
     @property
     def is_false_fit(self) -> bool:
@@ -100,7 +109,7 @@ def summary(rows: list[Judged]) -> Summary:
         false_fits=sum(row.is_false_fit for row in rows),
         peaks=len(errors),
         median_error=median(errors) if errors else 0.0,
-        beyond=[row for row in rows if row.peak_ratio is not None and abs(row.peak_ratio - 1) > 0.25],
+        beyond=[row for row in rows if row.peak_ratio is not None and abs(row.peak_ratio - 1) > FAR],
         median_rate_ratio=median(rates) if rates else None,
     )
 
@@ -148,7 +157,7 @@ def _line(row: Judged) -> str:
         "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}",
         "" if row.rate_ratio is None else f"{row.rate_ratio:.2f}",
         "compiler" if row.plan.compiled else "closed form",
-        reason_for(row.number, fact, row.peak_ratio, is_right=row.is_right),
+        row.reason,
     ]
     return f"| {' | '.join(cells)} |"
 
