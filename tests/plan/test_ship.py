@@ -20,7 +20,8 @@ ASKED = Asked("--config=llama2-7b", "--target=v5e-16", ["memory.remat=full"], ["
 WATCH = """<script>
 const seen = () => ({
   heights: [...document.querySelectorAll('.stage .cargo')].map(e => Number(e.getAttribute('height'))),
-  verdict: document.querySelector('header .verdict').textContent, basis: document.querySelector('.basis').textContent,
+  verdict: document.querySelector('header .verdict').textContent,
+  settings: document.querySelector('header .soft').textContent, basis: document.querySelector('.basis').textContent,
   train: document.querySelector('.command code').textContent, ship: document.querySelector('.ship').className.baseVal,
   moved: document.body.classList.contains('moved'), impossible: document.body.classList.contains('impossible'),
   valuetext: document.querySelector('[name=batch]').getAttribute('aria-valuetext')});
@@ -101,6 +102,7 @@ def test_the_slider_moves_figures_ship_and_commands(tmp_path: Path):
     assert asked["basis"] == "Batch 16, sequence 4,096: compiled by the target's own compiler."
     assert asked["verdict"].startswith("✓ fits")
     assert "global_batch_size" not in asked["train"]
+    assert sunk["settings"] == "memory.remat=full data.global_batch_size=32 data.seq_len=4096"
     assert (sunk["ship"], sunk["valuetext"]) == ("ship sunk", "32")
     assert sunk["verdict"].startswith("✗ does not fit, 30.85 GiB over")
     assert "by the closed form" in sunk["basis"]
@@ -129,6 +131,7 @@ def test_compared_batches_are_points_of_the_slider():
     assert "points alone: 2 compiled." in text
     assert "<figure" not in text
     assert "On one device at the peak" in text
+    assert text.count('data-follow="class:verdict.class text:verdict"') == 1
 
 
 @needs_browser

@@ -44,8 +44,7 @@ def page(
     title = ", ".join(titles)
     common_settings = " ".join(text for text in common if text not in tables.facts(plans[0])[:2])
     planned = _Planned(plans, points, asked)
-    settings = f"<p class=soft>{tables.breakable(common_settings)}</p>"
-    header = f"<header><h1>{escape(title)}</h1>{planned.verdict()}{settings}</header>"
+    header = f"<header><h1>{escape(title)}</h1>{planned.verdict()}{planned.settings(common_settings)}</header>"
     sections = [("", planned.ship()), ("Take it along", planned.commands())]
     if len(plans) == 1:
         moves = levers(plans[0]) if moves is None else moves
@@ -102,20 +101,27 @@ class _Planned:
         self._point_figures = [self._figures_at(point) for point in self._points]
         self._shown = self._shown_figures()
 
+    def settings(self, common_settings: str) -> str:
+        """What all plans share; of a point, all of its settings."""
+        if self._points and len(self._plans) == 1:
+            return bound("p", self._shown, {"text": "settings"}, attributes="class=soft")
+        return f"<p class=soft>{tables.breakable(common_settings)}</p>"
+
     def verdict(self) -> str:
         """The verdict on one plan, or how many fit."""
         if len(self._plans) > 1:
             fitting = sum(plan["fits"] for plan in self._plans)
             kind = "good" if fitting else "bad"
             return f"<p class='verdict {kind}'>{fitting} of {len(self._plans)} fit</p>"
-        verdict = bound("p", self._shown, {"class": "verdict.class", "text": "verdict"})
-        return verdict + bound("p", self._shown, {"text": "need.of"})
+        return self._shown_verdict()
 
     def ship(self) -> str:
         """The ship with its sliders, or the fleet of several plans."""
         if len(self._plans) > 1 and not self._points:
             return self._fleet() if len(self._plans) <= _FLEET else ""
         content = f"<div class=stage>{hull.ship(self._shown, self._layers)}</div>"
+        if len(self._plans) > 1:
+            content += self._shown_verdict()
         if self._points:
             content += slider.basis(self._shown) + slider.controls(self._points)
         return content
@@ -160,6 +166,10 @@ class _Planned:
             data = slider.data(self._points, self._point_figures, self._shown_index())
         return f"{data}<script>{_SCRIPT}</script>"
 
+    def _shown_verdict(self) -> str:
+        verdict = bound("p", self._shown, {"class": "verdict.class", "text": "verdict"})
+        return verdict + bound("p", self._shown, {"text": "need.of"})
+
     def _fleet(self) -> str:
         ships = ""
         for name, plan in zip(tables.names(self._plans), self._plans, strict=True):
@@ -188,11 +198,14 @@ class _Planned:
         asked = self._points[[other[:2] for other in self._points].index(point_of(self._first)[:2])]
         figures = load.figures(point.report, self._layers) | step_time.figures(point.report, self._parts)
         figures["basis"] = slider.basis_text(point, asked)
+        settings = self._first["settings"]
+        is_asked = point[:2] == asked[:2]
+        figures["settings"] = " ".join(settings if is_asked else commands.settings_at(point, settings))
         if self._asked is None:
             return figures
         settings = list(self._asked.settings)
         # The asked point's commands are those that were typed.
-        if point[:2] == asked[:2] and len(self._plans) == 1:
+        if is_asked and len(self._plans) == 1:
             return figures | _command_figures(self._asked, settings, settings)
         changed = commands.settings_at(point, settings)
         # The command that compared the points makes all of them again.
