@@ -53,7 +53,8 @@ def test_one_table_of_several_targets(own_folder: Path, capsys: pytest.CaptureFi
     assert "TOO BIG" in " ".join(row_by_target["4090"])
     assert row_by_target["4090"][-1].startswith("--config.")
     assert " ".join(row_by_target["v5e-8"]).startswith("8 x 15.75 GiB")
-    assert " ".join(row_by_target["v5e-8"]).endswith("fits closed form as it is")
+    assert " fits " in " ".join(row_by_target["v5e-8"])
+    assert " ".join(row_by_target["v5e-8"]).endswith("closed form as it is")
     assert "does not divide the 16 sequences" in " ".join(row_by_target["cpu:3"])
     assert "shape of Qwen/Qwen2.5-1.5B: from the table of published models" in captured.err
     reports = json.loads((own_folder / "plans.json").read_text())

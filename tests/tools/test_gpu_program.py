@@ -48,7 +48,7 @@ def of_kind(kernels: list[Kernel], kind: str) -> list[Kernel]:
 
 
 def test_products_and_attention_are_those_of_the_program() -> None:
-    kernels = read(step(RECORDED.read_text()), H100).kernels
+    kernels = read(step(RECORDED.read_text()).parts, H100).kernels
     products, attention = of_kind(kernels, "matmul"), of_kind(kernels, "attention")
     assert {(one.maker, one.dtype) for one in products} == {("Triton", "bf16")}
     assert {(one.maker, one.dtype) for one in attention} == {("cuDNN", "bf16")}
@@ -63,7 +63,7 @@ def test_products_and_attention_are_those_of_the_program() -> None:
 
 
 def test_a_collective_is_hidden_by_no_more_than_what_runs_beside_it() -> None:
-    first, second = read(step(RECORDED.read_text(), runs=3), H100).overlaps
+    first, second = read(step(RECORDED.read_text(), runs=3).parts, H100).overlaps
     assert (first.collective.kind, second.collective.kind) == ("all-gather", "reduce-scatter")
     assert [one.collective.runs for one in (first, second)] == [3 * LAYERS] * 2
     assert first.collective.bytes_received == DIM * DIM // 2 * 2  # the other GPU's half, in bfloat16
@@ -79,7 +79,7 @@ ENTRY %main (a: bf16[64,32], b: bf16[32,16]) -> bf16[64,16] {
   ROOT %gemm = (bf16[64,16]{1,0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
 }
 """  # noqa: E501
-    (kernel,) = read(step(text), H100).kernels
+    (kernel,) = read(step(text).parts, H100).kernels
     assert (kernel.category, kernel.maker, kernel.dtype) == ("matmul", "cuBLAS", "bf16")
     assert kernel.flops == 2 * 64 * 32 * 16
 
