@@ -56,6 +56,11 @@ def add_flags(parser: cli.Parser) -> None:
     )
     add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
     add("--step_only", action="store_true", help="leave out initialization and evaluation")
+    add(
+        "--verdict_only",
+        action="store_true",
+        help="do not look for settings that fit where this does not, which takes seconds, or minutes of compiling",
+    )
     add("--json", type=Path, metavar="FILE", help="write the report (of --compare: a list of them)")
     add(
         "--html",

@@ -38,6 +38,7 @@ def plan_of(command: cli.Command, name: str, target: Any, limit: int | None, est
         estimate=estimate,
         phases=not args.step_only,
         fresh=args.fresh,
+        suggests=not args.verdict_only,
     )
     # The settings of this command line are no part of what is cached: another may lead to the same
     # config.

@@ -135,7 +135,7 @@ class Attention(Layer):
         y_BSNH = self._attend(q_BSNH, k_BSKH, v_BSKH, ctx, layer_state)
         with jax.named_scope("output"):
             heads_BSE = y_BSNH.reshape(batch, length, -1)
-            y_BSD = self.output(weights["output"], heads_BSE, ctx)
+            y_BSD = checkpoint_name(self.output(weights["output"], heads_BSE, ctx), "output")
         # Keys are cached after the rotation: their positions never change.
         cache = {"key": k_BSKH, "value": v_BSKH} if ctx.cache else {}
         return ctx.constrain_hidden(y_BSD), Out(layer_state=cache)

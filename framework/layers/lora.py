@@ -33,6 +33,7 @@ class LoRA:
         targets: a regex, searched in the paths of linear layers, such as "stack/block0/attention/query"; "." is all.
         base: how the weights of those layers are stored: a dtype, int8 with a scale per output, or nf4, 4 bits with a
             scale per 64 weights; None means model.param_dtype.
+        base_targets: a regex of further linear layers whose weights are stored so, without an adapter; "." is all.
         dtype: of the adapters, whatever model.param_dtype is.
     """
 
@@ -44,12 +45,13 @@ class LoRA:
         dropout: Fraction = 0.0,
         targets: str = ".",
         base: Literal["float32", "bfloat16", "float16", "int8", "nf4"] | None = None,
+        base_targets: str | None = None,
         dtype: DType = "float32",
     ):
-        try:
-            self.targets = re.compile(targets)
-        except re.error as error:
-            raise ValueError(f"targets = {targets!r} is no regular expression: {error}") from error
+        if base_targets is not None and base is None:
+            raise ValueError(f"base_targets = {base_targets!r}: expected base, how these weights are stored")
+        self.targets = _pattern("targets", targets)
+        self.base_targets = None if base_targets is None else _pattern("base_targets", base_targets)
         self.rank = rank
         self.scale = alpha / rank
         self.dropout = dropout
@@ -58,7 +60,7 @@ class LoRA:
         self.storage: Storage | None = base if base in ("int8", "nf4") else None
 
     def wrap(self, layers: Mapping[str, Layer]) -> None:
-        """Replaces Linears below `layers` whose path matches by a LoRALinear. Raises ValueError when none does."""
+        """Replaces Linears below `layers` by LoRALinears and FrozenLinears; ValueError when there is no target."""
         linears = []
         for name, layer in layers.items():
             linears.extend(_linears(layer, name))
@@ -68,9 +70,19 @@ class LoRA:
             pattern = self.targets.pattern
             raise ValueError(f"lora.targets = {pattern!r} matches none of {len(linears)} layers: {examples}")
         # Only now, as replacing a layer changes the children that `_linears` walks over.
-        for path, parent, attribute in targets:
-            adapted = LoRALinear(getattr(parent, attribute), self, path)
-            setattr(parent, attribute, adapted)
+        for site in linears:
+            linear = getattr(site.parent, site.attribute)
+            if site in targets:
+                setattr(site.parent, site.attribute, LoRALinear(linear, self, site.path))
+            elif self.base_targets is not None and self.base_targets.search(site.path):
+                setattr(site.parent, site.attribute, FrozenLinear(linear, self, site.path))
+
+
+def _pattern(name: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{name} = {text!r} is no regular expression: {error}") from error
 
 
 class _LinearSite(NamedTuple):
@@ -92,22 +104,43 @@ def _linears(parent: Layer, path: str) -> Iterator[_LinearSite]:
             yield from _linears(child, child_path)
 
 
-class LoRALinear(Layer):
-    """A Linear and its adapter. Only adapters have an axis of the role "rank", and only they are trained."""
+class FrozenLinear(Layer):
+    """A Linear whose weight is stored as `LoRA.base` says."""
 
-    def __init__(self, base: Linear, lora: LoRA, path: str):
-        self.base = base
+    def __init__(self, linear: Linear, lora: LoRA, path: str):
+        self.linear = linear
         self.lora = lora
         self.path = path
 
     def own_specs(self) -> dict[str, Any]:
-        """The Linear's own (a quantized weight as a dict), lora_a [inputs, rank] and lora_b [rank, outputs]."""
-        specs: dict[str, Any] = self.base.own_specs()
+        """The Linear's own; a quantized weight is a dict."""
+        specs: dict[str, Any] = self.linear.own_specs()
         weight: ParameterSpec = specs["weight"]
         if self.lora.storage is not None:
             specs["weight"] = quantized_specs(weight, self.lora.storage, self.path)
         elif self.lora.base is not None:
             specs["weight"] = replace(weight, dtype=self.lora.base, own_dtype=True)
+        return specs
+
+    def __call__(self, weights: Nested, x: jax.Array, ctx: Context) -> jax.Array:
+        """x [..., inputs] -> [..., outputs], in x's dtype."""
+        if self.lora.storage is None:
+            return self.linear(weights, x, ctx)
+        y: Any = matmul(self.lora.storage, x, weights["weight"])
+        return add_shared(y, weights["bias"]) if self.linear.bias else y
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """The operations of the Linear."""
+        return self.linear.flops_per_token(seq_len)
+
+
+class LoRALinear(FrozenLinear):
+    """A FrozenLinear and its adapter. Only adapters have an axis of the role "rank", and only they are trained."""
+
+    def own_specs(self) -> dict[str, Any]:
+        """The FrozenLinear's own, lora_a [inputs, rank] and lora_b [rank, outputs]."""
+        specs = super().own_specs()
+        weight: ParameterSpec = self.linear.own_specs()["weight"]
         # U(-1/sqrt(in), 1/sqrt(in)), as the authors' code has it.
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         inputs, outputs = weight.shape
@@ -134,11 +167,7 @@ class LoRALinear(Layer):
 
     def __call__(self, weights: Nested, x: jax.Array, ctx: Context) -> jax.Array:
         """x [batch, ..., inputs] -> [batch, ..., outputs], in x's dtype."""
-        if self.lora.storage is None:
-            y = self.base(weights, x, ctx)
-        else:
-            y: Any = matmul(self.lora.storage, x, weights["weight"])
-            y = add_shared(y, weights["bias"]) if self.base.bias else y
+        y = super().__call__(weights, x, ctx)
         # The path makes each adapter's mask its own: layers of a block share a random stream.
         dropped = ctx.dropout(x, self.lora.dropout, self.path)
         low = dropped @ weights["lora_a"]
@@ -149,8 +178,8 @@ class LoRALinear(Layer):
 
     def flops_per_token(self, seq_len: int) -> float:
         """The operations of the Linear and of the adapter."""
-        adapter = 2.0 * self.lora.rank * (self.base.inputs + self.base.outputs)
-        return self.base.flops_per_token(seq_len) + adapter
+        adapter = 2.0 * self.lora.rank * (self.linear.inputs + self.linear.outputs)
+        return super().flops_per_token(seq_len) + adapter
 
 
 def merge_adapters(model: Any, params: Nested) -> Nested:
@@ -161,17 +190,17 @@ def merge_adapters(model: Any, params: Nested) -> Nested:
     lora: LoRA | None = model.lora
     if lora is None or not isinstance(params, dict):
         return params
-    if "lora_a" not in params:
+    is_quantized = isinstance(params.get("weight"), dict) and "codes" in params["weight"]
+    if "lora_a" not in params and not is_quantized:
         return {name: merge_adapters(model, child) for name, child in params.items()}
-    a = params["lora_a"]
-    b = params["lora_b"]
     weight = params["weight"]
-    if lora.storage is None:
-        weight = weight.astype(jnp.float32)
-    else:
+    if is_quantized:
+        assert lora.storage is not None
         weight = dequantize(weight, lora.storage, jnp.float32)
-    update = a.astype(jnp.float32) @ b.astype(jnp.float32)
-    merged = weight + lora.scale * update
+    weight = weight.astype(jnp.float32)
+    if "lora_a" in params:
+        update = params["lora_a"].astype(jnp.float32) @ params["lora_b"].astype(jnp.float32)
+        weight = weight + lora.scale * update
     # A bias has no adapter.
     bias = {name: leaf for name, leaf in params.items() if name == "bias"}
-    return {**bias, "weight": merged.astype(model.param_dtype)}
+    return {**bias, "weight": weight.astype(model.param_dtype)}

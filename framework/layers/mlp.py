@@ -100,7 +100,7 @@ class MLP(Layer):
             gate_BSF = hidden(self.gate, "gate")
             h_BSF = keeping_inputs(self._gated)(gate_BSF, up_BSF)
         with jax.named_scope("down"):
-            y_BSD = self.down(weights["down"], h_BSF, ctx)
+            y_BSD = checkpoint_name(self.down(weights["down"], h_BSF, ctx), "mlp_down")
             return ctx.constrain_hidden(y_BSD), Out()
 
     def _gated(self, gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:

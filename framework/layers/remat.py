@@ -6,7 +6,8 @@ sqrt, sqrt:G    only the input of each group of G units, about the square root o
                 runs a group forward to keep its units' inputs, and each of these once more (arXiv 1604.06174)
 dots            the results of matrix products are kept
 dots_no_batch   the same, but not of products with a batch dimension (attention scores)
-save:A,B        only the activations with these names: query, key, value, attention, mlp_gate, mlp_up
+save:A,B        only the activations with these names: query, key, value, attention, output, mlp_gate, mlp_up, mlp_down.
+                What others call "minimal" is save:query,key,value,output,mlp_gate,mlp_up (MaxText)
 offload         only each unit's input is kept, in host memory
 invert          nothing but the stack's output is kept: each unit's input is found from its output, backwards. Needs
                 layers that can be run so (framework.layers.reversible)
@@ -28,7 +29,7 @@ from framework.layout import nearest_divisors
 
 # A unit's input. In a loop's body, naming the result would offload nothing (jax#23869).
 INPUT = "input"
-ACTIVATION_NAMES = ("query", "key", "value", "attention", "mlp_gate", "mlp_up")
+ACTIVATION_NAMES = ("query", "key", "value", "attention", "output", "mlp_gate", "mlp_up", "mlp_down")
 POLICIES = ("none", "full", "sqrt", "dots", "dots_no_batch", "offload", "invert")
 # The name of prepared weights, which no policy keeps.
 _WEIGHTS = "weights"

@@ -110,6 +110,26 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
     return Estimate(breakdown, host_breakdown, step_flops, work)
 
 
+def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
+    """Bytes that each device holds at the least, without a trace: state, and gradients that exist all at once.
+
+    Args:
+        experiment: what to train.
+        sizes: of the mesh's axes.
+
+    Raises:
+        ValueError: a mesh axis does not divide the dimension that it shards.
+    """
+    mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    specs = experiment.state_specs()
+    running_specs = execution_type(experiment.memory).running_specs(experiment, specs)
+    total = StateLayout(running_specs, mesh).bytes_per_device(memory_kind="device")
+    if not _gradients_are_taken_away(experiment):
+        # Stacks have all of their gradients before the first update; an embedding's may be gone by then.
+        total += sum(_stacked(StateLayout(specs, mesh), experiment.model.stacks).values())
+    return total
+
+
 def _check(experiment: Experiment, mesh: Any, sizes: dict[str, int]) -> None:
     """Raises ValueError where model and batch do not divide over the mesh."""
     experiment.model.check(mesh, experiment.data)

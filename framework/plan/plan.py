@@ -96,12 +96,14 @@ def plan(
     limit: int | None,
     *,
     phases: bool = True,
+    suggests: bool = True,
 ) -> Report:
     """The report of the compiled programs.
 
     Args:
         name, config, target, limit: as for `quick`.
         phases: compile initialization and evaluation too, not the training step alone.
+        suggests: look for settings that fit where this does not, which may take minutes.
 
     Raises:
         ValueError: config and target do not fit each other; the target's compiler is not installed.
@@ -133,7 +135,7 @@ def plan(
     report["phases"] = _phases(peaks)
     most = max(peak.device for peak in peaks.values())
     report["fits"] = not step.message and (limit is None or most <= limit)
-    if not report["fits"]:
+    if suggests and not report["fits"]:
         with phase("looking for settings that fit", patience=SHORT):
             report["suggestions"] = suggestions(config, target, limit or 0, most)
     return report

@@ -19,6 +19,7 @@ def planned(
     estimate: bool,
     phases: bool,
     fresh: bool,
+    suggests: bool = True,
 ) -> Report:
     """One report: from the cache, the closed form or the compiler.
 
@@ -31,17 +32,18 @@ def planned(
         estimate: the closed form alone.
         phases: initialization and evaluation too.
         fresh: compile again although nothing has changed.
+        suggests: look for settings that fit where this does not.
     """
     about = {"target": name} if name else {}
     if estimate:
-        return planning.quick(spec, config, target, limit) | about
-    path = cache.path_of(config, name=spec, target=name or "local", limit=limit, phases=phases)
+        return planning.quick(spec, config, target, limit, suggests=suggests) | about
+    path = cache.path_of(config, name=spec, target=name or "local", limit=limit, phases=phases, suggests=suggests)
     cached_report = None
     # The name "local" does not say which devices this machine has.
     if not fresh and name:
         cached_report = cache.load(path)
     if cached_report is not None:
         return cached_report | about
-    new_report = planning.plan(spec, config, target, limit, phases=phases)
+    new_report = planning.plan(spec, config, target, limit, phases=phases, suggests=suggests)
     cache.store(path, new_report)
     return new_report | about

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 from framework.config import Config
 from framework.layers.remat import check_platform
-from framework.plan.estimate import Estimate, estimate
+from framework.plan.estimate import Estimate, estimate, least_bytes
 from framework.plan.naming import OF_LAYOUT
 from framework.plan.rehearsal import compile_step
 from framework.plan.targets import Target
@@ -71,12 +71,15 @@ def suggestions(
         try:
             # The closed form takes a moment, the compiler much longer.
             with phase(f"trying {setting}", patience=SHORT):
-                need = closed_form(trial.instantiate(), target)
+                experiment = trial.instantiate()
+                if least_bytes(experiment, check(experiment, target)) > limit:
+                    continue
+                need = closed_form(experiment, target)
                 trial_state = state_bytes(need)
                 trial_peak = int(trial_state + scale * (need.peak_bytes - trial_state))
                 compiled = trial_peak <= limit and time.monotonic() - start < seconds
                 if compiled:
-                    program = Program(trial.instantiate(), target.devices())
+                    program = Program(experiment, target.devices())
                     trial_peak = compile_step(program, target, limit).allocated
         except ValueError:
             # The microbatches do not divide, or the schedule is not for this target.

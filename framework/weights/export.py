@@ -246,9 +246,9 @@ def _layer(
     parent, name = path.rsplit("/", 1)
     prefix = f"{parent}/"
     leaves = {key.removeprefix(prefix): x for key, x in flat_params.items() if key.startswith(prefix)}
-    # A weight is merged with the adapter's leaves beside it; a bias, say, is as it is.
+    # A weight is merged with the adapter's leaves beside it; all else is as it is. A quantized weight is two leaves.
     if name != "weight" or "lora_a" not in leaves:
-        leaves = {name: leaves[name]}
+        leaves = {key: x for key, x in leaves.items() if key.partition("/")[0] == name}
     if unit is not None:
         leaves = {key: x[unit] for key, x in leaves.items()}
     merged = merge_adapters(model, unflatten(leaves))

@@ -140,12 +140,34 @@ def test_merged_weights_are_those_of_the_model_without_adapters(base):
     assert np.abs(others - model.logits(program.weights(program.init()), ctx, {})).max() > 0.1
 
 
+def test_further_layers_are_stored_in_few_bits_without_an_adapter():
+    """As bitsandbytes quantizes all linear layers, whichever of them have adapters."""
+    built = config("nf4")
+    built.model.lora.targets = "attention/(query|value)"
+    narrow = small.program(built)
+    built.model.lora.base_targets = "."
+    program = small.program(built)
+    state = moved(program)
+    assert program.layout.bytes_per_device("parameter") == narrow.layout.bytes_per_device("parameter")
+    weights = {path for path in flatten(state["frozen"]) if "/weight" in path and "stack" in path}
+    assert {path.split("/weight/")[-1] for path in weights if "norm" not in path} == {"codes", "scales"}
+    merged = merge_adapters(program.experiment.model, program.weights(state))
+    built.model.lora = None
+    plain = built.model.instantiate()
+    expected = {path: (spec.shape, spec.dtype) for path, spec in flatten(plain.parameter_specs()).items()}
+    assert {path: (leaf.shape, leaf.dtype) for path, leaf in flatten(merged).items()} == expected
+    ctx = program.evaluation_context(program.put(small.host_batch(program)))
+    others = program.experiment.model.logits(program.weights(state), ctx, {})
+    np.testing.assert_allclose(plain.logits(merged, ctx, {}), others, atol=1e-5 * np.abs(others).max())
+
+
 def test_bad_configs():
     for field, value, message in (
         ("rank", "0", r"lora.rank: expected an integer > 0, given 0"),
         ("base", "nf5", r"lora.base: expected one of .*'nf4' or none, given 'nf5' .*; did you mean 'nf4'\?"),
         ("targets", "querry", r"lora.targets = 'querry' matches none of 7 layers: .*attention/query"),
         ("targets", "(", r"lora: .*targets = '\(' is no regular expression"),
+        ("base_targets", ".", r"lora: .*base_targets = '.': expected base, how these weights are stored"),
     ):
         model = small.llama(lora=config_for(LoRA))
         with pytest.raises(ConfigError, match=message):  # noqa: PT012  (when it is set, or when it is built)

@@ -10,11 +10,12 @@ from framework.devices.accelerators import spec_for
 from framework.layers import attention
 from framework.layers.linear import Linear
 from framework.layers.stack import Stack
-from framework.plan.estimate import estimate
+from framework.plan.estimate import estimate, least_bytes
 from framework.plan.jaxprs import flops
 from framework.plan.liveness import Rules, most_held
 from framework.plan.local_step import trace
 from framework.plan.report import KEYS
+from framework.plan.suggest import state_bytes
 from framework.program.program import Program
 
 B, D, F, L = 64, 32, 128, 6
@@ -233,3 +234,16 @@ def test_two_passes_are_as_much_work_where_programs_of_layers_keep_no_gradients(
     in_backward = load("nanogpt-cpu", "memory.update=in_backward", *settings)
     by_layers = load("nanogpt-cpu", "memory.update=layer_programs", "memory.gradients=none", *settings)
     assert of(by_layers, 8, "cpu").flops == of(in_backward, 8, "cpu").flops
+
+
+@pytest.mark.parametrize("update", ["after_backward", "streamed", "in_backward", "layer_programs"])
+def test_the_least_is_never_more_than_the_estimate(update):
+    config = configs.load("stdlib-tiny")
+    config.memory.update = update
+    config.learner.clip = None
+    for placed in ("device", "pinned_host"):
+        config.memory.optimizer_state = placed
+        experiment = config.instantiate()
+        sizes = experiment.mesh.resolve(2)
+        need = estimate(experiment, sizes, spec_for("v5e"))
+        assert state_bytes(need) <= least_bytes(experiment, sizes) <= need.peak_bytes, (update, placed)

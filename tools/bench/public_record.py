@@ -49,12 +49,14 @@ class Settings:
         global_batch: rows of one update.
         seq_len: tokens of a row; the most where rows are not packed.
         packed: rows are filled up to seq_len.
-        precision, optimizer, remat, sharding, loss, attention: in the source's words or ours.
+        precision, optimizer, remat, sharding, attention: in the source's words or ours.
+        loss: "whole" where the logits of all tokens exist at once; else in the source's words.
         update: when the optimizer steps, where that is not after the backward pass.
         offload: what is in host memory.
         lora: rank and the layers that have adapters.
         quantization: of frozen weights.
-        compile: torch.compile. scan: layers in a loop.
+        compile: by XLA or torch.compile. scan: layers in a loop.
+        devices_used: of the fact's devices, where the others are idle.
         accumulation: microbatches of an update.
         note: where settings were read, where not in the quote.
     """
@@ -76,6 +78,7 @@ class Settings:
     quantization: str | None = None
     compile: bool | None = None
     scan: bool | None = None
+    devices_used: int | None = None
     accumulation: int | None = None
     note: str | None = None
 
@@ -109,6 +112,7 @@ class PublicFact:
         differs: from what we would compute or measure.
         hub_id: the published model that this is, in configs/families/published.json where we can load it.
         shape: fields of config.json of a model that was not published.
+        not_of_the_step: why the figure is not of a training step, where it is of something else.
     """
 
     model: str
@@ -122,6 +126,7 @@ class PublicFact:
     rate: Amount | None = None
     hub_id: str | None = None
     shape: dict[str, Any] | None = None
+    not_of_the_step: str | None = None
 
     def line(self) -> str:
         """The fact in one line of text."""

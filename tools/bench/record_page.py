@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from tools.bench.public_record import Amount, PublicFact
+from tools.bench.record_settings import NotPlannedError, nearest_setting
 
 if TYPE_CHECKING:
     from tools.bench.record_plans import PlannedFact
@@ -28,7 +31,7 @@ class Judged(NamedTuple):
         fact: what was published.
         plan: what we say.
         peak_ratio: our peak over theirs; None where the source has none.
-        rate_ratio: likewise tokens a second.
+        rate_ratio: likewise tokens a second, or the FLOPs a second that the model needs.
     """
 
     number: int
@@ -54,6 +57,17 @@ class Judged(NamedTuple):
         return self.plan.fits and self.fact.verdict == "out of memory"
 
 
+def is_like_ours(fact: PublicFact) -> bool:
+    """Whether a plan of ours is of a program like theirs.
+
+    A compiler makes both programs, rows have one length, and the source, or its code, says what a layer keeps and what
+    is cut over devices.
+    """
+    settings = fact.settings
+    is_cut_as_said = fact.devices == 1 or settings.sharding is not None
+    return bool(settings.compile) and settings.packed is not False and settings.remat is not None and is_cut_as_said
+
+
 def judged(facts: list[PublicFact], results: dict[int, PlannedFact]) -> list[Judged]:
     """All facts that were planned, in the order of the record."""
     rows = []
@@ -71,31 +85,39 @@ def _peak_ratio(fact: PublicFact, plan: PlannedFact) -> float | None:
 
 
 def _rate_ratio(fact: PublicFact, plan: PlannedFact) -> float | None:
-    if fact.rate is None or fact.rate.unit != "tokens/s" or not plan.tokens_per_second:
+    if fact.rate is None or not plan.tokens_per_second or not plan.flops_per_second:
+        return None
+    if fact.rate.unit == "TFLOP/s" and fact.rate.of == "device":
+        return plan.flops_per_second / (1e12 * fact.rate.value)
+    if fact.rate.unit != "tokens/s":
         return None
     published = fact.rate.value * (fact.devices if fact.rate.of == "device" else 1)
     return plan.tokens_per_second / published
 
 
 class Summary(NamedTuple):
-    """What the record comes to.
+    """What rows of the record come to.
 
     Attributes:
         planned: facts.
+        compiled: those of them that the compiler has judged; the closed form has judged the others.
         right: facts whose verdicts agree.
         false_fits: facts that we say fit, and that ran out of memory.
         peaks: facts that have a peak.
         median_error: of these peaks, as a part.
         beyond: the facts whose peak is off by more than a quarter.
+        rates: facts that have a rate.
         median_rate_ratio: ours over theirs; None where none has a rate.
     """
 
     planned: int
+    compiled: int
     right: int
     false_fits: int
     peaks: int
     median_error: float
     beyond: list[Judged]
+    rates: int
     median_rate_ratio: float | None
 
 
@@ -105,11 +127,13 @@ def summary(rows: list[Judged]) -> Summary:
     rates = [row.rate_ratio for row in rows if row.rate_ratio is not None]
     return Summary(
         planned=len(rows),
+        compiled=sum(row.plan.compiled for row in rows),
         right=sum(row.is_right for row in rows),
         false_fits=sum(row.is_false_fit for row in rows),
         peaks=len(errors),
         median_error=median(errors) if errors else 0.0,
         beyond=[row for row in rows if row.peak_ratio is not None and abs(row.peak_ratio - 1) > FAR],
+        rates=len(rates),
         median_rate_ratio=median(rates) if rates else None,
     )
 
@@ -117,8 +141,8 @@ def summary(rows: list[Judged]) -> Summary:
 def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
     """The page in Markdown."""
     rows = judged(facts, results)
-    sums = summary(rows)
-    compiled = sum(row.plan.compiled for row in rows)
+    like_ours = [row for row in rows if is_like_ours(row.fact)]
+    others = [row for row in rows if not is_like_ours(row.fact)]
     dates = sorted({row.plan.date for row in rows}) or ["never"]
     days = " to ".join(sorted({dates[0], dates[-1]}))
     lines = [
@@ -126,21 +150,68 @@ def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
         "",
         "What others published of memory and speed, beside our plan of the nearest setting. Each line of",
         "`tools/bench/public_record.jsonl` has its source with a quote, and what differs in their implementation.",
-        f"Made by `python -m tools.bench.record_plans --table` from plans of {days}.",
+        f"Made by `python -m tools.bench.record_plans` from plans of {days}, with the target's own compiler and",
+        "without the machine; `--table` makes the page of the plans that are there.",
         "",
-        f"- {sums.planned} facts planned, {compiled} by the compiler, the others by the closed form.",
-        f"- Verdicts that agree: {sums.right} of {sums.planned}. Facts that we say fit, and that ran out of memory: "
-        f"{sums.false_fits}.",
-        f"- Peaks: {sums.peaks} are published; median error {100 * sums.median_error:.0f}%, "
-        f"{len(sums.beyond)} beyond 25%, each with a reason below.",
+        *_sums("All facts", rows),
+        *_sums("Programs like ours", like_ours),
+        "",
+        "## Programs like ours",
+        "",
+        "A compiler makes both programs (XLA or torch.compile), rows have one length, and the source, or its code,",
+        "says what a layer keeps for the backward pass and what is cut over devices.",
+        "",
+        *_table(like_ours),
+        "",
+        "## Other programs",
+        "",
+        "Eager PyTorch keeps what a compiler does not, and rows of their own length have a peak that belongs to the",
+        "longest. So a verdict of ours says what *our* program needs, not what theirs does.",
+        "",
+        *_table(others),
+        "",
+        "## Not planned",
+        "",
+        "| fact | why nothing of ours comes near |",
+        "|---|---|",
+        *_not_planned(facts, results),
     ]
-    if sums.median_rate_ratio is not None:
-        ratio = f"{sums.median_rate_ratio:.2f}"
-        lines.append(f"- Tokens a second, our estimate over what they measured: {ratio} in the median.")
-    header = ("fact", "theirs", "ours", "peak ratio", "tokens/s ratio", "by", "why they differ")
-    lines += ["", f"| {' | '.join(header)} |", "|---|---|---|---|---|---|---|"]
-    lines += [_line(row) for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _sums(title: str, rows: list[Judged]) -> list[str]:
+    sums = summary(rows)
+    line = f"- **{title}**: {sums.planned}, {sums.compiled} of them planned by the compiler, the others by the "
+    line += "closed form. "
+    line += f"Verdicts agree for {sums.right} ({100 * sums.right / max(sums.planned, 1):.0f}%); "
+    line += f"{sums.false_fits} ran out of memory that we say fit. "
+    line += f"Of {sums.peaks} published peaks the median error is {100 * sums.median_error:.0f}%, and "
+    line += f"{len(sums.beyond)} are off by more than 25%, each with a reason."
+    if sums.median_rate_ratio is not None:
+        line += (
+            f" Of {sums.rates} published rates our estimate is {sums.median_rate_ratio:.2f} times theirs in the median."
+        )
+    return [line]
+
+
+def _table(rows: list[Judged]) -> list[str]:
+    header = ("fact", "theirs", "ours", "peak ratio", "rate ratio", "by", "why they differ")
+    return [f"| {' | '.join(header)} |", "|---|---|---|---|---|---|---|", *map(_line, rows)]
+
+
+def _not_planned(facts: list[PublicFact], results: dict[int, PlannedFact]) -> list[str]:
+    lines = []
+    with tempfile.TemporaryDirectory(prefix="plimsoll-record-") as folder:
+        for number, fact in enumerate(facts, start=1):
+            if number in results:
+                continue
+            try:
+                nearest_setting(fact, Path(folder))
+            except NotPlannedError as error:
+                lines.append(f"| [{fact.line()}]({_address(fact)}) | {error} |")
+            else:
+                lines.append(f"| [{fact.line()}]({_address(fact)}) | {fact.differs} |")
+    return lines
 
 
 def _line(row: Judged) -> str:
@@ -152,7 +223,7 @@ def _line(row: Judged) -> str:
     marker = "" if row.is_right else " **(differs)**"
     cells = [
         f"[{title}]({_address(fact)})",
-        f"{fact.verdict}{_amount(fact.peak)}",
+        f"{fact.verdict}{_amount(fact.peak)}{_amount(fact.rate)}",
         f"{verdict}, {row.plan.peak_bytes / 2**30:.1f} GiB{marker}",
         "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}",
         "" if row.rate_ratio is None else f"{row.rate_ratio:.2f}",
@@ -170,4 +241,4 @@ def _address(fact: PublicFact) -> str:
 
 
 def _amount(amount: Amount | None) -> str:
-    return "" if amount is None else f", {amount.value:.4g} {amount.unit}"
+    return "" if amount is None else f", {amount.value:.6g} {amount.unit}"

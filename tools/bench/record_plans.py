@@ -39,6 +39,7 @@ class PlannedFact:
         fits: our verdict.
         peak_bytes: of one device, gaps between buffers included.
         tokens_per_second: estimated, of all devices; None where the rates of the device are not known.
+        flops_per_second: likewise the FLOPs that the model needs, of one device.
         date: of the plan.
         versions: of what planned it.
     """
@@ -49,6 +50,7 @@ class PlannedFact:
     fits: bool
     peak_bytes: int
     tokens_per_second: float | None
+    flops_per_second: float | None
     date: str
     versions: dict[str, str]
 
@@ -75,21 +77,27 @@ def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Pat
     """
     words = [f"--config={setting.config}", f"--target={setting.target}"]
     words += [f"--config.{path}={value}" for path, value in setting.overrides.items()]
+    if setting.device_memory_gib is not None:
+        words.append(f"--device_memory_gib={setting.device_memory_gib}")
     path = folder / "plan.json"
     path.unlink(missing_ok=True)
-    flags = [f"--json={path}", "--step_only", *(["--estimate"] if estimate else [])]
+    flags = [f"--json={path}", "--step_only", "--verdict_only", *(["--estimate"] if estimate else [])]
     done = subprocess.run([sys.executable, "-m", "launch.plan", *words, *flags], capture_output=True, text=True)
     if not path.exists():
         raise ValueError(_last_line(done.stderr))
     report: dict[str, Any] = json.loads(path.read_text())
-    time = report.get("time") or {}
+    tokens_per_second = (report.get("time") or {}).get("tokens_per_second")
+    flops_per_second = None
+    if tokens_per_second is not None:
+        flops_per_second = tokens_per_second * report["model_flops_per_token"] / report["devices"]
     return PlannedFact(
         fact=number,
         command=" ".join(["plimsoll plan", *words]).replace(f"{folder}/", ""),
         compiled=not report["estimated"],
         fits=report["fits"],
         peak_bytes=report["device_allocated_bytes"],
-        tokens_per_second=time.get("tokens_per_second"),
+        tokens_per_second=tokens_per_second,
+        flops_per_second=flops_per_second,
         date=str(date.today()),
         versions=report["versions"],
     )
@@ -100,14 +108,15 @@ def _last_line(text: str) -> str:
     return lines[-1]
 
 
-def plan_all(facts: list[PublicFact], words: list[str], *, estimate: bool) -> None:
+def plan_all(facts: list[PublicFact], words: list[str], *, estimate: bool, missing: bool) -> None:
     """Plans the facts that have all words, and keeps each result as it comes."""
     results = read_results()
     with tempfile.TemporaryDirectory(prefix="plimsoll-record-") as name:
         folder = Path(name)
         for number, fact in enumerate(facts, start=1):
             earlier = results.get(number)
-            if not _has_words(fact, words) or (estimate and earlier is not None and earlier.compiled):
+            is_judged = earlier is not None and earlier.compiled
+            if not _has_words(fact, words) or ((estimate or missing) and is_judged):
                 continue
             try:
                 setting = nearest_setting(fact, folder)
@@ -131,11 +140,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--estimate", action="store_true", help="by the closed form: seconds each")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="facts that have all these words")
+    parser.add_argument("--missing", action="store_true", help="those alone that no compiler has judged")
     parser.add_argument("--table", action="store_true", help="write the page alone")
     args = parser.parse_args(argv)
     facts = read_record()
     if not args.table:
-        plan_all(facts, args.only, estimate=args.estimate)
+        plan_all(facts, args.only, estimate=args.estimate, missing=args.missing)
     page = RESULTS.with_suffix(".md")
     page.write_text(record_page.page(facts, read_results()))
     print(f"page: docs/benchmarks/{page.name}")

@@ -13,23 +13,52 @@ from tools.bench.public_record import PublicFact, Settings
 _TARGETS = {
     "A100": "a100-80", "A100 40 GB": "a100-40", "A100 40 GB SXM4": "a100-40", "A100 80 GB": "a100-80",
     "A100 or H100": "a100-80", "A10G 24 GB": "a10", "H100": "h100", "H100 80 GB": "h100", "H200": "h200",
+    "H100 96 GB HBM2e, 500 W": "h100",
     "RTX 4090": "4090", "RTX A6000": "a6000", "RTX 6000 Ada 48 GB": "rtx6000ada", "RTX PRO 6000": "rtxpro6000",
     "v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e",
 }  # fmt: skip
 # Cloud counts the cores of these, of which a chip has two.
 _CORES_COUNTED = ("v4", "v5p")
+# Machines that differ from our target in their memory alone: GiB that a program may take, 0.92 of what CUDA reports.
+_MEMORY_GIB = {"H100 96 GB HBM2e, 500 W": 86.1}
 _NOT_OURS = {
     "float8": "products in FP8",
-    "tensors over": "tensors and pipelines are cut in ways that a mesh of ours has not",
-    "pipeline": "tensors and pipelines are cut in ways that a mesh of ours has not",
-    "rows cut over": "rows cut over devices beside FSDP",
+    "pipeline": "layers are spread over the stages of a pipeline",
     "ZeRO-2": "gradients and state are cut, weights are not",
 }
-_REMAT = {"full (each layer)": "full", "none": "none", "selective (torchtitan)": "dots", "full": "full"}
+# The source's words for what a layer keeps, and memory.remat.
+_REMAT = {
+    "full (each layer)": "full",
+    "none": "none",
+    # torchtitan keeps attention, and of a layer's products the first, third, fifth and seventh.
+    "selective (torchtitan)": "save:query,value,attention,mlp_gate,mlp_down",
+    # MaxText's policies, by the names of src/maxtext/layers/decoders.py.
+    "minimal": "save:query,key,value,output,mlp_gate,mlp_up,mlp_down",
+    "minimal_flash": "save:query,key,value,attention,output,mlp_gate,mlp_up,mlp_down",
+    "minimal_with_context": "save:query,key,value,attention,output,mlp_gate,mlp_up,mlp_down",
+    "save_dot_except_mlpwi": "save:query,key,value,output,mlp_down",
+    "qkv projections in host memory, the rest again": "offload:query,key,value",
+}
+# The source's words for what is in host memory, and the fields of memory that put it there.
+_HOSTED = {
+    "each layer's input in host memory": ("activations",),
+    "the 8-bit state in host memory, as the card is full": ("optimizer_state",),
+    "gradients, optimizer state and float32 masters in host memory, the CPU updates": ("gradients", "optimizer_state"),
+    "parameters, gradients and state in host memory (fsdp_cpu_offload); the update runs on the CPU": (
+        "parameters",
+        "gradients",
+        "optimizer_state",
+    ),
+}
+# The source's words for what a device holds a part of, and our mesh's axes.
+_MESH_AXES = {"FSDP": "fsdp", "tensors": "model", "data": "data", "rows cut": "seq"}
+_MESH_PART = re.compile(r"(FSDP|tensors|data|rows cut) over (\d+)")
 _LORA_TARGETS = {
     "q and v": "attention/(query|value)",
     "q, v, output and the MLP": "attention/(query|value|output)|mlp",
     "all linear layers": "attention|mlp",
+    # Tables of tokens have no adapters here.
+    "all linear layers and the head": "attention|mlp",
 }
 _RANK = re.compile(r"rank (\d+) on ([\w, ]+?)(?:, [\d,]+ trainable)?$")
 
@@ -41,11 +70,13 @@ class NearestSetting(NamedTuple):
         config: as --config takes it.
         target: as --target takes it.
         overrides: of the config's fields, by path.
+        device_memory_gib: what a device has, where that is not what the target has.
     """
 
     config: str
     target: str
     overrides: dict[str, str]
+    device_memory_gib: float | None = None
 
 
 class NotPlannedError(ValueError):
@@ -69,16 +100,19 @@ def nearest_setting(fact: PublicFact, shapes: Path) -> NearestSetting:
     if settings.rows_per_device is None and settings.global_batch is None:
         raise NotPlannedError("the source does not say how many rows a device has")
     overrides = {"data.seq_len": str(settings.seq_len), "data.global_batch_size": str(_global_batch(fact))}
+    overrides |= _mesh(fact)
     overrides |= _training(settings)
     overrides |= _adapters(settings)
-    return NearestSetting(_config(fact, shapes), _target(fact), overrides)
+    return NearestSetting(_config(fact, shapes), _target(fact), overrides, _MEMORY_GIB.get(fact.machine))
 
 
 def _refuse_others(fact: PublicFact) -> None:
     settings = fact.settings
+    if fact.not_of_the_step is not None:
+        raise NotPlannedError(fact.not_of_the_step)
     described = f"{settings.precision} {settings.sharding}"
     for words, reason in _NOT_OURS.items():
-        if words in described and f"{words} over 1" not in described:
+        if words in described:
             raise NotPlannedError(reason)
     if settings.method == "adapter":
         raise NotPlannedError("LLaMA-Adapter is not one of our methods")
@@ -98,8 +132,9 @@ def _config(fact: PublicFact, shapes: Path) -> str:
         raise NotPlannedError("the shape of the model was not published")
     folder = shapes / re.sub(r"\W+", "-", fact.model)
     folder.mkdir(parents=True, exist_ok=True)
+    architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[fact.shape["model_type"]]
     fields: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM"],
+        "architectures": [architecture],
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "torch_dtype": "bfloat16",
@@ -113,47 +148,76 @@ def _config(fact: PublicFact, shapes: Path) -> str:
 
 def _target(fact: PublicFact) -> str:
     name = _TARGETS[fact.machine]
+    devices = _devices(fact)
     if not name.startswith("v"):
-        return name if fact.devices == 1 else f"{name}x{fact.devices}"
-    count = 2 * fact.devices if name in _CORES_COUNTED else fact.devices
+        return name if devices == 1 else f"{name}x{devices}"
+    count = 2 * devices if name in _CORES_COUNTED else devices
     return f"{name}-{count}"
+
+
+def _devices(fact: PublicFact) -> int:
+    return fact.settings.devices_used or fact.devices
+
+
+def _mesh(fact: PublicFact) -> dict[str, str]:
+    """The axes of the mesh, where the source says over how many devices it cuts what."""
+    sizes = {_MESH_AXES[what]: count for what, count in _MESH_PART.findall(fact.settings.sharding or "")}
+    return {f"mesh.{axis}": count for axis, count in ({"data": "1", "fsdp": "1"} | sizes).items()} if sizes else {}
 
 
 def _global_batch(fact: PublicFact) -> int:
     # The rows that are computed at a time decide, not those of an update: gradients that add up take
     # as much room as gradients.
     if fact.settings.rows_per_device is not None:
-        return fact.settings.rows_per_device * fact.devices
+        return fact.settings.rows_per_device * _devices(fact)
     assert fact.settings.global_batch is not None
     return fact.settings.global_batch
 
 
 def _training(settings: Settings) -> dict[str, str]:
     overrides = {}
+    if settings.loss == "whole":
+        overrides["model.head.chunk_tokens"] = "0"
+    if settings.precision == "float32 weights, bfloat16 products":
+        # Float32 weights are their own masters.
+        overrides |= {"model.param_dtype": "float32", "learner.master_dtype": "none"}
     if settings.precision == "all bfloat16":
         overrides |= {"learner.master_dtype": "none", "learner.moment_dtype": "bfloat16"}
         # Adapters are in float32 here, and need no rounding.
         if settings.method == "full":
             overrides["learner.rounding"] = "stochastic"
     if settings.optimizer and "8bit" in settings.optimizer:
-        overrides["learner.optimizer"] = "adamw8bit"
+        overrides |= {"learner.optimizer": "adamw8bit", "learner.optimizer.learning_rate": "1e-4"}
     if "backward" in f"{settings.update} {settings.optimizer}":
         # Their recipes do not clip.
         overrides |= {"memory.update": "in_backward", "learner.clip": "none"}
-    if settings.remat in _REMAT:
+    if settings.remat is not None:
+        if settings.remat not in _REMAT:
+            raise NotPlannedError(f"what a layer keeps is not one of our policies: {settings.remat}")
         overrides["memory.remat"] = _REMAT[settings.remat]
-    if settings.offload and "layer's input in host memory" in settings.offload:
-        raise NotPlannedError("activations in host memory on a GPU, where XLA's gradients of them are wrong")
-    if settings.offload and settings.offload != "none":
+    return overrides | _offloading(settings)
+
+
+def _offloading(settings: Settings) -> dict[str, str]:
+    """What is in host memory; on a GPU, layer programs are what moves it."""
+    if settings.offload in (None, "none"):
+        return {}
+    hosted = _HOSTED.get(settings.offload)
+    if hosted is None:
         raise NotPlannedError(f"in host memory: {settings.offload}")
+    overrides = {"memory.update": "layer_programs"} | {f"memory.{field}": "pinned_host" for field in hosted}
+    if "backward" in f"{settings.update} {settings.optimizer}":
+        overrides["memory.gradients"] = "none"
     return overrides
 
 
 def _adapters(settings: Settings) -> dict[str, str]:
     if settings.method not in ("lora", "qlora"):
         return {}
+    # bitsandbytes quantizes all linear layers, whichever have adapters; torchtune those that have.
+    overrides = {} if settings.quantization is None else {"model.lora.base_targets": "."}
     match = _RANK.match(settings.lora or "")
     if match is None or match[2] not in _LORA_TARGETS:
         # Adapters are small: their place hardly counts.
-        return {}
-    return {"model.lora.rank": match[1], "model.lora.targets": _LORA_TARGETS[match[2]]}
+        return overrides
+    return overrides | {"model.lora.rank": match[1], "model.lora.targets": _LORA_TARGETS[match[2]]}
