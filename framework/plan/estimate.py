@@ -350,7 +350,7 @@ def _whole_update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> 
     selected_bytes = sum(size for size in hosted_sizes if size == max(hosted_sizes))
     if spec.limit_bytes is not None:
         free_bytes = spec.limit_bytes - resident - sum(moved.values())
-        selected_bytes = max(0, min(selected_bytes, free_bytes))
+        selected_bytes = selected_bytes if selected_bytes <= free_bytes else 0
     return moved + Counter(activations=selected_bytes)
 
 
