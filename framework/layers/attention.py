@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
-from framework.config import Config, PositiveFloat, PositiveInt, component, config_for
+from framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.attention_cache import cached_attention
 from framework.layers.attention_kernels import Implementation, dot_product_attention
 from framework.layers.base import BATCH_AXES, Context, Layer, Out
@@ -44,6 +44,8 @@ class Attention(Layer):
         scale: of logits; None means H ** -0.5.
         implementation: "auto" chooses splash on TPU, cuDNN on GPU, XLA elsewhere.
         splash: how the kernel for TPU cuts its work.
+        kernel_dtype: of queries, keys and values in the kernel, and of its result; None means model.compute_dtype. Some
+            frameworks compute attention in float32, which takes twice the bytes of bfloat16.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Attention(Layer):
         scale: PositiveFloat | None = None,
         implementation: Implementation = "auto",
         splash: Config = config_for(SplashBlocks),
+        kernel_dtype: DType | None = None,
     ):
         if head_dim is None and dim % num_heads:
             raise ValueError(
@@ -81,6 +84,7 @@ class Attention(Layer):
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.implementation: Implementation = implementation
         self.splash: SplashBlocks = splash.instantiate()
+        self.kernel_dtype = kernel_dtype
         query_size = num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         # Heads are spread over the model axis: the sum over them, in `output`, is one all-reduce.
@@ -194,11 +198,13 @@ class Attention(Layer):
                 softcap=self.softcap,
             )
         attend = dot_product_attention if ctx.kernels is None else ctx.kernels.attention
+        compute_dtype = q_BSNH.dtype
+        kernel_dtype = self.kernel_dtype or compute_dtype
         # The result has the name "attention", by which remat policies keep it.
-        return attend(
-            q_BSNH,
-            k_BSKH,
-            v_BSKH,
+        y_BSNH = attend(
+            q_BSNH.astype(kernel_dtype),
+            k_BSKH.astype(kernel_dtype),
+            v_BSKH.astype(kernel_dtype),
             segments_BS=ctx.batch.get("segments"),
             window=self.window,
             softcap=self.softcap,
@@ -207,6 +213,7 @@ class Attention(Layer):
             mesh=ctx.mesh,
             splash=self.splash,
         )
+        return y_BSNH.astype(compute_dtype)
 
     def flops_per_token(self, seq_len: int) -> float:
         """The projections, and QK and AV over the whole context: 4 N H S."""

@@ -266,3 +266,21 @@ def test_dropout_does_not_round_what_it_divides_by():
     ctx = Context(batch={}, rng=jax.random.key(0), rows=jnp.arange(1), training=True, compute_dtype=jnp.bfloat16)
     y = np.asarray(ctx.dropout(jnp.full((1, 64), 900.0, jnp.bfloat16), 0.1, "x"), np.float64)
     assert set(np.unique(y)) == {0.0, 1000.0}
+
+
+def test_attention_may_compute_in_float32_beside_bfloat16():
+    """The kernel's result is then that of float32 operands, rounded once."""
+    config = config_for(Attention, dim=32, num_heads=2, implementation="xla")
+    plain = config.instantiate()
+    config.kernel_dtype = "float32"
+    wide = config.instantiate()
+    params = weights(plain)
+    ctx = Context(batch={}, compute_dtype=jnp.bfloat16)
+    x_BSD = jax.random.normal(jax.random.key(1), (2, 64, 32), jnp.bfloat16)
+    prepared = plain.prepare(params, ctx)
+    q, k, v = plain._queries_keys_values(prepared, x_BSD, ctx)
+    exact = wide._attend(*(x.astype(jnp.float32) for x in (q, k, v)), ctx, {})
+    ours = wide._attend(q, k, v, ctx, {})
+    assert ours.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(ours, exact.astype(jnp.bfloat16))
+    assert np.any(np.asarray(plain._attend(q, k, v, ctx, {})) != np.asarray(ours))

@@ -176,6 +176,8 @@ def _global_batch(fact: PublicFact) -> int:
 
 def _training(settings: Settings) -> dict[str, str]:
     overrides = {}
+    if settings.attention == "splash, operands in float32":
+        overrides["model.stack.pattern.0.attention.kernel_dtype"] = "float32"
     if settings.loss == "whole":
         overrides["model.head.chunk_tokens"] = "0"
     if settings.precision == "float32 weights, bfloat16 products":
