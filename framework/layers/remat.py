@@ -7,7 +7,7 @@ sqrt, sqrt:G    only the input of each group of G units, about the square root o
 dots            the results of matrix products are kept
 dots_no_batch   the same, but not of products with a batch dimension (attention scores)
 save:A,B        only the activations with these names: query, key, value, attention, output, mlp_gate, mlp_up, mlp_down.
-                What others call "minimal" is save:query,key,value,output,mlp_gate,mlp_up (MaxText)
+                MaxText's "minimal" is all of them but attention
 offload         only each unit's input is kept, in host memory
 invert          nothing but the stack's output is kept: each unit's input is found from its output, backwards. Needs
                 layers that can be run so (framework.layers.reversible)
