@@ -21,6 +21,8 @@ _UNITS["% of 95 GiB"] = 0.95 * 2.0**30
 
 # Peaks that differ by more than this part need a reason.
 FAR = 0.25
+# Programs that differ in little need peaks as near as this: where ours is as near to the limit, theirs may be beyond.
+NEAR = 0.05
 
 
 class Judged(NamedTuple):
@@ -46,6 +48,12 @@ class Judged(NamedTuple):
         return self.plan.fits == (self.fact.verdict == "fits")
 
     @property
+    def is_at_the_limit(self) -> bool:
+        """Whether our peak is so near to the limit that it says nothing of another program."""
+        limit = self.plan.limit_bytes
+        return limit is not None and abs(self.plan.peak_bytes / limit - 1) <= NEAR
+
+    @property
     def reason(self) -> str:
         """What differs in their implementation, where verdicts or peaks are far apart; else empty."""
         is_beyond = self.peak_ratio is not None and abs(self.peak_ratio - 1) > FAR
@@ -54,7 +62,7 @@ class Judged(NamedTuple):
     @property
     def is_false_fit(self) -> bool:
         """Whether we say that fits what ran out of memory."""
-        return self.plan.fits and self.fact.verdict == "out of memory"
+        return self.plan.fits and self.fact.verdict == "out of memory" and not self.is_at_the_limit
 
 
 def is_like_ours(fact: PublicFact) -> bool:
@@ -102,7 +110,8 @@ class Summary(NamedTuple):
         planned: facts.
         compiled: those of them that the compiler has judged; the closed form has judged the others.
         right: facts whose verdicts agree.
-        false_fits: facts that we say fit, and that ran out of memory.
+        at_the_limit: facts whose peak of ours is within 5% of the limit.
+        false_fits: facts that we say fit with room to spare, and that ran out of memory.
         peaks: facts that have a peak.
         median_error: of these peaks, as a part.
         beyond: the facts whose peak is off by more than a quarter.
@@ -113,6 +122,7 @@ class Summary(NamedTuple):
     planned: int
     compiled: int
     right: int
+    at_the_limit: int
     false_fits: int
     peaks: int
     median_error: float
@@ -129,6 +139,7 @@ def summary(rows: list[Judged]) -> Summary:
         planned=len(rows),
         compiled=sum(row.plan.compiled for row in rows),
         right=sum(row.is_right for row in rows),
+        at_the_limit=sum(row.is_at_the_limit for row in rows),
         false_fits=sum(row.is_false_fit for row in rows),
         peaks=len(errors),
         median_error=median(errors) if errors else 0.0,
@@ -184,7 +195,8 @@ def _sums(title: str, rows: list[Judged]) -> list[str]:
     line = f"- **{title}**: {sums.planned}, {sums.compiled} of them planned by the compiler, the others by the "
     line += "closed form. "
     line += f"Verdicts agree for {sums.right} ({100 * sums.right / max(sums.planned, 1):.0f}%); "
-    line += f"{sums.false_fits} ran out of memory that we say fit. "
+    line += f"{sums.false_fits} ran out of memory that we say fit with more than 5% to spare "
+    line += f"({sums.at_the_limit} are within 5% of the limit). "
     line += f"Of {sums.peaks} published peaks the median error is {100 * sums.median_error:.0f}%, and "
     line += f"{len(sums.beyond)} are off by more than 25%, each with a reason."
     if sums.median_rate_ratio is not None:

@@ -42,6 +42,7 @@ class PlannedFact:
         flops_per_second: likewise the FLOPs that the model needs, of one device.
         date: of the plan.
         versions: of what planned it.
+        limit_bytes: what a program may take of a device.
     """
 
     fact: int
@@ -53,6 +54,7 @@ class PlannedFact:
     flops_per_second: float | None
     date: str
     versions: dict[str, str]
+    limit_bytes: int | None = None
 
 
 def read_results(path: Path = RESULTS) -> dict[int, PlannedFact]:
@@ -100,6 +102,7 @@ def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Pat
         flops_per_second=flops_per_second,
         date=str(date.today()),
         versions=report["versions"],
+        limit_bytes=report["device_limit_bytes"],
     )
 
 
