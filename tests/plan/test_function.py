@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import framework as pl
-from framework.plan.function_arguments import Call
+from framework.plan.function_call import Call
 from framework.terminal.exit_codes import ExitCode
 from launch import plan
 
