@@ -31,7 +31,15 @@ _ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
 }
-_FIGURES = ("argument", "output", "alias", "temp", "peak")
+# Those of `memory_analysis()`, and what the report of a plan calls them.
+_FIGURES = {
+    "argument": "device_argument_bytes",
+    "output": "device_output_bytes",
+    "alias": "device_alias_bytes",
+    "temp": "device_temp_bytes",
+    "peak": "device_peak_bytes",
+    "host": "host_peak_bytes",
+}
 
 
 @cli.main
@@ -47,11 +55,12 @@ def main(argv: list[str]) -> int:
     report = framework.plan_function(function, arguments, target, **options).report
     rows = []
     differences = []
-    for figure in _FIGURES:
+    for figure, key in _FIGURES.items():
         maxtext_bytes = compiled["memory"][figure]
-        plan_bytes = report[f"device_{figure}_bytes"]
-        differences.append(abs(plan_bytes / maxtext_bytes - 1))
-        rows.append((figure, f"{maxtext_bytes:,}", f"{plan_bytes:,}", f"{plan_bytes / maxtext_bytes - 1:+.4%}"))
+        plan_bytes = report[key]
+        difference = (plan_bytes - maxtext_bytes) / max(maxtext_bytes, 1)
+        differences.append(abs(difference))
+        rows.append((figure, f"{maxtext_bytes:,}", f"{plan_bytes:,}", f"{difference:+.4%}"))
     print(" ".join(argv))
     print(", ".join(f"{name} {version}" for name, version in compiled["versions"].items()))
     for row in [("bytes of each device", "MaxText", "the plan", "difference"), *rows]:
