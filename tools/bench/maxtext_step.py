@@ -32,6 +32,7 @@ def main(folder: Path, arguments: list[str]) -> None:
         seconds.append(time.perf_counter() - start)
         (folder / "hlo.txt").write_text(compiled.as_text() or "")
         stats = compiled.memory_analysis()
+        assert stats is not None
         # Results in the place of donated arguments are counted once; the compiler's peak counts host memory too.
         host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
         host_arguments_and_results = stats.host_argument_size_in_bytes + host_results
