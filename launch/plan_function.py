@@ -51,7 +51,7 @@ def _call(spec: str) -> Any:
         UsageError: there is no such file or name, or it returns something else.
     """
     import configs
-    from framework.plan.function_arguments import Call
+    from framework.plan.function_call import Call
 
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from framework.api.plans import Plan, of_target, uncached
 from framework.devices.environment import prepare_jax
 from framework.plan import targets
 from framework.plan.function import plan_call
-from framework.plan.function_arguments import Call
+from framework.plan.function_call import Call
 from framework.terminal.phase_views import shown_on_terminal
 
 
@@ -19,12 +21,13 @@ def plan_function(
     arguments: Sequence[Any],
     target: str,
     *,
-    donate: Sequence[int | str] = (),
-    mesh: Mapping[str, int] | None = None,
+    donate: Sequence[int | str] | int | str = (),
+    mesh: Mapping[str, int] | Mesh | AbstractMesh | None = None,
     shardings: Sequence[Any] | None = None,
     out_shardings: Any = None,
     device_memory_gib: float | None = None,
     name: str = "",
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Tells what one call of a function needs on a target: the target's compiler compiles it.
 
@@ -32,17 +35,20 @@ def plan_function(
     bytes in host memory, and the verdict. Nothing is computed, and nothing of the function is changed.
 
     Args:
-        function: any function of arrays that JAX can trace, jitted or not.
+        function: any function of arrays that JAX can trace, jitted or not. What `jax.jit` was told is kept (what is
+            static or donated, shardings, options), unless `donate` or `out_shardings` are given here.
         arguments: its positional arguments: trees of arrays or `jax.ShapeDtypeStruct`s, of a global shape. Leaves that
             are neither, such as the activation function in an equinox module, are given to it as they are.
         target: v5e-16, h200x8, 4090, cpu:8, local ...
-        donate: arguments whose memory the results may take, by position or name.
-        mesh: {axis: size} over all devices of the target, in order; by default every device does the same.
+        donate: arguments whose memory the results may take, by position or name; or one of these alone.
+        mesh: {axis: size} over all devices of the target, in order; by default every device does the same. Or a mesh,
+            which may be of devices of a topology, such as the function closed over, or of none.
         shardings: for each argument a PartitionSpec, or a tree of them that is a prefix of the argument's. By default
             what the `sharding` of a ShapeDtypeStruct says, of whatever mesh with such axes; else whole on each device.
-        out_shardings: of the results, likewise; by default as the compiler likes.
+        out_shardings: of the results, likewise; None, for all or for some of them: as the compiler likes.
         device_memory_gib: of each device, instead of what the target has; in GiB of 2^30 bytes.
         name: what the report calls it; the function's own name by default.
+        compiler_options: of XLA, as `jax.jit` takes them.
 
     Raises:
         ValueError: there is no such target, or its compiler is not installed; the function cannot be traced with these
@@ -51,7 +57,7 @@ def plan_function(
     """
     if device_memory_gib is not None and not device_memory_gib > 0:
         raise ValueError(f"device_memory_gib={device_memory_gib}: expected more than 0")
-    call = Call(function, arguments, donate, mesh, shardings, out_shardings, name)
+    call = Call(function, arguments, donate, mesh, shardings, out_shardings, name, compiler_options or {})
     prepare_jax()
     machine = targets.resolve(target)
     limit = machine.limit_bytes if device_memory_gib is None else int(device_memory_gib * 2**30)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -54,7 +56,11 @@ class Compiled:
 
 
 def compile_for(
-    lowered: Any, platform: str, hosted: HostBytes = HostBytes(), memory_mib: int | None = None
+    lowered: Any,
+    platform: str,
+    hosted: HostBytes = HostBytes(),
+    memory_mib: int | None = None,
+    compiler_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Compiled:
     """Compiles a lowered program with the compiler of the devices it was lowered for.
 
@@ -63,9 +69,10 @@ def compile_for(
         platform: tpu, gpu or cpu.
         hosted: the bytes of its arguments and results that live in host memory.
         memory_mib: TPU: a program that needs more is refused, as one that needs more than the chip has.
+        compiler_options: further ones of XLA.
     """
     with tempfile.TemporaryDirectory(prefix="plimsoll-plan-") as folder, interrupts.removed_at_end(folder):
-        options: dict[str, Any] = {buffers.DUMP_OPTION: folder}
+        options = {**compiler_options, buffers.DUMP_OPTION: folder}
         if memory_mib is not None and platform == "tpu":
             options["xla_tpu_max_hbm_size_mib"] = memory_mib
         start = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -13,7 +14,7 @@ from framework.plan import function_arguments
 from framework.plan.buffers import Block, Buffers
 from framework.plan.cache import versions
 from framework.plan.compiled import Compiled, compile_for
-from framework.plan.function_arguments import Call
+from framework.plan.function_call import Call
 from framework.plan.hlo import arrays
 from framework.plan.jaxprs import FlopCount, flops
 from framework.plan.naming import Named, clearest_place, names_of_writers, source_of
@@ -42,12 +43,16 @@ def plan_call(call: Call, target: Target, limit: int | None) -> Report:
             not installed.
     """
     mesh = function_arguments.mesh_of(call, target)
-    dynamic, function = function_arguments.traceable(call)
-    placed = function_arguments.placed(call, dynamic, mesh)
-    out_shardings = function_arguments.on_mesh(call.out_shardings, mesh) if call.out_shardings is not None else None
-    options = {} if out_shardings is None else {"out_shardings": out_shardings}
-    jitted = jax.jit(function, donate_argnums=call.donated_positions, **options)
-    with phase(f"tracing {call.title}"), function_arguments.in_mesh(mesh):
+    out_shardings = function_arguments.results_on_mesh(call.out_shardings, mesh)
+    if call.is_jitted:
+        jitted: Any = call.function
+        placed = function_arguments.placed_for_jitted(call, mesh)
+    else:
+        dynamic, function = function_arguments.traceable(call)
+        placed = function_arguments.placed(call, dynamic, mesh)
+        options = {} if call.out_shardings is None else {"out_shardings": out_shardings}
+        jitted = jax.jit(function, donate_argnums=call.donated_positions, **options)
+    with phase(f"tracing {call.title}"), function_arguments.in_mesh(call, mesh):
         try:
             traced = jitted.trace(*placed)
             lowered = traced.lower()
@@ -55,9 +60,9 @@ def plan_call(call: Call, target: Target, limit: int | None) -> Report:
         except Exception as error:
             reason = function_arguments.reason_and_line(error)
             raise ValueError(f"{call.title} cannot be traced: {reason}") from error
-    hosted = function_arguments.host_bytes(call, placed, out_shardings, traced.out_info)
+    hosted = function_arguments.host_bytes(placed, out_shardings, traced)
     with phase(f"compiling {call.title} for {target.name}"):
-        compiled = compile_for(lowered, target.platform, hosted, _mib(limit, target))
+        compiled = compile_for(lowered, target.platform, hosted, _mib(limit, target), call.compiler_options)
     return _report(call, target, limit, mesh, compiled, flops(traced.jaxpr), hosted)
 
 

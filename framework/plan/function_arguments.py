@@ -1,105 +1,50 @@
-"""A function of somebody's own, and its arguments as shapes on the devices of a target."""
+"""The arguments of a function of somebody's own, as shapes on the devices of a target."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from framework.devices.executables import HostBytes
+from framework.plan.function_call import Call
 from framework.plan.targets import Target
 
 # The folder of this library.
 _LIBRARY = Path(__file__).resolve().parents[1]
 
 
-@dataclass(frozen=True)
-class Call:
-    """A function and what it is called with.
-
-    Attributes:
-        function: any function of arrays that JAX can trace, jitted or not.
-        arguments: positional ones: trees of arrays or `jax.ShapeDtypeStruct`s. Leaves that are neither, such as the
-            activation function of an equinox module, stay as they are.
-        donate: positions of the arguments whose memory the results may take, or their names.
-        mesh: {axis: size}, over all devices of the target; None: one device, or all of them with the same arrays.
-        shardings: of the arguments: a tree of PartitionSpecs, or of prefixes of it, for each; None: as the leaves' own
-            `sharding` says, of whatever mesh with these axes; without one, whole on each device.
-        out_shardings: of the results, likewise; None: as the compiler likes.
-        name: what a report calls it; the function's own name by default.
-        argument_names: of its positional parameters, as far as the function tells them.
-    """
-
-    function: Callable[..., Any]
-    arguments: Sequence[Any]
-    donate: Sequence[int | str] = ()
-    mesh: Mapping[str, int] | None = None
-    shardings: Sequence[Any] | None = None
-    out_shardings: Any = None
-    name: str = ""
-    argument_names: tuple[str, ...] = field(init=False, default=())
-
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise TypeError(f"expected a function, given {type(self.function).__name__}")
-        if not isinstance(self.arguments, (tuple, list)):
-            raise TypeError(f"expected a tuple of arguments, given {type(self.arguments).__name__}")
-        object.__setattr__(self, "argument_names", _parameter_names(self.function, len(self.arguments)))
-
-    @property
-    def title(self) -> str:
-        """The name of the function."""
-        return self.name or getattr(self.function, "__name__", type(self.function).__name__)
-
-    @property
-    def donated_positions(self) -> tuple[int, ...]:
-        """Positions of the donated arguments. Raises ValueError: there is no such argument."""
-        positions = []
-        for which in self.donate:
-            if isinstance(which, str) and which not in self.argument_names:
-                raise ValueError(
-                    f"donate: {self.title} has no argument {which!r}, but: {', '.join(self.argument_names)}"
-                )
-            position = self.argument_names.index(which) if isinstance(which, str) else which
-            if not 0 <= position < len(self.arguments):
-                raise ValueError(f"donate: {self.title} is called with {len(self.arguments)} arguments, given {which}")
-            positions.append(position)
-        return tuple(positions)
-
-
-def _parameter_names(function: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """Names of the first positional parameters; fewer where the function does not tell them."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return tuple(positional[:count])
-
-
 def mesh_of(call: Call, target: Target) -> Mesh:
     """The mesh of the target's devices. Raises ValueError: the sizes of its axes do not multiply to their number."""
-    sizes = dict(call.mesh) if call.mesh is not None else {"devices": target.num_devices}
+    sizes: dict[str, int] = {"devices": target.num_devices}
+    if isinstance(call.mesh, (Mesh, AbstractMesh)):
+        sizes = dict(call.mesh.shape)
+    elif call.mesh is not None:
+        sizes = dict(call.mesh)
     if math.prod(sizes.values()) != target.num_devices:
         product = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ValueError(f"mesh: {product} is not the {target.num_devices} devices of {target.name}")
-    devices = np.array(target.devices()).reshape(tuple(sizes.values()))
-    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    devices = target.devices()
+    if isinstance(call.mesh, Mesh) and call.mesh.devices.flat[0].device_kind == devices[0].device_kind:
+        # Their order is the caller's, and the function may have closed over this mesh.
+        return call.mesh
+    axis_types = (AxisType.Auto,) * len(sizes)
+    if isinstance(call.mesh, (Mesh, AbstractMesh)):
+        axis_types = call.mesh.axis_types
+    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=axis_types)
 
 
-def in_mesh(mesh: Mesh) -> Any:
+def in_mesh(call: Call, mesh: Mesh) -> Any:
     """The context in which the function's own PartitionSpecs are of the mesh."""
-    return jax.set_mesh(mesh) if mesh.size > 1 else nullcontext()
+    return nullcontext() if call.mesh is None and mesh.size == 1 else jax.set_mesh(mesh)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -129,18 +74,41 @@ def traceable(call: Call) -> tuple[list[Any], Callable[..., Any]]:
 def placed(call: Call, dynamic: list[Any], mesh: Mesh) -> list[Any]:
     """The arguments as shapes on the devices of the mesh."""
     if call.shardings is None:
-        return [jax.tree.map(lambda leaf: _shape(leaf, _own_sharding(leaf, mesh)), one) for one in dynamic]
+        return [_as_they_say(one, mesh) for one in dynamic]
     if len(call.shardings) != len(dynamic):
         raise ValueError(f"shardings: {len(call.shardings)} of them for {len(dynamic)} arguments")
     placed = []
     for position, (specs, argument) in enumerate(zip(call.shardings, dynamic, strict=True)):
-        shardings = on_mesh(PartitionSpec() if specs is None else specs, mesh)
+        if specs is None:
+            placed.append(_as_they_say(argument, mesh))
+            continue
         try:
-            broadcast = jax.tree.broadcast(shardings, argument, is_leaf=_is_sharding)
+            broadcast = jax.tree.broadcast(on_mesh(specs, mesh), argument, is_leaf=_is_sharding)
         except ValueError as error:
             raise ValueError(f"shardings: not a prefix of argument {position}: {first_line(error)}") from None
         placed.append(jax.tree.map(_shape, argument, broadcast))
     return placed
+
+
+def placed_for_jitted(call: Call, mesh: Mesh) -> list[Any]:
+    """The arguments of a jitted function: all but arrays as they are, as they may be static.
+
+    On a mesh of the caller's own, where they are is left to the function if nothing is said of them.
+    """
+    if call.shardings is not None:
+        return placed(call, list(call.arguments), mesh)
+
+    def shape(leaf: Any) -> Any:
+        if not isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)):
+            return leaf
+        is_silent = not isinstance(getattr(leaf, "sharding", None), NamedSharding)
+        return _shape(leaf, None if is_silent and mesh is call.mesh else _own_sharding(leaf, mesh))
+
+    return [jax.tree.map(shape, one) for one in call.arguments]
+
+
+def _as_they_say(argument: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(lambda leaf: _shape(leaf, _own_sharding(leaf, mesh)), argument)
 
 
 def _is_sharding(node: Any) -> bool:
@@ -148,10 +116,15 @@ def _is_sharding(node: Any) -> bool:
 
 
 def on_mesh(specs: Any, mesh: Mesh) -> Any:
-    """A tree of PartitionSpecs, or of shardings of another mesh, as shardings of this one."""
+    """A tree of PartitionSpecs, or of shardings of another mesh, as shardings of this one. None is whole."""
     return jax.tree.map(
         lambda spec: _sharding(spec, mesh), specs, is_leaf=lambda node: node is None or _is_sharding(node)
     )
+
+
+def results_on_mesh(specs: Any, mesh: Mesh) -> Any:
+    """The shardings of results, likewise. None leaves it to the compiler, as it does in `jax.jit`."""
+    return jax.tree.map(lambda spec: _sharding(spec, mesh), specs, is_leaf=_is_sharding)
 
 
 def _sharding(spec: Any, mesh: Mesh) -> NamedSharding:
@@ -175,27 +148,45 @@ def _own_sharding(leaf: Any, mesh: Mesh) -> NamedSharding:
     return _sharding(sharding if isinstance(sharding, NamedSharding) else None, mesh)
 
 
-def _shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _shape(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
     abstract = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     weak = getattr(abstract, "weak_type", False)
     return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=sharding, weak_type=weak)
 
 
-def host_bytes(call: Call, placed: list[Any], out_shardings: Any, results: Any) -> HostBytes:
+def host_bytes(placed: list[Any], out_shardings: Any, traced: jax.stages.Traced) -> HostBytes:
     """The bytes of arguments and results that are in host memory, per device."""
-    donated = sum(_bytes_on_host(placed[position]) for position in call.donated_positions)
-    result_bytes = 0
-    if out_shardings is not None:
-        broadcast = jax.tree.broadcast(out_shardings, results, is_leaf=_is_sharding)
-        result_bytes = _bytes_on_host(jax.tree.map(_shape, results, broadcast))
-    return HostBytes(sum(map(_bytes_on_host, placed)), result_bytes, donated)
+    return HostBytes(
+        arguments=sum(map(_bytes_on_host, placed)),
+        results=_result_bytes_on_host(out_shardings, traced.out_info),
+        donated=sum(map(_bytes_on_host, _donated(placed, traced))),
+    )
+
+
+def _donated(placed: list[Any], traced: jax.stages.Traced) -> list[Any]:
+    """The arguments whose memory the results may take."""
+    infos = traced.args_info[0]
+    if len(infos) != len(placed):
+        # Static arguments are left out there.
+        placed = [argument for argument in placed if any(map(_is_shape, jax.tree.leaves(argument)))]
+    pairs = zip(placed, infos, strict=False)
+    return [argument for argument, info in pairs if any(leaf.donated for leaf in jax.tree.leaves(info))]
+
+
+def _result_bytes_on_host(out_shardings: Any, results: Any) -> int:
+    broadcast = jax.tree.broadcast(out_shardings, results, is_leaf=lambda node: node is None or _is_sharding(node))
+    return _bytes_on_host(jax.tree.map(_shape, results, broadcast))
+
+
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _bytes_on_host(tree: Any) -> int:
     """Bytes of each device of the leaves in host memory."""
     total = 0
-    for leaf in jax.tree.leaves(tree):
-        if leaf.sharding.memory_kind in ("pinned_host", "unpinned_host"):
+    for leaf in filter(_is_shape, jax.tree.leaves(tree)):
+        if leaf.sharding is not None and leaf.sharding.memory_kind in ("pinned_host", "unpinned_host"):
             total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     return total
 

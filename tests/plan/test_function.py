@@ -1,5 +1,6 @@
 """The plan of any JAX function: bytes are the compiler's own, names the user's, and mistakes are one line."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import framework as pl
-from framework.plan.function_arguments import Call
+from framework.plan.function_call import Call
 from framework.terminal.exit_codes import ExitCode
 from launch import plan
 
@@ -75,6 +77,70 @@ def test_a_jitted_function_and_real_arrays_are_the_same():
     concrete = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), arguments())
     planned = pl.plan_function(jax.jit(train_step), concrete, "cpu:1")
     assert planned.peak_bytes == pl.plan_function(train_step, arguments(), "cpu:1").peak_bytes
+
+
+def test_a_jitted_function_keeps_what_it_was_told():
+    @functools.partial(jax.jit, static_argnums=2, donate_argnames="weights")
+    def scaled(weights: jax.Array, rows: jax.Array, activation: str) -> jax.Array:
+        return weights * getattr(jax.nn, activation)(rows)
+
+    square = SHAPE((512, 512), jnp.float32)
+    planned = pl.plan_function(scaled, (square, square, "relu"), "cpu:1")
+    assert planned.report["device_alias_bytes"] == 512 * 512 * 4
+    assert planned.report["breakdown"]["weights"] == 512 * 512 * 4
+    # A partial has no name of its own.
+    partial = functools.partial(jnp.multiply, 2.0)
+    assert pl.plan_function(partial, (square,), "cpu:1").report["config"] == "multiply"
+
+
+def test_one_donated_argument_is_itself():
+    for donate in ("params", 0):
+        planned = pl.plan_function(train_step, arguments(), "cpu:1", donate=donate)
+        assert planned.report["device_alias_bytes"] == 2 * 64 * 256 * 4
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_mesh_that_the_function_closes_over_is_taken_as_it_is(is_jitted: bool):
+    pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
+    # As somebody's own program makes one, in an order of its own.
+    devices = topologies.get_topology_desc("v5e:2x4", "tpu", num_slices=1, wrap=(False,) * 3).devices
+    mesh = Mesh(np.array(devices[::-1]).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    whole = NamedSharding(mesh, P())
+    by_rows = NamedSharding(mesh, P("data"))
+
+    def product(weights: jax.Array, rows: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(rows @ weights, by_rows)
+
+    function = product
+    options: dict[str, Any] = {"shardings": (None, by_rows), "out_shardings": None}
+    if is_jitted:
+        function = jax.jit(product, in_shardings=(whole, by_rows))
+        options = {}
+    matrix = SHAPE((1024, 1024), jnp.float32)
+    planned = pl.plan_function(function, (matrix, matrix), "v5e-8", mesh=mesh, **options)
+    assert planned.report["mesh"] == {"data": 2, "model": 4}
+    assert planned.report["device_argument_bytes"] == 2**22 + 2**21
+    assert planned.report["device_output_bytes"] == 2**21
+
+
+def test_a_mesh_of_no_devices_is_its_axes():
+    mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    matrix = SHAPE((64, 64), jnp.float32)
+
+    def total(rows: jax.Array, others: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # Explicit axes are in the type.
+        assert jax.typeof(rows).sharding.spec == P("data", None)
+        return rows + 1, others + 1
+
+    options: dict[str, Any] = {"shardings": (P("data"), P("model")), "out_shardings": (P("data"), None)}
+    planned = pl.plan_function(total, (matrix, matrix), "cpu:8", mesh=mesh, **options)
+    assert planned.report["device_output_bytes"] == 64 * 64 * 4 // 2 + 64 * 64 * 4 // 4 + 16
+
+
+def test_options_of_the_compiler_are_passed_on():
+    options = {"xla_cpu_no_such_option": True}
+    with pytest.raises(Exception, match="xla_cpu_no_such_option"):
+        pl.plan_function(train_step, arguments(), "cpu:1", compiler_options=options)
 
 
 @pytest.mark.parametrize("by_leaves", [True, False])

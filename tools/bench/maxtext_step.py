@@ -4,8 +4,8 @@
 
 For an environment in which MaxText is installed: tools/bench/tpu_time_maxtext.py starts this with its Python. It runs
 MaxText's own ahead-of-time compilation (maxtext.trainers.pre_train.train_compile) with the arguments behind FOLDER, and
-only keeps in FOLDER the executable's text, what the compiler dumps, and step.json: seconds, and versions. Imports
-nothing of Plimsoll.
+only keeps in FOLDER the executable's text, what the compiler dumps, and step.json: seconds, its `memory_analysis()`,
+and versions. Imports nothing of Plimsoll.
 """
 
 import importlib.metadata
@@ -22,6 +22,7 @@ def main(folder: Path, arguments: list[str]) -> None:
     """Compiles the step that the arguments of train_compile describe."""
     compile_lowered = jax.stages.Lowered.compile
     seconds: list[float] = []
+    memory: dict[str, int] = {}
 
     def compile_and_dump(lowered: Any, compiler_options: Any = None, **others: Any) -> Any:
         # train_compile compiles one program; were there others, the step would be the last of them.
@@ -30,6 +31,19 @@ def main(folder: Path, arguments: list[str]) -> None:
         compiled = compile_lowered(lowered, compiler_options={**(compiler_options or {}), **dump}, **others)
         seconds.append(time.perf_counter() - start)
         (folder / "hlo.txt").write_text(compiled.as_text() or "")
+        stats = compiled.memory_analysis()
+        assert stats is not None
+        # Results in the place of donated arguments are counted once; the compiler's peak counts host memory too.
+        host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+        host_arguments_and_results = stats.host_argument_size_in_bytes + host_results
+        memory.update(
+            argument=stats.argument_size_in_bytes,
+            output=stats.output_size_in_bytes,
+            alias=stats.alias_size_in_bytes,
+            temp=stats.temp_size_in_bytes,
+            peak=stats.peak_memory_in_bytes - host_arguments_and_results,
+            host=host_arguments_and_results + stats.host_temp_size_in_bytes,
+        )
         return compiled
 
     jax.stages.Lowered.compile = compile_and_dump  # pyright: ignore[reportAttributeAccessIssue]
@@ -43,6 +57,7 @@ def main(folder: Path, arguments: list[str]) -> None:
     step = {
         "dump": f"dump-{len(seconds) - 1:03d}",
         "compile_seconds": round(seconds[-1], 1),
+        "memory": memory,
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
     (folder / "step.json").write_text(json.dumps(step) + "\n")

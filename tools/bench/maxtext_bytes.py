@@ -1,0 +1,83 @@
+"""Whether the plan of MaxText's own step has the bytes that MaxText's `memory_analysis()` has.
+
+    python -m tools.bench.maxtext_bytes compile_topology=v5e-16 model_name=llama2-7b per_device_batch_size=1 \\
+        max_target_length=2048
+
+The arguments are fields of MaxText's config; compile_topology is the target. It is compiled twice: by MaxText's own
+train_compile in a process of its own, in which nothing of Plimsoll is imported (tools/bench/maxtext_step.py), and
+through `framework.plan_function` (tools/bench/maxtext_function.py). Exits with 1 where a figure differs by more than
+0.1%. For an environment in which MaxText is installed beside Plimsoll.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import framework
+from launch import cli
+from tools.bench import maxtext_function
+
+_SCRIPT = Path(__file__).with_name("maxtext_step.py")
+_TOLERANCE = 0.001
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # nothing runs
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+}
+# Those of `memory_analysis()`, and what the report of a plan calls them.
+_FIGURES = {
+    "argument": "device_argument_bytes",
+    "output": "device_output_bytes",
+    "alias": "device_alias_bytes",
+    "temp": "device_temp_bytes",
+    "peak": "device_peak_bytes",
+    "host": "host_peak_bytes",
+}
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Compiles the step twice and prints both accounts."""
+    topologies = [field.partition("=")[2] for field in argv if field.startswith("compile_topology=")]
+    if not topologies:
+        raise cli.UsageError("compile_topology=NAME is required, such as v5e-16")
+    os.environ.update(_ENVIRONMENT, MAXTEXT=" ".join(argv))
+    compiled = _compiled_by_maxtext()
+    function, arguments, options = maxtext_function.step()
+    report = framework.plan_function(function, arguments, topologies[-1], **options).report
+    rows = []
+    differences = []
+    for figure, key in _FIGURES.items():
+        maxtext_bytes = compiled["memory"][figure]
+        plan_bytes = report[key]
+        difference = (plan_bytes - maxtext_bytes) / max(maxtext_bytes, 1)
+        differences.append(abs(difference))
+        rows.append((figure, f"{maxtext_bytes:,}", f"{plan_bytes:,}", f"{difference:+.4%}"))
+    print(" ".join(argv))
+    print(", ".join(f"{name} {version}" for name, version in compiled["versions"].items()))
+    for row in [("bytes of each device", "MaxText", "the plan", "difference"), *rows]:
+        print("{:<22}{:>16}{:>16}{:>12}".format(*row))
+    return int(max(differences) > _TOLERANCE)
+
+
+def _compiled_by_maxtext() -> dict:
+    """What tools/bench/maxtext_step.py keeps. Raises UsageError: MaxText failed."""
+    with tempfile.TemporaryDirectory(prefix="plimsoll-maxtext-") as name:
+        command = [sys.executable, str(_SCRIPT), name, *maxtext_function.command()[2:]]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no word of why"]
+            raise cli.UsageError(f"MaxText's train_compile failed: {lines[-1]}")
+        return json.loads((Path(name) / "step.json").read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
