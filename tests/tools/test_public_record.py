@@ -6,7 +6,7 @@ import re
 import pytest
 
 from configs.families.published import published_models
-from tools.bench import record_page, record_plans
+from tools.bench import record_page, record_results
 from tools.bench.public_record import PublicFact, main, read_record
 from tools.bench.record_settings import NotPlannedError, nearest_setting
 
@@ -137,13 +137,13 @@ def test_what_we_do_not_have_is_not_planned(tmp_path):
 
 
 def test_the_page_is_that_of_the_results():
-    results = record_plans.read_results()
-    page = record_plans.RESULTS.with_suffix(".md").read_text()
+    results = record_results.read_results()
+    page = record_results.RESULTS.with_suffix(".md").read_text()
     assert page == record_page.page(FACTS, results)
 
 
 def test_what_was_planned_is_enough_and_far_ones_have_a_reason():
-    rows = record_page.judged(FACTS, record_plans.read_results())
+    rows = record_page.judged(FACTS, record_results.read_results())
     sums = record_page.summary(rows)
     assert sums.planned >= 50
     assert sums.right >= 0.85 * sums.planned

@@ -4,13 +4,15 @@
     plimsoll plan --function=tools/bench/maxtext_function.py:step --target=v5e-16
 
 For an environment in which MaxText is installed beside Plimsoll. The variable has fields of MaxText's config, of which
-compile_topology is the target. The helpers are those that MaxText's ahead-of-time compilation calls, in its order
-(maxtext.trainers.pre_train.train_compile, `main`). tools/bench/maxtext_bytes.py compares the plan with MaxText's word.
+compile_topology is the target; a field with spaces stands in quotes. The helpers are those that MaxText's ahead-of-time
+compilation calls, in its order (maxtext.trainers.pre_train.train_compile, `main`). tools/bench/maxtext_bytes.py compares
+the plan with MaxText's word.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ def command() -> list[str]:
         str(base),
         *silent,
         "compile_topology_num_slices=1",
-        *os.environ.get("MAXTEXT", FIELDS).split(),
+        *shlex.split(os.environ.get("MAXTEXT", FIELDS)),
     ]
 
 

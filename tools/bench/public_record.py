@@ -57,6 +57,7 @@ class Settings:
         quantization: of frozen weights.
         compile: by XLA or torch.compile. scan: layers in a loop.
         devices_used: of the fact's devices, where the others are idle.
+        maxtext: fields of MaxText's config, where the source is a recipe of MaxText for TPUs.
         accumulation: microbatches of an update.
         note: where settings were read, where not in the quote.
     """
@@ -79,6 +80,7 @@ class Settings:
     compile: bool | None = None
     scan: bool | None = None
     devices_used: int | None = None
+    maxtext: str | None = None
     accumulation: int | None = None
     note: str | None = None
 

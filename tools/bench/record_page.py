@@ -11,7 +11,7 @@ from tools.bench.public_record import Amount, PublicFact
 from tools.bench.record_settings import NotPlannedError, nearest_setting
 
 if TYPE_CHECKING:
-    from tools.bench.record_plans import PlannedFact
+    from tools.bench.record_results import PlannedFact
 
 # Units of peaks, in bytes; "GB" is a billion of them where sources are careful, and sources that print torch's own
 # figure divide by 1e9.
@@ -239,7 +239,7 @@ def _line(row: Judged) -> str:
         f"{verdict}, {row.plan.peak_bytes / 2**30:.1f} GiB{marker}",
         "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}",
         "" if row.rate_ratio is None else f"{row.rate_ratio:.2f}",
-        "compiler" if row.plan.compiled else "closed form",
+        row.plan.by,
         row.reason,
     ]
     return f"| {' | '.join(cells)} |"

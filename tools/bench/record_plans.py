@@ -2,6 +2,8 @@
 
     python -m tools.bench.record_plans --estimate            # every fact that has a nearest setting, by the closed form
     python -m tools.bench.record_plans --only v5e            # by the compilers that are here, facts that have the word
+    python -m tools.bench.record_plans --missing             # by the compilers, what none has judged yet
+    python -m tools.bench.record_plans --maxtext=PYTHON      # MaxText's recipes for TPUs, by MaxText's own steps
     python -m tools.bench.record_plans --table               # the page of what was planned, without planning again
 
 A fact that a compiler has judged keeps that judgement until a compiler judges it again. The results are in
@@ -15,60 +17,15 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from launch import cli
-from tools.bench import record_page
+from tools.bench import record_maxtext, record_page
 from tools.bench.public_record import PublicFact, read_record
+from tools.bench.record_results import RESULTS, PlannedFact, read_results, write_results
 from tools.bench.record_settings import NearestSetting, nearest_setting
-
-RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "public_record.jsonl"
-
-
-@dataclass(frozen=True)
-class PlannedFact:
-    """What our plan says of a fact's nearest setting.
-
-    Attributes:
-        fact: the number of its line in public_record.jsonl, from 1 on.
-        command: that plans it, without the name of the shape's folder.
-        compiled: by the compiler; else by the closed form.
-        fits: our verdict.
-        peak_bytes: of one device, gaps between buffers included.
-        tokens_per_second: estimated, of all devices; None where the rates of the device are not known.
-        flops_per_second: likewise the FLOPs that the model needs, of one device.
-        date: of the plan.
-        versions: of what planned it.
-        limit_bytes: what a program may take of a device.
-    """
-
-    fact: int
-    command: str
-    compiled: bool
-    fits: bool
-    peak_bytes: int
-    tokens_per_second: float | None
-    flops_per_second: float | None
-    date: str
-    versions: dict[str, str]
-    limit_bytes: int | None = None
-
-
-def read_results(path: Path = RESULTS) -> dict[int, PlannedFact]:
-    """{line of the fact: what was planned}; empty where nothing was."""
-    if not path.exists():
-        return {}
-    rows = [PlannedFact(**json.loads(line)) for line in path.read_text().splitlines()]
-    return {row.fact: row for row in rows}
-
-
-def write_results(results: dict[int, PlannedFact], path: Path = RESULTS) -> None:
-    """Writes the results, by the line of the fact."""
-    lines = [json.dumps(asdict(results[number])) for number in sorted(results)]
-    path.write_text("\n".join(lines) + "\n")
 
 
 def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Path) -> PlannedFact:
@@ -143,11 +100,22 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--estimate", action="store_true", help="by the closed form: seconds each")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="facts that have all these words")
+    parser.add_argument(
+        "--lines", nargs="*", type=int, default=[], metavar="N", help="with --maxtext: these facts alone"
+    )
     parser.add_argument("--missing", action="store_true", help="those alone that no compiler has judged")
+    parser.add_argument(
+        "--maxtext",
+        type=Path,
+        metavar="PYTHON",
+        help="of an environment that has MaxText: plan its recipes for TPUs by its own steps",
+    )
     parser.add_argument("--table", action="store_true", help="write the page alone")
     args = parser.parse_args(argv)
     facts = read_record()
-    if not args.table:
+    if args.maxtext is not None:
+        record_maxtext.plan_recipes(facts, args.maxtext, args.lines)
+    elif not args.table:
         plan_all(facts, args.only, estimate=args.estimate, missing=args.missing)
     page = RESULTS.with_suffix(".md")
     page.write_text(record_page.page(facts, read_results()))

@@ -1,0 +1,93 @@
+"""Recipes of MaxText in the public record, planned by MaxText's own step: tools/bench/maxtext_function.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+import configs
+from tools.bench.public_record import PublicFact
+from tools.bench.record_results import PlannedFact, read_results, write_results
+from tools.bench.record_settings import nearest_setting
+
+_FUNCTION = Path(__file__).with_name("maxtext_function.py")
+# Nothing runs, and nothing asks for a TPU.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+}
+
+
+def plan_recipes(facts: list[PublicFact], python: Path, numbers: Sequence[int] = ()) -> None:
+    """Plans the facts that are recipes of MaxText for TPUs, and keeps each result as it comes.
+
+    Args:
+        facts: the record.
+        python: of an environment that has MaxText, and what Plimsoll needs.
+        numbers: of the facts to plan; none means all.
+    """
+    results = read_results()
+    with tempfile.TemporaryDirectory(prefix="plimsoll-record-") as name:
+        folder = Path(name)
+        for number, fact in enumerate(facts, start=1):
+            if fact.settings.maxtext is None or (numbers and number not in numbers):
+                continue
+            try:
+                result = _planned(number, fact, python, folder)
+            except ValueError as error:
+                print(f"{number}: {fact.line()}: not planned: {error}", file=sys.stderr)
+                continue
+            results[number] = result
+            write_results(results)
+            print(f"{number}: {fact.line()}: {result.peak_bytes / 2**30:.2f} GiB, fits: {result.fits}", flush=True)
+
+
+def _planned(number: int, fact: PublicFact, python: Path, folder: Path) -> PlannedFact:
+    """Plans MaxText's own step in a process of its environment.
+
+    Raises:
+        ValueError: the plan was refused; with its last line.
+    """
+    setting = nearest_setting(fact, folder)
+    fields = f"compile_topology={setting.target} {fact.settings.maxtext}"
+    path = folder / "plan.json"
+    path.unlink(missing_ok=True)
+    root = Path(__file__).parents[2]
+    words = [f"--function={_FUNCTION.relative_to(root)}:step", f"--target={setting.target}"]
+    environment = os.environ | _ENVIRONMENT | {"MAXTEXT": fields, "PYTHONPATH": str(root)}
+    command = [str(python), "-m", "launch.plan", *words, f"--json={path}"]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    if not path.exists():
+        lines = done.stderr.strip().splitlines() or ["no word of why"]
+        raise ValueError(lines[-1])
+    report = json.loads(path.read_text())
+    seconds = (report["time"] or {}).get("seconds")
+    tokens_per_second = None
+    flops_per_second = None
+    if seconds is not None and fact.settings.rows_per_device is not None and fact.settings.seq_len is not None:
+        device_tokens = fact.settings.rows_per_device * fact.settings.seq_len
+        # What the model needs a token is ours to say: MaxText's shapes are written as configs of ours.
+        model = configs.load(setting.config, shape_is_enough=True).instantiate().model
+        tokens_per_second = device_tokens * fact.devices / seconds
+        flops_per_second = device_tokens * model.flops_per_token(fact.settings.seq_len) / seconds
+    return PlannedFact(
+        fact=number,
+        command=" ".join([f'MAXTEXT="{fields}" plimsoll plan', *words]),
+        compiled=True,
+        fits=report["fits"],
+        peak_bytes=report["device_allocated_bytes"],
+        tokens_per_second=tokens_per_second,
+        flops_per_second=flops_per_second,
+        date=str(date.today()),
+        versions=report["versions"],
+        limit_bytes=report["device_limit_bytes"],
+    )
