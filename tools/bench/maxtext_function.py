@@ -5,8 +5,8 @@
 
 For an environment in which MaxText is installed beside Plimsoll. The variable has fields of MaxText's config, of which
 compile_topology is the target; a field with spaces stands in quotes. The helpers are those that MaxText's ahead-of-time
-compilation calls, in its order (maxtext.trainers.pre_train.train_compile, `main`). tools/bench/maxtext_bytes.py compares
-the plan with MaxText's word.
+compilation calls, in its order (maxtext.trainers.pre_train.train_compile, `main`). tools/bench/maxtext_bytes.py
+compares the plan with MaxText's word.
 """
 
 from __future__ import annotations

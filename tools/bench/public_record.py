@@ -115,6 +115,7 @@ class PublicFact:
         hub_id: the published model that this is, in configs/families/published.json where we can load it.
         shape: fields of config.json of a model that was not published.
         not_of_the_step: why the figure is not of a training step, where it is of something else.
+        outdated: why the source's own program says otherwise today, where it was compiled.
     """
 
     model: str
@@ -129,6 +130,7 @@ class PublicFact:
     hub_id: str | None = None
     shape: dict[str, Any] | None = None
     not_of_the_step: str | None = None
+    outdated: str | None = None
 
     def line(self) -> str:
         """The fact in one line of text."""

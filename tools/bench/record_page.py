@@ -57,7 +57,9 @@ class Judged(NamedTuple):
     def reason(self) -> str:
         """What differs in their implementation, where verdicts or peaks are far apart; else empty."""
         is_beyond = self.peak_ratio is not None and abs(self.peak_ratio - 1) > FAR
-        return self.fact.differs if is_beyond or not self.is_right else ""
+        if self.is_right and not is_beyond:
+            return ""
+        return f"{self.fact.outdated or ''} {self.fact.differs}".strip()
 
     @property
     def is_false_fit(self) -> bool:
@@ -71,6 +73,8 @@ def is_like_ours(fact: PublicFact) -> bool:
     A compiler makes both programs, rows have one length, and the source, or its code, says what a layer keeps and what
     is cut over devices.
     """
+    if fact.outdated is not None:
+        return False
     settings = fact.settings
     is_cut_as_said = fact.devices == 1 or settings.sharding is not None
     return bool(settings.compile) and settings.packed is not False and settings.remat is not None and is_cut_as_said
