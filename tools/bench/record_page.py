@@ -64,7 +64,7 @@ class Judged(NamedTuple):
     @property
     def is_false_fit(self) -> bool:
         """Whether we say that fits what ran out of memory."""
-        return self.plan.fits and self.fact.verdict == "out of memory" and not self.is_at_the_limit
+        return self.plan.fits and self.fact.verdict == "out of memory"
 
 
 def is_like_ours(fact: PublicFact) -> bool:
@@ -114,7 +114,7 @@ class Summary(NamedTuple):
         planned: facts.
         compiled: those of them that the compiler has judged; the closed form has judged the others.
         right: facts whose verdicts agree.
-        at_the_limit: facts whose peak of ours is within 5% of the limit.
+        at_the_limit: facts that we say fit within 5% of the limit, and that ran out of memory.
         false_fits: facts that we say fit with room to spare, and that ran out of memory.
         peaks: facts that have a peak.
         median_error: of these peaks, as a part.
@@ -143,8 +143,8 @@ def summary(rows: list[Judged]) -> Summary:
         planned=len(rows),
         compiled=sum(row.plan.compiled for row in rows),
         right=sum(row.is_right for row in rows),
-        at_the_limit=sum(row.is_at_the_limit for row in rows),
-        false_fits=sum(row.is_false_fit for row in rows),
+        at_the_limit=sum(row.is_false_fit and row.is_at_the_limit for row in rows),
+        false_fits=sum(row.is_false_fit and not row.is_at_the_limit for row in rows),
         peaks=len(errors),
         median_error=median(errors) if errors else 0.0,
         beyond=[row for row in rows if row.peak_ratio is not None and abs(row.peak_ratio - 1) > FAR],
@@ -196,11 +196,11 @@ def page(facts: list[PublicFact], results: dict[int, PlannedFact]) -> str:
 
 def _sums(title: str, rows: list[Judged]) -> list[str]:
     sums = summary(rows)
-    line = f"- **{title}**: {sums.planned}, {sums.compiled} of them planned by the compiler, the others by the "
-    line += "closed form. "
-    line += f"Verdicts agree for {sums.right} ({100 * sums.right / max(sums.planned, 1):.0f}%); "
-    line += f"{sums.false_fits} ran out of memory that we say fit with more than 5% to spare "
-    line += f"({sums.at_the_limit} are within 5% of the limit). "
+    planners = "all by the compiler" if sums.compiled == sums.planned else f"{sums.compiled} of them by the compiler"
+    line = f"- **{title}**: {sums.planned} planned, {planners}. "
+    line += f"Verdicts agree for {sums.right} ({100 * sums.right / max(sums.planned, 1):.0f}%). "
+    line += f"Of what ran out of memory we say that {sums.false_fits} fit with more than 5% to spare, and "
+    line += f"{sums.at_the_limit} with less. "
     line += f"Of {sums.peaks} published peaks the median error is {100 * sums.median_error:.0f}%, and "
     line += f"{len(sums.beyond)} are off by more than 25%, each with a reason."
     if sums.median_rate_ratio is not None:
