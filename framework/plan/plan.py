@@ -85,7 +85,7 @@ def quick(
     _add_host(report, need.host_bytes, 0, target)
     if suggests and not report["fits"]:
         with phase("looking for settings that fit", patience=SHORT):
-            report["suggestions"] = suggestions(config, target, limit or 0, peak, seconds=0.0)
+            report["suggestions"] = suggestions(config, target, limit or 0, peak, present=need, seconds=0.0)
     return report
 
 
@@ -137,7 +137,7 @@ def plan(
     report["fits"] = not step.message and (limit is None or most <= limit)
     if suggests and not report["fits"]:
         with phase("looking for settings that fit", patience=SHORT):
-            report["suggestions"] = suggestions(config, target, limit or 0, most)
+            report["suggestions"] = suggestions(config, target, limit or 0, most, present=need)
     return report
 
 

@@ -18,6 +18,10 @@ from framework.program.experiment import Experiment
 from framework.program.program import Program
 from framework.terminal.phases import SHORT, phase
 
+_Setting = tuple[str, Any]  # path and value
+# Settings of which the least bytes do not depend: neither state nor gradients are elsewhere by them.
+_PLACES_NOTHING = ("memory.remat", "memory.activations", "learner.accumulate")
+
 
 def check(experiment: Experiment, target: Target) -> dict[str, int]:
     """The sizes of the mesh's axes.
@@ -43,7 +47,13 @@ def state_bytes(need: Estimate) -> int:
 
 
 def suggestions(
-    config: Config, target: Target, limit: int, peak: int, *, seconds: float = 300.0
+    config: Config,
+    target: Target,
+    limit: int,
+    peak: int,
+    *,
+    present: Estimate | None = None,
+    seconds: float = 300.0,
 ) -> list[dict[str, Any]]:
     """Settings that fit, the mildest first: none of them changes what is computed.
 
@@ -55,15 +65,21 @@ def suggestions(
         target: the machine on which it does not.
         limit: device memory in bytes.
         peak: the bytes that it needs. Those beyond the closed form are taken to grow and shrink with the activations.
+        present: the closed form of the present settings, where it is known already.
         seconds: for compiling.
     """
-    present = closed_form(config.instantiate(), target)
+    if present is None:
+        present = closed_form(config.instantiate(), target)
     present_state = state_bytes(present)
     # The closed form is scaled to what the compiler said of the present settings.
     scale = max(peak - present_state, 0) / max(present.peak_bytes - present_state, 1)
     start = time.monotonic()
     fitting: list[dict[str, Any]] = []
+    least_by_placement: dict[frozenset[_Setting], int] = {}
     for choice in _choices(config):
+        placement = frozenset(pair for pair in choice if pair[0] not in _PLACES_NOTHING)
+        if least_by_placement.get(placement, 0) > limit:
+            continue
         setting = " ".join(f"--config.{path}={value}" for path, value in choice)
         trial = config.copy()
         for path, value in sorted(choice):
@@ -72,7 +88,8 @@ def suggestions(
             # The closed form takes a moment, the compiler much longer.
             with phase(f"trying {setting}", patience=SHORT):
                 experiment = trial.instantiate()
-                if least_bytes(experiment, check(experiment, target)) > limit:
+                least_by_placement[placement] = least_bytes(experiment, check(experiment, target))
+                if least_by_placement[placement] > limit:
                     continue
                 need = closed_form(experiment, target)
                 trial_state = state_bytes(need)
@@ -89,9 +106,6 @@ def suggestions(
         if len(fitting) == 3:
             break
     return fitting
-
-
-_Setting = tuple[str, Any]  # path and value
 
 
 def _choices(config: Config) -> Iterator[list[_Setting]]:
