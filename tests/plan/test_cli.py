@@ -122,6 +122,18 @@ def test_too_big_is_exit_code_4_with_a_report(tmp_path: Path, capsys: pytest.Cap
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
+def test_a_verdict_alone_has_no_settings_that_fit(tmp_path: Path):
+    flags = ["--target=cpu:1", "--estimate", ONE_LAYER]
+    _, report = planned(tmp_path, *flags)
+    flags.append(f"--device_memory_gib={0.9 * report['device_peak_bytes'] / 2**30}")
+    with_settings = planned(tmp_path, *flags)
+    alone = planned(tmp_path, *flags, "--verdict_only")
+    assert with_settings[0] == alone[0] == ExitCode.TOO_BIG
+    assert with_settings[1]["suggestions"]
+    assert not alone[1]["suggestions"]
+    assert with_settings[1] | {"suggestions": []} == alone[1]
+
+
 def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureFixture):
     compare = ["--compare=memory.remat=none,full", "--compare=learner.accumulate=1;2"]
     page = tmp_path / "plan.html"

@@ -9,6 +9,7 @@ import pytest
 import configs
 from framework.config import Config, config_for
 from framework.layers.mlp import MLP
+from framework.plan import suggest
 from framework.plan.naming import place
 from framework.plan.plan import plan, quick
 from framework.plan.suggest import suggestions
@@ -142,6 +143,18 @@ def test_nothing_fits_into_less_than_the_state():
     trial = config(mesh__data=1, data__global_batch_size=2)  # few rows, so few microbatches to think of
     peak = quick("small", trial, resolve("cpu:1"), None)["device_peak_bytes"]
     assert suggestions(trial, resolve("cpu:1"), limit=1000, peak=peak) == []
+
+
+@pytest.mark.parametrize("update", ["after_backward", "in_backward"])
+def test_what_is_not_traced_would_not_have_fitted(monkeypatch, update):
+    """The least bytes of a placement leave out choices alone that the closed form would have refused."""
+    target, trial = resolve("cpu:1"), config(mesh__data=1, memory__update=update, learner__clip=None)
+    peak = quick("small", trial, target, None)["device_peak_bytes"]
+    limits = [int(share * peak) for share in (0.9, 0.7, 0.5)]
+    found = [suggestions(trial, target, limit, peak, seconds=0.0) for limit in limits]
+    monkeypatch.setattr(suggest, "least_bytes", lambda *_: 0)
+    assert found == [suggestions(trial, target, limit, peak, seconds=0.0) for limit in limits]
+    assert any(found)
 
 
 def test_weights_go_to_the_host_when_nothing_else_is_enough():
