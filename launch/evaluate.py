@@ -35,14 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", metavar="OUT", help="also write the results there")
     args, overrides = weights.parse(parser, argv)
     reads_text = bool(args.files or args.choices or args.tasks)
-    if not (reads_text or args.validation):
-        raise cli.UsageError("nothing to evaluate: give --files, --validation, --choices or --tasks")
-    if args.validation and args.workdir is None:
-        raise cli.UsageError("--validation is of a --workdir: a published model has no validation sets")
-    if args.batch_size < 1:
-        raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
-    if args.json and not Path(args.json).expanduser().parent.is_dir():
-        raise FileNotFoundError(f"--json: no folder {Path(args.json).parent}")
+    _check(args, reads_text)
     # Files are read before JAX starts, so that mistakes in them show at once.
     texts = {path: read_text(path) for path in args.files}
     questions = [] if args.choices is None else read_choices(args.choices)
@@ -75,6 +68,18 @@ def main(argv: list[str]) -> int:
         with writing(args.json):
             Path(args.json).expanduser().write_text(json.dumps(results, indent=2) + "\n")
     return ExitCode.DONE
+
+
+def _check(args: Any, reads_text: bool) -> None:
+    """Raises UsageError or FileNotFoundError where flags do not go together, or ask for what is not there."""
+    if not (reads_text or args.validation):
+        raise cli.UsageError("nothing to evaluate: give --files, --validation, --choices or --tasks")
+    if args.validation and args.workdir is None:
+        raise cli.UsageError("--validation is of a --workdir: a published model has no validation sets")
+    if args.batch_size < 1:
+        raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
+    if args.json and not Path(args.json).expanduser().parent.is_dir():
+        raise FileNotFoundError(f"--json: no folder {Path(args.json).parent}")
 
 
 def evaluate_validation(loaded: weights.Loaded) -> dict[str, dict[str, float]]:

@@ -98,14 +98,7 @@ def train(
         KeyboardInterrupt: Ctrl-C; what was trained is saved.
     """
     began = time.monotonic()
-    if resume not in _RESUME:
-        raise ConfigError(f"resume={resume!r}: expected one of {', '.join(_RESUME)}")
-    if device_memory_gib is not None and not device_memory_gib > 0:
-        raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
-    if jax.process_count() > 1:
-        raise ConfigError(
-            "framework.train is for a single process; `plimsoll local` and the other launchers start several"
-        )
+    _check(resume, device_memory_gib)
     request = request_of(config)
     job = Job(
         request,
@@ -125,6 +118,18 @@ def train(
     folder, _ = read_only(os.fspath(workdir))
     rows = read_metrics(folder / "metrics.jsonl")
     return TrainedRun(os.fspath(workdir), request.spec, job.experiment.data.loss_unit, rows)
+
+
+def _check(resume: str, device_memory_gib: float | None) -> None:
+    """Raises ConfigError where an argument of `train` cannot be, or this is one of several processes."""
+    if resume not in _RESUME:
+        raise ConfigError(f"resume={resume!r}: expected one of {', '.join(_RESUME)}")
+    if device_memory_gib is not None and not device_memory_gib > 0:
+        raise ConfigError(f"device_memory_gib={device_memory_gib}: expected more than 0")
+    if jax.process_count() > 1:
+        raise ConfigError(
+            "framework.train is for a single process; `plimsoll local` and the other launchers start several"
+        )
 
 
 def _guarded(job: Job, training: Callable[[], int]) -> int:

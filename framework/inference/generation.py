@@ -175,13 +175,10 @@ class Generator:
                     )
             # Rows that were added to fill the mesh come last, and are left out.
             values = np.asarray(last_B)[: len(prompts)].tolist()
-            tokens: list[int | None] = []
-            for row, value in enumerate(values):
-                running[row] = running[row] and value not in stop_ids
-                tokens.append(value if running[row] else None)
+            running = [runs and value not in stop_ids for runs, value in zip(running, values, strict=True)]
             if not any(running):
                 return
-            yield tokens
+            yield [value if runs else None for runs, value in zip(running, values, strict=True)]
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """The prompts, padded on the left: int32 [B, S], and where each begins: int32 [B]."""

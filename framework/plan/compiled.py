@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -71,10 +71,11 @@ def compile_for(
         memory_mib: TPU: a program that needs more is refused, as one that needs more than the chip has.
         compiler_options: further ones of XLA.
     """
+    limits: dict[str, Any] = {}
+    if memory_mib is not None and platform == "tpu":
+        limits["xla_tpu_max_hbm_size_mib"] = memory_mib
     with tempfile.TemporaryDirectory(prefix="plimsoll-plan-") as folder, interrupts.removed_at_end(folder):
-        options = {**compiler_options, buffers.DUMP_OPTION: folder}
-        if memory_mib is not None and platform == "tpu":
-            options["xla_tpu_max_hbm_size_mib"] = memory_mib
+        options = {**compiler_options, **limits, buffers.DUMP_OPTION: folder}
         start = time.perf_counter()
         try:
             executable = lowered.compile(compiler_options=options)
@@ -88,6 +89,11 @@ def compile_for(
         # A program that comes from jax's compilation cache leaves no dump.
         with suppress(FileNotFoundError):
             program_buffers = buffers.read(Path(folder))
+    return replace(_read(stats, platform, hosted, program_buffers), seconds=seconds, text=text)
+
+
+def _read(stats: Any, platform: str, hosted: HostBytes, program_buffers: buffers.Buffers | None) -> Compiled:
+    """The bytes of a program, by what the compiler says of it."""
     peak = peak_bytes(stats, platform, hosted)
     gaps = 0
     if platform == "tpu" and program_buffers:
@@ -96,7 +102,7 @@ def compile_for(
         gaps = program_buffers.gap_bytes
     argument, output, alias = on_device(stats, platform, hosted)
     return Compiled(
-        seconds=seconds,
+        seconds=0.0,
         peak=peak,
         allocated=peak + gaps,
         argument=argument,
@@ -105,7 +111,6 @@ def compile_for(
         temp=stats.temp_size_in_bytes,
         host_temp=stats.host_temp_size_in_bytes,
         buffers=program_buffers,
-        text=text,
     )
 
 

@@ -58,7 +58,7 @@ def suggestions(
     """Settings that fit, the mildest first: none of them changes what is computed.
 
     The closed form says which are worth a try, and the compiler whether they fit; when it has taken `seconds`, those
-    that are left are told as the closed form has them, with `compiled` False.
+    that are left are told as the closed form has them, with `compiled` False. Three are enough.
 
     Args:
         config: what does not fit.
@@ -68,44 +68,69 @@ def suggestions(
         present: the closed form of the present settings, where it is known already.
         seconds: for compiling.
     """
-    if present is None:
-        present = closed_form(config.instantiate(), target)
-    present_state = state_bytes(present)
     # The closed form is scaled to what the compiler said of the present settings.
-    scale = max(peak - present_state, 0) / max(present.peak_bytes - present_state, 1)
+    scale = _scale(present or closed_form(config.instantiate(), target), peak)
     start = time.monotonic()
     fitting: list[dict[str, Any]] = []
     least_by_placement: dict[frozenset[_Setting], int] = {}
     for choice in _choices(config):
-        placement = frozenset(pair for pair in choice if pair[0] not in _PLACES_NOTHING)
+        placement = _placement(choice)
         if least_by_placement.get(placement, 0) > limit:
             continue
-        setting = " ".join(f"--config.{path}={value}" for path, value in choice)
-        trial = config.copy()
-        for path, value in sorted(choice):
-            trial.set_path(path, value)
+        setting = _flags(choice)
         try:
-            # The closed form takes a moment, the compiler much longer.
             with phase(f"trying {setting}", patience=SHORT):
-                experiment = trial.instantiate()
+                experiment = _changed(config, choice).instantiate()
                 least_by_placement[placement] = least_bytes(experiment, check(experiment, target))
                 if least_by_placement[placement] > limit:
                     continue
-                need = closed_form(experiment, target)
-                trial_state = state_bytes(need)
-                trial_peak = int(trial_state + scale * (need.peak_bytes - trial_state))
+                trial_peak = _scaled_peak(closed_form(experiment, target), scale)
                 compiled = trial_peak <= limit and time.monotonic() - start < seconds
                 if compiled:
-                    program = Program(experiment, target.devices())
-                    trial_peak = compile_step(program, target, limit).allocated
+                    trial_peak = _compiled_peak(experiment, target, limit)
         except ValueError:
             # The microbatches do not divide, or the schedule is not for this target.
             continue
         if trial_peak <= limit:
             fitting.append({"setting": setting, "device_peak_bytes": trial_peak, "compiled": compiled})
         if len(fitting) == 3:
-            break
+            return fitting
     return fitting
+
+
+def _compiled_peak(experiment: Experiment, target: Target, limit: int) -> int:
+    """The bytes of one device by the compiler."""
+    program = Program(experiment, target.devices())
+    return compile_step(program, target, limit).allocated
+
+
+def _scale(need: Estimate, peak: int) -> float:
+    """What the bytes beside the state are to be multiplied by, so that an estimate has this peak."""
+    state = state_bytes(need)
+    return max(peak - state, 0) / max(need.peak_bytes - state, 1)
+
+
+def _flags(choice: list[_Setting]) -> str:
+    return " ".join(f"--config.{path}={value}" for path, value in choice)
+
+
+def _placement(choice: list[_Setting]) -> frozenset[_Setting]:
+    """The settings of a choice that the least bytes depend on."""
+    return frozenset(pair for pair in choice if pair[0] not in _PLACES_NOTHING)
+
+
+def _changed(config: Config, choice: list[_Setting]) -> Config:
+    """A copy of the config with other settings."""
+    trial = config.copy()
+    for path, value in sorted(choice):
+        trial.set_path(path, value)
+    return trial
+
+
+def _scaled_peak(need: Estimate, scale: float) -> int:
+    """The peak of an estimate whose bytes beside the state are scaled."""
+    state = state_bytes(need)
+    return int(state + scale * (need.peak_bytes - state))
 
 
 def _choices(config: Config) -> Iterator[list[_Setting]]:
