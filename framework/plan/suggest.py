@@ -73,7 +73,7 @@ def suggestions(
     start = time.monotonic()
     fitting: list[dict[str, Any]] = []
     least_by_placement: dict[frozenset[_Setting], int] = {}
-    for choice in _choices(config):
+    for choice in _choices(config, target.platform):
         placement = _placement(choice)
         if least_by_placement.get(placement, 0) > limit:
             continue
@@ -133,8 +133,8 @@ def _scaled_peak(need: Estimate, scale: float) -> int:
     return int(state + scale * (need.peak_bytes - state))
 
 
-def _choices(config: Config) -> Iterator[list[_Setting]]:
-    """The settings to change together, the mildest first.
+def _choices(config: Config, platform: str) -> Iterator[list[_Setting]]:
+    """The settings to change together on this platform, the mildest first.
 
     They recompute, split into microbatches, move state to the host, shard it instead of copying it, and at last put
     everything on the host.
@@ -147,7 +147,9 @@ def _choices(config: Config) -> Iterator[list[_Setting]]:
         hosted = [("memory.optimizer_state", "pinned_host")]
     streamed: list[_Setting] = []
     if memory.update == "after_backward":
-        streamed = [*hosted, ("memory.update", "streamed")]
+        # XLA's GPU compiler cannot take a part of what is in host memory within a program.
+        update = "layer_programs" if platform == "gpu" else "streamed"
+        streamed = [*hosted, ("memory.update", update)]
     # Gradients move to the host together with a streamed update, which takes a part of them at a
     # time.
     hosted_gradients: list[_Setting] = []

@@ -169,6 +169,17 @@ def test_weights_go_to_the_host_when_nothing_else_is_enough():
     assert found["device_peak_bytes"] < 8 << 30
 
 
+def test_on_gpus_layer_programs_move_what_is_on_the_host():
+    """XLA's GPU compiler cannot slice host memory, so the other schedules are refused there."""
+    trial = configs.load("llama2-13b")
+    for path, value in (("data.global_batch_size", 1), ("data.seq_len", 2048), ("memory.remat", "full")):
+        trial.set_path(path, value)
+    fitting = suggestions(trial, resolve("4090"), limit=21 << 30, peak=200 << 30, seconds=0.0)
+    assert fitting
+    for one in fitting:
+        assert "--config.memory.update=layer_programs" in one["setting"]
+
+
 def test_a_batch_that_does_not_divide_is_told_by_the_closed_form_too():
     with pytest.raises(ValueError, match="nearest global_batch_size"):
         quick("small", config(mesh__data=8, data__global_batch_size=4), resolve("cpu:8"), None)
