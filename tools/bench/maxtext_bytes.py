@@ -24,13 +24,6 @@ from tools.bench import maxtext_function
 
 _SCRIPT = Path(__file__).with_name("maxtext_step.py")
 _TOLERANCE = 0.001
-_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # nothing runs
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-}
 # Those of `memory_analysis()`, and what the report of a plan calls them.
 _FIGURES = {
     "argument": "device_argument_bytes",
@@ -48,7 +41,7 @@ def main(argv: list[str]) -> int:
     topologies = [field.partition("=")[2] for field in argv if field.startswith("compile_topology=")]
     if not topologies:
         raise cli.UsageError("compile_topology=NAME is required, such as v5e-16")
-    os.environ.update(_ENVIRONMENT, MAXTEXT=" ".join(argv))
+    os.environ.update(maxtext_function.ENVIRONMENT, MAXTEXT=" ".join(argv))
     compiled = _compiled_by_maxtext()
     function, arguments, options = maxtext_function.step()
     report = framework.plan_function(function, arguments, topologies[-1], **options).report

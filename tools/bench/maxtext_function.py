@@ -20,6 +20,14 @@ from typing import Any
 import jax
 
 FIELDS = "compile_topology=v5e-16 model_name=llama2-7b per_device_batch_size=1 max_target_length=2048"
+# Of the processes in which MaxText is compiled.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # nothing runs
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+}
 # What `main` of train_compile sets before anything else.
 _RANDOM_FLAG = "--xla_tpu_spmd_rng_bit_generator_unsafe=true"
 
@@ -67,4 +75,5 @@ def step() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         "compiler_options": max_utils.parse_libtpu_flags_to_dict(config.compile_xla_flags),
     }
     # MaxText's names of axes mean something in this context, in which it traces its step.
-    return partitioning.axis_rules(config.logical_axis_rules)(function), arguments, options
+    in_axes = partitioning.axis_rules(config.logical_axis_rules)  # pyright: ignore[reportPrivateImportUsage]
+    return in_axes(function), arguments, options

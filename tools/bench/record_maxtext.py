@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,19 +10,12 @@ from datetime import date
 from pathlib import Path
 
 import configs
+from tools.bench.maxtext_function import ENVIRONMENT
 from tools.bench.public_record import PublicFact
-from tools.bench.record_results import PlannedFact, read_results, write_results
+from tools.bench.record_results import PlannedFact, read_results, report_of, write_results
 from tools.bench.record_settings import nearest_setting
 
 _FUNCTION = Path(__file__).with_name("maxtext_function.py")
-# Nothing runs, and nothing asks for a TPU.
-_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-}
 
 
 def plan_recipes(facts: list[PublicFact], python: Path, numbers: Sequence[int] = ()) -> None:
@@ -59,17 +50,10 @@ def _planned(number: int, fact: PublicFact, python: Path, folder: Path) -> Plann
     """
     setting = nearest_setting(fact, folder)
     fields = f"compile_topology={setting.target} {fact.settings.maxtext}"
-    path = folder / "plan.json"
-    path.unlink(missing_ok=True)
     root = Path(__file__).parents[2]
     words = [f"--function={_FUNCTION.relative_to(root)}:step", f"--target={setting.target}"]
-    environment = os.environ | _ENVIRONMENT | {"MAXTEXT": fields, "PYTHONPATH": str(root)}
-    command = [str(python), "-m", "launch.plan", *words, f"--json={path}"]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
-    if not path.exists():
-        lines = done.stderr.strip().splitlines() or ["no word of why"]
-        raise ValueError(lines[-1])
-    report = json.loads(path.read_text())
+    environment = os.environ | ENVIRONMENT | {"MAXTEXT": fields, "PYTHONPATH": str(root)}
+    report = report_of([str(python), "-m", "launch.plan", *words], folder, env=environment, cwd=root)
     seconds = (report["time"] or {}).get("seconds")
     tokens_per_second = None
     flops_per_second = None

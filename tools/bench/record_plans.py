@@ -13,18 +13,15 @@ docs/benchmarks/public_record.jsonl, and docs/benchmarks/public_record.md is mad
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from launch import cli
 from tools.bench import record_maxtext, record_page
 from tools.bench.public_record import PublicFact, read_record
-from tools.bench.record_results import RESULTS, PlannedFact, read_results, write_results
+from tools.bench.record_results import RESULTS, PlannedFact, read_results, report_of, write_results
 from tools.bench.record_settings import NearestSetting, nearest_setting
 
 
@@ -38,13 +35,8 @@ def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Pat
     words += [f"--config.{path}={value}" for path, value in setting.overrides.items()]
     if setting.device_memory_gib is not None:
         words.append(f"--device_memory_gib={setting.device_memory_gib}")
-    path = folder / "plan.json"
-    path.unlink(missing_ok=True)
-    flags = [f"--json={path}", "--step_only", "--verdict_only", *(["--estimate"] if estimate else [])]
-    done = subprocess.run([sys.executable, "-m", "launch.plan", *words, *flags], capture_output=True, text=True)
-    if not path.exists():
-        raise ValueError(_last_line(done.stderr))
-    report: dict[str, Any] = json.loads(path.read_text())
+    flags = ["--step_only", "--verdict_only", *(["--estimate"] if estimate else [])]
+    report = report_of([sys.executable, "-m", "launch.plan", *words, *flags], folder)
     tokens_per_second = (report.get("time") or {}).get("tokens_per_second")
     flops_per_second = None
     if tokens_per_second is not None:
@@ -63,11 +55,6 @@ def planned(number: int, setting: NearestSetting, *, estimate: bool, folder: Pat
     )
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines() or ["no word of why"]
-    return lines[-1]
-
-
 def plan_all(facts: list[PublicFact], words: list[str], *, estimate: bool, missing: bool) -> None:
     """Plans the facts that have all words, and keeps each result as it comes."""
     results = read_results()
@@ -77,6 +64,9 @@ def plan_all(facts: list[PublicFact], words: list[str], *, estimate: bool, missi
             earlier = results.get(number)
             is_judged = earlier is not None and earlier.compiled
             if not _has_words(fact, words) or ((estimate or missing) and is_judged):
+                continue
+            # Their own step says more of it than the nearest setting of ours.
+            if earlier is not None and earlier.is_by_maxtext:
                 continue
             try:
                 setting = nearest_setting(fact, folder)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "public_record.jsonl"
 
@@ -38,11 +40,16 @@ class PlannedFact:
     limit_bytes: int | None = None
 
     @property
+    def is_by_maxtext(self) -> bool:
+        """Whether MaxText's own step was planned."""
+        return self.command.startswith("MAXTEXT=")
+
+    @property
     def by(self) -> str:
         """What planned it."""
         if not self.compiled:
             return "closed form"
-        return "compiler, MaxText's own step" if self.command.startswith("MAXTEXT=") else "compiler"
+        return "compiler, MaxText's own step" if self.is_by_maxtext else "compiler"
 
 
 def read_results(path: Path = RESULTS) -> dict[int, PlannedFact]:
@@ -57,3 +64,23 @@ def write_results(results: dict[int, PlannedFact], path: Path = RESULTS) -> None
     """Writes the results, by the line of the fact."""
     lines = [json.dumps(asdict(results[number])) for number in sorted(results)]
     path.write_text("\n".join(lines) + "\n")
+
+
+def report_of(command: list[str], folder: Path, **process: Any) -> dict[str, Any]:
+    """The report of a `plimsoll plan` in a process of its own.
+
+    Args:
+        command: without `--json`.
+        folder: for the report.
+        process: of `subprocess.run`: its environment and folder.
+
+    Raises:
+        ValueError: the plan was refused; with its last line.
+    """
+    path = folder / "plan.json"
+    path.unlink(missing_ok=True)
+    done = subprocess.run([*command, f"--json={path}"], capture_output=True, text=True, **process)
+    if not path.exists():
+        lines = done.stderr.strip().splitlines() or ["no word of why"]
+        raise ValueError(lines[-1])
+    return json.loads(path.read_text())

@@ -28,17 +28,11 @@ from framework.plan.targets import Target
 from framework.terminal.tables import render
 from launch import cli
 from tools.bench import tpu_tables
+from tools.bench.maxtext_function import ENVIRONMENT
 from tools.bench.step_programs import About, CompiledStep, load, save
 from tools.bench.tpu_time import counted
 
 _SCRIPT = Path(__file__).with_name("maxtext_step.py")
-_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # nothing runs
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,7 +110,7 @@ def _run(command: list[str]) -> None:
     Raises:
         UsageError: it failed; with the last line that it wrote.
     """
-    environment = {**os.environ, **_ENVIRONMENT}
+    environment = {**os.environ, **ENVIRONMENT}
     environment.pop("PYTHONPATH", None)  # Plimsoll's own packages are not for that environment
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
