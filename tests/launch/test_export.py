@@ -11,6 +11,9 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from configs import families
+from framework.config import config_for
+from framework.layers.lora import LoRA, merge_adapters
+from framework.layout import flatten
 from framework.weights.export import export_model
 from launch import export, train, weights
 from tests.support import pretrained, runs, small
@@ -182,3 +185,22 @@ def test_what_was_trained_is_what_is_exported(folder: Path, kind, memory, capsys
         facts = json.loads((adapter / "adapter_config.json").read_text())
         assert facts["base_model_name_or_path"] == str(folder / "model")
         assert len(load_file(adapter / "adapter_model.safetensors")) == 2 * 7 * 2
+
+
+def test_weights_in_few_bits_without_an_adapter_are_exported_whole(tmp_path: Path):
+    """model.lora.base_targets: their leaves are codes and scales, of which a tensor has to be made."""
+    config = small.llama(vocab_size=512)
+    config.set_path("dim", 64)
+    for block in config.stack.pattern:
+        block.mlp.hidden = 64
+    facts, family = families.of_model(config)
+    config.lora = config_for(LoRA, rank=4, base="nf4", targets="query", base_targets=".")
+    program = small.program(small.experiment(config))
+    params = program.weights(program.init())
+    facts |= {"max_position_embeddings": 64}
+    export_model(tmp_path / "model", program.experiment.model, params, family, facts)
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    merged = flatten(merge_adapters(program.experiment.model, params))
+    for name in ("up", "down", "gate"):
+        weights_LIO = np.asarray(merged[f"stack/block0/mlp/{name}/weight"])
+        np.testing.assert_array_equal(tensors[f"model.layers.1.mlp.{name}_proj.weight"].T, weights_LIO[1])
