@@ -1,6 +1,7 @@
 """The command `plimsoll` of an installed wheel, beside a launch.py, framework.py, configs/ and tests/ of others."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def test_the_module_of_a_verb_needs_no_more_than_its_package(run: Run, project: 
         ran = run("python", *flags, "-m", "launch.configs", "list")
         assert ran.returncode == 0
         # On a slow machine its first words come.
-        assert ran.stderr in ("", "starting configs ...\n")
+        assert re.fullmatch(r"(starting configs \.{3,}\n)?", ran.stderr)
 
 
 def test_a_program_that_imports_a_verb_keeps_its_own_packages() -> None:
