@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax.extend.core import ClosedJaxpr
 
 from framework.devices.accelerators import AcceleratorSpec
-from framework.layout import StateLayout
+from framework.layout import GROUPS, StateLayout
 from framework.plan.calibration.rates import DeviceRates
 from framework.plan.step_time.compiled_time import rates_of
 from framework.plan.step_time.parts import StepTime
@@ -54,6 +54,7 @@ def work_of(
     layout: StateLayout,
     traced: ClosedJaxpr,
     device_flops: float,
+    hosted_activations: int,
 ) -> Work:
     """The work of a step.
 
@@ -63,6 +64,7 @@ def work_of(
         layout: of the state while training.
         traced: the gradients of one microbatch on one device.
         device_flops: of a step on one device.
+        hosted_activations: bytes of one microbatch that wait in one device's host memory.
     """
     microbatch = traced_work(traced)
     parameter_bytes = layout.bytes_per_device("parameter")
@@ -72,18 +74,29 @@ def work_of(
     received += round(2 * parameter_bytes * (data - 1) / data)
     hosted_bytes = layout.bytes_per_device(memory_kind="pinned_host")
     device_bytes = layout.bytes_per_device(memory_kind="device")
-    host_bytes = float(hosted_bytes)
-    if experiment.memory.gradients == "pinned_host":
-        host_bytes += parameter_bytes
     return Work(
         flops=device_flops,
         product_bytes=experiment.learner.accumulate * microbatch.product_bytes,
         # State and weights are read and written, gradients likewise.
         update_bytes=2.0 * (device_bytes + parameter_bytes + hosted_bytes),
         received_bytes=received if math.prod(sizes.values()) > 1 else 0,
-        host_bytes=host_bytes,
+        host_bytes=_from_host(experiment, layout, hosted_activations),
         hidden_by=_hidden_by(experiment),
     )
+
+
+def _from_host(experiment: Experiment, layout: StateLayout, hosted_activations: int) -> float:
+    """Bytes that come from the host in a step. No more go there, and both ways are used at once."""
+    accumulate = experiment.learner.accumulate
+    hosted = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
+    # For each microbatch weights come for its forward and for its backward pass, and sums of gradients to be added to.
+    from_host = 2 * accumulate * (hosted["parameter"] + hosted["frozen"])
+    from_host += accumulate * (hosted_activations + hosted["gradient"])
+    # The update takes weights once more, unless it is part of the backward pass.
+    memory = experiment.memory
+    if memory.update != "in_backward" and not memory.updates_at_once:
+        from_host += hosted["parameter"]
+    return float(from_host + hosted["optimizer"] + hosted["ema"])
 
 
 def _hidden_by(experiment: Experiment) -> float:
