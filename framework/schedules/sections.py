@@ -12,7 +12,7 @@ from framework.schedules.memory import Memory
 from framework.schedules.placement import units_of_layers
 
 # The fields of `Memory` that are placements.
-PLACED_FIELDS = ("optimizer_state", "gradients", "parameters", "activations")
+PLACED_FIELDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
 def policies(memory: Memory, stack: Stack) -> list[str]:
