@@ -143,7 +143,6 @@ class Phase:
     gradients: str = "device"
     optimizer_state: str = "device"
     parameters: str = "device"
-    hosted_layers: int | None = None
     activations: str = "device"
     remat: str = "none"
     unroll: int = 1

@@ -176,22 +176,45 @@ def _phase(dice: Dice, start: int, model: plain.Model, learner: plain.Learner, d
     if update != "after_backward":
         parameters = dice.pick(["device", "pinned_host"])
         activations = dice.pick(["device", "pinned_host"])
-    hosted_layers = None
-    if update == "layer_programs" and parameters == "pinned_host" and model.units > 1 and dice.chance(0.5):
-        hosted_layers = dice.between(1, model.units - 1)
+    remat = _remat(dice, model, update, activations)
+    places = {
+        "gradients": gradients,
+        "optimizer_state": dice.pick(["device", "pinned_host"]),
+        "parameters": parameters,
+        "activations": activations,
+    }
+    # Groups of so many units would have to divide every section.
+    has_groups = remat.startswith("sqrt:")
+    if learner.scope == "unit" and model.units > 1 and not has_groups and dice.chance(0.5):
+        places = {field: _of_some_layers(dice, model, place) for field, place in places.items()}
+        remat = _of_some_units(dice, model, remat, update)
     return plain.Phase(
         start=start,
         mesh=_mesh(dice, model, data, accumulate),
         update=update,
-        gradients=gradients,
-        optimizer_state=dice.pick(["device", "pinned_host"]),
-        parameters=parameters,
-        hosted_layers=hosted_layers,
-        activations=activations,
-        remat=_remat(dice, model, update, activations),
+        **places,
+        remat=remat,
         unroll=dice.between(0, model.units),
         accumulate=accumulate,
     )
+
+
+def _of_some_layers(dice: Dice, model: plain.Model, place: str) -> str:
+    """A placement of all layers, or of some."""
+    if place != "pinned_host" or dice.chance(0.3):
+        return place
+    units = dice.between(1, model.units)
+    # As a part of the layers, or as their number.
+    return f"{place}:{units / model.units:.6f}" if dice.chance(0.5) else f"{place}:{units * len(model.layers)}"
+
+
+def _of_some_units(dice: Dice, model: plain.Model, remat: str, update: str) -> str:
+    """A policy of all units, or of the first ones, with another one for the others."""
+    # Groups would have to divide the units that are left; programs of layers invert all or none.
+    if ":" in remat or ("invert" in remat and update == "layer_programs") or dice.chance(0.3):
+        return remat
+    units = dice.between(1, model.units - 1)
+    return f"{remat}:{units * len(model.layers)},full"
 
 
 def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> dict[str, int]:

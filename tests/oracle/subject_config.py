@@ -49,7 +49,6 @@ def experiment_config(drawn: plain.Drawn, phase: plain.Phase) -> Config:
             gradients=phase.gradients,
             optimizer_state=phase.optimizer_state,
             parameters=phase.parameters,
-            hosted_layers=phase.hosted_layers,
             activations=phase.activations,
             remat=phase.remat,
         ),
