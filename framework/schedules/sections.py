@@ -37,7 +37,7 @@ def policies(memory: Memory, stack: Stack) -> list[str]:
 
 
 def sections_of(model: Chain, memory: Memory) -> list[Section]:
-    """The sections of all stacks in which every layer lives and is recomputed alike; [] where no stack is cut.
+    """The sections of all stacks in which every layer lives and is recomputed alike; [] where no stack needs them.
 
     Raises:
         ValueError: the placements or policies are of other numbers of layers than a stack has.
@@ -45,10 +45,10 @@ def sections_of(model: Chain, memory: Memory) -> list[Section]:
     sections = []
     for name, stack in model.stacks.items():
         sections += _sections_of_stack(name, stack, memory)
-    # A whole stack is a section only where a policy has a number, which the context's policy does not understand.
     is_cut = not all(section.is_whole for section in sections)
+    # A whole stack needs a section where numbers say what the context's policy, or the stages outside, do not.
     counts_layers = remat.spans(memory.remat) != [remat.Span(memory.remat, None)]
-    return sections if is_cut or counts_layers else []
+    return sections if is_cut or counts_layers or memory.activations.is_partial else []
 
 
 def _sections_of_stack(name: str, stack: Stack, memory: Memory) -> list[Section]:

@@ -106,10 +106,9 @@ def test_half_of_the_layers_move_half_of_the_bytes(schedule):
         found[share] = report(**fields, **hosted)
     whole, half = found["1.0"], found["0.5"]
     assert half["host_argument_bytes"] == pytest.approx(0.5 * whole["host_argument_bytes"], rel=1e-3)
-    assert half["host_breakdown"]["activations"] == pytest.approx(
-        0.5 * whole["host_breakdown"]["activations"], rel=0.01
-    )
-    moved = {share: one["host_moved_bytes"] for share, one in found.items()}
+    inputs = {share: one["host_breakdown"]["activations"] for share, one in found.items()}
+    assert inputs["0.5"] == pytest.approx(0.5 * inputs["1.0"], rel=0.01)
+    moved = {share: one["host_transfer_bytes"] for share, one in found.items()}
     assert moved["0.5"] == pytest.approx(0.5 * moved["1.0"], rel=0.02)
 
 
@@ -139,6 +138,7 @@ def test_no_stack_is_copied(target, fields):
         if instruction.opcode in ("copy", "copy-start", "convert", "transpose") and instruction.computation not in fused
         for array in hlo.arrays(instruction.type)
         if array.dims[:1] in [(32,), (16,)] and array.num_bytes >= 16 << 20  # half of 32 layers, of 1 MiB or more
+        if "S(1)" not in instruction.type  # on the chip itself, where half of a stack has room: no copy in its memory
     ]
     assert module.loops
     assert not moved
