@@ -62,13 +62,19 @@ class Estimate(NamedTuple):
         return sum(self.host_breakdown.values())
 
 
-def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpec) -> Estimate:
+def estimate(
+    experiment: Experiment,
+    sizes: dict[str, int],
+    spec: AcceleratorSpec,
+    trace_of: Callable[[Experiment, dict[str, int], str], ClosedJaxpr] = trace,
+) -> Estimate:
     """Estimates what one step of `experiment` needs on each device of a mesh.
 
     Args:
         experiment: what to train.
         sizes: of the mesh's axes, `experiment.mesh.resolve(num_devices)`.
         spec: of the devices.
+        trace_of: traces as `local_step.trace` does, or knows the trace already.
 
     Raises:
         ValueError: a mesh axis does not divide the dimension that it shards, or the batch.
@@ -94,7 +100,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
         layout,
         sizes,
         spec.platform,
-        trace(experiment, sizes, spec.platform),
+        trace_of(experiment, sizes, spec.platform),
     )
     if "offload" in experiment.memory.remat or experiment.memory.activations != "device":
         host_breakdown["activations"] = backward_pass.most_held(on_the_host=True).total()
@@ -106,7 +112,14 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
         breakdown[group] += size
     step_flops = _flops(experiment, sizes, backward_pass.traced)
     device_flops = step_flops.flops / math.prod(sizes.values())
-    work = work_of(experiment, sizes, running_layout, backward_pass.traced, device_flops)
+    work = work_of(
+        experiment,
+        sizes,
+        running_layout,
+        backward_pass.traced,
+        device_flops,
+        host_breakdown["activations"],
+    )
     return Estimate(breakdown, host_breakdown, step_flops, work)
 
 

@@ -6,10 +6,12 @@ import math
 import os
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from framework.devices.accelerators import AcceleratorSpec
-from framework.layout import StateLayout
+from framework.layout import Group, StateLayout
+from framework.models.causal_lm import CausalLM
 from framework.plan.calibration.rates import DeviceRates
 from framework.plan.step_time.compiled_time import rates_of
 from framework.plan.step_time.parts import StepTime
@@ -36,8 +38,9 @@ class Work(NamedTuple):
         product_bytes: operands and results of products.
         update_bytes: that the update reads and writes on the device.
         received_bytes: from other devices.
-        host_bytes: to or from the host, each way.
-        hidden_by: the part of the time of products that the host link can be busy beside.
+        host_bytes: to or from the host for the update, each way.
+        hidden_by: the part of the time of products that the link can be busy beside with these.
+        pass_host_bytes: to or from the host for the forward and backward passes, each way; products run beside these.
     """
 
     flops: float
@@ -46,6 +49,7 @@ class Work(NamedTuple):
     received_bytes: float
     host_bytes: float
     hidden_by: float
+    pass_host_bytes: float = 0.0
 
 
 def work_of(
@@ -54,6 +58,7 @@ def work_of(
     layout: StateLayout,
     traced: ClosedJaxpr,
     device_flops: float,
+    hosted_activations: int = 0,
 ) -> Work:
     """The work of a step.
 
@@ -63,6 +68,7 @@ def work_of(
         layout: of the state while training.
         traced: the gradients of one microbatch on one device.
         device_flops: of a step on one device.
+        hosted_activations: bytes of a microbatch's activations that wait in the host's memory.
     """
     microbatch = traced_work(traced)
     parameter_bytes = layout.bytes_per_device("parameter")
@@ -70,20 +76,61 @@ def work_of(
     data = sizes["data"]
     # Replicas add up their gradients; what is cut over other axes is cut already.
     received += round(2 * parameter_bytes * (data - 1) / data)
+    received += _tensor_parallel_bytes(experiment, sizes)
     hosted_bytes = layout.bytes_per_device(memory_kind="pinned_host")
     device_bytes = layout.bytes_per_device(memory_kind="device")
-    host_bytes = float(hosted_bytes)
-    if experiment.memory.gradients == "pinned_host":
-        host_bytes += parameter_bytes
     return Work(
         flops=device_flops,
         product_bytes=experiment.learner.accumulate * microbatch.product_bytes,
         # State and weights are read and written, gradients likewise.
         update_bytes=2.0 * (device_bytes + parameter_bytes + hosted_bytes),
         received_bytes=received if math.prod(sizes.values()) > 1 else 0,
-        host_bytes=host_bytes,
+        host_bytes=float(_update_host_bytes(layout)),
         hidden_by=_hidden_by(experiment),
+        pass_host_bytes=float(_pass_host_bytes(experiment, layout, hosted_activations)),
     )
+
+
+def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
+    """Bytes that a device receives in a step because heads and hidden units are cut over the axis `model`.
+
+    The trace of one device leaves these out. Attention and MLP of each layer end in a sum over the axis, forward and
+    backward, and once more forward where a layer is recomputed.
+    """
+    shards = sizes["model"]
+    model = experiment.model
+    if shards == 1 or not isinstance(model, CausalLM):
+        return 0
+    layers = sum(stack.num_units * len(stack.unit.layers) for stack in model.stacks.values())
+    sums = 2 * layers * (2 if experiment.memory.remat in ("none", "dots") else 3)
+    data = experiment.data
+    positions = data.global_batch_size * data.seq_len // (sizes["data"] * sizes["fsdp"] * sizes["seq"])
+    activation_bytes = positions * model.dim * jnp.dtype(model.compute_dtype).itemsize
+    # In a ring a sum moves everything twice: parts are added up, and then passed on.
+    return round(2 * (shards - 1) / shards * sums * activation_bytes)
+
+
+def _update_host_bytes(layout: StateLayout) -> int:
+    """Bytes that come from the host for the update, and go back: optimizer state, averages and weights, each once."""
+    groups: tuple[Group, ...] = ("optimizer", "ema", "parameter")
+    return sum(layout.bytes_per_device(group, "pinned_host") for group in groups)
+
+
+def _pass_host_bytes(experiment: Experiment, layout: StateLayout, hosted_activations: int) -> int:
+    """Bytes that move between host and device beside the products of a step, the busier way."""
+    weights = layout.bytes_per_device("parameter", "pinned_host") + layout.bytes_per_device("frozen", "pinned_host")
+    gradients = layout.bytes_per_device("gradient", "pinned_host")
+    # Every microbatch brings the weights for either pass, and adds to the gradients; its activations go and come back.
+    brought = 2 * weights + gradients + hosted_activations
+    sent = gradients + hosted_activations
+    passes = 2 if _is_run_twice(experiment) else 1
+    return experiment.learner.accumulate * passes * max(brought, sent)
+
+
+def _is_run_twice(experiment: Experiment) -> bool:
+    """Whether a first backward pass finds the norm of the gradients, which do not stay for the second."""
+    keeps_no_gradients = experiment.memory.update == "in_backward" or experiment.memory.gradients == "none"
+    return experiment.learner.clip_mode == "two_pass" and keeps_no_gradients
 
 
 def _hidden_by(experiment: Experiment) -> float:
@@ -152,11 +199,26 @@ def _by_rates(work: Work, rates: DeviceRates, dtype: str, platform: str) -> Step
 def _time(work: Work, products: float, memory: float, links: float | None, host_link: float | None) -> StepTime:
     link_seconds = work.received_bytes / links if links else 0.0
     host_seconds = work.host_bytes / host_link if host_link else 0.0
+    pass_seconds = work.pass_host_bytes / host_link if host_link else 0.0
     return StepTime(
         matrix_units=products,
         memory=memory,
         links=max(_LINKS_SHOWN * link_seconds, link_seconds - products),
-        host_link=max(0.0, host_seconds - work.hidden_by * products),
+        host_link=_shown_host_seconds(host_seconds, pass_seconds, products, work.hidden_by),
         python=0.0,
         basis=_BASIS,
     )
+
+
+def _shown_host_seconds(update: float, passes: float, products: float, hidden_by: float) -> float:
+    """The seconds that the host link keeps a step waiting.
+
+    Args:
+        update: seconds of what the update moves.
+        passes: of what the forward and backward passes move.
+        products: of the products, beside which the link can be busy.
+        hidden_by: the part of them that hides what the update moves.
+    """
+    shown_in_passes = max(0.0, passes - products)
+    left_products = max(0.0, hidden_by * products - passes)
+    return shown_in_passes + max(0.0, update - left_products)

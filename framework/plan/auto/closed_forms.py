@@ -1,0 +1,104 @@
+"""The closed forms of many settings of one config, which share the traces that they have in common.
+
+A trace takes most of an estimate's time, and depends on little: the rows that a device has at once, the axes that cut
+weights and positions, what is recomputed, and whether the weights come from the host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr
+
+from framework.config import Config
+from framework.plan.auto.settings import Settings, with_settings
+from framework.plan.estimate import estimate, least_bytes
+from framework.plan.local_step import trace
+from framework.plan.plan import closed_time
+from framework.plan.suggest import check, state_bytes
+from framework.plan.targets import Target
+from framework.program.experiment import Experiment
+
+
+class Cost(NamedTuple):
+    """What a setting costs on a target.
+
+    Attributes:
+        peak: bytes of one device.
+        state: those of them that live there between steps.
+        host: bytes of one device in its host's memory.
+        seconds: of a step; infinite where the rates of the device are not published.
+        moved: bytes between device and host in a step, each way.
+    """
+
+    peak: int
+    state: int
+    host: int
+    seconds: float
+    moved: float
+
+
+class ClosedForms:
+    """Answers what settings of a config cost, each asked once.
+
+    Args:
+        config: resolved for the target.
+        target: the machine.
+    """
+
+    def __init__(self, config: Config, target: Target):
+        self.config = config
+        self.target = target
+        self._costs: dict[Settings, Cost | None] = {}
+        self._traces: dict[tuple[object, ...], ClosedJaxpr] = {}
+
+    @property
+    def count(self) -> int:
+        """How many settings were asked for."""
+        return len(self._costs)
+
+    def experiment(self, settings: Settings) -> Experiment:
+        """The experiment with these settings. Raises ValueError: there is no such."""
+        return with_settings(self.config, settings).instantiate()
+
+    def cost(self, settings: Settings) -> Cost | None:
+        """What the settings cost; None where they do not go with the config or the target."""
+        if settings not in self._costs:
+            try:
+                self._costs[settings] = self._cost(settings)
+            except ValueError:
+                self._costs[settings] = None
+        return self._costs[settings]
+
+    def least_bytes(self, settings: Settings) -> int | None:
+        """The least that a device holds with these settings, without a trace; None as for `cost`."""
+        try:
+            experiment = self.experiment(settings)
+            return least_bytes(experiment, check(experiment, self.target))
+        except ValueError:
+            return None
+
+    def _cost(self, settings: Settings) -> Cost:
+        experiment = self.experiment(settings)
+        sizes = check(experiment, self.target)
+        need = estimate(experiment, sizes, self.target.spec, self._trace)
+        time = closed_time(experiment, need, self.target)
+        return Cost(
+            peak=need.peak_bytes,
+            state=state_bytes(need),
+            host=need.host_bytes,
+            seconds=math.inf if time is None else time.seconds,
+            moved=need.work.host_bytes + need.work.pass_host_bytes,
+        )
+
+    def _trace(self, experiment: Experiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
+        """The trace of the experiment, or of another one that is traced alike."""
+        data = experiment.data
+        memory: Any = experiment.memory
+        rows = data.global_batch_size // (experiment.learner.accumulate * sizes["data"] * sizes["fsdp"])
+        cuts = tuple(size for axis, size in sizes.items() if axis != "data")
+        key = (rows, cuts, memory.remat, memory.parameters)
+        if key not in self._traces:
+            self._traces[key] = trace(experiment, sizes, platform)
+        return self._traces[key]
