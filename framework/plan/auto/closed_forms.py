@@ -52,6 +52,7 @@ class ClosedForms:
         self.target = target
         self._costs: dict[Settings, Cost | None] = {}
         self._traces: dict[tuple[object, ...], ClosedJaxpr] = {}
+        self._parts: dict[str, object] = {}
 
     @property
     def count(self) -> int:
@@ -59,8 +60,29 @@ class ClosedForms:
         return len(self._costs)
 
     def experiment(self, settings: Settings) -> Experiment:
-        """The experiment with these settings. Raises ValueError: there is no such."""
-        return with_settings(self.config, settings).instantiate()
+        """The experiment with these settings, to be looked at only. Raises ValueError: there is no such.
+
+        Most of an experiment is alike for all settings, and is built once.
+        """
+        config = with_settings(self.config, settings)
+        model = self._part("model", config.model, ())
+        data = self._part("data", config.data, settings)
+        learner = self._learner(config, settings, model, data)
+        return config.instantiate(model=model, data=data, learner=learner)
+
+    def _learner(self, config: Config, settings: Settings, model: Any, data: Any) -> Any:
+        """The learner of a config, which only a whole experiment builds."""
+        key = _key("learner", settings)
+        if key not in self._parts:
+            experiment: Experiment = config.instantiate(model=model, data=data)
+            self._parts[key] = experiment.learner
+        return self._parts[key]
+
+    def _part(self, section: str, config: Config, settings: Settings) -> Any:
+        key = _key(section, settings)
+        if key not in self._parts:
+            self._parts[key] = config.instantiate()
+        return self._parts[key]
 
     def cost(self, settings: Settings) -> Cost | None:
         """What the settings cost; None where they do not go with the config or the target."""
@@ -102,3 +124,8 @@ class ClosedForms:
         if key not in self._traces:
             self._traces[key] = trace(experiment, sizes, platform)
         return self._traces[key]
+
+
+def _key(section: str, settings: Settings) -> str:
+    """A section of the config, with what settings change in it."""
+    return section + repr([one for one in settings if one.path.startswith(f"{section}.")])

@@ -35,8 +35,6 @@ class Ladder:
             settings: without placements.
             levels: the order in which things move.
         """
-        if self._is_hopeless(settings, levels):
-            return None
         below: Level | None = None
         for level in levels:
             candidate = self._candidate((*settings, *placed(level)))
@@ -51,10 +49,13 @@ class Ladder:
             below = level
         return None
 
-    def _is_hopeless(self, settings: Settings, levels: list[Level]) -> bool:
-        """Whether neither nothing nor everything on the host fits the device."""
-        ends = [self._candidate((*settings, *placed(level))) for level in (levels[0], levels[-1])]
-        return all(end is None or self._room.over(end.settings, end.cost) > 0 for end in ends)
+    def may_fit(self, settings: Settings, levels: list[Level]) -> bool:
+        """Whether nothing or everything on the host fits the device."""
+        for level in dict.fromkeys((levels[0], levels[-1])):
+            end = self._candidate((*settings, *placed(level)))
+            if end is not None and self._room.over(end.settings, end.cost) <= 0:
+                return True
+        return False
 
     def _by_layers(self, settings: Settings, below: Level, above: Candidate) -> Candidate | None:
         """Between two rungs, with the fewest layers that suffice; None where all have to move.

@@ -21,6 +21,8 @@ from framework.plan.step_time.rates import PCIE_REACHED
 
 # Settings that are faster by less than that are as fast, and the ones that change less are taken.
 _AS_FAST = 1.01
+# So many meshes are looked into, those with the least bounds; others have hardly been better.
+_MOST_MESHES = 6
 # Fewer rows at a time are tried so often, once they have not helped.
 _PATIENCE = 2
 
@@ -51,6 +53,7 @@ class Search:
         self._heap: list[_Branch] = []
         self._numbers = itertools.count()
         self._canonical: dict[Settings, Settings] = {}
+        self._num_meshes = 0
         self.found: list[Candidate] = []
 
     def run(self) -> Candidate | None:
@@ -98,15 +101,18 @@ class Search:
             self._push(bound, lambda: self._expand_mesh(base, accumulations))
 
     def _expand_mesh(self, base: Settings, accumulations: list[int]) -> None:
+        self._num_meshes += 1
+        if self._num_meshes > _MOST_MESHES and self.found:
+            return
         for remat in self._space.remats():
-            schedules = dict.fromkeys(
-                schedule for count in accumulations for schedule in self._space.schedules(count)
-            )
-            for schedule in schedules:
+            bound = self._bound(base, remat, (), accumulations)
+            if bound * _AS_FAST >= self._best_seconds:
+                continue
+            schedules = [schedule for count in accumulations for schedule in self._space.schedules(count)]
+            for schedule in dict.fromkeys(schedules):
                 possible = [count for count in accumulations if schedule in self._space.schedules(count)]
-                bound = self._bound(base, remat, schedule, possible)
-                if bound * _AS_FAST < self._best_seconds:
-                    self._push(bound, self._expansion(base, remat, schedule, possible))
+                # No schedule computes less than the plainest, of which the bound is.
+                self._push(bound, self._expansion(base, remat, schedule, possible))
 
     def _expansion(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> Callable[[], None]:
         return lambda: self._look_into(base, remat, schedule, counts)
@@ -133,13 +139,13 @@ class Search:
     def _look_into(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> None:
         """Finds the microbatches and placements for a mesh, a policy and a schedule."""
         ladder = Ladder(self._cost, self._room, self._space.num_layers)
+        ladders = self._space.ladders(schedule)
 
-        def candidates(place: int) -> list[Candidate]:
-            settings = self._joined(base, remat, schedule, counts[place])
-            climbs = [ladder.climb(settings, levels) for levels in self._space.ladders(schedule)]
-            return [candidate for candidate in climbs if candidate is not None]
+        def may_fit(place: int) -> bool:
+            # All ladders have the same ends.
+            return ladder.may_fit(self._joined(base, remat, schedule, counts[place]), ladders[0])
 
-        first = _first(len(counts), lambda place: bool(candidates(place)))
+        first = _first(len(counts), may_fit)
         patience = _PATIENCE
         fastest = math.inf
         for place in range(first, len(counts)):
@@ -147,13 +153,15 @@ class Search:
             cost = self._cost(settings)
             if cost is None or cost.seconds * _AS_FAST >= self._best_seconds:
                 break
-            rivals = candidates(place)
+            climbs = [ladder.climb(settings, levels) for levels in ladders]
+            rivals = [climb for climb in climbs if climb is not None]
             self.found += [one._replace(settings=self.canonical(one.settings)) for one in rivals]
             seconds = min((one.cost.seconds for one in rivals), default=math.inf)
             if self._room.fits(settings, cost):
                 # Nothing moves, so fewer rows at a time can only be slower.
                 break
-            patience -= seconds >= fastest
+            if rivals:
+                patience -= seconds >= fastest
             fastest = min(fastest, seconds)
             if patience == 0:
                 break

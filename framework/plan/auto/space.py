@@ -79,7 +79,8 @@ class Space:
         meshes = []
         for seq, model in itertools.product(self._seq_shards(), self._model_shards()):
             batch_shards, remainder = divmod(devices, seq * model)
-            if remainder:
+            # Positions and heads are both cut by nobody who has rows enough.
+            if remainder or (seq > 1 and model > 1):
                 continue
             for data in _divisors(batch_shards):
                 # Between slices, or hosts that NVLink does not join, gradients alone should have to go.
