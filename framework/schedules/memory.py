@@ -36,6 +36,9 @@ class Memory:
             full. Not with update = "after_backward".
         remat: what the backward pass recomputes: none, full, sqrt, sqrt:NUMBER, invert, dots, dots_no_batch, offload,
             save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; see framework.layers.remat.
+        auto: `plimsoll train` chooses the other fields before it compiles anything, with mesh and learner.accumulate:
+            the fastest that fit the devices at hand. What the command line sets is left alone, and so is what a config
+            sets beside auto itself. `plimsoll plan --auto` shows the choice.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Memory:
         hosted_layers: PositiveInt | None = None,
         activations: MemoryKind = "device",
         remat: str = "none",
+        auto: bool = False,
     ):
         _check_gradients(gradients, update)
         _check_needs_own_backward("parameters", parameters, update)
@@ -64,6 +68,7 @@ class Memory:
         self.activations: MemoryKind = activations
         _check_remat(remat, activations)
         self.remat = remat
+        self.auto = auto
 
 
 def _check_gradients(gradients: str, update: str) -> None:

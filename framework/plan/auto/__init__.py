@@ -13,4 +13,5 @@
     batch.py         the largest microbatch
     choice.py        what was chosen, as JSON and as lines
     stored.py        choices on disk
+    answer.py        all of it: a question, and its answer
 """

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from framework.config import Config
 from framework.plan.auto.settings import Settings, with_settings
-from framework.plan.estimate import estimate, least_bytes
+from framework.plan.estimate import estimate
 from framework.plan.local_step import trace
 from framework.plan.plan import closed_time
 from framework.plan.suggest import check, state_bytes
@@ -93,13 +93,13 @@ class ClosedForms:
                 self._costs[settings] = None
         return self._costs[settings]
 
-    def least_bytes(self, settings: Settings) -> int | None:
-        """The least that a device holds with these settings, without a trace; None as for `cost`."""
-        try:
-            experiment = self.experiment(settings)
-            return least_bytes(experiment, check(experiment, self.target))
-        except ValueError:
-            return None
+    def leave_out(self, settings: Settings) -> None:
+        """Takes settings for ones that cannot be."""
+        self._costs[settings] = None
+
+    def known(self) -> dict[Settings, Cost]:
+        """What was asked for so far, and can be."""
+        return {settings: cost for settings, cost in self._costs.items() if cost is not None}
 
     def _cost(self, settings: Settings) -> Cost:
         experiment = self.experiment(settings)

@@ -20,7 +20,7 @@ from framework.plan.auto.space import BY_LAYER, Space, mixed
 from framework.plan.step_time.rates import PCIE_REACHED
 
 # Settings that are faster by less than that are as fast, and the ones that change less are taken.
-_AS_FAST = 1.01
+AS_FAST = 1.01
 # So many meshes are looked into, those with the least bounds; others have hardly been better.
 _MOST_MESHES = 6
 # Fewer rows at a time are tried so often, once they have not helped.
@@ -63,7 +63,7 @@ class Search:
         while self._heap:
             branch = heapq.heappop(self._heap)
             # What is left can only be as fast, not faster.
-            if branch.bound * _AS_FAST >= self._best_seconds:
+            if branch.bound * AS_FAST >= self._best_seconds:
                 break
             branch.expand()
         best = self._chosen()
@@ -79,7 +79,7 @@ class Search:
         """Of those that are as fast as the fastest, the one that moves and changes least."""
         if not self.found:
             return None
-        fast_enough = self._best_seconds * _AS_FAST
+        fast_enough = self._best_seconds * AS_FAST
         rivals = [candidate for candidate in self.found if candidate.cost.seconds <= fast_enough]
         return min(rivals, key=_preference)
 
@@ -96,7 +96,7 @@ class Search:
         bound = self._bound(base, self._space.remats()[0], (), accumulations)
         if not mesh:
             # The config's own is looked into before others that are as fast.
-            bound /= _AS_FAST**2
+            bound /= AS_FAST**2
         if bound < math.inf:
             self._push(bound, lambda: self._expand_mesh(base, accumulations))
 
@@ -106,7 +106,7 @@ class Search:
             return
         for remat in self._space.remats():
             bound = self._bound(base, remat, (), accumulations)
-            if bound * _AS_FAST >= self._best_seconds:
+            if bound * AS_FAST >= self._best_seconds:
                 continue
             schedules = [schedule for count in accumulations for schedule in self._space.schedules(count)]
             for schedule in dict.fromkeys(schedules):
@@ -151,7 +151,7 @@ class Search:
         for place in range(first, len(counts)):
             settings = self._joined(base, remat, schedule, counts[place])
             cost = self._cost(settings)
-            if cost is None or cost.seconds * _AS_FAST >= self._best_seconds:
+            if cost is None or cost.seconds * AS_FAST >= self._best_seconds:
                 break
             climbs = [ladder.climb(settings, levels) for levels in ladders]
             rivals = [climb for climb in climbs if climb is not None]
@@ -184,7 +184,7 @@ class Search:
         """The settings, with as many layers recomputed less as there is room for."""
         rivals = [best, *self._mixtures(best)]
         fastest = min(rivals, key=lambda one: one.cost.seconds)
-        return fastest if fastest.cost.seconds * _AS_FAST < best.cost.seconds else best
+        return fastest if fastest.cost.seconds * AS_FAST < best.cost.seconds else best
 
     def _mixtures(self, best: Candidate) -> Iterator[Candidate]:
         remats = self._space.remats()
