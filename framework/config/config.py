@@ -31,6 +31,7 @@ from framework.config.names import (
     show,
 )
 from framework.config.nested import replaced
+from framework.config.older import todays_fields
 from framework.config.schema import (
     REQUIRED,
     ConfigBase,
@@ -495,6 +496,6 @@ def _decode(data: Any, path: str, depth: int = 0) -> Any:
             values[key] = _decode(item, join(path, key), depth + 1)
     if config is None:
         return values
-    for name, value in values.items():
+    for name, value in todays_fields(name_of(config._target), values).items():
         config._fields[name] = config._checked(name, value, join(path, name))
     return config

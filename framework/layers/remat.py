@@ -13,6 +13,8 @@ invert          nothing but the stack's output is kept: each unit's input is fou
                 layers that can be run so (framework.layers.reversible)
 offload:A,B     the activations with these names are kept in host memory ("input" is the unit's, which would else be
                 on the device); with more names on the device: save:A;offload:B
+POLICY:N,...    the policy of the first N layers, of the next ones, and so on; the last one needs no number:
+                full:20,dots:12; sqrt:4:20,save:query,mlp_up:12; full:20,dots
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -35,25 +37,63 @@ POLICIES = ("none", "full", "sqrt", "dots", "dots_no_batch", "offload", "invert"
 _WEIGHTS = "weights"
 
 
-def check(remat: str) -> None:
-    """Raises ValueError when `remat` is no policy."""
+class Span(NamedTuple):
+    """Layers that follow each other and have the same policy.
+
+    Attributes:
+      policy: one policy.
+      layers: their number; None for all that are left.
+    """
+
+    policy: str
+    layers: int | None
+
+
+def spans(remat: str) -> list[Span]:
+    """What a setting says of the layers, from the first on; one policy alone is that of all layers.
+
+    Raises:
+        ValueError: it is no policy, and no list of policies with numbers of layers.
+    """
+    if _is_policy(remat):
+        return [Span(remat, None)]
+    listed_spans = []
+    # Commas separate the names of one policy, too, so words are gathered until a policy and its number are there.
+    gathered = ""
+    for word in remat.split(","):
+        gathered = f"{gathered},{word}" if gathered else word
+        policy, _, number = gathered.rpartition(":")
+        if re.fullmatch("[1-9][0-9]*", number) and _is_policy(policy):
+            listed_spans.append(Span(policy, int(number)))
+            gathered = ""
+    if listed_spans and _is_policy(gathered):
+        listed_spans.append(Span(gathered, None))
+        gathered = ""
+    if gathered:
+        raise ValueError(
+            f"expected {', '.join(POLICIES)}, sqrt:NUMBER, save:NAME,NAME, offload:NAME,NAME or save:NAME;offload:NAME "
+            f"of {INPUT}, {', '.join(ACTIVATION_NAMES)}; or such policies with their numbers of layers, as in "
+            f"full:20,dots:12; given {remat!r}"
+        )
+    return listed_spans
+
+
+def _is_policy(remat: str) -> bool:
+    """Whether `remat` is one policy."""
     saved, offloaded = _names(remat)
     names = saved + offloaded
     valid_names = {INPUT, *ACTIVATION_NAMES}
     # A name stands once: its activation is either saved or offloaded.
     are_unique = len(set(names)) == len(names)
-    is_list_of_names = names and are_unique and valid_names.issuperset(names)
-    if remat not in POLICIES and not is_list_of_names and not re.fullmatch("sqrt:[1-9][0-9]*", remat):
-        raise ValueError(
-            f"expected {', '.join(POLICIES)}, sqrt:NUMBER, save:NAME,NAME, offload:NAME,NAME or save:NAME;offload:NAME "
-            f"of {INPUT}, {', '.join(ACTIVATION_NAMES)}; given {remat!r}"
-        )
+    is_list_of_names = bool(names) and are_unique and valid_names.issuperset(names)
+    has_group_size = re.fullmatch("sqrt:[1-9][0-9]*", remat) is not None
+    return remat in POLICIES or is_list_of_names or has_group_size
 
 
 def check_platform(remat: str, platform: str) -> None:
     """Raises ValueError when the policy would give wrong gradients on this platform (tpu, gpu or cpu)."""
-    _, offloaded = _names(remat)
-    if platform == "gpu" and offloaded:
+    offloads = any(_names(span.policy)[1] for span in spans(remat))
+    if platform == "gpu" and offloads:
         raise ValueError(
             f"memory.remat = {remat}: what a loop offloads is silently wrong in the gradients of XLA's GPU compiler "
             "(openxla/xla#46231); on GPU expected sqrt, full or another policy without offload"

@@ -6,6 +6,7 @@ serves every use: training, evaluation with averaged weights, sampling.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from framework.config import Config, PositiveInt, component
 from framework.layers import remat, sums
 from framework.layers.base import Context, Layer, Out
 from framework.layers.reversible import Reversible, TwoStream, filled, floats
+from framework.layers.section import Section
 from framework.layout import Nested, TensorSpec
 
 # A loop's body: (carry, (index, unit's parameters, unit's buffers)) -> (carry, Out).
@@ -141,6 +143,44 @@ class Stack(Layer):
             layers = _two_streams(layers, streams)
         self.streams: TwoStream | None = layers[0] if isinstance(layers[0], TwoStream) else None
         self.unit = Unit(layers)
+        self._section: Section | None = None
+
+    def in_section(self, section: Section) -> Stack:
+        """The same layers, as the stack of some of the units; see `framework.layers.section`."""
+        part = copy.copy(self)
+        part.num_units = section.count
+        # All units in one iteration stay all units.
+        part.unroll = section.count if self.unroll == self.num_units else min(self.unroll, section.count)
+        part._section = section
+        return part
+
+    @property
+    def section(self) -> Section | None:
+        """Which units of a whole stack these are; None for a whole stack."""
+        return self._section
+
+    @property
+    def _first_unit(self) -> int:
+        """The index of the first unit in the whole stack."""
+        return 0 if self._section is None else self._section.first
+
+    def policy(self, remat: str) -> str:
+        """What the backward pass recomputes: as the section says; for a whole stack `remat`, of the context."""
+        return remat if self._section is None else self._section.remat
+
+    def context(self, name: str, ctx: Context) -> Context:
+        """The stack's context, from that of the model; `name` is the stack's, as a stage.
+
+        The random stream of a section is that of the whole stack.
+        """
+        home = name if self._section is None else self._section.home
+        return replace(ctx.fold(home), remat=self.policy(ctx.remat))
+
+    def unit_context(self, ctx: Context, index: jax.Array) -> Context:
+        """The context of the unit at `index` (of these units), from that of the stack."""
+        if self._first_unit:
+            index = index + self._first_unit
+        return ctx.fold_index(index)
 
     def children(self) -> dict[str, Layer]:
         """None: the unit's specs are stacked instead."""
@@ -173,7 +213,7 @@ class Stack(Layer):
         return jax.tree.map(stacked, self.unit.buffer_specs())
 
     def check_remat(self, policy: str) -> None:
-        """Raises ValueError when the stack cannot do what the remat policy says."""
+        """Raises ValueError when the stack cannot do what the remat policy, one for all units, says."""
         # The call is made for its check of sqrt:G; it gives None for policies without groups.
         remat.group_size(policy, self.num_units)
         if policy != "invert":
@@ -186,7 +226,8 @@ class Stack(Layer):
                 )
 
     def is_unrolled(self, remat: str) -> bool:
-        """Whether there is no loop under this remat policy."""
+        """Whether there is no loop under this remat policy of the context."""
+        remat = self.policy(remat)
         if self.unroll != self.num_units:
             return False
         # Without a loop XLA would merge what is recomputed with the forward pass, and save nothing.
@@ -194,11 +235,14 @@ class Stack(Layer):
 
     def enter(self, x: Any) -> Any:
         """Makes the carry of the units from the input of the stack."""
-        return x if self.streams is None else self.streams.enter(x)
+        # Between sections flows what flows between units.
+        is_inner = self._first_unit > 0
+        return x if self.streams is None or is_inner else self.streams.enter(x)
 
     def leave(self, carry: Any, ctx: Context) -> Any:
         """Makes the output of the stack from the carry of the units."""
-        return carry if self.streams is None else self.streams.leave(carry, ctx)
+        is_inner = self._section is not None and self._section.end < self._section.total
+        return carry if self.streams is None or is_inner else self.streams.leave(carry, ctx)
 
     def split(self, params: Nested) -> list[Nested]:
         """Takes stacked parameters apart into a list with the parameters of each unit."""
@@ -237,7 +281,7 @@ class Stack(Layer):
         def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
             index, unit_params, unit_state = xs
             shared_params = sums.tapped(shared or {}, taps)
-            return unit(carry, unit_params, shared_params, unit_state, ctx.fold_index(index))
+            return unit(carry, unit_params, shared_params, unit_state, self.unit_context(ctx, index))
 
         if isinstance(params, list):
             carry, outs = _run_unrolled(body, params, carry, layer_state)
@@ -283,7 +327,7 @@ class Stack(Layer):
 
             def body(carry: Any, xs: tuple[jax.Array, Nested, Nested]) -> tuple[Any, Out]:
                 index, unit_params, state = xs
-                return unit(carry, unit_params, shared, state, ctx.fold_index(index))
+                return unit(carry, unit_params, shared, state, self.unit_context(ctx, index))
 
             xs = (indices, params, layer_state)
             return jax.lax.scan(body, carry, xs, unroll=self._loop_unroll)
@@ -334,7 +378,7 @@ class Stack(Layer):
                 return fetch({**filled(unit_floats, unit_params), **filled(shared_floats, shared)})
 
             trained = (floats(unit_params), floats(shared))
-            unit_ctx = ctx.fold_index(index)
+            unit_ctx = self.unit_context(ctx, index)
             y, grads, ct = self.reverse_unit(y, trained, join, state, unit_ctx, (ct, loss_ct))
             unit_grads, shared_grads = grads
             return (y, ct, sums.add(shared_sum, shared_grads)), unit_grads

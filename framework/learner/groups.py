@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from framework.layers.section import Section
 from framework.layout import Nested, ParameterSpec, flatten, unflatten
 from framework.learner.rules import FROZEN
 from framework.learner.units import ALL_STAGES, Group
@@ -87,6 +90,35 @@ def restricted(all_groups: list[Group], paths: Container[str]) -> list[Group]:
         if part_paths:
             parts.append(replace(group, paths=part_paths))
     return parts
+
+
+def in_sections(specs: Nested, sections: Iterable[Section]) -> Nested:
+    """The specs of a model's parameters, by stage, with sections in the place of stacks."""
+    homes = {section.home for section in sections}
+    cut_specs = {stage: tree for stage, tree in specs.items() if stage not in homes}
+    for section in sections:
+        # A stack that is frozen as a whole has no parameters that learn.
+        if section.home in specs:
+            of_section = partial(_of_section, section)
+            cut_specs[section.name] = jax.tree.map(of_section, specs[section.home])
+    return cut_specs
+
+
+def _of_section(section: Section, spec: ParameterSpec) -> ParameterSpec:
+    return replace(spec, shape=(section.count, *spec.shape[1:]))
+
+
+def groups_in_sections(all_groups: list[Group], sections: Iterable[Section]) -> list[Group]:
+    """The groups of parameters, those of a stack once for each of its sections."""
+    cut_groups = []
+    for group in all_groups:
+        group_sections = [section for section in sections if section.home == group.stage]
+        if not group_sections:
+            cut_groups.append(group)
+        for section in group_sections:
+            section_group = replace(group, stage=section.name, length=section.count, section=section)
+            cut_groups.append(section_group)
+    return cut_groups
 
 
 def select(tree: Nested, group: Group, specs: Nested) -> Nested:

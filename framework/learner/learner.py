@@ -9,7 +9,8 @@ numbers. Decisions that concern all gradients (norm, finiteness, clip factor) ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Literal
 
 import jax
@@ -23,8 +24,8 @@ from framework.config import (
     PositiveInt,
     component,
 )
+from framework.layers.section import Section
 from framework.layout import (
-    MemoryKind,
     Nested,
     ParameterSpec,
     TensorSpec,
@@ -159,45 +160,77 @@ class Learner:
         draws = any(instance.optimizer.draws for instance in self._instances.values())
         self.draws = rounding == "stochastic" or draws
 
+    def in_sections(self, sections: Iterable[Section]) -> Learner:
+        """The learner of the same model with sections in the place of stacks; each has the optimizers of its stack.
+
+        Args:
+            sections: those of one stack in order.
+        """
+        learner = copy.copy(self)
+        learner.specs = groups.in_sections(self.specs, sections)
+        learner.frozen_specs = groups.in_sections(self.frozen_specs, sections)
+        learner.groups = groups.groups_in_sections(self.groups, sections)
+        learner._instances = dict(self._instances)
+        for section in sections:
+            for (stage, group_label), instance in self._instances.items():
+                if stage == section.home:
+                    learner._instances[section.name, group_label] = instance
+        return learner
+
     # --- state: specs and first values -------------------------------------------------------------------------------
 
     def gradient_dtype(self, spec: ParameterSpec) -> Any:
         """The dtype in which gradients are summed over microbatches: that of the update, float32 at least."""
         return self._precision.gradient_dtype(spec)
 
-    def gradient_specs(self, memory_kind: MemoryKind) -> Nested:
-        """Specs of buffers for all gradients, large ones tagged with `memory_kind`.
+    def gradient_specs(self, hosted: Container[str] = ()) -> Nested:
+        """Specs of buffers for all gradients; the large ones of `hosted` stages are in host memory.
 
         Without gradient accumulation nothing is summed, and the buffers have the dtypes of the parameters.
         """
 
         def buffer(spec: ParameterSpec) -> TensorSpec:
             dtype = spec.dtype if self.accumulate == 1 else self.gradient_dtype(spec)
-            device_buffer = TensorSpec(spec.shape, dtype, spec.mesh_axes)
-            return move_to_host(device_buffer, memory_kind, stacked=spec.num_layers is not None)
+            return TensorSpec(spec.shape, dtype, spec.mesh_axes)
 
-        return unflatten({path: buffer(spec) for path, spec in flatten(self.specs).items()})
+        buffers = unflatten({path: buffer(spec) for path, spec in flatten(self.specs).items()})
+        return self._placed(buffers, hosted)
 
-    def optimizer_specs(self, memory_kind: MemoryKind = "device") -> Nested:
-        """{stage: {label: {"state": ..., "master": ...}}}: OptStateSpecs, large leaves tagged with `memory_kind`."""
+    def _placed(self, tree: Nested, hosted: Container[str]) -> Nested:
+        """Specs by stage in the structure of the parameters, with the large ones of `hosted` stages in host memory."""
+        placed = {}
+        for stage, specs in tree.items():
+            if stage in hosted:
+                is_stack = any(spec.num_layers is not None for spec in jax.tree.leaves(self.specs[stage]))
+                specs = move_to_host(specs, "pinned_host", stacked=is_stack)
+            placed[stage] = specs
+        return placed
+
+    def optimizer_specs(self, hosted: Container[str] = ()) -> Nested:
+        """{stage: {label: {"state": ..., "master": ...}}}: OptStateSpecs.
+
+        The large leaves of `hosted` stages are in host memory.
+        """
         tree: Nested = {}
         for group in self.groups:
             specs = self.state_of(group).entry_specs()
-            if memory_kind != "device":
-                specs = move_to_host(specs, memory_kind, stacked=group.length is not None)
+            if group.stage in hosted:
+                specs = move_to_host(specs, "pinned_host", stacked=group.length is not None)
             tree.setdefault(group.stage, {})[group.label] = specs
         return tree
 
-    def ema_specs(self, memory_kind: MemoryKind = "device") -> Nested:
-        """The specs of the averages of trainable parameters, large ones tagged with `memory_kind`; {} without `ema`."""
+    def ema_specs(self, hosted: Container[str] = ()) -> Nested:
+        """The specs of the averages of trainable parameters; {} without `ema`.
+
+        The large ones of `hosted` stages are in host memory.
+        """
         if self.ema is None:
             return {}
 
         def average(spec: ParameterSpec) -> TensorSpec:
-            device_spec = spec_like(spec, self._precision.average_dtype(spec))
-            return move_to_host(device_spec, memory_kind, stacked=spec.num_layers is not None)
+            return spec_like(spec, self._precision.average_dtype(spec))
 
-        return jax.tree.map(average, self.specs)
+        return self._placed(jax.tree.map(average, self.specs), hosted)
 
     def state_of(self, group: Group) -> GroupState:
         """The optimizer state of a group, or of some of a group's parameters."""
@@ -352,13 +385,20 @@ class Learner:
                 group,
                 self.unit_update(group),
                 bundle,
-                decision,
+                self._at_first_layer(decision, group),
             )
             new_params |= groups.unselect(weights, group, self.specs)
             new_ema |= groups.unselect(average, group, self.specs)
             # A copy: the caller's dict of the stage is not changed.
             new_optimizer[group.stage] = {**new_optimizer[group.stage], group.label: state}
         return in_structure(params, new_params), new_optimizer, in_structure(ema, new_ema)
+
+    @staticmethod
+    def _at_first_layer(decision: Decision, group: Group) -> Decision:
+        """The decision for a group, whose layers are counted from the first one of the whole stack."""
+        if not group.first_layer:
+            return decision
+        return decision._replace(layer=decision.layer + group.first_layer)
 
     def unit_update(self, group: Group) -> UnitUpdate:
         """The update of one unit: (weights, grads, optimizer entry, average, decision) -> new ones but the grads."""

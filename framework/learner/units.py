@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_map_with_path
 
+from framework.layers.section import Section
 from framework.layout import (
     Nested,
     flatten,
@@ -42,13 +43,25 @@ class Group:
     """The parameters of one stage that one optimizer updates.
 
     `paths` are those within the stage, `length` is the number of layers that they are stacked for, or None. With
-    learner.scope = model the stage is ALL_STAGES, and holds the parameters of all stages.
+    learner.scope = model the stage is ALL_STAGES, and holds the parameters of all stages. `section` says which layers
+    of a stack the stage has, where it has not all.
     """
 
     stage: str
     label: str
     paths: tuple[str, ...]
     length: int | None
+    section: Section | None = None
+
+    @property
+    def home(self) -> str:
+        """The stage of the whole stack that these parameters are of; for all others the stage itself."""
+        return self.stage if self.section is None else self.section.home
+
+    @property
+    def first_layer(self) -> int:
+        """The index of the first layer in the whole stack."""
+        return 0 if self.section is None else self.section.first
 
     @property
     def spans_stages(self) -> bool:

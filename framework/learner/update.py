@@ -100,7 +100,7 @@ class GroupUpdate:
         if not self.draws:
             return decision.seed
         # Layers of a stack share the program, stages may share layer numbers: neither may share noise.
-        return fold_name(fold(decision.seed, decision.layer), self.state.group.stage)
+        return fold_name(fold(decision.seed, decision.layer), self.state.group.home)
 
     def _new_weights(
         self,

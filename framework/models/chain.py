@@ -6,6 +6,8 @@ nothing here differentiates.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from framework.layers.base import Context, Layer, Out
 from framework.layers.lora import LoRA
+from framework.layers.section import Section
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, unflatten
 
@@ -53,6 +56,40 @@ class Chain:
             if isinstance(stage, Stack):
                 stacks[name] = stage
         return stacks
+
+    def in_sections(self, sections: Iterable[Section]) -> Chain:
+        """The same model with sections in the place of stacks, each a stage; those of one stack are given in order."""
+        chain = copy.copy(self)
+        # What was computed of the whole stacks is computed again.
+        chain.__dict__.pop("stacks", None)
+        chain.stages = {}
+        sections_by_home: dict[str, list[Section]] = {}
+        for section in sections:
+            sections_by_home.setdefault(section.home, []).append(section)
+        for name, stage in self.stages.items():
+            if isinstance(stage, Stack) and name in sections_by_home:
+                for section in sections_by_home[name]:
+                    chain.stages[section.name] = stage.in_section(section)
+            else:
+                chain.stages[name] = stage
+        return chain
+
+    def merged(self, outs: dict[str, Out]) -> Out:
+        """The Out of the model from those of its stages. The metrics of sections are those of their stack."""
+        out = Out.merge(outs)
+        metrics: dict[str, jax.Array] = {}
+        for name, stage_out in outs.items():
+            stage = self.stages[name]
+            section = stage.section if isinstance(stage, Stack) else None
+            for key, value in stage_out.metrics.items():
+                if section is None:
+                    metrics[f"{name}/{key}"] = value
+                    continue
+                # A stack's metrics are means over its units.
+                share = value * (section.count / section.total)
+                metric = f"{section.home}/{key}"
+                metrics[metric] = metrics[metric] + share if metric in metrics else share
+        return replace(out, metrics=metrics)
 
     def check(self, mesh: Mesh | AbstractMesh, data: Any) -> None:
         """Raises ValueError when model, mesh and data (a pipeline) do not fit each other."""
@@ -166,7 +203,7 @@ class Chain:
             return stage.forward(
                 stage_params,
                 carry,
-                ctx.fold(name),
+                stage.context(name, ctx),
                 state,
                 fetch_unit,
                 shared,
@@ -194,7 +231,7 @@ class Chain:
         outs = {}
         for name in self.stages:
             carry, outs[name] = self.run(name, params, carry, ctx, buffers, specs)
-        out = Out.merge(outs)
+        out = self.merged(outs)
         assert out.loss is not None
         return out.loss, out
 

@@ -28,7 +28,7 @@ def check_host(program: Program, platform: str | None = None) -> None:
     memory = program.experiment.memory
     layout = program.layout
     hosted_bytes = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
-    if memory.activations != "device" or "offload" in memory.remat:
+    if memory.activations.uses_host or "offload" in memory.remat:
         # Activations are no part of the layout.
         estimate = closed_form(program.experiment, resolve("local"))
         hosted_bytes["activations"] = estimate.host_breakdown["activations"]
@@ -42,7 +42,7 @@ def check_host(program: Program, platform: str | None = None) -> None:
         error = DoesNotFitError
         why = (
             f"this machine has {human_bytes(machine)}; a larger mesh.fsdp, learner.moment_dtype=bfloat16, "
-            "memory.hosted_layers, or device for one of memory.* needs less"
+            "or fewer layers (as in pinned_host:8) or device for one of memory.* needs less"
         )
     elif need > pinned:
         why = (

@@ -29,7 +29,7 @@ from framework.layers.stack import Stack
 from framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, flatten, merge
 from framework.models.causal_lm import CausalLM
 from framework.plan.jaxprs import LOCAL_ATTENTION
-from framework.program.experiment import Experiment
+from framework.plan.sectioned import Sectioned
 
 # Stands for flash attention, forward or backward: it has operands and results, and nothing inside.
 KERNEL = Primitive(LOCAL_ATTENTION)
@@ -57,22 +57,23 @@ class _LocalContext(Context):
         return weight
 
 
-def trace(experiment: Experiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
+def trace(sectioned: Sectioned, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
     """Traces the gradients of one microbatch on one device.
 
     All arguments and results are shards, except for the gradient of the head's table, if it learns, which is whole. In
     reality that is summed into a shard, see `framework.layers.head`.
 
     Args:
-        experiment: what to train.
+        sectioned: what to train.
         sizes: of all mesh axes.
         platform: tpu, gpu or cpu: decides the attention kernel as `implementation="auto"` does.
     """
-    step = _LocalStep(experiment, sizes, platform)
+    step = _LocalStep(sectioned, sizes, platform)
+    experiment = sectioned.experiment
     data = experiment.data
     microbatch_size = data.global_batch_size // experiment.learner.accumulate
     arrays = {name: ((microbatch_size, *shape[1:]), dtype) for name, (shape, dtype) in data.arrays().items()}
-    state = experiment.state_specs()
+    state = sectioned.specs
     arguments = (state["parameter"], state["frozen"], state["buffer"], batch_specs(arrays))
     axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), arguments)
     shapes = StateLayout({}, step.mesh).abstract(arguments)
@@ -97,19 +98,21 @@ class _LocalStep:
 
     def __init__(
         self,
-        experiment: Experiment,
+        sectioned: Sectioned,
         sizes: dict[str, int],
         platform: str,
     ):
-        self.experiment = experiment
+        self.experiment = sectioned.experiment
         self.sizes = sizes
         self.platform = platform
         self.mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         # A copy, as the number of heads changes: under shard_map a layer sees only those of its
         # device.
-        self.model = copy.deepcopy(experiment.model)
-        for stack in self.model.stacks.values():
-            for layer in stack.unit.walk():
+        self.model = copy.deepcopy(sectioned.model)
+        # Sections of a stack have their layers in common.
+        units = {id(stack.unit): stack.unit for stack in self.model.stacks.values()}
+        for unit in units.values():
+            for layer in unit.walk():
                 if isinstance(layer, attention.Attention):
                     layer.num_heads //= sizes["model"]
                     layer.num_kv_heads //= sizes["model"]
@@ -191,28 +194,18 @@ class _LocalStep:
 
         def loss(params: Nested, table: jax.Array) -> jax.Array:
             weights = merge(params, model.split_units(frozen, ctx.remat))
-            carry, _ = self._run_stage(
-                "embed",
-                weights,
-                None,
-                ctx,
-                buffers,
-            )
-            carry, stack_out = self._run_stage(
-                "stack",
-                weights,
-                carry,
-                ctx,
-                buffers,
-            )
+            carry: Any = None
+            losses: list[jax.Array] = []
+            for name in model.stages:
+                if name != "head":
+                    carry, out = self._run_stage(name, weights, carry, ctx, buffers)
+                    losses += [] if out.loss is None else [out.loss]
             norm = jax.tree.map(lambda w: w.astype(model.compute_dtype), weights["head"]["norm"])
             head_ctx = make_head_ctx().fold("head")
             head_weights = {"norm": norm, "table": table}
             _, head_out = model.head.apply(head_weights, carry, head_ctx, buffers.get("head", {}))
             assert head_out.loss is not None
-            if stack_out.loss is None:
-                return head_out.loss
-            return head_out.loss + stack_out.loss
+            return sum(losses, head_out.loss)
 
         # The table is an argument of its own, so that its gradient is that of all shards together.
         table_is_trained = table_path in flatten(self.experiment.learner.specs)
@@ -237,7 +230,7 @@ class _LocalStep:
             return stage.forward(
                 params[name],
                 carry,
-                ctx.fold(name),
+                stage.context(name, ctx),
                 stage_buffers,
                 fetch,
                 params.get("shared"),

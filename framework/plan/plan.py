@@ -30,6 +30,7 @@ from framework.plan.suggest import closed_form, state_bytes, suggestions
 from framework.plan.targets import Target
 from framework.program.experiment import Experiment
 from framework.program.program import Program
+from framework.schedules.sections import PLACED_FIELDS
 from framework.schedules.step import training_context
 from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
@@ -260,8 +261,10 @@ def _head(
 
 def _in_effect(experiment: Experiment) -> dict[str, Any]:
     """{path: value} of the settings that most of the memory depends on, whoever has set them."""
-    fields = ("update", "remat", "optimizer_state", "gradients", "parameters", "activations")
-    in_effect = {f"memory.{field}": getattr(experiment.memory, field) for field in fields}
+    memory = experiment.memory
+    in_effect: dict[str, Any] = {"memory.update": memory.update, "memory.remat": memory.remat}
+    for field in PLACED_FIELDS:
+        in_effect[f"memory.{field}"] = getattr(memory, field).text
     in_effect["learner.accumulate"] = experiment.learner.accumulate
     in_effect["data.global_batch_size"] = experiment.data.global_batch_size
     # An image has no length that could be set.
@@ -300,7 +303,8 @@ def traced(program: Program) -> Report:
     """The keys of a report that are read off the traced loss: parameters that it does not reach."""
     layout = program.checkpoint_layout
     model = program.experiment.model
-    remat = program.experiment.memory.remat
+    # What is recomputed changes no gradient.
+    remat = "none"
 
     def loss(params: Any, state: Any, batch: Any) -> jax.Array:
         ctx = training_context(

@@ -24,6 +24,7 @@ from framework.program.first_values import FirstValues
 from framework.program.rows import Batch, BatchRows
 from framework.schedules.layerwise.programs import Compile, Compiled, Ledger
 from framework.schedules.step import Metrics, State
+from framework.schedules.storage import Parts
 
 
 class Execution(ABC):
@@ -34,9 +35,10 @@ class Execution(ABC):
         checkpoint_layout: the layout of checkpoints, which is the same for every execution: stacks are whole.
         rows: the batches on the mesh.
         ahead: the thread that compiles programs before they are called.
-        layout: that of the running state, if it is not what `running_specs` says.
+        layout: that of the running state, if its stacks are to be whole whatever `parts_of` says.
 
     Attributes:
+      parts: in which the running state has its stacks.
       jit: jax.jit with the compiler's options.
       first_values: what the state holds at step 0.
     """
@@ -52,8 +54,10 @@ class Execution(ABC):
         self.experiment = experiment
         self.mesh = checkpoint_layout.mesh
         self.checkpoint_layout = checkpoint_layout
+        self.parts = Parts((), {})
         if layout is None:
-            layout = StateLayout(self.running_specs(experiment, checkpoint_layout.specs), self.mesh)
+            self.parts = self.parts_of(experiment)
+            layout = StateLayout(self.parts.specs(checkpoint_layout.specs), self.mesh)
         self.layout = layout
         self.rows = rows
         self.ahead = ahead
@@ -65,15 +69,11 @@ class Execution(ABC):
 
     @staticmethod
     @abstractmethod
-    def running_specs(experiment: Experiment, specs: Nested) -> Nested:
-        """The specs of the state as a run holds it, by group.
-
-        Args:
-            experiment: what to train.
-            specs: `experiment.state_specs()`.
+    def parts_of(experiment: Experiment) -> Parts:
+        """The parts in which a run holds its stacks.
 
         Raises:
-            ValueError: the model has other stages than a step of this execution runs.
+            ValueError: the model has other stages than a step of this execution runs, or its stacks cannot be cut so.
         """
 
     @property
@@ -115,17 +115,13 @@ class Execution(ABC):
         return {**state, **run(weights, state["counter"], state["buffer"], batch)}
 
     @abstractmethod
-    def layer_path(self, path: str, layer: int) -> str:
-        """The path in the running state of the leaf that holds a layer of the stack's leaf `path`."""
-
-    @abstractmethod
-    def with_layer(self, old: Nested, new: Nested, layer: jax.Array) -> Nested:
-        """Inside jit: the leaves `old` of `layer_path` once a layer's values were written.
+    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
+        """Inside jit: leaves of the running state once a layer's values were written; see `Parts.place`.
 
         Args:
             old: leaves [L, ...], or [1, ...] where a leaf holds one layer.
             new: the layer's values [...].
-            layer: int32[], the layer's index.
+            index: int32[], the layer's index in these leaves.
         """
 
     # --- programs that a thread compiles ------------------------------------------------------------------------------
@@ -189,27 +185,46 @@ class Execution(ABC):
 
     # --- what checkpoints hold ----------------------------------------------------------------------------------------
 
-    @abstractmethod
     def stored(self, state: State) -> State:
-        """The part of a state that a checkpoint holds, with whole stacks."""
+        """The part of a state that a checkpoint holds, with whole stacks; parts are joined in host memory."""
+        saved_groups = {group: state[group] for group in self.checkpoint_layout.kept}
+        return self.parts.joined(saved_groups, self.checkpoint_layout)
 
     @property
-    @abstractmethod
     def abstract_stored(self) -> Nested:
-        """The abstract arrays that a checkpoint is read into."""
+        """The abstract arrays that a checkpoint is read into. Stacks that are to be cut are read into host memory."""
+        return self.checkpoint_layout.abstract(self.parts.before_cut(self.checkpoint_layout))
 
-    @abstractmethod
     def restored(self, stored: State) -> State:
         """The state that a checkpoint's arrays make. `stored` is gone afterwards."""
+        state = self.parts.cut(stored, self.layout)
+        return {**state, **self.scratch_jit()}
 
     @property
-    @abstractmethod
     def bytes_by_host(self) -> int:
-        """Of one device's memory, the bytes that `restored` takes through host memory."""
+        """Of one device's memory, the bytes that `restored` takes through host memory, to be cut there."""
+        part_stages = {part.stage for part in self.parts.parts}
+        total = 0
+        for leaf in self.layout:
+            if leaf.spec.memory_kind == "device" and leaf.path.split("/")[1] in part_stages:
+                total += leaf.bytes_per_device
+        return total
 
-    @abstractmethod
     def joined(self, state: State) -> State:
         """Weights, averages and buffers with whole stacks, for generation. The state is gone afterwards."""
+        if not self.parts.parts:
+            return state
+        model_state = {group: state[group] for group in ("parameter", "frozen", "ema", "buffer")}
+        joined_state = self.parts.joined(model_state, self.checkpoint_layout)
+        # The parts and the optimizer's state go before the whole stacks come to the devices, which may not have room
+        # for both. Leaves outside of stacks are the same arrays in the joined state, and stay.
+        leaving: list[Any] = [state["optimizer"]]
+        for tree in model_state.values():
+            leaving += [part.of(tree) for part in self.parts.parts if part.stage in tree]
+        for leaf in jax.tree.leaves(leaving):
+            leaf.delete()
+        specs = {group: self.checkpoint_layout.specs[group] for group in model_state}
+        return jax.device_put(joined_state, self.checkpoint_layout.shardings(specs))
 
     @functools.cached_property
     def scratch_jit(self) -> Any:

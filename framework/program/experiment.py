@@ -15,12 +15,15 @@ from framework.devices.compiler import Compiler
 from framework.devices.mesh import MeshShape
 from framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
 from framework.learner.learner import Learner
+from framework.learner.units import ALL_STAGES
 from framework.models.causal_lm import CausalLM
 from framework.models.chain import Chain
 from framework.optimizers.schedule_steps import with_run_length
 from framework.processes.health import Health
 from framework.program.options import TrainerOptions
 from framework.schedules.memory import Memory
+from framework.schedules.placement import Placement
+from framework.schedules.sections import sections_of
 
 Part = TypeVar("Part")
 # The length of a run while its epochs' steps are not known: bytes and FLOPs, which are asked for by
@@ -106,18 +109,29 @@ class Experiment:
                 f"learner.scope = model with memory.update = {self.memory.update}: one optimizer for all parameters "
                 "needs all gradients; expected memory.update = after_backward, or learner.scope = unit and learner.clip"
             )
-        for stack in self.model.stacks.values():
-            stack.check_remat(self.memory.remat)
-            hosted = self.memory.hosted_layers
-            units = stack.num_units
-            if hosted is not None and hosted >= units:
-                raise ValueError(
-                    f"memory.hosted_layers = {hosted}: the stack has {units} units; expected less, or none for all "
-                    "weights"
-                )
+        self._check_sections()
         if reach:
             self.learner.check_reach()
         self._check_batch(mesh)
+
+    def _check_sections(self) -> None:
+        """Raises ValueError when the stacks cannot be cut, or recomputed, as the memory section says."""
+        sections = sections_of(self.model, self.memory)
+        running_model = self.model.in_sections(sections)
+        for stack in running_model.stacks.values():
+            stack.check_remat(stack.policy(self.memory.remat))
+        if all(section.is_whole for section in sections):
+            return
+        if self.learner.scope == "model":
+            raise ValueError(
+                "learner.scope = model with memory settings that differ by layer: its one optimizer is not divided "
+                "into layers; expected one value for all layers, in memory.optimizer_state and memory.remat"
+            )
+        if self.model.calibrates:
+            raise ValueError(
+                "memory settings that differ by layer, with a model whose first batch sets first values: expected one "
+                "value for all layers"
+            )
 
     def _check_batch(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises ValueError: the batch cannot be split into microbatches, or these into shards."""
@@ -152,33 +166,47 @@ class Experiment:
 
     def state_specs(self) -> Nested:
         """The specs of everything that training keeps, by group, as checkpoints have it."""
-        # Gradients are part of the state only in host memory: on the device they live within a
-        # step.
-        gradients = {}
-        if self.memory.gradients == "pinned_host":
-            gradients["gradient"] = self.learner.gradient_specs("pinned_host")
+        learner = self.learner
+        hosted_state = self._hosted_stages("optimizer_state")
         return {
-            **gradients,
-            "parameter": self._placed(self.learner.specs),
-            "frozen": self._placed(self.learner.frozen_specs),
+            **self._hosted_gradient_specs(),
+            "parameter": self._placed(learner.specs),
+            "frozen": self._placed(learner.frozen_specs),
             "buffer": self.model.buffer_specs(),
-            "optimizer": self.learner.optimizer_specs(self.memory.optimizer_state),
-            "ema": self.learner.ema_specs(self.memory.optimizer_state),
-            "counter": _counter_specs() | self.learner.counter_specs(),
+            "optimizer": learner.optimizer_specs(hosted_state),
+            "ema": learner.ema_specs(hosted_state),
+            "counter": _counter_specs() | learner.counter_specs(),
         }
+
+    def _hosted_stages(self, field: str) -> set[str]:
+        """The stages that have something in host memory by a placement of the memory section.
+
+        Whole stacks are meant, of which it may be the first units alone.
+        """
+        placement: Placement = getattr(self.memory, field)
+        stacks = self.model.stacks
+        stages = {name for name, stack in stacks.items() if placement.hosted_units(field, stack)}
+        if placement.hosts_everything:
+            stages |= {*self.model.stages, "shared", ALL_STAGES}
+        return stages
+
+    def _hosted_gradient_specs(self) -> Nested:
+        """{"gradient": specs by stage}, {} where none are in host memory.
+
+        Gradients are part of the state only in host memory: on the device they live within a step.
+        """
+        hosted = self._hosted_stages("gradients")
+        specs = self.learner.gradient_specs(hosted)
+        hosted_specs = {stage: tree for stage, tree in specs.items() if stage in hosted}
+        return {"gradient": hosted_specs} if hosted_specs else {}
 
     def _placed(self, weights: Nested) -> Nested:
         """The specs of weights, large ones tagged with where `memory.parameters` has them."""
-        kind = self.memory.parameters
-        stacks = self.model.stacks
-        # `memory.hosted_layers` counts layers of stacks, so the other stages stay on the device
-        # then.
-        only_stacks = self.memory.hosted_layers is not None
+        hosted = self._hosted_stages("parameters")
         placed_specs = {}
         for stage, specs in weights.items():
-            in_stack = stage in stacks
-            if in_stack or not only_stacks:
-                specs = move_to_host(specs, kind, stacked=in_stack)
+            if stage in hosted:
+                specs = move_to_host(specs, "pinned_host", stacked=stage in self.model.stacks)
             placed_specs[stage] = specs
         return placed_specs
 

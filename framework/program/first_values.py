@@ -95,7 +95,10 @@ class FirstValues:
         else:
             values_by_group = self._learner.init_part(precise, unit=unit)
         if "gradient" in groups and "parameter" in values_by_group:
-            values_by_group["gradient"] = jax.tree.map(jnp.zeros_like, values_by_group["parameter"])
+            params = values_by_group["parameter"]
+            # Gradients on the device are no part of the state.
+            hosted_params = {path: x for path, x in params.items() if path in groups["gradient"]}
+            values_by_group["gradient"] = jax.tree.map(jnp.zeros_like, hosted_params)
         cast_values = {}
         for group, values in values_by_group.items():
             specs = groups[group]

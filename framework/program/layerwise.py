@@ -16,16 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from framework.layout import Leaf, Nested, StateLayout, TensorSpec, flatten, store_leaf
+from framework.layout import Nested, StateLayout, TensorSpec, flatten, store_leaf
 from framework.program.ahead import Ahead
 from framework.program.execution import Execution
 from framework.program.experiment import Experiment
 from framework.program.first_values import Draw, GroupedArrays, Paths
 from framework.program.rows import Batch, BatchRows
-from framework.schedules.layerwise import schedule, storage
+from framework.schedules.layerwise import schedule
 from framework.schedules.layerwise.programs import Compile, Ledger, Programs
 from framework.schedules.layerwise.schedule import LayerPrograms
 from framework.schedules.step import Metrics, State
+from framework.schedules.storage import STACK, Parts
 from framework.terminal.phases import phase
 
 
@@ -51,16 +52,15 @@ class Layerwise(Execution):
         super().__init__(experiment, checkpoint_layout, rows, ahead, layout)
 
     @staticmethod
-    def running_specs(experiment: Experiment, specs: Nested) -> Nested:
+    def parts_of(experiment: Experiment) -> Parts:
         """See `Execution`: the stack is a list of layers."""
         stages = list(experiment.model.stages)
-        if stages != ["embed", storage.STACK, "head"]:
+        if stages != ["embed", STACK, "head"]:
             raise ValueError(
-                f"memory.update = layer_programs runs embed, {storage.STACK} and head; the model has "
+                f"memory.update = layer_programs runs embed, {STACK} and head; the model has "
                 f"{', '.join(stages)}; expected memory.update = in_backward, streamed or after_backward"
             )
-        num_units = experiment.model.stacks[storage.STACK].num_units
-        return storage.in_parts(specs, num_units, experiment.memory.hosted_layers)
+        return Parts.of_units(experiment.model, experiment.memory)
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
@@ -112,7 +112,13 @@ class Layerwise(Execution):
                 layer_index = index if stacked else None
                 places = {}
                 for name, values in abstract.items():
-                    places[name] = {path: specs[name][_path_in_state(path, layer_index)] for path in values}
+                    paths_in_state = {path: self._path_in_state(path, layer_index) for path in values}
+                    # Gradients on the device are no part of the state.
+                    places[name] = {
+                        path: specs[name][path_in_state]
+                        for path, path_in_state in paths_in_state.items()
+                        if path_in_state in specs[name]
+                    }
                 kinds = tuple(spec.memory_kind for spec in jax.tree.leaves(places))
                 run = functools.partial(_placed_values, make, paths, places, stacked)
                 # The number of the layer is an argument on the device, so all layers whose leaves
@@ -126,15 +132,17 @@ class Layerwise(Execution):
                     out=(places, TensorSpec((), "int32")),
                 )
                 for name, values in layer_values.items():
-                    flat[name] |= {_path_in_state(path, layer_index): x for path, x in values.items()}
+                    flat[name] |= {self._path_in_state(path, layer_index): x for path, x in values.items()}
             number = self._init_programs("zero", jnp.zeros_like, number, out=TensorSpec((), "int32"))
         return flat
 
-    def layer_path(self, path: str, layer: int) -> str:
-        """See `Execution`."""
-        return storage.part_path(path, layer)
+    def _path_in_state(self, path: str, layer: int | None) -> str:
+        """The path of a parameter's array in the running state; `layer` is None for a parameter of no stack."""
+        if layer is None:
+            return path
+        return self.parts.place(path, layer)[0]
 
-    def with_layer(self, old: Nested, new: Nested, layer: jax.Array) -> Nested:
+    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
         """The new values, as arrays with a layer axis of length 1."""
         return jax.tree.map(lambda x: x[None], new)
 
@@ -211,41 +219,6 @@ class Layerwise(Execution):
         """See `Execution`: none without a rehearsal."""
         return [call.jaxpr for call in ledger.calls] if ledger is not None else []
 
-    # --- what checkpoints hold ----------------------------------------------------------------------------------------
-
-    def stored(self, state: State) -> State:
-        """The part of a state that a checkpoint holds; the layers of a stack are joined in host memory."""
-        saved_groups = {group: state[group] for group in self.layout.kept}
-        return storage.joined(saved_groups, self.checkpoint_layout)
-
-    @property
-    def abstract_stored(self) -> Nested:
-        """See `Execution`. Stacks, which are to be cut into layers, are read into host memory."""
-        return self.checkpoint_layout.abstract(storage.before_cut(self.checkpoint_layout))
-
-    def restored(self, stored: State) -> State:
-        """See `Execution`."""
-        state = storage.cut(stored, self.layout)
-        return {**state, **self.scratch_jit()}
-
-    @property
-    def bytes_by_host(self) -> int:
-        """See `Execution`: the leaves of the stack, which are cut in host memory."""
-        return sum(leaf.bytes_per_device for leaf in self.layout if _comes_by_host(leaf))
-
-    def joined(self, state: State) -> State:
-        """See `Execution`."""
-        model_state = {group: state[group] for group in ("parameter", "frozen", "ema", "buffer")}
-        joined_state = storage.joined(model_state, self.checkpoint_layout)
-        # The layers and the optimizer's state go before the whole stacks come to the devices, which
-        # may not have room for both. Leaves outside of stacks are the same arrays in the joined
-        # state, and stay.
-        layer_parts = [groups.get(storage.STACK, {}) for groups in model_state.values()]
-        for leaf in jax.tree.leaves(layer_parts + [state["optimizer"]]):
-            leaf.delete()
-        specs = {group: self.checkpoint_layout.specs[group] for group in model_state}
-        return jax.device_put(joined_state, self.checkpoint_layout.shardings(specs))
-
 
 def _placed_values(
     make: Draw,
@@ -262,16 +235,7 @@ def _placed_values(
     def place(spec: TensorSpec, x: jax.Array) -> jax.Array:
         return store_leaf(spec, x.reshape(spec.shape))
 
-    placed_values = jax.tree.map(place, places, values)
+    placed_values = {}
+    for name, specs in places.items():
+        placed_values[name] = {path: place(spec, values[name][path]) for path, spec in specs.items()}
     return placed_values, number + 1
-
-
-def _path_in_state(path: str, layer: int | None) -> str:
-    """The path of a parameter's array in the running state; `layer` is None for a parameter of no stack."""
-    if layer is None:
-        return path
-    return storage.part_path(path, layer)
-
-
-def _comes_by_host(leaf: Leaf) -> bool:
-    return leaf.spec.memory_kind == "device" and leaf.path.split("/")[1] == storage.STACK

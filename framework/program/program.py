@@ -77,7 +77,10 @@ class Program:
         self._rows = BatchRows(experiment.data, self.checkpoint_layout)
         self.ahead = Ahead()
         kind = execution_type(experiment.memory) if training else Whole
-        layout = StateLayout(_with_hosted_stack(specs), self.mesh) if hosted_stack else None
+        # Where nothing is trained, stacks are whole.
+        layout = None if training else self.checkpoint_layout
+        if hosted_stack:
+            layout = StateLayout(_with_hosted_stack(specs), self.mesh)
         self.execution: Execution = kind(experiment, self.checkpoint_layout, self._rows, self.ahead, layout)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,36 +13,57 @@ from jax.extend.core import ClosedJaxpr
 
 from framework.devices.executables import HostBytes, compiled, peak_bytes
 from framework.layers.remat import check_platform
-from framework.layout import Nested, merge, store_leaf
+from framework.layout import Nested, flatten, merge
+from framework.learner.learner import Learner
 from framework.learner.units import with_unit
+from framework.models.chain import Chain
 from framework.program.ahead import FIRST_VALUES, evaluation_of
 from framework.program.execution import Execution
 from framework.program.experiment import Experiment
-from framework.program.first_values import GroupedArrays, Paths
+from framework.program.first_values import GroupedArrays
+from framework.program.placed_values import PlacedValues
 from framework.program.rows import Batch
 from framework.schedules import after_backward, in_backward, streamed
 from framework.schedules.layerwise.programs import Compile, Ledger
+from framework.schedules.sections import sections_of
 from framework.schedules.step import Metrics, State, evaluation_context, microbatches
+from framework.schedules.storage import Parts
 from framework.terminal.phases import SHORT, phase
 
-# The builder of the training step, by (memory.update, memory.gradients). `layer_programs` is
-# missing on purpose: its step is several compiled programs that Python calls, not one function
-# (see `framework.program.layerwise`).
+# The builder of the training step, by memory.update. `layer_programs` is missing on purpose: its
+# step is several compiled programs that Python calls, not one function (see
+# `framework.program.layerwise`).
 SCHEDULES = {
-    ("after_backward", "device"): after_backward.build_step,
-    ("streamed", "device"): streamed.build_step,
-    ("streamed", "pinned_host"): streamed.build_step,
-    ("in_backward", "device"): in_backward.build_step,
+    "after_backward": after_backward.build_step,
+    "streamed": streamed.build_step,
+    "in_backward": in_backward.build_step,
 }
+
+
+class Running(NamedTuple):
+    """Model and learner of the programs of a run."""
+
+    model: Chain
+    learner: Learner
 
 
 class Whole(Execution):
     """One program for each of: the first values, the step, and the evaluation of a batch."""
 
     @staticmethod
-    def running_specs(experiment: Experiment, specs: Nested) -> Nested:
-        """Those of checkpoints."""
-        return specs
+    def parts_of(experiment: Experiment) -> Parts:
+        """The sections of the stacks, where these are cut."""
+        sections = sections_of(experiment.model, experiment.memory)
+        return Parts.of_sections(experiment.model, experiment.memory, sections)
+
+    @cached_property
+    def running(self) -> Running:
+        """Model and learner as the programs have them, with sections in the place of stacks that are cut."""
+        experiment = self.experiment
+        if not self.parts.parts:
+            return Running(experiment.model, experiment.learner)
+        sections = sections_of(experiment.model, experiment.memory)
+        return Running(experiment.model.in_sections(sections), experiment.learner.in_sections(sections))
 
     # --- the state at step 0 ------------------------------------------------------------------------------------------
 
@@ -53,35 +74,24 @@ class Whole(Execution):
         Parameters among `given_paths` are zeros: the caller overwrites them.
         """
         first_values = self.first_values
-        groups = first_values.groups
-        make = first_values.draw(given_paths)
-
-        def part(key: jax.Array, paths: Paths, layer: jax.Array | None = None) -> GroupedArrays:
-            stored_values = {}
-            for name, values in make(key, paths, layer).items():
-                specs = groups[name]
-                stored_values[name] = {path: store_leaf(specs[path], x) for path, x in values.items()}
-            return stored_values
+        placing = PlacedValues(first_values.draw(given_paths), self.layout, self.parts)
 
         def init() -> State:
             key, run_key = jax.random.split(jax.random.key(seed))
-            flat: GroupedArrays = {name: {} for name in groups}
+            flat: GroupedArrays = {name: {} for name in self.layout.specs}
             part_values: GroupedArrays = {}
             for paths, num_layers in first_values.parts():
-                # The barrier makes each part wait for the previous one. Otherwise XLA may make
-                # several at once, with float32 copies of all of them alive together.
-                key, part_values = jax.lax.optimization_barrier((key, part_values))
-                for name, values in part_values.items():
-                    flat[name] |= values
-                make_part = functools.partial(part, key, paths)
-                if num_layers is None:
-                    part_values = make_part()
-                else:
-                    part_values = jax.lax.map(make_part, jnp.arange(num_layers))
+                for layers in placing.runs_of_layers(paths[0], num_layers):
+                    # The barrier makes each part wait for the previous one. Otherwise XLA may make
+                    # several at once, with float32 copies of all of them alive together.
+                    key, part_values = jax.lax.optimization_barrier((key, part_values))
+                    for name, values in part_values.items():
+                        flat[name] |= values
+                    part_values = placing.values(key, paths, layers)
             for name, values in part_values.items():
                 flat[name] |= values
             for name in ("buffer", "counter"):
-                for path, spec in groups[name].items():
+                for path, spec in flatten(self.layout.specs[name]).items():
                     flat[name][path] = jnp.zeros(spec.shape, spec.dtype)
             flat["counter"]["rng"] = jax.random.key_data(run_key)
             return first_values.nested(flat)
@@ -104,13 +114,9 @@ class Whole(Execution):
                 first_values = self.init_jit(seed, given_paths)
             return first_values()
 
-    def layer_path(self, path: str, layer: int) -> str:
-        """The path itself: a leaf holds all layers."""
-        return path
-
-    def with_layer(self, old: Nested, new: Nested, layer: jax.Array) -> Nested:
+    def with_layer(self, old: Nested, new: Nested, index: jax.Array) -> Nested:
         """See `Execution`."""
-        return with_unit(old, new, layer)
+        return with_unit(old, new, index)
 
     # --- programs that a thread compiles ------------------------------------------------------------------------------
 
@@ -138,9 +144,10 @@ class Whole(Execution):
         """The jitted training step: in and out shardings from the layout, the state donated."""
         experiment = self.experiment
         memory = experiment.memory
-        build = SCHEDULES[memory.update, memory.gradients]
+        build = SCHEDULES[memory.update]
         check_platform(memory.remat, self.platform)
-        step = build(experiment.model, experiment.learner, self.layout, memory)
+        running = self.running
+        step = build(running.model, running.learner, self.layout, memory)
         # `rows.sharding` also has the arrays that only evaluation reads, which are no arguments of
         # the step.
         batch_sharding = {name: self.rows.sharding[name] for name in self.rows.specs}
@@ -188,7 +195,7 @@ class Whole(Execution):
 
     def _evaluation(self, group: str) -> Any:
         """The jitted evaluation with the weights of a group of the state, "parameter" or "ema"."""
-        model = self.experiment.model
+        model = self.running.model
         layout = self.layout
         num_microbatches = self.experiment.learner.accumulate
         places = model.stage_specs(layout.specs[group], layout.specs["frozen"])
@@ -268,30 +275,6 @@ class Whole(Execution):
     def step_jaxprs(self, ledger: Ledger | None = None) -> list[ClosedJaxpr]:
         """The step's, which needs no rehearsal."""
         return [self.traced_step.jaxpr]
-
-    # --- what checkpoints hold ----------------------------------------------------------------------------------------
-
-    def stored(self, state: State) -> State:
-        """See `Execution`."""
-        return {group: state[group] for group in self.layout.kept}
-
-    @property
-    def abstract_stored(self) -> Nested:
-        """See `Execution`."""
-        return self.checkpoint_layout.abstract(self.checkpoint_layout.kept)
-
-    def restored(self, stored: State) -> State:
-        """See `Execution`."""
-        return {**stored, **self.scratch_jit()}
-
-    @property
-    def bytes_by_host(self) -> int:
-        """Zero: leaves are read straight into their places."""
-        return 0
-
-    def joined(self, state: State) -> State:
-        """The state itself, whose stacks are whole."""
-        return state
 
 
 def _rehearsed(lowered: Any, hosted: HostBytes, compile: Compile) -> Ledger:

@@ -22,11 +22,15 @@ from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap
 from framework.data.tokenizers import NoTokenizer
 from framework.layers.block import Block
+from framework.layers.remat import spans
 from framework.layout import flatten
 from framework.learner.rules import Rule
 from framework.models.causal_lm import CausalLM
 from framework.program.program import Program
 from framework.schedules.memory import Memory
+from framework.schedules.placement import HOST
+from framework.schedules.sections import PLACED_FIELDS
+from framework.schedules.storage import Parts
 
 STEPS = 2
 UNITS = 4
@@ -97,7 +101,7 @@ def _offloads(program: Program) -> bool:
     hosted_bytes = program.layout.bytes_per_device(memory_kind="pinned_host")
     if hosted_bytes:
         return True
-    return memory.activations != "device" or "offload" in memory.remat
+    return memory.activations.uses_host or "offload" in memory.remat
 
 
 def shrunk(config: Config, program: Program) -> Config:
@@ -129,13 +133,29 @@ def shrunk(config: Config, program: Program) -> Config:
     small.learner.accumulate = accumulate
     small.pretrained = None
     # `invert` needs two streams: it runs each block backwards.
-    small.model.stack.streams = "float32" if config.memory.remat == "invert" else "one"
-    # sqrt:G has a group size G, which need not divide 4 units.
-    remat = config.memory.remat
-    small.memory.remat = "sqrt" if "sqrt" in remat else remat
-    hosted_layers = config.memory.hosted_layers
-    small.memory.hosted_layers = hosted_layers and min(hosted_layers, UNITS // 2)
+    small.model.stack.streams = "float32" if "invert" in config.memory.remat else "one"
+    small.memory.remat = _small_remat(config.memory.remat)
+    for field in PLACED_FIELDS:
+        # Half of the units, so that there are some in either place.
+        if getattr(program.experiment.memory, field).is_partial:
+            small.memory[field] = f"{HOST}:{UNITS // 2}"
     return small
+
+
+def _small_remat(remat: str) -> str:
+    """The recomputation of a model of UNITS layers, with the policies of a larger one."""
+    policies = []
+    for span in spans(remat):
+        # sqrt:G has a group size G, which need not divide the units.
+        policy = "sqrt" if "sqrt" in span.policy else span.policy
+        if policy not in policies:
+            policies.append(policy)
+    if len(policies) == 1:
+        return policies[0]
+    # More than there are units have no place.
+    first_policies = policies[: UNITS - 1]
+    counted = [f"{policy}:1" for policy in first_policies]
+    return ",".join([*counted, policies[-1]])
 
 
 def _small_model(config: Config, width: int, model_size: int) -> Config:
@@ -160,8 +180,9 @@ def compare(ours: Program, plain: Program) -> dict[str, float]:
     """
     state = ours.init()
     # Two copies, as the steps donate one of them.
-    resident = _copies(plain, state)
-    first = _copies(plain, state)
+    parts = ours.execution.parts
+    resident = _copies(plain, state, parts)
+    first = _copies(plain, state, parts)
     errors: dict[str, float] = {}
     for step in range(STEPS):
         batch = _batch(ours, step)
@@ -175,7 +196,7 @@ def compare(ours: Program, plain: Program) -> dict[str, float]:
     except ValueError as error:
         raise CanaryError(f"canary: not offloaded on these devices: {error}") from None
     differences = jax.jit(_differences, out_shardings=plain.replicated)
-    leaf_errors = differences(_copies(plain, state), resident, first)
+    leaf_errors = differences(_copies(plain, state, parts), resident, first)
     for path, error in leaf_errors.items():
         errors[path] = error.item()
     return errors
@@ -209,8 +230,8 @@ def _check_places(program: Program, state: Any) -> None:
         raise ValueError(f"the compiled step takes {taken_bytes} bytes from the host, the layout says {hosted_bytes}")
 
 
-def _copies(plain: Program, state: Any) -> Any:
-    """A state, of whatever placement and storage, as copies in the layout of the plain program."""
+def _copies(plain: Program, state: Any, parts: Parts) -> Any:
+    """A state, of whatever placement and with stacks in parts, as copies in the layout of the plain program."""
 
     def device_copy(x: jax.Array) -> jax.Array:
         on_device = jax.device_put(x, jax.memory.Space.Device)
@@ -218,13 +239,7 @@ def _copies(plain: Program, state: Any) -> Any:
         return jnp.copy(on_device)
 
     def copied(state: Any) -> Any:
-        state = jax.tree.map(device_copy, state)
-        for stages in state.values():
-            # A stack with part of its layers on the host is stored as a list of parts.
-            parts = stages.get("stack")
-            if isinstance(parts, list):
-                stages["stack"] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-        return state
+        return parts.concatenated(jax.tree.map(device_copy, state))
 
     groups = {name: state[name] for name in plain.layout.specs}
     jitted = jax.jit(copied, out_shardings=plain.layout.shardings())

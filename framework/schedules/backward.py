@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from framework.layers import sums
 from framework.layers.base import Context, Out
 from framework.layout import Nested, StateLayout
 from framework.models.chain import Chain
@@ -65,7 +66,8 @@ def forward(
     Args:
         model: a chain of stages.
         layout: where the weights are.
-        memory: where what is kept of each unit goes; the context's remat policy decides what that is.
+        memory: where what is kept of each unit of a whole stack goes; a section of a stack says that itself. The remat
+            policy decides what is kept.
         weights: the groups "parameter" and "frozen".
         ctx: the context of the batch.
         buffers: the model's buffers, by stage.
@@ -81,7 +83,7 @@ def forward(
             carry, outs[name], stack_pulls[name] = stack.forward(carry)
         else:
             carry, outs[name], stage_pulls[name] = stages.forward(name, carry)
-    out = Out.merge(outs)
+    out = model.merged(outs)
     assert out.loss is not None
     # The last carry is the last stage's loss, where cotangents begin. Losses of the stack's units, which the
     # objective has too, join the backward pass at their units.
@@ -108,13 +110,17 @@ class _ChainPull:
         """See `Pull`."""
         stages = self.stages
         first_stage = next(iter(stages.model.stages))
+        first_stack = next(iter(stages.model.stacks), None)
         tie_grads: dict[str, jax.Array] = {}
+        shared_sums: Nested = {}
         ct: Cotangent = jnp.ones_like(self.loss)
         for name in reversed(stages.model.stages):
             if name in stages.model.stacks:
-                work, ct, shared_grads = self.stack_pulls[name](work, ct, Visits(visit, turns))
-                if shared_grads:
-                    shared_grads = stages.sharded("shared", shared_grads)
+                work, ct, stack_sums = self.stack_pulls[name](work, ct, Visits(visit, turns))
+                # Sections of a stack share the same parameters, whose update waits for the first section.
+                shared_sums = sums.add(shared_sums, stack_sums) if shared_sums else stack_sums
+                if shared_sums and name == first_stack:
+                    shared_grads = stages.sharded("shared", shared_sums)
                     work = visit(work, "shared", shared_grads, None)
                 continue
             stage_grads, ct = self.stage_pulls[name](ct)

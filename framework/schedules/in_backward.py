@@ -128,7 +128,7 @@ def _state_ahead(
     """What moves the state of whole units; None: each unit's update takes its state from the stacks, piece by piece."""
     # On CPU moving whole units is not for the link but for the loop: XLA would copy a stack that one
     # operation reads and another one writes.
-    if platform == "cpu" and (memory.optimizer_state == "device" or memory.prefetch == "unit"):
+    if platform == "cpu" and (not memory.optimizer_state.uses_host or memory.prefetch == "unit"):
         return StateAhead(learner, layout, moves_all=True)
     return StateAhead(learner, layout) if memory.prefetch == "unit" else None
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-from framework.config import PositiveInt, component
+from framework.config import component
 from framework.layers import remat as remat_policies
-from framework.layout import MemoryKind
+from framework.schedules.placement import Placement
+
+# memory.gradients: no gradient is kept.
+AT_ONCE = "none"
 
 
 @component
 class Memory:
     """The levers that trade time for memory; none of them changes the result.
+
+    What may be in host memory takes four values: "device"; "pinned_host", everything; "pinned_host:20", the first 20
+    layers of the stack; "pinned_host:0.6", that part of its layers, rounded. With a number, the other layers, the
+    embedding and the head stay on the device.
 
     Args:
         update: when and in what pieces: "after_backward" is the plain schedule, the whole backward pass, then the whole
@@ -29,13 +36,11 @@ class Memory:
             to hide behind. It costs the state of two units on the device.
         parameters: "pinned_host" keeps the weights there too, frozen ones included; a layer's come to the device when
             its turn comes. Not with update = "after_backward".
-        hosted_layers: how many of the stack's units `parameters` concerns, counted from the first, where only part
-            must go; the embedding, the head and the other units stay on the device. None means everything. Needs
-            update = "layer_programs".
         activations: "pinned_host" keeps there what `remat` keeps of each unit for the backward pass: its input, under
             full. Not with update = "after_backward".
         remat: what the backward pass recomputes: none, full, sqrt, sqrt:NUMBER, invert, dots, dots_no_batch, offload,
-            save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; see framework.layers.remat.
+            save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; by the layer full:20,dots:12; see
+            framework.layers.remat.
         auto: `plimsoll train` chooses the other fields before it compiles anything, with mesh and learner.accumulate:
             the fastest that fit the devices at hand. What the command line sets is left alone, and so is what a config
             sets beside auto itself. `plimsoll plan --auto` shows the choice.
@@ -45,78 +50,79 @@ class Memory:
         self,
         *,
         update: Literal["after_backward", "streamed", "in_backward", "layer_programs"] = "after_backward",
-        gradients: Literal["device", "pinned_host", "none"] = "device",
-        optimizer_state: MemoryKind = "device",
+        gradients: str = "device",
+        optimizer_state: str = "device",
         prefetch: Literal["piece", "unit"] = "piece",
-        parameters: MemoryKind = "device",
-        hosted_layers: PositiveInt | None = None,
-        activations: MemoryKind = "device",
+        parameters: str = "device",
+        activations: str = "device",
         remat: str = "none",
         auto: bool = False,
     ):
-        _check_gradients(gradients, update)
-        _check_needs_own_backward("parameters", parameters, update)
-        _check_needs_own_backward("activations", activations, update)
-        _check_prefetch(prefetch, update, optimizer_state)
-        _check_hosted_layers(hosted_layers, parameters, update)
         self.update: str = update
-        self.gradients: str = gradients
-        self.optimizer_state: MemoryKind = optimizer_state
+        self.gradients = _gradients(gradients, update)
+        self.optimizer_state = Placement.of("optimizer_state", optimizer_state)
+        self.parameters = Placement.of("parameters", parameters)
+        self.activations = Placement.of("activations", activations)
         self.prefetch: str = prefetch
-        self.parameters: MemoryKind = parameters
-        self.hosted_layers = hosted_layers
-        self.activations: MemoryKind = activations
-        _check_remat(remat, activations)
         self.remat = remat
         self.auto = auto
+        _check_needs_own_backward("parameters", self.parameters, update)
+        _check_needs_own_backward("activations", self.activations, update)
+        _check_prefetch(prefetch, update, self.optimizer_state)
+        _check_remat(remat, self.activations, update)
+
+    @property
+    def updates_at_once(self) -> bool:
+        """Whether the programs of layers update each unit when its gradient is there (gradients = none)."""
+        return self.gradients.text == AT_ONCE
 
 
-def _check_gradients(gradients: str, update: str) -> None:
+def _gradients(text: str, update: str) -> Placement:
+    """Where gradients live. Raises ValueError where the schedule has no place for them there."""
+    if text == AT_ONCE:
+        if update != "layer_programs":
+            raise ValueError(f"memory.gradients = none needs memory.update = layer_programs, given {update}")
+        return Placement(AT_ONCE)
+    placement = Placement.of("gradients", text)
     # Under after_backward all gradients are on the device at once, and under in_backward each is gone once
     # its unit is updated: only the other two write them to buffers.
-    if gradients == "pinned_host" and update not in ("streamed", "layer_programs"):
-        raise ValueError(
-            f"memory.gradients = pinned_host needs memory.update = streamed or layer_programs, given {update}"
-        )
-    if gradients == "none" and update != "layer_programs":
-        raise ValueError(f"memory.gradients = none needs memory.update = layer_programs, given {update}")
+    if placement.uses_host and update not in ("streamed", "layer_programs"):
+        raise ValueError(f"memory.gradients = {text} needs memory.update = streamed or layer_programs, given {update}")
+    return placement
 
 
-def _check_needs_own_backward(name: str, kind: MemoryKind, update: str) -> None:
+def _check_needs_own_backward(name: str, placement: Placement, update: str) -> None:
     """Raises ValueError for a field whose host memory needs a backward pass that goes unit by unit."""
-    if kind != "device" and update == "after_backward":
+    if placement.uses_host and update == "after_backward":
         raise ValueError(
-            f"memory.{name} = {kind} needs memory.update = streamed, in_backward or layer_programs: "
+            f"memory.{name} = {placement.text} needs memory.update = streamed, in_backward or layer_programs: "
             "after_backward has everything on the device at once"
         )
 
 
-def _check_prefetch(prefetch: str, update: str, optimizer_state: MemoryKind) -> None:
+def _check_prefetch(prefetch: str, update: str, optimizer_state: Placement) -> None:
     # Only a state that is on the host has to come, and only in_backward takes it a unit at a time.
-    if prefetch == "unit" and (update != "in_backward" or optimizer_state == "device"):
+    if prefetch == "unit" and (update != "in_backward" or not optimizer_state.uses_host):
         raise ValueError(
             "memory.prefetch = unit needs memory.update = in_backward and memory.optimizer_state = pinned_host, "
-            f"given {update} and {optimizer_state}"
+            f"given {update} and {optimizer_state.text}"
         )
 
 
-def _check_hosted_layers(hosted_layers: int | None, parameters: MemoryKind, update: str) -> None:
-    # Only layer_programs has a stack as arrays of single layers, of which each may live elsewhere.
-    if hosted_layers is not None and (parameters == "device" or update != "layer_programs"):
-        raise ValueError(
-            f"memory.hosted_layers = {hosted_layers} needs memory.parameters = pinned_host and memory.update = "
-            f"layer_programs, given {parameters} and {update}: elsewhere a stack lives in one place"
-        )
-
-
-def _check_remat(remat: str, activations: MemoryKind) -> None:
+def _check_remat(remat: str, activations: Placement, update: str) -> None:
     # The error names the field, which the policies' own check does not know.
     try:
-        remat_policies.check(remat)
+        spans = remat_policies.spans(remat)
     except ValueError as error:
         raise ValueError(f"remat: {error}") from None
-    if remat == "invert" and activations != "device":
+    inverts = [span.policy == "invert" for span in spans]
+    if any(inverts) and activations.uses_host:
         raise ValueError(
-            f"memory.activations = {activations} with memory.remat = invert: nothing is kept of the units that "
-            "could go there; expected device"
+            f"memory.activations = {activations.text} with memory.remat = {remat}: nothing is kept of inverted units "
+            "that could go there; expected device"
+        )
+    if any(inverts) and not all(inverts) and update == "layer_programs":
+        raise ValueError(
+            f"memory.remat = {remat} with memory.update = layer_programs: it inverts all layers or none; expected "
+            "invert alone, or another memory.update"
         )

@@ -119,7 +119,7 @@ class StackPass:
     def of(stages: StagePass, name: str, carry: Carry) -> StackPass:
         """The pass of a stack; shared parameters are fetched once `carry`, of the stage before, is there."""
         stack = stages.model.stacks[name]
-        ctx = stages.ctx.fold(name)
+        ctx = stack.context(name, stages.ctx)
         # What all units share is fetched once, before the loop: each unit needs all of it.
         shared = stages.inputs("shared", carry) if stack.shared else StageWeights({}, {})
         stacks = stacks_of(stages.weights, name)
@@ -133,7 +133,7 @@ class StackPass:
             shared=shared,
             specs=stages.specs[name],
             mesh=stages.mesh,
-            offloads=stages.activations != "device",
+            offloads=stages.offloads if stack.section is None else stack.section.offloads,
             in_groups=group_size < stack.num_units,
         )
         return StackPass(stages, name, stack, ctx, units, group_size)

@@ -60,7 +60,7 @@ class StagePass:
       model: a chain of stages.
       mesh: of the layout.
       specs: of what each stage reads, by stage and path.
-      activations: the kind of memory of what is kept of units.
+      offloads: whether what is kept of units goes to host memory, where no section says so.
       weights: the groups "parameter" and "frozen".
       ctx: the context of the batch.
       buffers: the model's, by stage.
@@ -69,7 +69,7 @@ class StagePass:
     model: Chain
     mesh: Mesh
     specs: Places
-    activations: str
+    offloads: bool
     weights: Work
     ctx: Context
     buffers: Nested
@@ -85,7 +85,7 @@ class StagePass:
     ) -> StagePass:
         """The pass of a batch; arguments as those of `backward.forward`."""
         specs = model.stage_specs(layout.specs["parameter"], layout.specs["frozen"])
-        return StagePass(model, layout.mesh, specs, memory.activations, weights, ctx, buffers)
+        return StagePass(model, layout.mesh, specs, memory.activations.hosts_everything, weights, ctx, buffers)
 
     def inputs(self, name: str, carry: Carry) -> StageWeights:
         """Brings a stage's parameters, tied ones included, to the device once `carry` is there."""

@@ -24,6 +24,7 @@ from framework.schedules import after_backward
 from framework.schedules.backward import forward
 from framework.schedules.memory import Memory
 from framework.schedules.pieces import update_group
+from framework.schedules.sections import PLACED_FIELDS
 from framework.schedules.step import Metrics, State, Step, finish, microbatches, training_context
 from framework.schedules.visits import Visit, Work
 
@@ -69,11 +70,11 @@ def bundle_specs(
 
 def check(layout: StateLayout, memory: Memory, platform: str) -> None:
     """Raises ValueError when loops would take slices of host memory of GPUs: their compiler cannot."""
-    hosted = any(leaf.spec.memory_kind != "device" for leaf in layout) or memory.activations != "device"
+    hosted = any(leaf.spec.memory_kind != "device" for leaf in layout) or memory.activations.uses_host
     if hosted and platform == "gpu":
-        names = ("parameters", "gradients", "optimizer_state", "activations")
-        hosted_names = [name for name in names if getattr(memory, name) == "pinned_host"]
-        settings = [f"memory.{name} = pinned_host" for name in hosted_names]
+        placements = {name: getattr(memory, name) for name in PLACED_FIELDS}
+        hosted_placements = {name: placement for name, placement in placements.items() if placement.uses_host}
+        settings = [f"memory.{name} = {placement.text}" for name, placement in hosted_placements.items()]
         raise ValueError(
             f"memory.update = {memory.update} with {', '.join(settings) or 'state in host memory'}: XLA's GPU compiler "
             "cannot slice host memory inside a program; on GPU expected memory.update = layer_programs"
@@ -92,8 +93,9 @@ def build_step(
     learner.try_reach()
     hosted_groups = {leaf.group for leaf in layout if leaf.spec.memory_kind != "device"}
     weights_are_hosted = bool(hosted_groups & {"parameter", "frozen"})
+    gradients_are_hosted = "gradient" in hosted_groups
     # Where nothing has to move during the backward pass, jax.value_and_grad takes it.
-    if memory.gradients == "device" == memory.activations and not weights_are_hosted:
+    if not (weights_are_hosted or gradients_are_hosted or memory.activations.uses_host):
         return after_backward.build_step(model, learner, layout, memory, update=update_streamed)
     backward_pass = _BackwardPass(model, learner, layout, memory)
 
@@ -104,8 +106,10 @@ def build_step(
         with jax.named_scope("update"):
             decision = learner.decide(loss, norm, state["counter"])
             update = update_streamed(learner, layout, {**state, **work}, grads, decision)
-        # Gradients on the device are no group of the state, and end here.
+        # Gradients on the device are not part of the state, and end here.
         changed = {group: tree for group, tree in work.items() if group in state}
+        if "gradient" in changed:
+            changed["gradient"] = {stage: grads[stage] for stage in state["gradient"]}
         return finish(
             learner,
             state,
@@ -120,7 +124,8 @@ def build_step(
 
 
 def _gradient_specs(learner: Learner, layout: StateLayout) -> Nested:
-    return layout.specs.get("gradient") or learner.gradient_specs("device")
+    """The specs of the buffers of all gradients; those in host memory are part of the state."""
+    return {**learner.gradient_specs(), **layout.specs.get("gradient", {})}
 
 
 class _Gradients(NamedTuple):
@@ -174,10 +179,11 @@ class _BackwardPass:
     def __call__(self, state: State, ctx: Context) -> _Gradients:
         """Takes the gradients of ctx.batch."""
         count = self.learner.accumulate
-        buffers = state.get("gradient")
-        if not buffers:
-            specs = _gradient_specs(self.learner, self.layout)
-            buffers = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
+        hosted_buffers = state.get("gradient", {})
+        buffers = dict(hosted_buffers)
+        for stage, specs in _gradient_specs(self.learner, self.layout).items():
+            if stage not in hosted_buffers:
+                buffers[stage] = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
         work = {"parameter": state["parameter"], "frozen": state["frozen"], "gradient": buffers}
 
         def part(carry: tuple[Work, Nested], micro: _Microbatch) -> tuple[tuple[Work, Nested], _PartResult]:

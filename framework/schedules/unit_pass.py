@@ -126,7 +126,7 @@ class UnitPass:
         """What the unit at `index` is a function of, given its parameters ("parameter" and "frozen")."""
         buffers = unit_at(self.buffers, index)
         # Its random stream depends on its index alone, so that dropout is the same forward and backward.
-        ctx = self.ctx.fold_index(index)
+        ctx = self.unit.stack.unit_context(self.ctx, index)
         constants = UnitConstants(unit_params["frozen"], self.shared.frozen, buffers, ctx)
         return UnitArguments(unit_params["parameter"], self.shared.trainable, constants)
 

@@ -299,7 +299,7 @@ def _stored_paths(execution: Execution, written_leaves: Nested, layer: int | Non
     stored_paths = {}
     for leaves in written_leaves.values():
         for path in leaves:
-            stored_paths[path] = path if layer is None else execution.layer_path(path, layer)
+            stored_paths[path] = path if layer is None else execution.parts.place(path, layer)[0]
     return stored_paths
 
 
@@ -316,7 +316,9 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
 
     def made(values: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
         leaves = _precise_leaves(program, values)
-        return execution.first_values.values_of(leaves, unit=by_layer)
+        made_values = execution.first_values.values_of(leaves, unit=by_layer)
+        # Gradients stay the zeros that they are.
+        return {group: leaves for group, leaves in made_values.items() if group != "gradient"}
 
     def put(places: Nested, old: Any, values: dict[str, jax.Array], layer: jax.Array) -> Any:
         new = jax.tree.map(store_leaf, places, made(values))
@@ -331,6 +333,8 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
 
     def write(state: Any, values: dict[str, jax.Array], layer: int) -> Any:
         stored_paths = _stored_paths(execution, written_leaves, layer if by_layer else None)
+        # All leaves of a layer have it at the same index.
+        index = execution.parts.place(next(iter(values)), layer)[1] if by_layer else layer
         places = {}
         old = {}
         for group, leaves in written_leaves.items():
@@ -340,7 +344,7 @@ def _writer(program: Program, like: dict[str, jax.Array], by_layer: bool) -> Cal
         if kinds not in programs_by_kinds:
             shardings = program.layout.shardings(places)
             programs_by_kinds[kinds] = jax.jit(partial(put, places), donate_argnums=0, out_shardings=shardings)
-        new = programs_by_kinds[kinds](old, values, jnp.int32(layer))
+        new = programs_by_kinds[kinds](old, values, jnp.int32(index))
         new_leaves = {}
         for group, leaves in new.items():
             new_leaves[group] = {stored_paths[path]: x for path, x in leaves.items()}

@@ -22,7 +22,7 @@ ROOMS = {
     "optimizers": "config devices layout",
     "processes": "config files metrics terminal",
     "checkpoint": "config devices files layout metrics processes terminal",
-    "learner": "config layout optimizers",
+    "learner": "config layers layout optimizers",
     "schedules": "config devices layers layout learner models optimizers",
     "program": "config data devices layers layout learner models optimizers processes schedules terminal",
     "inference": "data layers layout metrics program terminal",

@@ -15,6 +15,7 @@ from framework.plan.jaxprs import flops
 from framework.plan.liveness import Rules, most_held
 from framework.plan.local_step import trace
 from framework.plan.report import KEYS
+from framework.plan.sectioned import Sectioned
 from framework.program.program import Program
 
 B, D, F, L = 64, 32, 128, 6
@@ -176,7 +177,7 @@ def test_layers_of_ones_own_are_traced_and_the_experiments_are_left_alone():
     layers = [layer for layer in experiment.model.stack.unit.walk() if isinstance(layer, attention.Attention)]
     num_heads = [layer.num_heads for layer in layers]
     # On two shards of the heads the trace's own layers have half of them.
-    jaxpr = trace(experiment, {**experiment.mesh.resolve(1), "model": 2}, "cpu")
+    jaxpr = trace(Sectioned(experiment), {**experiment.mesh.resolve(1), "model": 2}, "cpu")
     assert [layer.num_heads for layer in layers] == num_heads
     assert "concatenate" in str(jaxpr)
     assert estimate(experiment, experiment.mesh.resolve(1), spec_for("cpu")).peak_bytes > 0

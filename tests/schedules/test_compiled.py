@@ -89,6 +89,31 @@ def test_hosted_stacks_are_never_on_the_device(fields):
 
 
 @pytest.mark.pairs
+@pytest.mark.parametrize("schedule", ["streamed", "in_backward"])
+def test_half_of_the_layers_move_half_of_the_bytes(schedule):
+    """16 layers, of which all or half have weights, state, inputs (and gradients) in host memory: the final program
+    takes half of the bytes from there, and has no stack of the hosted layers on the device."""
+    places = {path: place for path, place in EVERYTHING.items() if place == "pinned_host"}
+    if schedule == "in_backward":
+        del places["memory.gradients"]
+    fields = {
+        "data.seq_len": 256, "data.global_batch_size": 8, "model.embed.max_positions": 256, "learner.clip": "None",
+        "model.stack.num_layers": 16, "model.stack.pattern.0.mlp.hidden": 1024, "memory.update": schedule,
+    }  # fmt: skip
+    found = {}
+    for share in ("1.0", "0.5"):
+        hosted = dict.fromkeys(places, f"pinned_host:{share}")
+        found[share] = report(**fields, **hosted)
+    whole, half = found["1.0"], found["0.5"]
+    assert half["host_argument_bytes"] == pytest.approx(0.5 * whole["host_argument_bytes"], rel=1e-3)
+    assert half["host_breakdown"]["activations"] == pytest.approx(
+        0.5 * whole["host_breakdown"]["activations"], rel=0.01
+    )
+    moved = {share: one["host_moved_bytes"] for share, one in found.items()}
+    assert moved["0.5"] == pytest.approx(0.5 * moved["1.0"], rel=0.02)
+
+
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("target", "fields"),
     [

@@ -36,13 +36,28 @@ PAIRS = [
     Case(optimizer="adafactor", memory="in_backward_ahead", placement="state+weights", remat="full"),
     Case(model="streams", memory="in_backward_ahead", placement="state", remat="invert"),
 ]
+UNLIKE = [
+    Case(memory="hosted_gradients", placement="all", remat="save:attention", layers="unlike", microbatches=2),
+    Case(placement="state", layers="unlike"),
+    Case(memory="streamed", placement="all", remat="sqrt", layers="unlike", mesh="eight", precision="bfloat16"),
+    Case(model="shared", memory="in_backward", placement="all", remat="full", layers="unlike"),
+    Case(model="streams", memory="two_pass", placement="state+weights", remat="invert", layers="unlike"),
+    Case(model="twins", memory="in_backward_ahead", placement="all", remat="full", layers="unlike", mesh="eight"),
+    Case(model="recurrent", memory="streamed", placement="weights", layers="unlike"),
+    Case(optimizer="muon", memory="streamed", placement="state", layers="unlike", precision="float32"),
+]
 SLOW = set(exact.every(**AXES)).difference(ONCE, PAIRS)
 
 
 @pytest.mark.parametrize(
     "case",
-    [*ONCE, *(pytest.param(case, marks=pytest.mark.pairs) for case in PAIRS), *slow(sorted(SLOW))],
-    ids=lambda case: "-".join(map(str, case)),
+    [
+        *ONCE,
+        *UNLIKE[:1],
+        *(pytest.param(case, marks=pytest.mark.pairs) for case in [*PAIRS, *UNLIKE[1:]]),
+        *slow(sorted(SLOW)),
+    ],
+    ids=exact.name_of,
 )
 def test_twenty_steps_equal_plain_optax(case: Case):
     """Buffers, losses of layers, random streams and shared parameters thread through all of them."""

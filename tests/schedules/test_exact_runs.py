@@ -32,7 +32,7 @@ SAVED = [
 
 
 def name(case: Case) -> str:
-    return "-".join(map(str, case))
+    return exact.name_of(case)
 
 
 # Each of these goes on from the checkpoint of the one before, the first from that of the last.

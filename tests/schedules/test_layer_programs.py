@@ -41,6 +41,11 @@ CASES += [
         ("layers_at_once", "bfloat16", 1),
     ]
 ]
+CASES += [
+    Case(memory="layers", placement="all", remat="full", layers="unlike", microbatches=2),
+    Case(model="twins", memory="layers_hosted_gradients", placement="all", remat="sqrt", layers="unlike", mesh="eight"),
+    Case(memory="layers_at_once", placement="all", remat="save:attention", layers="unlike", precision="bfloat16"),
+]
 STREAMS = [
     Case("streams", memory=memory, placement=placement, mesh=mesh, remat="invert")
     for memory, placement, mesh in [
@@ -64,7 +69,7 @@ SLOW = STREAMS[1:] + [
 @pytest.mark.parametrize(
     "case",
     [*CASES, *slow(case for case in SLOW if case not in CASES)],
-    ids=lambda case: "-".join(map(str, case)),
+    ids=exact.name_of,
 )
 def test_twenty_steps_equal_plain_optax(case: Case):
     """As for the other schedules."""
@@ -167,7 +172,7 @@ def test_gradients_and_state_of_one_unit_are_on_the_device():
 
 @pytest.mark.pairs
 def test_some_layers_are_hosted():
-    program = small.program(deep(4, {"parameters": "pinned_host", "hosted_layers": 1}))
+    program = small.program(deep(4, {"parameters": "pinned_host:1"}))
     state = program.init()
     program.layout.check(state)
     kinds = [{x.sharding.memory_kind for x in jax.tree.leaves(part)} for part in state["parameter"]["stack"]]
@@ -180,9 +185,7 @@ def test_some_layers_are_hosted():
 @pytest.mark.pairs
 def test_a_stack_in_parts_and_whole():
     """There and back on eight devices, with parts in both kinds of memory; each phase with one copy."""
-    config = deep(
-        4, {"parameters": "pinned_host", "hosted_layers": 2}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9
-    )
+    config = deep(4, {"parameters": "pinned_host:2"}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9)
     program = small.program(config)
     state = program.init()
     plain = deep(4, {"update": "after_backward"}, mesh={"data": 2, "fsdp": 2, "model": 2}, ema=0.9)
@@ -206,7 +209,7 @@ def test_a_stack_in_parts_and_whole():
         ({"gradients": "none"}, {}, "clip_mode = global_norm with memory.gradients = none"),
         ({"remat": "offload"}, {}, "memory.activations = pinned_host"),
         ({"remat": "save:attention;offload:mlp_up"}, {}, "memory.activations = pinned_host"),
-        ({"parameters": "pinned_host", "hosted_layers": 4}, {}, "hosted_layers = 4"),
+        ({"parameters": "pinned_host:5"}, {}, "memory.parameters = pinned_host:5"),
         ({}, {"scope": "model"}, "learner.scope = model"),
     ],
 )

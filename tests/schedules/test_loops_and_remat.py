@@ -95,7 +95,7 @@ def test_unknown_policies_are_named_with_the_valid_ones(given):
 
 def test_every_name_that_may_be_saved_is_a_policy():
     for name in remat.ACTIVATION_NAMES:
-        remat.check(f"save:{name}")
-        remat.check(f"save:{name};offload:{remat.INPUT}")
-    remat.check("save:" + ",".join(remat.ACTIVATION_NAMES))
-    remat.check("offload:" + ",".join(remat.ACTIVATION_NAMES))
+        remat.spans(f"save:{name}")
+        remat.spans(f"save:{name};offload:{remat.INPUT}")
+    remat.spans("save:" + ",".join(remat.ACTIVATION_NAMES))
+    remat.spans("offload:" + ",".join(remat.ACTIVATION_NAMES))

@@ -32,7 +32,7 @@ SLOW = [
 @pytest.mark.parametrize(
     "case",
     [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW if case.is_tried() and case not in CASES)],
-    ids=lambda case: "-".join(map(str, case)),
+    ids=exact.name_of,
 )
 def test_twenty_steps_equal_one_instance_per_layer(case: Case):
     twenty_steps_equal_plain_optax(case)

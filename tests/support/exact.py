@@ -157,6 +157,7 @@ class Case(NamedTuple):
     mesh: str = "one"
     precision: str = "float64"
     microbatches: int = 1
+    layers: str = "alike"  # or "unlike": what is hosted and recomputed changes along the stack
 
     def is_tried(self) -> bool:
         """Unlike models and dtypes with AdamW. Microbatches where there are neither buffers, which each sees as the one
@@ -183,10 +184,32 @@ class Case(NamedTuple):
         model.compute_dtype = "float64"
         learner = {"clip": self.clip(), "accumulate": self.microbatches, "master_dtype": master, **learner, **changed}
         memory = {**memory, **dict.fromkeys(PLACEMENTS[self.placement], "pinned_host"), "remat": self.remat}
+        if self.layers == "unlike":
+            memory = self._by_layer(memory, len(model.stack.pattern))
         optimizer = (OPTIMIZERS | SMALL)[self.optimizer].copy()
         return small.program(
             small.experiment(model, mesh=MESHES[self.mesh], memory=memory, optimizer=optimizer, **learner)
         )
+
+    def _by_layer(self, memory: dict[str, Any], unit_layers: int) -> dict[str, Any]:
+        """The fields of config.memory with each placement on another number of the UNITS units."""
+        shares = {"optimizer_state": 0.5, "parameters": 0.25, "activations": 0.75, "gradients": 0.5}
+        memory = dict(memory)
+        for field, share in shares.items():
+            if memory.get(field) == "pinned_host":
+                memory[field] = f"pinned_host:{share}"
+        # Programs of layers invert all of them or none.
+        if not (self.remat == "invert" and self.memory in LAYERED):
+            other = "save:attention" if self.remat == "full" else "full"
+            memory["remat"] = f"{self.remat}:{2 * unit_layers},{other}"
+        return memory
+
+
+def name_of(case: Case) -> str:
+    """The name of a case's test."""
+    words = [str(value) for value in case]
+    # Usually all layers are alike.
+    return "-".join(words if case.layers == "unlike" else words[:-1])
 
 
 def every(**axes: Any) -> list[Case]:

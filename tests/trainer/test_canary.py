@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "all of it": ({"update": "streamed", "remat": "full", **PLACES},),
     "in layers": (IN_LAYERS,),
     "in layers, some hosted": (
-        {**IN_LAYERS, "gradients": "none", "hosted_layers": 1, "remat": "sqrt"},
+        {**IN_LAYERS, "gradients": "none", "parameters": "pinned_host:1", "remat": "sqrt"},
         {},
         None,
         {"clip_mode": "update_rms"},

@@ -40,7 +40,7 @@ WORDS |= {x: {"memory.remat": x} for x in ("none", "full", "sqrt:2", "offload")}
 WORDS |= {"at_once": {"memory.gradients": "none", "learner.clip": "none"}}
 WORDS |= {"unrolled": {"model.stack.unroll": "0"}}
 WORDS |= {"adafactor": {"learner.optimizer": "optax.adafactor", "learner.optimizer.learning_rate": "0.02"}}
-SCHEDULES = [  # what they set is in WORDS; NAME=VALUE is of the learner, hosted_layers=N of memory
+SCHEDULES = [  # what they set is in WORDS; NAME=VALUE is of the learner, weights_hosted=N hosts the first N layers
     "after_backward state_hosted",
     "after_backward offload",
     "streamed full",
@@ -53,7 +53,7 @@ SCHEDULES = [  # what they set is in WORDS; NAME=VALUE is of the learner, hosted
     "in_backward full clip_mode=two_pass state_hosted",
     "layer_programs full",
     *(f"layer_programs full {word}_hosted" for word in HOSTED),
-    "layer_programs full weights_hosted hosted_layers=2",
+    "layer_programs full weights_hosted=2",
     "layer_programs full state_hosted weights_hosted gradients_hosted inputs_hosted",
     "layer_programs sqrt:2 state_hosted weights_hosted gradients_hosted inputs_hosted accumulate=2",
     "layer_programs full at_once",
@@ -68,8 +68,10 @@ def sets_of(words: str) -> dict[str, str]:
     found = dict[str, str]()
     for word in words.split():
         name, _, value = word.partition("=")
-        place = "memory" if name == "hosted_layers" else "learner"
-        found |= WORDS.get(word, {f"{place}.{name}": value})
+        default = {f"learner.{name}": value}
+        if name == "weights_hosted":
+            default = {"memory.parameters": f"pinned_host:{value}"}
+        found |= WORDS.get(word, default)
     return found
 
 
@@ -120,9 +122,11 @@ def rows_of(part: str, limit_bytes: int = H200_BYTES) -> list[Row]:
             for words in (resident, LAYERS):
                 train("llama3-8b", size, words, 5, 240, against=f"llama3-8b {size} {resident}")
     elif part == "largest":
-        lean = "layer_programs full at_once adafactor master_dtype=none moment_dtype=none inputs_hosted weights_hosted"
+        lean = "layer_programs full at_once adafactor master_dtype=none moment_dtype=none inputs_hosted"
         for hosted_layers in (8, 16) if is_large else (40, 48):
-            train("llama-65b", "2x2048", f"{lean} hosted_layers={hosted_layers}", 12, 400, dry=hosted_layers in (8, 40))
+            train(
+                "llama-65b", "2x2048", f"{lean} weights_hosted={hosted_layers}", 12, 400, dry=hosted_layers in (8, 40)
+            )
     elif part == "torch":
         sizes = {"gpt2-124m": (12, 12, 768), "gpt2-350m": (24, 16, 1024), "gpt2-1.5b": (48, 25, 1600)}
         for config, (layers, heads, dim) in sizes.items():

@@ -81,7 +81,8 @@ def train(row: Row, dry: bool) -> Row:
     config = built(row, _TINY if dry else {"seq": row["seq"], "batch": row["batch"]})
     if dry:
         config.model.param_dtype = config.model.compute_dtype = "float32"
-        config.memory.hosted_layers = config.memory.hosted_layers and 1
+        if config.memory.parameters != "device":
+            config.memory.parameters = "pinned_host:1"
     program = Program(config.instantiate(), jax.devices()[:1])
     experiment, device, layouts = program.experiment, jax.devices()[0], program.layout
     need, limit, losses = guard.need(program), resolve("local").limit_bytes, list[float]()

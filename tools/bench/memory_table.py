@@ -43,7 +43,7 @@ ROUNDED = {
 }
 LAYERS = {"memory.update": "layer_programs"}
 AT_ONCE = {"memory.gradients": "none"}
-EIGHT = {"memory.parameters": "pinned_host", "memory.hosted_layers": "8", "memory.activations": "pinned_host"}
+EIGHT = {"memory.parameters": "pinned_host:8", "memory.activations": "pinned_host"}
 LORA = {
     "model.lora": "framework.layers.lora.LoRA",
     "model.lora.rank": "64",

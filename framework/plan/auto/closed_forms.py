@@ -16,6 +16,7 @@ from framework.plan.auto.settings import Settings, with_settings
 from framework.plan.estimate import estimate
 from framework.plan.local_step import trace
 from framework.plan.plan import closed_time
+from framework.plan.sectioned import Sectioned
 from framework.plan.suggest import check, state_bytes
 from framework.plan.targets import Target
 from framework.program.experiment import Experiment
@@ -114,15 +115,18 @@ class ClosedForms:
             moved=need.work.host_bytes + need.work.pass_host_bytes,
         )
 
-    def _trace(self, experiment: Experiment, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
-        """The trace of the experiment, or of another one that is traced alike."""
-        data = experiment.data
-        memory: Any = experiment.memory
-        rows = data.global_batch_size // (experiment.learner.accumulate * sizes["data"] * sizes["fsdp"])
+    def _trace(self, sectioned: Sectioned, sizes: dict[str, int], platform: str) -> ClosedJaxpr:
+        """The trace of an experiment, or of another one that is traced alike."""
+        experiment = sectioned.experiment
+        memory = experiment.memory
+        rows = experiment.data.global_batch_size // (experiment.learner.accumulate * sizes["data"] * sizes["fsdp"])
         cuts = tuple(size for axis, size in sizes.items() if axis != "data")
-        key = (rows, cuts, memory.remat, memory.parameters)
+        # Where layers are placed by their number, a stack is traced in sections.
+        placements = (memory.gradients, memory.optimizer_state, memory.activations)
+        numbers = tuple(placement.text for placement in placements if placement.is_partial)
+        key = (rows, cuts, memory.remat, memory.parameters.text, numbers)
         if key not in self._traces:
-            self._traces[key] = trace(experiment, sizes, platform)
+            self._traces[key] = trace(sectioned, sizes, platform)
         return self._traces[key]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from framework.layers.remat import spans
 from framework.plan.auto.choice import Neighbor
 from framework.plan.auto.closed_forms import ClosedForms, Cost
 from framework.plan.auto.room import Candidate, Room
@@ -53,7 +54,8 @@ def neighbors(forms: ClosedForms, space: Space, room: Room, chosen: Candidate) -
     """The neighbors of a choice, each with the reason why it is not chosen."""
     judged = []
     for rival in rivals(forms, space, chosen):
-        text = " ".join(f"{path}={value}" for path, value in rival.difference)
+        visible = changed(forms.config, rival.difference) or rival.difference
+        text = " ".join(f"{path}={value}" for path, value in visible)
         cost = forms.cost(rival.settings)
         if cost is None:
             continue
@@ -99,8 +101,8 @@ def _less_recomputed(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
             yield (setting(REMAT, remat),)
         return
     # Layers of two policies: all of them of either one.
-    for part in present.split(",") if ":" in present else []:
-        yield (setting(REMAT, part.partition(":")[0]),)
+    for span in spans(present):
+        yield (setting(REMAT, span.policy),)
 
 
 def _less_moved(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
@@ -110,9 +112,9 @@ def _less_moved(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
         if kind != HOST:
             continue
         yield (setting(path, DEVICE),)
-        num_layers = int(count) if count.isdecimal() else 0
-        if num_layers > 1:
-            yield (setting(path, f"{HOST}:{num_layers - 1}"),)
+        num_layers = int(count) - space.unit_layers if count.isdecimal() else 0
+        if num_layers > 0:
+            yield (setting(path, f"{HOST}:{num_layers}"),)
 
 
 def _other_updates(space: Space, in_effect: _InEffect) -> list[str]:

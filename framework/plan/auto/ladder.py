@@ -8,7 +8,7 @@ from collections.abc import Callable
 from framework.plan.auto.closed_forms import Cost
 from framework.plan.auto.room import Candidate, Room
 from framework.plan.auto.settings import Settings
-from framework.plan.auto.space import BY_LAYER, Level, placed
+from framework.plan.auto.space import Level, Space, placed
 
 # Peaks are so nearly linear in the number of layers that the second correction is the last.
 _CORRECTIONS = 3
@@ -20,13 +20,14 @@ class Ladder:
     Args:
         cost_of: the closed form; None for settings that cannot be.
         room: what fits.
-        num_layers: of the stack; 0 where layers cannot be counted.
+        space: knows the units of the stack.
     """
 
-    def __init__(self, cost_of: Callable[[Settings], Cost | None], room: Room, num_layers: int):
+    def __init__(self, cost_of: Callable[[Settings], Cost | None], room: Room, space: Space):
         self._cost_of = cost_of
         self._room = room
-        self._num_layers = num_layers if BY_LAYER else 0
+        self._num_units = space.num_units
+        self._unit_layers = space.unit_layers
 
     def climb(self, settings: Settings, levels: list[Level]) -> Candidate | None:
         """The settings with the least that has to move; None where that does not help.
@@ -66,22 +67,22 @@ class Ladder:
             above: what the next one comes to.
         """
         nothing = self._candidate((*settings, *placed(below)))
-        if nothing is None or not self._num_layers:
+        if nothing is None or not self._num_units:
             return None
         over = self._room.over(nothing.settings, nothing.cost)
         room_left = -self._room.over(above.settings, above.cost)
-        layer_bytes = max((over + room_left) / self._num_layers, 1)
-        num_layers = max(1, math.ceil(over / layer_bytes))
+        unit_bytes = max((over + room_left) / self._num_units, 1)
+        num_units = max(1, math.ceil(over / unit_bytes))
         for _ in range(_CORRECTIONS):
-            if num_layers >= self._num_layers:
+            if num_units >= self._num_units:
                 return None
-            candidate = self._candidate((*settings, *placed(below, num_layers)))
+            candidate = self._candidate((*settings, *placed(below, num_units * self._unit_layers)))
             if candidate is None:
                 return None
             over = self._room.over(candidate.settings, candidate.cost)
             if over <= 0:
                 return candidate
-            num_layers += max(1, math.ceil(over / layer_bytes))
+            num_units += max(1, math.ceil(over / unit_bytes))
         return None
 
     def _if_host_has_room(self, candidate: Candidate) -> Candidate | None:

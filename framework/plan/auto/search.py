@@ -16,7 +16,7 @@ from framework.plan.auto.closed_forms import ClosedForms, Cost
 from framework.plan.auto.ladder import Ladder
 from framework.plan.auto.room import Candidate, Room
 from framework.plan.auto.settings import ACCUMULATE, CLIP_MODE, REMAT, Settings, changed, ordered, setting
-from framework.plan.auto.space import BY_LAYER, Space, mixed
+from framework.plan.auto.space import Space, mixed
 from framework.plan.step_time.rates import PCIE_REACHED
 
 # Settings that are faster by less than that are as fast, and the ones that change less are taken.
@@ -67,9 +67,7 @@ class Search:
                 break
             branch.expand()
         best = self._chosen()
-        if best is not None and BY_LAYER:
-            best = self._filled(best)
-        return best
+        return None if best is None else self._filled(best)
 
     @property
     def _best_seconds(self) -> float:
@@ -138,7 +136,7 @@ class Search:
 
     def _look_into(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> None:
         """Finds the microbatches and placements for a mesh, a policy and a schedule."""
-        ladder = Ladder(self._cost, self._room, self._space.num_layers)
+        ladder = Ladder(self._cost, self._room, self._space)
         ladders = self._space.ladders(schedule)
 
         def may_fit(place: int) -> bool:
@@ -189,14 +187,15 @@ class Search:
     def _mixtures(self, best: Candidate) -> Iterator[Candidate]:
         remats = self._space.remats()
         present = dict(best.settings).get(REMAT, self._forms.config.memory.remat)
-        if present not in remats or self._space.num_layers < 2:
+        # Of sqrt a number says how large its groups are.
+        if present not in remats or present == "sqrt" or self._space.num_units < 2:
             return
         for fast in remats[: remats.index(present)]:
-            least, most = 0, self._space.num_layers
+            least, most = 0, self._space.num_units
             mixture: Candidate | None = None
             while most - least > 1:
                 middle = (least + most) // 2
-                settings = self.canonical((*best.settings, mixed(present, fast, middle, self._space.num_layers)))
+                settings = self.canonical((*best.settings, mixed(present, fast, middle, self._space)))
                 cost = self._forms.cost(settings)
                 if cost is not None and self._room.fits(settings, cost):
                     least = middle

@@ -6,14 +6,13 @@ Nothing here says what anything costs. Placements are counted in layers: 0 of th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from framework.config import Config
 from framework.models.causal_lm import CausalLM
 from framework.plan.auto.settings import (
     ACCUMULATE,
-    BATCH,
     CLIP_MODE,
     HOST,
     MESH,
@@ -27,8 +26,6 @@ from framework.plan.auto.settings import (
 from framework.plan.targets import Target
 from framework.program.experiment import Experiment
 
-# Whether a number of layers may be placed, or recomputed, otherwise than the rest.
-BY_LAYER = False
 # Positions of a sequence that a device has at the least, where sequences are cut.
 _LEAST_POSITIONS = 512
 _MOST_SHARDS = 8
@@ -66,8 +63,13 @@ class Space:
         self._experiment = experiment
         self._is_language_model = isinstance(experiment.model, CausalLM)
         stacks = experiment.model.stacks.values()
-        # Layers of several stacks cannot be told apart by one number.
-        self.num_layers = next(iter(stacks)).num_units if len(stacks) == 1 else 0
+        # Layers of several stacks cannot be told apart by one number. A unit stays together.
+        self.num_units = 0
+        self.unit_layers = 1
+        if len(stacks) == 1:
+            (stack,) = stacks
+            self.num_units = stack.num_units
+            self.unit_layers = len(stack.unit.layers)
 
     def meshes(self) -> list[Settings]:
         """The meshes over the target's devices, that of the config first."""
@@ -167,12 +169,6 @@ class Space:
             return [path for path in PLACES if path != "memory.gradients"]
         return PLACES
 
-    def whole_batches(self) -> Iterator[int]:
-        """Global batches, from one row for each shard on, twice as many each time."""
-        sizes = self._experiment.mesh.resolve(self._target.num_devices)
-        rows = sizes["data"] * sizes["fsdp"]
-        return (rows * 2**doublings for doublings in range(24))
-
 
 def placed(level: Level, num_layers: int = 0) -> Settings:
     """The placements of a rung, with so many layers of the field that moves next."""
@@ -182,14 +178,11 @@ def placed(level: Level, num_layers: int = 0) -> Settings:
     return tuple(settings)
 
 
-def mixed(cheap: str, fast: str, num_fast: int, num_layers: int) -> Setting:
-    """A remat of two policies: the last `num_fast` layers have the fast one."""
-    return setting(REMAT, f"{cheap}:{num_layers - num_fast},{fast}:{num_fast}")
-
-
-def batch_settings(batch: int, accumulate: int) -> Settings:
-    """A global batch, and its microbatches."""
-    return (setting(BATCH, batch), setting(ACCUMULATE, accumulate))
+def mixed(cheap: str, fast: str, num_fast: int, space: Space) -> Setting:
+    """A remat of two policies: the last `num_fast` units have the fast one."""
+    fast_layers = num_fast * space.unit_layers
+    cheap_layers = space.num_units * space.unit_layers - fast_layers
+    return setting(REMAT, f"{cheap}:{cheap_layers},{fast}:{fast_layers}")
 
 
 def _rungs(fields: Sequence[str]) -> list[Level]:
@@ -202,6 +195,3 @@ def _rungs(fields: Sequence[str]) -> list[Level]:
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-__all__ = ["BY_LAYER", "Level", "Space", "batch_settings", "mixed", "placed"]

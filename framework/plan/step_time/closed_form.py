@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from framework.devices.accelerators import AcceleratorSpec
-from framework.layout import Group, StateLayout
+from framework.layout import GROUPS, StateLayout
 from framework.models.causal_lm import CausalLM
 from framework.plan.calibration.rates import DeviceRates
 from framework.plan.step_time.compiled_time import rates_of
@@ -58,7 +58,7 @@ def work_of(
     layout: StateLayout,
     traced: ClosedJaxpr,
     device_flops: float,
-    hosted_activations: int = 0,
+    hosted_activations: int,
 ) -> Work:
     """The work of a step.
 
@@ -68,7 +68,7 @@ def work_of(
         layout: of the state while training.
         traced: the gradients of one microbatch on one device.
         device_flops: of a step on one device.
-        hosted_activations: bytes of a microbatch's activations that wait in the host's memory.
+        hosted_activations: bytes of one microbatch that wait in one device's host memory.
     """
     microbatch = traced_work(traced)
     parameter_bytes = layout.bytes_per_device("parameter")
@@ -85,9 +85,9 @@ def work_of(
         # State and weights are read and written, gradients likewise.
         update_bytes=2.0 * (device_bytes + parameter_bytes + hosted_bytes),
         received_bytes=received if math.prod(sizes.values()) > 1 else 0,
-        host_bytes=float(_update_host_bytes(layout)),
+        host_bytes=_update_host_bytes(experiment, layout),
         hidden_by=_hidden_by(experiment),
-        pass_host_bytes=float(_pass_host_bytes(experiment, layout, hosted_activations)),
+        pass_host_bytes=_pass_host_bytes(experiment, layout, hosted_activations),
     )
 
 
@@ -110,27 +110,26 @@ def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int
     return round(2 * (shards - 1) / shards * sums * activation_bytes)
 
 
-def _update_host_bytes(layout: StateLayout) -> int:
-    """Bytes that come from the host for the update, and go back: optimizer state, averages and weights, each once."""
-    groups: tuple[Group, ...] = ("optimizer", "ema", "parameter")
-    return sum(layout.bytes_per_device(group, "pinned_host") for group in groups)
+def _update_host_bytes(experiment: Experiment, layout: StateLayout) -> float:
+    """Bytes that come from the host for the update. No more go there, and both ways are used at once."""
+    hosted = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
+    from_host = hosted["optimizer"] + hosted["ema"]
+    # The update takes weights once more, unless it is part of the backward pass.
+    memory = experiment.memory
+    if memory.update != "in_backward" and not memory.updates_at_once:
+        from_host += hosted["parameter"]
+    return float(from_host)
 
 
-def _pass_host_bytes(experiment: Experiment, layout: StateLayout, hosted_activations: int) -> int:
-    """Bytes that move between host and device beside the products of a step, the busier way."""
-    weights = layout.bytes_per_device("parameter", "pinned_host") + layout.bytes_per_device("frozen", "pinned_host")
-    gradients = layout.bytes_per_device("gradient", "pinned_host")
-    # Every microbatch brings the weights for either pass, and adds to the gradients; its activations go and come back.
-    brought = 2 * weights + gradients + hosted_activations
-    sent = gradients + hosted_activations
-    passes = 2 if _is_run_twice(experiment) else 1
-    return experiment.learner.accumulate * passes * max(brought, sent)
-
-
-def _is_run_twice(experiment: Experiment) -> bool:
-    """Whether a first backward pass finds the norm of the gradients, which do not stay for the second."""
-    keeps_no_gradients = experiment.memory.update == "in_backward" or experiment.memory.gradients == "none"
-    return experiment.learner.clip_mode == "two_pass" and keeps_no_gradients
+def _pass_host_bytes(experiment: Experiment, layout: StateLayout, hosted_activations: int) -> float:
+    """Bytes that come from the host beside the products of the forward and backward passes."""
+    hosted = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
+    # For each microbatch weights come for its forward and for its backward pass, and sums of gradients to be added to.
+    from_host = 2 * (hosted["parameter"] + hosted["frozen"]) + hosted_activations + hosted["gradient"]
+    memory = experiment.memory
+    keeps_no_gradients = memory.update == "in_backward" or memory.updates_at_once
+    is_run_twice = experiment.learner.clip_mode == "two_pass" and keeps_no_gradients
+    return float(experiment.learner.accumulate * from_host * (2 if is_run_twice else 1))
 
 
 def _hidden_by(experiment: Experiment) -> float:

@@ -13,11 +13,12 @@ from framework.layout import Nested
 from framework.learner.units import Decision
 from framework.schedules.gradients import Tally
 from framework.schedules.layerwise.functions import LayerFunctions
+from framework.schedules.layerwise.keeping import UnitGroup
 from framework.schedules.layerwise.parts import Part
 from framework.schedules.layerwise.passes import NO_UNIT, Pass, Residuals
-from framework.schedules.layerwise.storage import STACK
 from framework.schedules.layerwise.update_functions import LossAndMetrics
 from framework.schedules.layerwise.update_pass import UpdatePass
+from framework.schedules.storage import STACK
 from framework.schedules.unit import Carry, Cotangent
 
 
@@ -88,8 +89,8 @@ class BackwardPass(Pass[LayerFunctions]):
         if purpose.measures:
             # The cotangent is donated to the first unit's program, and needed once more.
             carry.ct = self.run("copy", _copies, carry.ct, out=self.f.specs.carry)
-        for first in range(self.f.num_units - self.f.group_size, -1, -self.f.group_size):
-            self._group_backward(first, start.residuals, carry, purpose)
+        for number in reversed(range(len(self.f.units.groups))):
+            self._group_backward(number, start.residuals, carry, purpose)
         if carry.shared_sums:
             self._visit_shared(carry, purpose)
         self._leave_embedding(carry, start.tie_grads, purpose)
@@ -110,20 +111,22 @@ class BackwardPass(Pass[LayerFunctions]):
 
     def _group_backward(
         self,
-        first: int,
+        number: int,
         residuals: list[Residuals],
         carry: BackwardCarry,
         purpose: Purpose,
     ) -> None:
-        """Runs a group of units backward, from the unit at `first` on; a group of one, without memory.remat = sqrt."""
-        size = self.f.group_size
-        group_residuals = self._group_residuals(first, residuals, carry, purpose)
+        """Runs the group of units of that number backward; a group of one, without memory.remat = sqrt."""
+        units = self.f.units
+        group = units.groups[number]
+        first, size = group
+        group_residuals = self._group_residuals(group, residuals, carry, purpose)
         if not purpose.measures:
             residuals[first] = None
         for index in range(first + size - 1, first - 1, -1):
             # The last unit of this group is the time to ask for what was kept of the next one.
-            if index == first and first and not self.f.inverts:
-                self.want_residuals(first - size, residuals)
+            if index == first and first and not units.inverts:
+                self.want_residuals(units.groups[number - 1].first, residuals)
             unit_residuals = group_residuals.pop() if size > 1 or not purpose.measures else group_residuals[0]
             grads = self.unit_backward(index, unit_residuals, carry, purpose)
             del unit_residuals
@@ -136,30 +139,31 @@ class BackwardPass(Pass[LayerFunctions]):
 
     def _group_residuals(
         self,
-        first: int,
+        group: UnitGroup,
         residuals: list[Residuals],
         carry: BackwardCarry,
         purpose: Purpose,
     ) -> list[Residuals]:
         """What is kept of each unit of a group; where units are inverted, the unit's output."""
-        if self.f.inverts:
+        if self.f.units.inverts:
             return [carry.before]
-        if self.f.group_size == 1:
-            return [residuals[first]]
+        if group.count == 1:
+            return [residuals[group.first]]
         # The cotangent has the structure of what flows between units, which residuals have not.
-        return self._run_group_again(first, residuals[first], jax.tree.structure(carry.ct), purpose.measures)
+        return self._run_group_again(group, residuals[group.first], jax.tree.structure(carry.ct), purpose.measures)
 
     def _run_group_again(
         self,
-        first: int,
+        group: UnitGroup,
         group_input: Residuals,
         carry_structure: Any,
         measures: bool,
     ) -> list[Residuals]:
         """What the backward pass of a group of units needs, by a forward pass from its input."""
         # No other name may refer to the input: it is to be gone when the first unit has run.
+        first = group.first
         x = jax.tree.unflatten(carry_structure, self.run.take(Part.unit(first).residuals, group_input).leaves)
-        end = first + self.f.group_size
+        end = first + group.count
         group_residuals: list[Residuals] = []
         if measures:
             # Inputs are donated to the next unit's program, and this one is needed once more.
@@ -167,7 +171,7 @@ class BackwardPass(Pass[LayerFunctions]):
         for index in range(first, end):
             # The backward pass begins with the last unit, whose weights are there.
             next_index = index + 1 if index + 1 < end else -1
-            x, unit_residuals, _ = self.unit_forward(index, x, "now", next_index)
+            x, unit_residuals, _ = self.unit_forward(index, x, self.f.units.keeping(index, "now"), next_index)
             group_residuals.append(unit_residuals)
         return group_residuals
 
@@ -211,7 +215,7 @@ class BackwardPass(Pass[LayerFunctions]):
             grad_sums,
             self.inputs,
             # Where units are inverted, x is needed as the last unit's output.
-            donate=(3,) if f.inverts else (2, 3),
+            donate=(3,) if f.units.inverts else (2, 3),
             out=lambda results: (
                 f.specs.carry(results[0]),
                 f.specs.gradients("head", results[1]),
@@ -241,11 +245,12 @@ class BackwardPass(Pass[LayerFunctions]):
         donate = (4, 5, 6)
         if purpose.measures:
             donate = (4, 5)
-        elif f.inverts:
+        elif f.units.inverts:
             donate = (3, 4, 5, 6)
+        name = f"unit backward{f.units.label(index)}"
         carry.ct, grads, carry.shared_sums, carry.tally, carry.before = self.run(
-            "unit backward, measured" if purpose.measures else "unit backward",
-            f.unit_backward,
+            f"{name}, measured" if purpose.measures else name,
+            partial(f.unit_backward, f.units.policies[index]),
             weights,
             self.shared,
             part.of(self.buffers),

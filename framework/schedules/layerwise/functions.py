@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from framework.layers import sums as sums_of_uses
 from framework.layers.base import Context, Out
-from framework.layers.remat import group_size
 from framework.layout import Nested, StateLayout, merge
 from framework.learner.learner import Learner
 from framework.learner.units import unit_at
 from framework.models.causal_lm import CausalLM
 from framework.schedules.gradients import Tally, TiedGradients, add_tied, split_tied
+from framework.schedules.layerwise.keeping import Keeping, UnitPlan
 from framework.schedules.layerwise.result_specs import ResultSpecs
 from framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
 from framework.schedules.memory import Memory
@@ -59,9 +59,8 @@ class LayerFunctions:
         self.layout = layout
         self.memory = memory
         self.num_units = model.stack.num_units
-        self.group_size = group_size(memory.remat, self.num_units) or 1
-        self.inverts = memory.remat == "invert"
-        self.specs = ResultSpecs(layout, memory)
+        self.units = UnitPlan.of(memory, model.stack)
+        self.specs = ResultSpecs(layout)
         self.updates = UpdateFunctions(model, learner, layout, self.specs)
 
     def context(self, inputs: Inputs) -> Context:
@@ -170,13 +169,19 @@ class LayerFunctions:
         buffers: Nested,
         inputs: Inputs,
         index: jax.Array,
+        policy: str,
     ) -> tuple[UnitFunctions, UnitArguments]:
-        """A unit, and what it is a function of but its input; arguments as those of `unit_forward`."""
+        """A unit, and what it is a function of but its input.
+
+        Args:
+            weights, shared, buffers, inputs, index: as those of `unit_forward`.
+            policy: what the backward pass recomputes of the unit.
+        """
         params = _without_axis(weights["parameter"])
         frozen = _without_axis(weights["frozen"])
         unit_buffers = _without_axis(buffers)
         stack = self.model.stack
-        stack_ctx = self.context(inputs).fold("stack")
+        stack_ctx = replace(self.context(inputs).fold("stack"), remat=policy)
         unit = UnitFunctions("stack", stack, stack.unit_function(merge(params, frozen), stack_ctx))
         ctx = stack_ctx.fold_index(index)
         constants = UnitConstants(frozen, shared["frozen"], unit_buffers, ctx)
@@ -184,7 +189,7 @@ class LayerFunctions:
 
     def unit_forward(
         self,
-        keeps: str,
+        keeping: Keeping,
         weights: Weights,
         shared: Weights,
         buffers: Nested,
@@ -195,23 +200,22 @@ class LayerFunctions:
         """Runs a unit: (y, what is kept, loss and metrics, buffers).
 
         Args:
-            keeps: "all" that its backward pass needs, the same for "now", which is not worth a move to the host, the
-                "input" or "nothing".
+            keeping: what is kept of it, and where.
             weights, shared, buffers: the unit's, and the parameters that all units share.
             x: its input.
             inputs: of the microbatch.
             index: the unit's.
         """
-        unit, arguments = self._unit(weights, shared, buffers, inputs, index)
-        if keeps in ("all", "now"):
+        unit, arguments = self._unit(weights, shared, buffers, inputs, index, keeping.policy)
+        if keeping.what in ("all", "now"):
             y, out, residuals = unit.forward_with_residuals(arguments, x)
         else:
             y, out, residuals = unit.forward(arguments, x)
-        if keeps == "input":
+        if keeping.what == "input":
             residuals = residuals.with_leaves(jax.tree.leaves(x))
         moved_leaves = []
         for leaf in residuals.leaves:
-            if self.specs.goes_to_host(leaf, keeps):
+            if keeping.goes_to_host(leaf):
                 leaf = jax.device_put(leaf, jax.memory.Space.Host)
             moved_leaves.append(leaf)
         new_buffers = _with_axis(out.layer_state)
@@ -219,6 +223,7 @@ class LayerFunctions:
 
     def unit_backward(
         self,
+        policy: str,
         weights: Weights,
         shared: Weights,
         buffers: Nested,
@@ -233,6 +238,7 @@ class LayerFunctions:
         """Runs a unit backward.
 
         Args:
+            policy: what the backward pass recomputes of the unit.
             weights, shared, buffers: the unit's, and the parameters that all units share.
             residuals: what `unit_forward` kept of it; where units are inverted, with its output for leaves.
             ct: the cotangent of its output.
@@ -246,9 +252,9 @@ class LayerFunctions:
             (cotangent of its input; its gradients; `shared_sums` with its part; the tally; where units are inverted,
             the residuals of the unit before it, whose output this one's input is).
         """
-        unit, arguments = self._unit(weights, shared, buffers, inputs, index)
+        unit, arguments = self._unit(weights, shared, buffers, inputs, index, policy)
         residuals_before: UnitResiduals | None = None
-        if self.inverts:
+        if self.units.inverts:
             y = jax.tree.unflatten(jax.tree.structure(ct), residuals.leaves)
             result = unit.invert(arguments, y, residuals.loss, ct)
             residuals_before = residuals.with_leaves(jax.tree.leaves(result.x))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from framework.layout import Nested
 from framework.schedules.layerwise.moves import MoveKey
-from framework.schedules.layerwise.storage import STACK
+from framework.schedules.storage import STACK
 
 
 class Part(NamedTuple):

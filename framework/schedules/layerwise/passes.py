@@ -17,12 +17,13 @@ from framework.schedules.layerwise.functions import (
     LayerFunctions,
     Weights,
 )
+from framework.schedules.layerwise.keeping import NOTHING, Keeping
 from framework.schedules.layerwise.moves import Moves
 from framework.schedules.layerwise.parts import Part
 from framework.schedules.layerwise.programs import Programs
-from framework.schedules.layerwise.storage import STACK
 from framework.schedules.layerwise.update_functions import LossAndMetrics
 from framework.schedules.step import Metrics
+from framework.schedules.storage import STACK
 from framework.schedules.unit import Carry, UnitResiduals
 
 Functions = TypeVar("Functions", bound=LayerFunctions)
@@ -101,7 +102,7 @@ class Pass(Generic[Functions]):
             part = Part.unit(index)
             self.run.want(part.weights, self.weights(part))
 
-    def forward(self, keeps: Callable[[int], str]) -> tuple[Carry, list[Residuals], dict[str, LossAndMetrics]]:
+    def forward(self, keeping_of: Callable[[int], Keeping]) -> tuple[Carry, list[Residuals], dict[str, LossAndMetrics]]:
         """Runs embedding and stack: (what comes out of the stack; what is kept of each unit; loss and metrics of
         both)."""
         f = self.f
@@ -124,7 +125,7 @@ class Pass(Generic[Functions]):
         residuals_by_unit: list[Residuals] = []
         stack_loss: LossAndMetrics | None = None
         for index in range(f.num_units):
-            x, unit_residuals, unit_loss = self.unit_forward(index, x, keeps(index), index + 1)
+            x, unit_residuals, unit_loss = self.unit_forward(index, x, keeping_of(index), index + 1)
             residuals_by_unit.append(unit_residuals)
             # A unit may have neither a loss nor metrics.
             if jax.tree.leaves(unit_loss):
@@ -138,7 +139,7 @@ class Pass(Generic[Functions]):
         self,
         index: int,
         x: Carry,
-        keeps: str,
+        keeping: Keeping,
         next_index: int,
     ) -> tuple[Carry, UnitResiduals, LossAndMetrics]:
         """Runs one unit forward, and brings the weights of the next one to the device: (y, what is kept, loss and
@@ -147,8 +148,8 @@ class Pass(Generic[Functions]):
         weights = self.unit_weights(index)
         self.want_unit(next_index)
         y, residuals, unit_loss, buffers = self.run(
-            f"unit forward, keeps {keeps}",
-            partial(f.unit_forward, keeps),
+            keeping.program,
+            partial(f.unit_forward, keeping),
             weights,
             self.shared,
             Part.unit(index).of(self.buffers),
@@ -158,12 +159,12 @@ class Pass(Generic[Functions]):
             donate=(3,),
             out=lambda results: (
                 f.specs.carry(results[0]),
-                f.specs.residuals(results[1], keeps),
+                f.specs.residuals(results[1], keeping),
                 *f.specs.everywhere(results[2:]),
             ),
         )
         # A group's second forward pass ("now") sees the buffers as the first one found them.
-        if buffers and keeps != "now":
+        if buffers and keeping.what != "now":
             self.new_buffers[STACK][index] = buffers
         return y, residuals, unit_loss
 
@@ -183,7 +184,7 @@ class Evaluation(Pass[EvaluationFunctions]):
         sums = None
         for number in range(f.learner.accumulate):
             self.begin(buffers, (batch, {}, self.numbers[number]))
-            x, *_ = self.forward(lambda index: "nothing")
+            x, *_ = self.forward(lambda index: NOTHING)
             head = self.stage_weights("head")
             arguments = head, Part("head").of(self.buffers), x, self.inputs
             scores = self.run("score", f.score, *arguments, out=f.specs.everywhere)

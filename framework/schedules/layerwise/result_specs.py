@@ -9,8 +9,8 @@ import jax
 
 from framework.layers.base import BATCH_AXES
 from framework.layout import MemoryKind, Nested, StateLayout, TensorSpec, flatten, unflatten
-from framework.schedules.memory import Memory
-from framework.schedules.unit import UnitResiduals, is_worth_offloading
+from framework.schedules.layerwise.keeping import Keeping
+from framework.schedules.unit import UnitResiduals
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,9 @@ class ResultSpecs:
 
     Attributes:
       layout: its stacks are in parts.
-      memory: says what of the activations is in host memory.
     """
 
     layout: StateLayout
-    memory: Memory
 
     def carry(self, tree: Any, kind: MemoryKind = "device") -> Any:
         """The specs of what flows between units: rows over data and fsdp, positions over seq."""
@@ -37,17 +35,13 @@ class ResultSpecs:
 
         return jax.tree.map(spec, tree)
 
-    def goes_to_host(self, x: Any, keeps: str) -> bool:
-        """Whether an activation that is kept of a unit, or one of its shape, goes to host memory."""
-        return self.memory.activations != "device" and keeps != "now" and is_worth_offloading(x)
-
-    def residuals(self, residuals: UnitResiduals, keeps: str) -> UnitResiduals:
+    def residuals(self, residuals: UnitResiduals, keeping: Keeping) -> UnitResiduals:
         """The specs of what is kept of a unit: as inputs, where the policy keeps nothing else; else as the compiler
         likes."""
         leaves = residuals.leaves
-        kinds: list[MemoryKind] = ["pinned_host" if self.goes_to_host(x, keeps) else "device" for x in leaves]
+        kinds: list[MemoryKind] = ["pinned_host" if keeping.goes_to_host(x) else "device" for x in leaves]
         # With other policies the leaves are whatever a pull-back holds, of which nobody knows the axes.
-        if self.memory.remat != "full" and not self.memory.remat.startswith("sqrt"):
+        if keeping.policy != "full" and not keeping.policy.startswith("sqrt"):
             return residuals.with_leaves(kinds)
         specs = []
         for x, kind in zip(leaves, kinds, strict=True):

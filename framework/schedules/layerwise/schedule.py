@@ -2,7 +2,7 @@
 
 Dispatch is asynchronous: Python runs ahead of the devices, and norm, finiteness and metrics are scalars that stay
 there. The number of programs does not depend on the number of layers, so neither does the time to compile them. Each
-layer's arrays are its own (`framework.schedules.layerwise.storage`), what is updated is donated, and what lives in host
+layer's arrays are its own (`framework.schedules.storage`), what is updated is donated, and what lives in host
 memory is carried by the programs of the layers before and after (`moves.Moves`): nothing is sliced, so it works on
 GPUs too, whose compiler cannot slice host memory.
 
@@ -31,7 +31,7 @@ from framework.schedules.step import Metrics, State
 
 def check(learner: Learner, memory: Memory) -> None:
     """Raises ValueError when learner and memory want what a step in layers cannot give."""
-    if memory.gradients == "none":
+    if memory.updates_at_once:
         in_backward.check(learner, "memory.gradients = none")
     if "offload" in memory.remat:
         raise ValueError(

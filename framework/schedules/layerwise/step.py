@@ -26,7 +26,7 @@ class LayerwiseStep(BackwardPass):
         # dict would keep the old parts alive.
         self.state = {group: copied(tree) for group, tree in state.items()}
         del state
-        self.at_once = self.f.memory.gradients == "none"
+        self.at_once = self.f.memory.updates_at_once
         self.updates = UpdatePass(self.f, self.run, self.numbers, self.state)
         start, total = self._microbatches(batch)
         # A program makes it: a transfer from Python would make the step wait.
@@ -54,13 +54,13 @@ class LayerwiseStep(BackwardPass):
         self.new_buffers = self.state["buffer"]
         for number in range(f.learner.accumulate):
             self.begin(self.new_buffers, (batch, self.state["counter"], self.numbers[number]))
-            x, residuals, parts = self.forward(self._keeps)
+            x, residuals, parts = self.forward(f.units.kept_in_forward)
             # Of units that are inverted only the last one's output is kept.
-            if f.inverts:
+            if f.units.inverts:
                 last_unit = residuals[-1]
                 assert last_unit is not None
                 residuals[-1] = last_unit.with_leaves(jax.tree.leaves(x))
-            self.want_residuals(f.num_units - f.group_size, residuals)
+            self.want_residuals(f.units.groups[-1].first, residuals)
             ct, tie_grads, parts["head"] = self.head_step(x)
             del x
             start = BackwardStart(residuals, ct, tie_grads)
@@ -69,16 +69,6 @@ class LayerwiseStep(BackwardPass):
             if number + 1 < f.learner.accumulate:
                 self.backward(start, None, Purpose())
         return start, total
-
-    def _keeps(self, index: int) -> str:
-        """What the forward pass keeps of a unit, see `LayerFunctions.unit_forward`."""
-        f = self.f
-        if f.inverts:
-            return "nothing"
-        if f.group_size == 1:
-            return "all"
-        # Of a group only the input of its first unit is kept.
-        return "nothing" if index % f.group_size else "input"
 
     def decide(self, total: Nested, squares: jax.Array) -> tuple[Decision, Tally]:
         """(the decision, a tally to begin with)."""

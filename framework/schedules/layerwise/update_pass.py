@@ -43,12 +43,17 @@ class UpdatePass:
 
     def keep(self, part: Part, grads: Nested) -> None:
         """Lets gradients wait, on the host if there is a place for them."""
-        if "gradient" in self.state:
-            place = self.gradients.get(part) or part.of(self.state["gradient"])
+        host_place = self._host_place(part)
+        if host_place:
+            place = self.gradients.get(part) or host_place
             self.run.put(part.gradients, grads, place)
             self.leaving.add(part)
             grads = place
         self.gradients[part] = grads
+
+    def _host_place(self, part: Part) -> Nested:
+        """The buffers in host memory for a part's gradients; {} for gradients that stay on the device."""
+        return part.of(self.state.get("gradient", {}))
 
     def _placed(self, part: Part) -> Nested:
         """Gradients that wait; where they live."""
@@ -128,7 +133,7 @@ class UpdatePass:
             grads = self.run.take(part.gradients, self._placed(part))
             stored_grads = self.gradients.pop(part)
             # Hosted buffers are part of the state; gradients on the device end here.
-            if "gradient" in self.state:
+            if self._host_place(part):
                 part.put(self.state["gradient"], stored_grads)
             del stored_grads
             if part.index is not None and number + 1 < len(parts):

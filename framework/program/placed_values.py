@@ -1,0 +1,72 @@
+"""First values where a run has them: in the parts of its stacks, and in the memory that the layout says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from framework.layout import StateLayout, TensorSpec, flatten, store_leaf
+from framework.program.first_values import Draw, GroupedArrays, Paths
+from framework.schedules.storage import Parts
+
+
+class PlacedValues:
+    """Makes parts of the first state, inside jit.
+
+    Args:
+        make: draws the values of some parameters, see `FirstValues.draw`.
+        layout: of the running state.
+        parts: in which it has its stacks.
+    """
+
+    def __init__(self, make: Draw, layout: StateLayout, parts: Parts):
+        self._make = make
+        self._parts = parts
+        self._specs: dict[str, dict[str, TensorSpec]] = {name: flatten(tree) for name, tree in layout.specs.items()}
+
+    def runs_of_layers(self, path: str, num_layers: int | None) -> Iterator[range | None]:
+        """The runs of layers that one leaf of the state holds.
+
+        Args:
+            path: of a parameter.
+            num_layers: of its stack; None for a parameter that is made in one piece.
+        """
+        stack_parts = self._parts.of_stack(path.split("/", 1)[0])
+        if num_layers is None:
+            yield None
+        elif not stack_parts:
+            yield range(num_layers)
+        else:
+            for part in stack_parts:
+                yield range(part.first, part.first + part.count)
+
+    def values(self, key: jax.Array, paths: Paths, layers: range | None) -> GroupedArrays:
+        """What the state holds of some parameters, {group: {path in the state: array}}.
+
+        Args:
+            key: of all first values.
+            paths: of the parameters.
+            layers: a run of layers; None for parameters that are made in one piece.
+        """
+        if layers is None:
+            return self._stored(self._make(key, paths, None))
+        make_layer = functools.partial(self._layer_values, key, paths, layers.start)
+        return jax.lax.map(make_layer, jnp.arange(layers.start, layers.stop))
+
+    def _layer_values(self, key: jax.Array, paths: Paths, first: int, layer: jax.Array) -> GroupedArrays:
+        """The values of one layer, by the paths of the part whose first layer is given."""
+        values_by_group = {}
+        for group, values in self._make(key, paths, layer).items():
+            values_by_group[group] = {self._parts.place(path, first)[0]: x for path, x in values.items()}
+        return self._stored(values_by_group)
+
+    def _stored(self, values_by_group: GroupedArrays) -> GroupedArrays:
+        """The values in the memory where they live; without gradients, which have no place on the device."""
+        stored_values: GroupedArrays = {}
+        for group, values in values_by_group.items():
+            specs = self._specs[group]
+            stored_values[group] = {path: store_leaf(specs[path], x) for path, x in values.items() if path in specs}
+        return stored_values

@@ -1,0 +1,281 @@
+"""A stack held in parts and as a whole: how a state is stored is a matter of the run.
+
+What a checkpoint holds are whole stacks. A run holds them in parts where its layers do not all live in one place: with
+`memory.update = layer_programs` a group of the state has for its stack a list of trees, one for each unit; elsewhere a
+tree for each section of units that live alike, under the section's name. Each part's leaves have a leading axis of its
+units. Between whole stacks and parts, arrays pass through host memory, a leaf at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from framework.layers.section import Section
+from framework.layout import Nested, StateLayout, TensorSpec, flatten
+from framework.models.chain import Chain
+from framework.schedules.memory import Memory
+
+STACK = "stack"
+# The fields of `Memory` that say where a group of the state lives.
+_PLACES = {
+    "parameter": "parameters",
+    "frozen": "parameters",
+    "optimizer": "optimizer_state",
+    "ema": "optimizer_state",
+    "gradient": "gradients",
+}
+
+
+class StackPart(NamedTuple):
+    """Some units of a stack, whose arrays a run holds together.
+
+    Attributes:
+      stack: the stage's name in the model.
+      first: the index of the first unit.
+      count: the number of units.
+      stage: the key of the part in a group of the state.
+      number: its index in the list under that key; None where there is no list.
+    """
+
+    stack: str
+    first: int
+    count: int
+    stage: str
+    number: int | None = None
+
+    @property
+    def path(self) -> str:
+        """The first keys of the paths of its leaves, below the group."""
+        return self.stage if self.number is None else f"{self.stage}/{self.number}"
+
+    def of(self, tree: Nested) -> Nested:
+        """The part's tree in a group of the state."""
+        return tree[self.stage] if self.number is None else tree[self.stage][self.number]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts in which a run holds the stacks of its state.
+
+    Attributes:
+      parts: of all stacks that are in parts, in order.
+      hosted_units: by group of the state and stack, the number of units, from the first, that are in host memory; a
+        group that is missing is where the specs of the whole stacks have it.
+    """
+
+    parts: tuple[StackPart, ...]
+    hosted_units: dict[tuple[str, str], int]
+
+    @staticmethod
+    def of_units(model: Chain, memory: Memory) -> Parts:
+        """Every unit of the stack by itself, in a list."""
+        num_units = model.stacks[STACK].num_units
+        parts = tuple(StackPart(STACK, index, 1, STACK, index) for index in range(num_units))
+        return Parts(parts, _hosted_units(model, memory))
+
+    @staticmethod
+    def of_sections(model: Chain, memory: Memory, sections: list[Section]) -> Parts:
+        """The sections of the stacks of a model; [] for whole stacks."""
+        parts = tuple(StackPart(section.home, section.first, section.count, section.name) for section in sections)
+        return Parts(parts, _hosted_units(model, memory))
+
+    def of_stack(self, stack: str) -> list[StackPart]:
+        """The parts of one stack; [] where it is whole."""
+        return [part for part in self.parts if part.stack == stack]
+
+    @property
+    def stacks(self) -> list[str]:
+        """The names of the stacks that are in parts."""
+        return list(dict.fromkeys(part.stack for part in self.parts))
+
+    def place(self, path: str, unit: int) -> tuple[str, int]:
+        """Where a run has a unit's values of a leaf of the whole stack.
+
+        Args:
+            path: of the leaf below its group, stack/block0/... .
+            unit: the index of the unit in the stack.
+
+        Returns:
+            (path of the leaf in the run, the unit's index in that leaf).
+        """
+        stack, path_in_stack = path.split("/", 1)
+        for part in self.of_stack(stack):
+            if part.first <= unit < part.first + part.count:
+                return f"{part.path}/{path_in_stack}", unit - part.first
+        return path, unit
+
+    # --- specs -------------------------------------------------------------------------------------------------------
+
+    def specs(self, whole: Nested) -> Nested:
+        """The specs of a state in parts, by group, from those of whole stacks."""
+        return {group: self._specs_of_group(group, tree) for group, tree in whole.items()}
+
+    def _specs_of_group(self, group: str, tree: Nested) -> Nested:
+        parts = {}
+        for part in self.parts:
+            if tree.get(part.stack):
+                parts[part] = self._specs_of_part(group, part, tree[part.stack])
+        return self._replaced(tree, parts)
+
+    def _specs_of_part(self, group: str, part: StackPart, tree: Nested) -> Nested:
+        hosted_units = self.hosted_units.get((group, part.stack))
+        is_hosted = hosted_units is None or part.first + part.count <= hosted_units
+        # Gradients are part of the state only in host memory: on the device they live within a step.
+        if group == "gradient" and not is_hosted:
+            return {}
+
+        def of_part(spec: TensorSpec) -> TensorSpec:
+            part_spec = replace(spec, shape=(part.count, *spec.shape[1:]))
+            return part_spec if is_hosted else replace(part_spec, memory_kind="device")
+
+        return jax.tree.map(of_part, tree)
+
+    def _replaced(self, tree: Nested, parts: dict[StackPart, Nested]) -> Nested:
+        """A group of the state with parts in the place of its whole stacks."""
+        if not parts:
+            return tree
+        replaced: Nested = {}
+        for stage, stage_tree in tree.items():
+            stage_parts = [part for part in parts if part.stack == stage]
+            if not stage_parts:
+                replaced[stage] = stage_tree
+            for part in stage_parts:
+                if part.number is not None:
+                    replaced.setdefault(part.stage, []).append(parts[part])
+                elif parts[part]:
+                    replaced[part.stage] = parts[part]
+        return replaced
+
+    def before_cut(self, layout: StateLayout) -> Nested:
+        """The specs that `cut` takes: what is to be cut is in host memory.
+
+        Args:
+            layout: of the whole stacks.
+        """
+
+        def hosted(tree: Nested) -> Nested:
+            return jax.tree.map(lambda spec: replace(spec, memory_kind="pinned_host"), tree)
+
+        specs = {}
+        for group, tree in layout.kept.items():
+            whole_stacks = {stack: hosted(tree[stack]) for stack in self.stacks if tree.get(stack)}
+            specs[group] = {**tree, **whole_stacks}
+        return specs
+
+    # --- inside jit --------------------------------------------------------------------------------------------------
+
+    def concatenated(self, state: Nested) -> Nested:
+        """Inside jit: a state in parts, by group, as one of whole stacks, which are copies beside the parts."""
+        joined_state = {}
+        for group, tree in state.items():
+            part_stages = {part.stage for part in self.parts}
+            joined_tree = {stage: stage_tree for stage, stage_tree in tree.items() if stage not in part_stages}
+            for stack in self.stacks:
+                parts = [part.of(tree) for part in self.of_stack(stack) if part.stage in tree]
+                if parts:
+                    joined_tree[stack] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+            joined_state[group] = joined_tree
+        return joined_state
+
+    # --- arrays ------------------------------------------------------------------------------------------------------
+
+    def joined(self, state: Nested, layout: StateLayout) -> Nested:
+        """A state in parts as one of whole stacks, which are copies in host memory.
+
+        Args:
+            state: by group.
+            layout: of the whole stacks.
+        """
+        return {group: self._joined_group(tree, layout.specs[group], layout) for group, tree in state.items()}
+
+    def _joined_group(self, tree: Nested, specs: Nested, layout: StateLayout) -> Nested:
+        def join(spec: TensorSpec, *leaves: jax.Array) -> jax.Array:
+            return _joined_leaf(spec, leaves, layout)
+
+        # Counters have no stages.
+        joined_stages = {}
+        for stage in specs:
+            parts = self.of_stack(stage)
+            if parts and specs[stage]:
+                joined_stages[stage] = jax.tree.map(join, specs[stage], *[part.of(tree) for part in parts])
+            else:
+                joined_stages[stage] = tree[stage]
+        return joined_stages
+
+    def cut(self, state: Nested, layout: StateLayout) -> Nested:
+        """A state of whole stacks, which are in host memory and gone afterwards, in parts.
+
+        Args:
+            state: by group.
+            layout: of the parts.
+        """
+        return {group: self._cut_group(tree, layout.specs[group], layout) for group, tree in state.items()}
+
+    def _cut_group(self, tree: Nested, specs: Nested, layout: StateLayout) -> Nested:
+        parts = {}
+        for stack in self.stacks:
+            if tree.get(stack):
+                parts |= dict(self._cut_stack(stack, tree[stack], specs, layout))
+        return self._replaced(tree, parts)
+
+    def _cut_stack(
+        self,
+        stack: str,
+        tree: Nested,
+        specs: Nested,
+        layout: StateLayout,
+    ) -> Iterator[tuple[StackPart, Nested]]:
+        """Yields the parts of a stack, each with its tree."""
+        parts = self.of_stack(stack)
+        specs_of_parts = {part: flatten(part.of(specs)) for part in parts}
+        leaves_of_parts: dict[StackPart, dict[str, jax.Array]] = {part: {} for part in parts}
+        for path, leaf in flatten(tree).items():
+            for part in parts:
+                leaves_of_parts[part][path] = _cut_leaf(leaf, part, specs_of_parts[part][path], layout)
+            # A leaf at a time, so that host memory need not hold whole stacks and parts together.
+            leaf.delete()
+        for part in parts:
+            leaves = [leaves_of_parts[part][path] for path in specs_of_parts[part]]
+            yield part, jax.tree.unflatten(jax.tree.structure(part.of(specs)), leaves)
+
+
+def _hosted_units(model: Chain, memory: Memory) -> dict[tuple[str, str], int]:
+    """See `Parts.hosted_units`."""
+    hosted_units = {}
+    for stack_name, stack in model.stacks.items():
+        for group, field in _PLACES.items():
+            placement = getattr(memory, field)
+            hosted_units[group, stack_name] = placement.hosted_units(field, stack)
+    return hosted_units
+
+
+def _joined_leaf(spec: TensorSpec, parts: tuple[jax.Array, ...], layout: StateLayout) -> jax.Array:
+    """A leaf of a whole stack, in host memory, from those of its parts."""
+    sharding = layout.sharding(replace(spec, memory_kind="pinned_host"))
+    shards_by_part = [[shard.data for shard in part.addressable_shards] for part in parts]
+    stack_shards = []
+    # The axis of units is never sharded, so a device's shard of the stack is made of its own shards of the parts.
+    for number, shard in enumerate(parts[0].addressable_shards):
+        part_arrays = [np.asarray(shards[number]) for shards in shards_by_part]
+        stack_array = np.concatenate(part_arrays)
+        host_sharding = jax.sharding.SingleDeviceSharding(shard.device, memory_kind="pinned_host")
+        stack_shards.append(jax.device_put(stack_array, host_sharding))
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, stack_shards)
+
+
+def _cut_leaf(leaf: jax.Array, part: StackPart, spec: TensorSpec, layout: StateLayout) -> jax.Array:
+    """A part of a leaf of a whole stack, in the memory that `spec` says."""
+    part_shards = []
+    for shard in leaf.addressable_shards:
+        sharding = jax.sharding.SingleDeviceSharding(shard.device, memory_kind=spec.memory_kind)
+        part_view = np.asarray(shard.data)[part.first : part.first + part.count]
+        # A copy: JAX may use a NumPy array's memory as it is, and this view's is that of the whole stack.
+        part_array = np.array(part_view)
+        part_shards.append(jax.device_put(part_array, sharding))
+    return jax.make_array_from_single_device_arrays(spec.shape, layout.sharding(spec), part_shards)

@@ -1,0 +1,149 @@
+"""Placement and recomputation by the layer: what a setting means, what it moves, and what cannot be."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from framework.config import Config
+from framework.config.config import Config as StoredConfig
+from framework.layout import flatten
+from framework.program.program import Program
+from framework.schedules.memory import Memory
+from framework.schedules.sections import sections_of
+from tests.support import exact, small
+from tests.support.exact import Case
+
+PLACED = ("optimizer_state", "gradients", "parameters", "activations")
+UNITS = 4
+
+
+def sections(memory: dict[str, Any], model: Config | None = None) -> list[tuple[str, str, bool]]:
+    """(stage, policy, whether activations go to the host) of each section of a stack of four units."""
+    model = model or exact.tied(None)
+    found = sections_of(model.instantiate(), Memory(**memory))
+    return [(section.name, section.remat, section.offloads) for section in found]
+
+
+def test_a_stack_is_cut_where_memory_says_another_thing():
+    assert sections({"remat": "full"}) == []
+    assert sections({"optimizer_state": "pinned_host"}) == []
+    assert sections({"optimizer_state": "pinned_host:4"}) == [], "all layers alike: nothing is cut"
+    assert sections({"optimizer_state": "pinned_host:0.5"}) == [
+        ("stack.0-1", "none", False),
+        ("stack.2-3", "none", False),
+    ]
+    assert sections({"remat": "full:1,save:query,key:2,none"}) == [
+        ("stack.0-0", "full", False),
+        ("stack.1-2", "save:query,key", False),
+        ("stack.3-3", "none", False),
+    ]
+    both = {"update": "streamed", "remat": "sqrt:2:2,full:2", "activations": "pinned_host:3"}
+    assert sections(both) == [
+        ("stack.0-1", "sqrt:2", True),
+        ("stack.2-2", "full", True),
+        ("stack.3-3", "full", False),
+    ]
+    # A pattern's layers stay together: 8 layers are 4 units.
+    assert sections({"optimizer_state": "pinned_host:2"}, exact.tied(None, None))[0][0] == "stack.0-0"
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ({"optimizer_state": "host"}, "memory.optimizer_state: expected device, pinned_host, pinned_host:LAYERS"),
+        ({"optimizer_state": "pinned_host:0"}, "given 'pinned_host:0'"),
+        ({"optimizer_state": "pinned_host:1.5"}, "given 'pinned_host:1.5'"),
+        ({"optimizer_state": "device:3"}, "given 'device:3'"),
+        ({"optimizer_state": "pinned_host:9"}, "memory.optimizer_state = pinned_host:9: the stack has 4 layers"),
+        ({"remat": "full:3"}, "memory.remat = full:3: it says nothing of the last 1 layers"),
+        ({"remat": "full:3,dots:3"}, "it is of more layers than the 4 there are"),
+        (
+            {"remat": "full:3,dts"},
+            r"remat: expected none, full.*with their numbers of layers.*'full:3,dts'",
+        ),
+        ({"parameters": "pinned_host:2"}, "memory.parameters = pinned_host:2 needs memory.update"),
+        ({"gradients": "pinned_host:2"}, "memory.gradients = pinned_host:2 needs memory.update"),
+        ({"update": "layer_programs", "remat": "invert:2,full"}, "it inverts all layers or none"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(memory: dict[str, Any], message: str):
+    config = small.experiment(exact.tied(None), memory=memory)
+    with pytest.raises(ValueError, match=message):
+        small.program(config)
+
+
+def test_numbers_that_cut_a_pattern_and_optimizers_of_the_whole_model_are_refused():
+    with pytest.raises(
+        ValueError, match=r"pinned_host:3: the pattern has 2 layers, which stay together; nearest: \[2, 4\]"
+    ):
+        small.program(small.experiment(exact.tied(None, None), memory={"optimizer_state": "pinned_host:3"}))
+    with pytest.raises(ValueError, match=r"learner\.scope = model with memory settings that differ by layer"):
+        small.program(small.experiment(exact.tied(None), memory={"remat": "full:2,none"}, scope="model"))
+
+
+def program_of(case: Case) -> Program:
+    with exact.conditions():
+        return case.program()
+
+
+def test_first_values_and_checkpoints_do_not_show_it():
+    """The same bits as without, at the start and after a step that is stored and read into another division."""
+    plain = program_of(Case(memory="streamed", precision="float32"))
+    cut = program_of(Case(memory="hosted_gradients", placement="all", layers="unlike", precision="float32"))
+    with exact.conditions():
+        state = cut.init()
+        cut.layout.check(state)
+        stages = [stage for stage in state["parameter"] if stage.startswith("stack")]
+        assert len(stages) > 2
+        first = jax.device_get(plain.init())
+        small.assert_same_bits(jax.device_get(cut.stored(state)), first)
+        assert cut.stored(state)["parameter"].keys() == first["parameter"].keys()
+        stored = cut.stored(state)
+        again = cut.restored(stored)
+        cut.layout.check(again)
+        again, metrics = cut.step(again, cut.put(small.host_batch(cut)))
+        cut.layout.check(again)
+        plain_state = plain.init()
+        plain_state, plain_metrics = plain.step(plain_state, plain.put(small.host_batch(plain)))
+        assert metrics.keys() == plain_metrics.keys()
+        whole = cut.joined(again)
+        assert whole["parameter"].keys() == first["parameter"].keys()
+        for path, leaf in flatten(whole["parameter"]).items():
+            spec = flatten(cut.checkpoint_layout.specs["parameter"])[path]
+            assert (leaf.shape, leaf.sharding.memory_kind) == (spec.shape, spec.memory_kind)
+
+
+@pytest.mark.parametrize("field", PLACED)
+def test_the_bytes_moved_by_layer_programs_are_as_many_as_the_layers(field: str):
+    """Counted at every call of the rehearsed step. The last unit stays on the device from its forward to its backward
+    program, and so is hosted in none of these."""
+    moved = {}
+    with exact.conditions():
+        for place in ("pinned_host:0.75", "pinned_host:0.5", "pinned_host:1"):
+            memory = {"update": "layer_programs", "remat": "full", field: place}
+            program = small.program(small.experiment(exact.tied(None), memory=memory))
+            moved[place] = program.execution.rehearse_step(program.execution.compile_here).moved
+    one_unit = moved["pinned_host:1"]
+    assert one_unit > 0
+    assert moved == {"pinned_host:0.75": 3 * one_unit, "pinned_host:0.5": 2 * one_unit, "pinned_host:1": one_unit}
+
+
+def test_only_hosted_gradients_are_part_of_the_state():
+    for memory in ("hosted_gradients", "layers_hosted_gradients"):
+        program = program_of(Case(memory=memory, layers="unlike"))
+        leaves = [leaf for leaf in program.layout if leaf.group == "gradient"]
+        assert leaves
+        paths = {leaf.path for leaf in leaves}
+        assert all(path.startswith("gradient/stack") for path in paths)
+        whole = flatten(program.checkpoint_layout.specs["gradient"])
+        assert all(path.startswith("stack/") for path in whole)
+
+
+def test_a_stored_number_of_hosted_layers_is_read_as_a_placement():
+    config = small.experiment(exact.tied(None))
+    fields = config.to_dict()
+    fields["memory"] |= {"update": "layer_programs", "parameters": "pinned_host", "hosted_layers": 3}
+    assert StoredConfig.from_dict(fields).memory.parameters == "pinned_host:3"
+    fields["memory"] |= {"parameters": "device", "hosted_layers": None}
+    assert StoredConfig.from_dict(fields).memory.parameters == "device"
