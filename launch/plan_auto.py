@@ -42,7 +42,7 @@ def plan_auto(command: cli.Command, name: str) -> int:
     limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
     host_bytes = cli.gib("host_memory_gib", args.host_memory_gib)
     config, rule_lines = command.resolve(target.name)
-    question = _question(command, config, target, limit, host_bytes)
+    question = question_of(command, config, target, limit, host_bytes)
     found = answer(question, target, host_bytes=host_bytes, fresh=args.fresh)
     if found.choice is None:
         print(found.failure)
@@ -72,14 +72,16 @@ def plan_auto(command: cli.Command, name: str) -> int:
     return ExitCode.DONE if report["fits"] else ExitCode.TOO_BIG
 
 
-def _question(command: cli.Command, config: Any, target: Any, limit: int | None, host_bytes: int | None) -> Any:
-    """What the command line asks for."""
+def question_of(command: cli.Command, config: Any, target: Any, limit: int | None, host_bytes: int | None) -> Any:
+    """What the command line of `plan`, or of `train --dry_run`, asks for."""
     from framework.plan.auto.choice import Machine
     from framework.plan.auto.settings import fixed_paths
     from framework.plan.auto.stored import Question
 
     args = command.args
-    fixed = fixed_paths(command.named, config, [path for path, _ in command.overrides])
-    allowed = () if args.allow is None else allow.names_of(args.allow)
+    fixed = fixed_paths(config, command.chosen)
+    named = getattr(args, "allow", None)
+    allowed = () if named is None else allow.names_of(named)
     machine = Machine.of(target, limit, host_bytes)
-    return Question(config, machine, asked_mode(command) or "memory", sorted(fixed), allowed, args.estimate)
+    mode = getattr(args, "auto", None) or "memory"
+    return Question(config, machine, mode, sorted(fixed), allowed, getattr(args, "estimate", False))

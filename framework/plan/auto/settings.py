@@ -74,7 +74,7 @@ def value_of(settings: Iterable[Setting], path: str) -> str | None:
     return dict(settings).get(path)
 
 
-def fixed_paths(named: Config, config: Config, given: Collection[str]) -> frozenset[str]:
+def fixed_paths(config: Config, chosen: Collection[str]) -> frozenset[str]:
     """The fields that a choice leaves as they are, because somebody has set them.
 
     These are the fields of the command line, whatever their value. A config that says memory.auto itself was written
@@ -82,12 +82,11 @@ def fixed_paths(named: Config, config: Config, given: Collection[str]) -> frozen
     choice, so what it has of these fields is only where the search begins.
 
     Args:
-        named: the config before the command line.
-        config: with it.
-        given: paths that the command line sets.
+        config: resolved.
+        chosen: paths that the command line, or a program, has set.
     """
-    fixed = set(given)
-    if named.memory.auto:
+    fixed = set(chosen)
+    if config.memory.auto and "memory.auto" not in fixed:
         fixed |= {path for path in SEARCHED if path != BATCH and not _is_default(config, path)}
     if any(path == "mesh" or path.startswith("mesh.") for path in fixed):
         # Axes multiply to the number of devices: whoever sets one has thought of all.
