@@ -96,6 +96,11 @@ class Command:
         """The named config with its overrides, without rules by accelerator."""
         return self._checked
 
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The paths of the fields that the command line sets."""
+        return tuple(path for path, _ in self.overrides)
+
     @functools.cached_property
     def _checked(self) -> Config:
         """The config after all rules were tried on copies: a mistake in one should not wait for its accelerator."""

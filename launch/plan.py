@@ -4,6 +4,7 @@
     plimsoll plan --config=gpt2-124m --target=rtx4090 --compare memory.remat=none,dots,full --html=plan.html
     plimsoll plan --config=hf:meta-llama/Llama-3.1-8B --target=4090,a100-80,h100,v5e-8
     plimsoll plan --config=qlora:Qwen/Qwen2.5-7B --smallest --estimate
+    plimsoll plan --config=llama2-7b --target=v5e-8 --auto
     plimsoll plan --function=step.py:abstract_step --target=h100
     plimsoll plan --targets
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from framework.terminal.exit_codes import ExitCode
 from launch import cli
+from launch.plan_auto import asked_mode, check_auto, plan_auto
 from launch.plan_function import plan_functions
 from launch.plan_page import page_of_one_machine
 from launch.plan_parts import check_files, give, plan_of
@@ -54,6 +56,15 @@ def add_flags(parser: cli.Parser) -> None:
         metavar="PATH=A,B",
         help="plan each value; repeatable",
     )
+    add(
+        "--auto",
+        nargs="?",
+        const="memory",
+        choices=("memory", "batch"),
+        help="find the fastest settings that fit; =batch: the largest microbatch under the config's own settings",
+    )
+    add("--allow", metavar="NAME,NAME", help="with --auto: what of the training may change: rounding, moments, optimizer8bit")
+    add("--host_memory_gib", type=float, metavar="GIB", help="with --auto: of each host, instead of what the target has")
     add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
     add("--step_only", action="store_true", help="leave out initialization and evaluation")
     add(
@@ -85,6 +96,7 @@ def main(argv: list[str]) -> int:
     if not (args.target or "").strip(" ,") and not args.smallest:
         raise cli.UsageError("--target=NAME is required; plimsoll plan --targets lists them all")
     check_files(args)
+    check_auto(command)
 
     # Imported late: a typo on the command line should not wait for these.
     import jax
@@ -101,6 +113,8 @@ def main(argv: list[str]) -> int:
     if args.smallest or len(names) > 1:
         return which_machine(command, names)
     (name,) = names
+    if asked_mode(command):
+        return plan_auto(command, name)
     return _one_machine(command, name)
 
 

@@ -28,7 +28,6 @@ def plan_of(command: cli.Command, name: str, target: Any, limit: int | None, est
 
     args = command.args
     config, rule_lines = command.resolve(target.name)
-    settings = ["=".join(override) for override in command.overrides]
     plan_report = planned(
         command.spec,
         config,
@@ -42,7 +41,12 @@ def plan_of(command: cli.Command, name: str, target: Any, limit: int | None, est
     )
     # The settings of this command line are no part of what is cached: another may lead to the same
     # config.
-    return plan_report | {"settings": [*settings, *rule_lines]}
+    return plan_report | {"settings": [*settings_of(command), *rule_lines]}
+
+
+def settings_of(command: cli.Command) -> list[str]:
+    """The overrides of a command line, as a report has them."""
+    return ["=".join(override) for override in command.overrides]
 
 
 def give(args: Any, sections: list[Any], content: Any, draw_page: Callable[[], str]) -> None:

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from framework.program import stored
 from framework.run.job import Job
@@ -109,6 +110,9 @@ def _dry_run(job: Job, command: cli.Command) -> int:
     target = targets.resolve(command.args.target)
     config, rules = command.resolve(target.name)
     print("".join(f"{line}\n" for line in rules), end="")
+    if config.memory.auto:
+        config, lines = _chosen(job, command, config, target)
+        rules = [*rules, *lines]
     experiment = job.experiment_of(config, rules)
     workdir.claim()
     try:
@@ -116,6 +120,25 @@ def _dry_run(job: Job, command: cli.Command) -> int:
         return 0 if fits else ExitCode.TOO_BIG
     finally:
         workdir.release(undo=True)
+
+
+def _chosen(job: Job, command: cli.Command, config: Any, target: Any) -> tuple[Any, list[str]]:
+    """(the config with what memory.auto chooses for the target, the line that says so, which is printed).
+
+    Raises:
+        DoesNotFitError: no settings fit.
+    """
+    from framework.plan.auto.answer import answer
+    from framework.plan.auto.settings import with_settings
+    from framework.terminal.exit_codes import DoesNotFitError
+    from framework.terminal.tables import render
+    from launch.plan_auto import question_of
+
+    found = answer(question_of(command, config, target, job.limit or target.limit_bytes, None), target)
+    if found.choice is None:
+        raise DoesNotFitError(found.failure)
+    print(render(found.choice.sections()))
+    return with_settings(config, found.choice.settings), [found.choice.line()]
 
 
 if __name__ == "__main__":

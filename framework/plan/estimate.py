@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr
@@ -54,13 +55,19 @@ class Estimate(NamedTuple):
         return sum(self.host_breakdown.values())
 
 
-def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpec) -> Estimate:
+def estimate(
+    experiment: Experiment,
+    sizes: dict[str, int],
+    spec: AcceleratorSpec,
+    trace_of: Callable[[Sectioned, dict[str, int], str], ClosedJaxpr] = trace,
+) -> Estimate:
     """Estimates what one step of `experiment` needs on each device of a mesh.
 
     Args:
         experiment: what to train.
         sizes: of the mesh's axes, `experiment.mesh.resolve(num_devices)`.
         spec: of the devices.
+        trace_of: traces as `local_step.trace` does, or knows the trace already.
 
     Raises:
         ValueError: a mesh axis does not divide the dimension that it shards, or the batch.
@@ -86,7 +93,7 @@ def estimate(experiment: Experiment, sizes: dict[str, int], spec: AcceleratorSpe
         layout,
         sizes,
         spec.platform,
-        trace(sectioned, sizes, spec.platform),
+        trace_of(sectioned, sizes, spec.platform),
     )
     if "offload" in experiment.memory.remat or experiment.memory.activations.uses_host:
         host_breakdown["activations"] = backward_pass.most_held(on_the_host=True).total()

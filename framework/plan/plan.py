@@ -98,6 +98,7 @@ def plan(
     *,
     phases: bool = True,
     suggests: bool = True,
+    made: Made | None = None,
 ) -> Report:
     """The report of the compiled programs.
 
@@ -105,15 +106,16 @@ def plan(
         name, config, target, limit: as for `quick`.
         phases: compile initialization and evaluation too, not the training step alone.
         suggests: look for settings that fit where this does not, which may take minutes.
+        made: the step of the config, where it was compiled already.
 
     Raises:
         ValueError: config and target do not fit each other; the target's compiler is not installed.
     """
-    program = Program(config.instantiate(), target.devices())
+    program = made.program if made else Program(config.instantiate(), target.devices())
     report: Report = _head(name, program.experiment, target, limit) | {"estimated": False}
     with phase("tracing the training step"):
         report |= traced(program)
-    step = compile_step(program, target, limit)
+    step = made.step if made else compile_step(program, target, limit)
     with phase("reading what the compiler says of it", patience=SHORT):
         report |= _flops(flops_of_calls(program.execution.step_jaxprs(step.ledger)), report["tokens_per_step"])
         report["notes"] += target.compiler_notes
@@ -140,6 +142,13 @@ def plan(
         with phase("looking for settings that fit", patience=SHORT):
             report["suggestions"] = suggestions(config, target, limit or 0, most, present=need)
     return report
+
+
+class Made(NamedTuple):
+    """A compiled step, and the program that it is of."""
+
+    program: Program
+    step: Compiled
 
 
 class _Peak(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from framework.config import Config
 from framework.plan import cache
 from framework.plan import plan as planning
+from framework.plan.plan import Made
 from framework.plan.report import Report
 from framework.plan.targets import Target
 
@@ -20,6 +21,7 @@ def planned(
     phases: bool,
     fresh: bool,
     suggests: bool = True,
+    made: Made | None = None,
 ) -> Report:
     """One report: from the cache, the closed form or the compiler.
 
@@ -33,6 +35,7 @@ def planned(
         phases: initialization and evaluation too.
         fresh: compile again although nothing has changed.
         suggests: look for settings that fit where this does not.
+        made: the step of the config, where it was compiled just now.
     """
     about = {"target": name} if name else {}
     if estimate:
@@ -40,10 +43,10 @@ def planned(
     path = cache.path_of(config, name=spec, target=name or "local", limit=limit, phases=phases, suggests=suggests)
     cached_report = None
     # The name "local" does not say which devices this machine has.
-    if not fresh and name:
+    if not fresh and name and made is None:
         cached_report = cache.load(path)
     if cached_report is not None:
         return cached_report | about
-    new_report = planning.plan(spec, config, target, limit, phases=phases, suggests=suggests)
+    new_report = planning.plan(spec, config, target, limit, phases=phases, suggests=suggests, made=made)
     cache.store(path, new_report)
     return new_report | about

@@ -52,7 +52,7 @@ class Experiment:
 
     Args:
         model: the model.
-        data: what it reads; `instantiate` also takes a Pipeline that is ready.
+        data: what it reads; `instantiate` also takes a Pipeline that is ready, and likewise other parts.
         mesh: how devices are arranged.
         learner: optimizer, rules, clipping, averaging.
         memory: where state lives and what is recomputed.
@@ -85,9 +85,10 @@ class Experiment:
         self.data = _built("data", data, Pipeline)
         self.mesh = _built("mesh", mesh, MeshShape)
         self.trainer = _built("trainer", trainer, TrainerOptions)
-        num_steps = self.trainer.known_steps or _NOMINAL_STEPS
-        scheduled = with_run_length(learner, num_steps)
-        self.learner = _built("learner", scheduled, Learner, specs=self.model.parameter_specs())
+        if isinstance(learner, Config):
+            num_steps = self.trainer.known_steps or _NOMINAL_STEPS
+            learner = with_run_length(learner, num_steps)
+        self.learner = _built("learner", learner, Learner, specs=self.model.parameter_specs())
         self.memory = _built("memory", memory, Memory)
         self.compiler = _built("compiler", compiler, Compiler)
         self.health = _built("health", health, Health)

@@ -39,6 +39,11 @@ class Request(Protocol):
         """The config, without rules by accelerator."""
         ...
 
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The paths of the fields that the command line, or the program, has set."""
+        ...
+
     def resolve(self, accelerator: str) -> tuple[Config, list[str]]:
         """(the config for that accelerator, a line for each field that its rules changed)."""
         ...

@@ -25,7 +25,7 @@ from framework.program.experiment import Experiment
 from framework.program.options import TrainerOptions
 from framework.program.program import Program
 from framework.program.run_length import rate_notes, set_length
-from framework.run import canary, resuming
+from framework.run import canary, load_line, resuming
 from framework.run.compile_ahead import begin_evaluation, begin_first_values
 from framework.run.hooks import NonFiniteError, own_hooks
 from framework.run.job import Job
@@ -54,9 +54,14 @@ class Training:
         config, self.rule_lines = job.request.resolve(accelerator_name(jax.devices()))
         self.job = job
         self.workdir = job.workdir
-        self.config = config
         self.pulse = pulse
-        self.experiment: Experiment = job.experiment_of(config, self.rule_lines)
+        self.load_line: load_line.Settled | None = None
+        if config.memory.auto:
+            self.load_line = load_line.settled(job, config)
+            config = self.load_line.config
+        self.config = config
+        lines = [*self.rule_lines, *(self.load_line.lines if self.load_line else [])]
+        self.experiment: Experiment = job.experiment_of(config, lines)
         self.hooks = own_hooks(self.options.hooks)
         self.program = Program(self.experiment)
         if jax.default_backend() == "cpu":
@@ -77,6 +82,8 @@ class Training:
         with self.progress:
             self._tell(self.job.request.notes)
             self._tell(self.rule_lines)
+            if self.load_line:
+                self._tell(self.load_line.lines)
             self._prepare()
             code = self._plan()
             if code is None:
@@ -201,6 +208,8 @@ class Training:
                 step = self.run.start(force=force)
             if self.primary:
                 write_json(self.workdir.config, self.config.to_dict())
+                if self.load_line:
+                    write_json(self.workdir.path / load_line.FILE, self.load_line.record)
             stopped = Trainer(self.run, self.need, self.hooks).train(step)
         except (NonFiniteError, ReplicaMismatchError, LastStepNotSavedError) as error:
             self.progress.print(f"error: {error}")

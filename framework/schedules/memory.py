@@ -41,6 +41,9 @@ class Memory:
         remat: what the backward pass recomputes: none, full, sqrt, sqrt:NUMBER, invert, dots, dots_no_batch, offload,
             save:NAME,NAME, offload:NAME,NAME, or save:NAME;offload:NAME; by the layer full:20,dots:12; see
             framework.layers.remat.
+        auto: `plimsoll train` chooses the other fields before it compiles anything, with mesh and learner.accumulate:
+            the fastest that fit the devices at hand. What the command line sets is left alone, and so is what a config
+            sets beside auto itself. `plimsoll plan --auto` shows the choice.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Memory:
         parameters: str = "device",
         activations: str = "device",
         remat: str = "none",
+        auto: bool = False,
     ):
         self.update: str = update
         self.gradients = _gradients(gradients, update)
@@ -61,6 +65,7 @@ class Memory:
         self.activations = Placement.of("activations", activations)
         self.prefetch: str = prefetch
         self.remat = remat
+        self.auto = auto
         _check_needs_own_backward("parameters", self.parameters, update)
         _check_needs_own_backward("activations", self.activations, update)
         _check_prefetch(prefetch, update, self.optimizer_state)

@@ -1,0 +1,59 @@
+"""The largest microbatch that fits under a config's own settings, and the largest batch of one pass."""
+
+from __future__ import annotations
+
+from framework.plan.auto.choosing import Chooser
+from framework.plan.auto.room import Candidate
+from framework.plan.auto.settings import ACCUMULATE, BATCH, SEARCHED, Settings, changed, setting, value_of
+from framework.program.experiment import Experiment
+
+# Everything but the number of microbatches stays as it is.
+FIXED = frozenset(SEARCHED) - {ACCUMULATE}
+_MOST_DOUBLINGS = 16
+
+
+def notes(chooser: Chooser, chosen: Candidate) -> list[str]:
+    """The two numbers that --auto=batch is asked for."""
+    experiment: Experiment = chooser.forms.config.instantiate()
+    text = value_of(chosen.settings, ACCUMULATE)
+    accumulate = experiment.learner.accumulate if text is None else int(text)
+    shards = _batch_shards(experiment, chooser)
+    batch = experiment.data.global_batch_size
+    rows = batch // (accumulate * shards)
+    largest = shards * _most_rows(chooser, shards)
+    return [
+        f"the largest microbatch: {rows} rows per device and pass, as {BATCH}={batch} in {ACCUMULATE}={accumulate}",
+        f"the largest batch of one pass: {BATCH}={largest} with {ACCUMULATE}=1, by the closed form",
+    ]
+
+
+def _batch_shards(experiment: Experiment, chooser: Chooser) -> int:
+    sizes = experiment.mesh.resolve(chooser.target.num_devices)
+    return sizes["data"] * sizes["fsdp"]
+
+
+def _most_rows(chooser: Chooser, shards: int) -> int:
+    """The rows that a device has room for in one pass; 0 where not even one fits."""
+
+    def fits(rows: int) -> bool:
+        settings = _one_pass(chooser, rows * shards)
+        return chooser.room.fits(settings, chooser.forms.cost(settings))
+
+    most = 1
+    for _ in range(_MOST_DOUBLINGS):
+        if not fits(most):
+            break
+        most *= 2
+    # Half of it fits, if it is no more than one.
+    least = most // 2
+    while most - least > 1:
+        middle = (least + most) // 2
+        if fits(middle):
+            least = middle
+        else:
+            most = middle
+    return least
+
+
+def _one_pass(chooser: Chooser, batch: int) -> Settings:
+    return changed(chooser.forms.config, (setting(BATCH, batch), setting(ACCUMULATE, 1)))

@@ -1,0 +1,136 @@
+"""What each neighbor of a choice would have cost: one step less recomputed, one thing less moved, another mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from framework.layers.remat import spans
+from framework.plan.auto.choice import Neighbor
+from framework.plan.auto.closed_forms import ClosedForms, Cost
+from framework.plan.auto.room import Candidate, Room
+from framework.plan.auto.settings import (
+    ACCUMULATE,
+    DEVICE,
+    HOST,
+    MESH,
+    PLACES,
+    REMAT,
+    UPDATE,
+    Settings,
+    changed,
+    setting,
+)
+from framework.plan.auto.space import Space
+from framework.terminal.tables import human_bytes
+
+_MOST_MESHES = 4
+_MORE = 1.005
+
+
+class Rival(NamedTuple):
+    """A neighbor that is not yet judged.
+
+    Attributes:
+        difference: from the choice.
+        settings: all of it, in the order of `changed`.
+    """
+
+    difference: Settings
+    settings: Settings
+
+
+def rivals(forms: ClosedForms, space: Space, chosen: Candidate) -> Iterator[Rival]:
+    """The neighbors of settings, without those that are the same settings."""
+    known = {chosen.settings}
+    for difference in _differences(forms, space, chosen.settings):
+        settings = changed(forms.config, (*chosen.settings, *difference))
+        if settings not in known:
+            known.add(settings)
+            yield Rival(difference, settings)
+
+
+def neighbors(forms: ClosedForms, space: Space, room: Room, chosen: Candidate) -> tuple[Neighbor, ...]:
+    """The neighbors of a choice, each with the reason why it is not chosen."""
+    judged = []
+    for rival in rivals(forms, space, chosen):
+        visible = changed(forms.config, rival.difference) or rival.difference
+        text = " ".join(f"{path}={value}" for path, value in visible)
+        cost = forms.cost(rival.settings)
+        if cost is None:
+            continue
+        peak = room.peak(rival.settings, cost)
+        judged.append(Neighbor(text, peak, cost.seconds, _reason(room, rival.settings, cost, chosen.cost)))
+    return tuple(judged)
+
+
+def _differences(forms: ClosedForms, space: Space, settings: Settings) -> Iterator[Settings]:
+    in_effect = _InEffect(forms, settings)
+    yield from _less_recomputed(space, in_effect)
+    yield from _less_moved(space, in_effect)
+    counts = space.accumulations(tuple(one for one in settings if one.path in MESH))
+    present = int(in_effect.text(ACCUMULATE))
+    if present in counts:
+        place = counts.index(present)
+        for other in counts[max(0, place - 1) : place + 2]:
+            if other != present:
+                yield (setting(ACCUMULATE, other),)
+    yield from ((setting(UPDATE, text),) for text in _other_updates(space, in_effect))
+    meshes = [mesh for mesh in space.meshes() if mesh]
+    yield from meshes[:_MOST_MESHES]
+
+
+class _InEffect:
+    """The values of fields under some settings."""
+
+    def __init__(self, forms: ClosedForms, settings: Settings):
+        self._forms = forms
+        self._texts = dict(settings)
+
+    def text(self, path: str) -> str:
+        """A field's value as text."""
+        return self._texts.get(path, str(self._forms.config.get_path(path)))
+
+
+def _less_recomputed(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
+    remats = space.remats()
+    present = in_effect.text(REMAT)
+    if present in remats:
+        place = remats.index(present)
+        for remat in remats[max(0, place - 1) : place + 2]:
+            yield (setting(REMAT, remat),)
+        return
+    # Layers of two policies: all of them of either one.
+    for span in spans(present):
+        yield (setting(REMAT, span.policy),)
+
+
+def _less_moved(space: Space, in_effect: _InEffect) -> Iterator[Settings]:
+    """Each thing on the host back on the device; where layers of it are there, one layer less."""
+    for path in PLACES:
+        kind, _, count = in_effect.text(path).partition(":")
+        if kind != HOST:
+            continue
+        yield (setting(path, DEVICE),)
+        num_layers = int(count) - space.unit_layers if count.isdecimal() else 0
+        if num_layers > 0:
+            yield (setting(path, f"{HOST}:{num_layers}"),)
+
+
+def _other_updates(space: Space, in_effect: _InEffect) -> list[str]:
+    updates = [dict(schedule).get(UPDATE) for schedule in space.schedules(int(in_effect.text(ACCUMULATE)))]
+    return [update for update in updates if update is not None and update != in_effect.text(UPDATE)]
+
+
+def _reason(room: Room, settings: Settings, cost: Cost, chosen: Cost) -> str:
+    over = room.over(settings, cost)
+    if over > 0:
+        return f"{human_bytes(over)} too much for a device"
+    host_over = room.host_over(cost)
+    if host_over > 0:
+        return f"{human_bytes(host_over)} too much for each device's share of the host"
+    if cost.seconds > chosen.seconds * _MORE:
+        return f"{100 * (cost.seconds / chosen.seconds - 1):.1f}% slower"
+    if cost.moved > chosen.moved:
+        return f"as fast, and {human_bytes(cost.moved - chosen.moved)} more move in a step"
+    return "no faster by more than 1%, and changes more"

@@ -1,0 +1,95 @@
+"""What moves to the host, and how many layers of it, so that the rest fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from framework.plan.auto.closed_forms import Cost
+from framework.plan.auto.room import Candidate, Room
+from framework.plan.auto.settings import Settings
+from framework.plan.auto.space import Level, Space, placed
+
+# Peaks are so nearly linear in the number of layers that the second correction is the last.
+_CORRECTIONS = 3
+
+
+class Ladder:
+    """The placements of some settings, from nothing on the host to everything.
+
+    Args:
+        cost_of: the closed form; None for settings that cannot be.
+        room: what fits.
+        space: knows the units of the stack.
+    """
+
+    def __init__(self, cost_of: Callable[[Settings], Cost | None], room: Room, space: Space):
+        self._cost_of = cost_of
+        self._room = room
+        self._num_units = space.num_units
+        self._unit_layers = space.unit_layers
+
+    def climb(self, settings: Settings, levels: list[Level]) -> Candidate | None:
+        """The settings with the least that has to move; None where that does not help.
+
+        Args:
+            settings: without placements.
+            levels: the order in which things move.
+        """
+        below: Level | None = None
+        for level in levels:
+            candidate = self._candidate((*settings, *placed(level)))
+            # A rung may be impossible, where the next ones are not: gradients without their schedule.
+            if candidate is None:
+                continue
+            if self._room.over(candidate.settings, candidate.cost) <= 0:
+                by_layers = None if below is None else self._by_layers(settings, below, candidate)
+                return self._if_host_has_room(by_layers or candidate)
+            if self._room.host_over(candidate.cost) > 0:
+                return None
+            below = level
+        return None
+
+    def may_fit(self, settings: Settings, levels: list[Level]) -> bool:
+        """Whether nothing or everything on the host fits the device."""
+        for level in dict.fromkeys((levels[0], levels[-1])):
+            end = self._candidate((*settings, *placed(level)))
+            if end is not None and self._room.over(end.settings, end.cost) <= 0:
+                return True
+        return False
+
+    def _by_layers(self, settings: Settings, below: Level, above: Candidate) -> Candidate | None:
+        """Between two rungs, with the fewest layers that suffice; None where all have to move.
+
+        Args:
+            settings: without placements.
+            below: the rung that does not suffice.
+            above: what the next one comes to.
+        """
+        nothing = self._candidate((*settings, *placed(below)))
+        if nothing is None or not self._num_units:
+            return None
+        over = self._room.over(nothing.settings, nothing.cost)
+        room_left = -self._room.over(above.settings, above.cost)
+        unit_bytes = max((over + room_left) / self._num_units, 1)
+        num_units = max(1, math.ceil(over / unit_bytes))
+        for _ in range(_CORRECTIONS):
+            if num_units >= self._num_units:
+                return None
+            candidate = self._candidate((*settings, *placed(below, num_units * self._unit_layers)))
+            if candidate is None:
+                return None
+            over = self._room.over(candidate.settings, candidate.cost)
+            if over <= 0:
+                return candidate
+            num_units += max(1, math.ceil(over / unit_bytes))
+        return None
+
+    def _if_host_has_room(self, candidate: Candidate) -> Candidate | None:
+        return candidate if self._room.host_over(candidate.cost) <= 0 else None
+
+    def _candidate(self, settings: Settings) -> Candidate | None:
+        cost = self._cost_of(settings)
+        if cost is None:
+            return None
+        return Candidate(settings, cost, self._room.peak(settings, cost))

@@ -1,0 +1,224 @@
+"""The fastest settings that fit, by branch and bound over closed forms.
+
+Meshes are looked at in the order of the time that they would take if nothing had to move or to be recomputed. So most
+of them are never looked into: that time is more already than what was found.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from framework.plan.auto.closed_forms import ClosedForms, Cost
+from framework.plan.auto.ladder import Ladder
+from framework.plan.auto.room import Candidate, Room
+from framework.plan.auto.settings import ACCUMULATE, CLIP_MODE, REMAT, Settings, changed, ordered, setting
+from framework.plan.auto.space import Space, mixed
+from framework.plan.step_time.rates import PCIE_REACHED
+
+# Settings that are faster by less than that are as fast, and the ones that change less are taken.
+AS_FAST = 1.01
+# So many meshes are looked into, those with the least bounds; others have hardly been better.
+_MOST_MESHES = 6
+# Fewer rows at a time are tried so often, once they have not helped.
+_PATIENCE = 2
+
+
+class _Branch(NamedTuple):
+    """Settings of which not everything is decided, and the least time that any of them takes."""
+
+    bound: float
+    number: int
+    expand: Callable[[], None]
+
+
+class Search:
+    """One search.
+
+    Args:
+        forms: of the config.
+        space: to search.
+        room: what fits.
+        variants: what may be changed of the training itself, nothing first.
+    """
+
+    def __init__(self, forms: ClosedForms, space: Space, room: Room, variants: Sequence[Settings] = ((),)):
+        self._forms = forms
+        self._space = space
+        self._room = room
+        self._variants = variants
+        self._heap: list[_Branch] = []
+        self._numbers = itertools.count()
+        self._canonical: dict[Settings, Settings] = {}
+        self._num_meshes = 0
+        self.found: list[Candidate] = []
+
+    def run(self) -> Candidate | None:
+        """The fastest settings that fit; None where none do."""
+        for variant, mesh in itertools.product(self._variants, self._space.meshes()):
+            self._push_mesh(variant, mesh)
+        while self._heap:
+            branch = heapq.heappop(self._heap)
+            # What is left can only be as fast, not faster.
+            if branch.bound * AS_FAST >= self._best_seconds:
+                break
+            branch.expand()
+        best = self._chosen()
+        return None if best is None else self._filled(best)
+
+    @property
+    def _best_seconds(self) -> float:
+        return min((candidate.cost.seconds for candidate in self.found), default=math.inf)
+
+    def _chosen(self) -> Candidate | None:
+        """Of those that are as fast as the fastest, the one that moves and changes least."""
+        if not self.found:
+            return None
+        fast_enough = self._best_seconds * AS_FAST
+        rivals = [candidate for candidate in self.found if candidate.cost.seconds <= fast_enough]
+        return min(rivals, key=_preference)
+
+    # --- branches -----------------------------------------------------------------------------------------------------
+
+    def _push(self, bound: float, expand: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, _Branch(bound, next(self._numbers), expand))
+
+    def _push_mesh(self, variant: Settings, mesh: Settings) -> None:
+        accumulations = self._space.accumulations(mesh)
+        if not accumulations:
+            return
+        base = (*variant, *mesh)
+        bound = self._bound(base, self._space.remats()[0], (), accumulations)
+        if not mesh:
+            # The config's own is looked into before others that are as fast.
+            bound /= AS_FAST**2
+        if bound < math.inf:
+            self._push(bound, lambda: self._expand_mesh(base, accumulations))
+
+    def _expand_mesh(self, base: Settings, accumulations: list[int]) -> None:
+        self._num_meshes += 1
+        if self._num_meshes > _MOST_MESHES and self.found:
+            return
+        for remat in self._space.remats():
+            bound = self._bound(base, remat, (), accumulations)
+            if bound * AS_FAST >= self._best_seconds:
+                continue
+            schedules = [schedule for count in accumulations for schedule in self._space.schedules(count)]
+            for schedule in dict.fromkeys(schedules):
+                possible = [count for count in accumulations if schedule in self._space.schedules(count)]
+                # No schedule computes less than the plainest, of which the bound is.
+                self._push(bound, self._expansion(base, remat, schedule, possible))
+
+    def _expansion(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> Callable[[], None]:
+        return lambda: self._look_into(base, remat, schedule, counts)
+
+    def _bound(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> float:
+        """The least time of all settings with these: as many rows at a time as there are, and nothing moved."""
+        for count in counts:
+            cost = self._cost(self._joined(base, remat, schedule, count))
+            if cost is not None:
+                return cost.seconds + self._seconds_to_move(cost)
+        return math.inf
+
+    def _seconds_to_move(self, cost: Cost) -> float:
+        """The seconds that the state which the device has no room for takes at the least, beside everything else."""
+        link = self._forms.target.spec.pcie_bytes_per_second
+        limit = self._room.limits.device
+        if link is None or limit is None or math.isinf(cost.seconds):
+            return 0.0
+        excess = max(0, cost.state - limit)
+        return max(0.0, excess / (PCIE_REACHED * link) - cost.seconds)
+
+    # --- microbatches and placements ----------------------------------------------------------------------------------
+
+    def _look_into(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> None:
+        """Finds the microbatches and placements for a mesh, a policy and a schedule."""
+        ladder = Ladder(self._cost, self._room, self._space)
+        ladders = self._space.ladders(schedule)
+
+        def may_fit(place: int) -> bool:
+            # All ladders have the same ends.
+            return ladder.may_fit(self._joined(base, remat, schedule, counts[place]), ladders[0])
+
+        first = _first(len(counts), may_fit)
+        patience = _PATIENCE
+        fastest = math.inf
+        for place in range(first, len(counts)):
+            settings = self._joined(base, remat, schedule, counts[place])
+            cost = self._cost(settings)
+            if cost is None or cost.seconds * AS_FAST >= self._best_seconds:
+                break
+            climbs = [ladder.climb(settings, levels) for levels in ladders]
+            rivals = [climb for climb in climbs if climb is not None]
+            self.found += [one._replace(settings=self.canonical(one.settings)) for one in rivals]
+            seconds = min((one.cost.seconds for one in rivals), default=math.inf)
+            if self._room.fits(settings, cost):
+                # Nothing moves, so fewer rows at a time can only be slower.
+                break
+            if rivals:
+                patience -= seconds >= fastest
+            fastest = min(fastest, seconds)
+            if patience == 0:
+                break
+
+    def _joined(self, base: Settings, remat: str, schedule: Settings, count: int) -> Settings:
+        return (*base, setting(ACCUMULATE, count), *schedule, setting(REMAT, remat))
+
+    def _cost(self, settings: Settings) -> Cost | None:
+        return self._forms.cost(self.canonical(settings))
+
+    def canonical(self, settings: Settings) -> Settings:
+        """The settings that change the config, in their order: equal for equal ones."""
+        if settings not in self._canonical:
+            self._canonical[settings] = changed(self._forms.config, settings)
+        return self._canonical[settings]
+
+    # --- layers that are recomputed otherwise ---------------------------------------------------------------------------
+
+    def _filled(self, best: Candidate) -> Candidate:
+        """The settings, with as many layers recomputed less as there is room for."""
+        rivals = [best, *self._mixtures(best)]
+        fastest = min(rivals, key=lambda one: one.cost.seconds)
+        return fastest if fastest.cost.seconds * AS_FAST < best.cost.seconds else best
+
+    def _mixtures(self, best: Candidate) -> Iterator[Candidate]:
+        remats = self._space.remats()
+        present = dict(best.settings).get(REMAT, self._forms.config.memory.remat)
+        # Of sqrt a number says how large its groups are.
+        if present not in remats or present == "sqrt" or self._space.num_units < 2:
+            return
+        for fast in remats[: remats.index(present)]:
+            least, most = 0, self._space.num_units
+            mixture: Candidate | None = None
+            while most - least > 1:
+                middle = (least + most) // 2
+                settings = self.canonical((*best.settings, mixed(present, fast, middle, self._space)))
+                cost = self._forms.cost(settings)
+                if cost is not None and self._room.fits(settings, cost):
+                    least = middle
+                    mixture = Candidate(settings, cost, self._room.peak(settings, cost))
+                else:
+                    most = middle
+            if mixture is not None:
+                yield mixture
+
+
+def _preference(candidate: Candidate) -> tuple[float, bool, int, float, Settings]:
+    settings = ordered(candidate.settings)
+    clips_otherwise = any(path == CLIP_MODE for path, _ in settings)
+    return candidate.cost.moved, clips_otherwise, len(settings), candidate.cost.seconds, settings
+
+
+def _first(count: int, is_possible: Callable[[int], bool]) -> int:
+    """The first place that is possible, where all after it are; `count` if none is."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if is_possible(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

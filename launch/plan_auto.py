@@ -1,0 +1,87 @@
+"""`plimsoll plan --auto`: the fastest settings that fit, as overrides to paste, with the plan of them."""
+
+from typing import Any
+
+from framework.plan.auto import allow
+from framework.terminal.exit_codes import ExitCode
+from launch import cli
+from launch.plan_page import page_of_one_machine
+from launch.plan_parts import give, settings_of
+
+
+def asked_mode(command: cli.Command) -> str | None:
+    """What is asked for: by --auto, or by a config that says memory.auto."""
+    return command.args.auto or ("memory" if command.config.memory.auto else None)
+
+
+def check_auto(command: cli.Command) -> None:
+    """Raises UsageError or ConfigError: flags that do not go with a search, or with none."""
+    args = command.args
+    if asked_mode(command) is None:
+        for flag, value in (("--allow", args.allow), ("--host_memory_gib", args.host_memory_gib)):
+            if value is not None:
+                raise cli.UsageError(f"{flag} goes with --auto")
+        return
+    if args.allow is not None:
+        allow.names_of(args.allow)
+    cli.gib("host_memory_gib", args.host_memory_gib)
+    if args.compare or args.smallest or "," in (args.target or "").strip(" ,"):
+        raise cli.UsageError("--auto is for one target, without --compare and --smallest")
+
+
+def plan_auto(command: cli.Command, name: str) -> int:
+    """Chooses settings for a target, and prints the overrides, the plan of them, and what was not chosen."""
+    from framework.plan import targets
+    from framework.plan.auto.answer import answer
+    from framework.plan.auto.settings import with_settings
+    from framework.plan.planned import planned
+    from framework.plan.report import sections
+
+    args = command.args
+    target = targets.resolve(name)
+    limit = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
+    host_bytes = cli.gib("host_memory_gib", args.host_memory_gib)
+    config, rule_lines = command.resolve(target.name)
+    question = question_of(command, config, target, limit, host_bytes)
+    found = answer(question, target, host_bytes=host_bytes, fresh=args.fresh)
+    if found.choice is None:
+        print(found.failure)
+        return ExitCode.TOO_BIG
+    choice = found.choice
+    report = planned(
+        command.spec,
+        with_settings(config, choice.settings),
+        target,
+        limit,
+        name="" if name == "local" else name,
+        estimate=args.estimate,
+        phases=not args.step_only,
+        fresh=args.fresh and found.made is None,
+        suggests=False,
+        made=found.made,
+    )
+    settings = [f"{path}={text}" for path, text in choice.settings]
+    report |= {"settings": [*settings_of(command), *rule_lines, *settings], "auto": choice.to_json()}
+    print(choice.flags)
+    chosen = cli.Command(args, command.spec, command.named, [*command.overrides, *choice.settings])
+
+    def draw_page() -> str:
+        return page_of_one_machine(command, [chosen], target, [report])
+
+    give(args, [*choice.sections(), *sections(report)], report, draw_page)
+    return ExitCode.DONE if report["fits"] else ExitCode.TOO_BIG
+
+
+def question_of(command: cli.Command, config: Any, target: Any, limit: int | None, host_bytes: int | None) -> Any:
+    """What the command line of `plan`, or of `train --dry_run`, asks for."""
+    from framework.plan.auto.choice import Machine
+    from framework.plan.auto.settings import fixed_paths
+    from framework.plan.auto.stored import Question
+
+    args = command.args
+    fixed = fixed_paths(config, command.chosen)
+    named = getattr(args, "allow", None)
+    allowed = () if named is None else allow.names_of(named)
+    machine = Machine.of(target, limit, host_bytes)
+    mode = getattr(args, "auto", None) or "memory"
+    return Question(config, machine, mode, sorted(fixed), allowed, getattr(args, "estimate", False))
