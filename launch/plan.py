@@ -5,6 +5,7 @@
     plimsoll plan --config=hf:meta-llama/Llama-3.1-8B --target=4090,a100-80,h100,v5e-8
     plimsoll plan --config=qlora:Qwen/Qwen2.5-7B --smallest --estimate
     plimsoll plan --config=llama2-7b --target=v5e-8 --auto
+    plimsoll plan --config=llama3-8b --target=h100 --largest --host_memory_gib=128 --picture=largest.png
     plimsoll plan --function=step.py:abstract_step --target=h100
     plimsoll plan --targets
 
@@ -14,7 +15,6 @@ printed); 2 the command or the config was wrong; 4 it does not fit.
 
 import dataclasses
 import functools
-import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +24,9 @@ from framework.terminal.exit_codes import ExitCode
 from launch import cli
 from launch.plan_auto import asked_mode, check_auto, plan_auto
 from launch.plan_function import plan_functions
+from launch.plan_largest import check_largest, plan_largest
 from launch.plan_page import page_of_one_machine
-from launch.plan_parts import check_files, give, plan_of
+from launch.plan_parts import check_files, choices_of, give, plan_of
 from launch.plan_targets import list_targets, which_machine
 
 
@@ -63,8 +64,23 @@ def add_flags(parser: cli.Parser) -> None:
         choices=("memory", "batch"),
         help="find the fastest settings that fit; =batch: the largest microbatch under the config's own settings",
     )
-    add("--allow", metavar="NAME,NAME", help="with --auto: what of the training may change: rounding, moments, optimizer8bit")
-    add("--host_memory_gib", type=float, metavar="GIB", help="with --auto: of each host, instead of what the target has")
+    add(
+        "--largest",
+        action="store_true",
+        help="make the model larger by its family's own rule until nothing fits; with --compare, for each value",
+    )
+    add("--picture", type=Path, metavar="FILE.png", help="with --largest: draw tokens/s by parameters")
+    add(
+        "--allow",
+        metavar="NAME,NAME",
+        help="with --auto, --largest: what of the training may change: rounding, moments, optimizer8bit",
+    )
+    add(
+        "--host_memory_gib",
+        type=float,
+        metavar="GIB",
+        help="with --auto, --largest: of each host, instead of what the target has",
+    )
     add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
     add("--step_only", action="store_true", help="leave out initialization and evaluation")
     add(
@@ -97,6 +113,7 @@ def main(argv: list[str]) -> int:
         raise cli.UsageError("--target=NAME is required; plimsoll plan --targets lists them all")
     check_files(args)
     check_auto(command)
+    check_largest(command)
 
     # Imported late: a typo on the command line should not wait for these.
     import jax
@@ -113,6 +130,8 @@ def main(argv: list[str]) -> int:
     if args.smallest or len(names) > 1:
         return which_machine(command, names)
     (name,) = names
+    if args.largest:
+        return plan_largest(command, name)
     if asked_mode(command):
         return plan_auto(command, name)
     return _one_machine(command, name)
@@ -141,22 +160,14 @@ def _one_machine(command: cli.Command, name: str) -> int:
 
 
 def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator[cli.Command]:
-    """The command, once for each combination of compared values. Values that hold a comma are separated by ";".
+    """The command, once for each combination of compared values.
 
     All are checked before the first one is compiled. Among several choices, combinations that cannot be are told and
     left out.
     """
     from framework.plan.suggest import check
 
-    choices = []
-    for text in compare:
-        path, _, values = text.partition("=")
-        if not values:
-            raise cli.UsageError(f"--compare {text}: expected PATH=A,B, such as memory.remat=none,full")
-        path = path.removeprefix("config.").removeprefix("--config.")
-        separator = ";" if ";" in values else ","
-        choices.append([(path, value) for value in values.split(separator)])
-    for choice in itertools.product(*choices):
+    for choice in choices_of(compare):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
         try:
             config, _ = variant.resolve(target.name)
@@ -164,7 +175,7 @@ def _variants(command: cli.Command, compare: list[str], target: Any) -> Iterator
         except ValueError as error:
             # The values of a single choice were all meant; of several choices, some combinations
             # cannot be.
-            if len(choices) < 2:
+            if len(compare) < 2:
                 raise
             settings = " ".join(map("=".join, choice))
             print(f"left out: {settings}: {error}", file=sys.stderr)

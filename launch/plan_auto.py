@@ -17,7 +17,7 @@ def asked_mode(command: cli.Command) -> str | None:
 def check_auto(command: cli.Command) -> None:
     """Raises UsageError or ConfigError: flags that do not go with a search, or with none."""
     args = command.args
-    if asked_mode(command) is None:
+    if asked_mode(command) is None and not args.largest:
         for flag, value in (("--allow", args.allow), ("--host_memory_gib", args.host_memory_gib)):
             if value is not None:
                 raise cli.UsageError(f"{flag} goes with --auto")

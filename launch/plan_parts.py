@@ -1,7 +1,8 @@
 """What all kinds of `plimsoll plan` share: the devices, one report, and where it goes."""
 
+import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from framework.files.workdir import writing
@@ -13,6 +14,25 @@ def check_files(args: Any) -> None:
     for path in filter(None, (args.json, args.html)):
         if not path.absolute().parent.is_dir():
             raise cli.UsageError(f"no directory {path.absolute().parent} to write {path.name} into")
+
+
+def choices_of(compare: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
+    """The combinations of the values that --compare names, each as overrides; one without any where it names none.
+
+    Values that hold a comma are separated by ";".
+
+    Raises:
+        UsageError: one of the texts is not PATH=A,B.
+    """
+    values_by_path = []
+    for text in compare:
+        path, _, values = text.partition("=")
+        if not values:
+            raise cli.UsageError(f"--compare {text}: expected PATH=A,B, such as memory.remat=none,full")
+        path = path.removeprefix("config.").removeprefix("--config.")
+        separator = ";" if ";" in values else ","
+        values_by_path.append([(path, value) for value in values.split(separator)])
+    return itertools.product(*values_by_path)
 
 
 def start_cpus(machines: Iterable[Any]) -> None:

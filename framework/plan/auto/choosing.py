@@ -133,4 +133,6 @@ class Chooser:
         costs = self.forms.known()
         if not costs:
             return None
-        return min(costs.items(), key=lambda item: (self.room.over(*item) > 0, self.room.host_over(item[1]), item[1].peak))
+        return min(
+            costs.items(), key=lambda item: (self.room.over(*item) > 0, self.room.host_over(item[1]), item[1].peak)
+        )

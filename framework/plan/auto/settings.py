@@ -16,8 +16,9 @@ BATCH = "data.global_batch_size"
 CLIP_MODE = "learner.clip_mode"
 UPDATE = "memory.update"
 REMAT = "memory.remat"
+GRADIENTS = "memory.gradients"
 # What may live on the host, in the order in which it is moved: what comes and goes once a step first.
-PLACES = ("memory.optimizer_state", "memory.gradients", "memory.parameters", "memory.activations")
+PLACES = ("memory.optimizer_state", GRADIENTS, "memory.parameters", "memory.activations")
 DEVICE = "device"
 HOST = "pinned_host"
 SEARCHED = (*MESH, BATCH, ACCUMULATE, CLIP_MODE, UPDATE, REMAT, *PLACES)

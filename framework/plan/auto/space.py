@@ -14,6 +14,7 @@ from framework.models.causal_lm import CausalLM
 from framework.plan.auto.settings import (
     ACCUMULATE,
     CLIP_MODE,
+    GRADIENTS,
     HOST,
     MESH,
     PLACES,
@@ -135,21 +136,24 @@ class Space:
         updates.append("layer_programs" if self._target.platform == "gpu" else "streamed")
         schedules: list[Settings] = [(setting(UPDATE, update),) for update in updates]
         if accumulate == 1:
-            schedules += self._in_backward()
+            schedules += self._at_once((setting(UPDATE, "in_backward"),))
+            if self._target.platform == "gpu" and GRADIENTS not in self._fixed:
+                schedules += self._at_once((setting(UPDATE, "layer_programs"), setting(GRADIENTS, "none")))
         return schedules
 
-    def _in_backward(self) -> list[Settings]:
+    def _at_once(self, update: Settings) -> list[Settings]:
         """The update within the backward pass; a norm of all gradients then takes a second pass, which is exact."""
-        update = setting(UPDATE, "in_backward")
         learner = self._experiment.learner
         if not learner.clipping.needs_all_gradients or learner.clip_mode == "two_pass":
-            return [(update,)]
-        return [] if CLIP_MODE in self._fixed else [(update, setting(CLIP_MODE, "two_pass"))]
+            return [update]
+        return [] if CLIP_MODE in self._fixed else [(*update, setting(CLIP_MODE, "two_pass"))]
 
     def ladders(self, schedule: Settings) -> list[list[Level]]:
         """The orders in which things may move to the host under a schedule, from nothing to everything."""
         update = dict(schedule).get(UPDATE, self._experiment.memory.update)
-        fields = [path for path in self._movable(update) if path not in self._fixed]
+        # Gradients that are gone as soon as they are there have no place.
+        taken = {path for path, _ in schedule} | self._fixed
+        fields = [path for path in self._movable(update) if path not in taken]
         ladders = [_rungs(fields)]
         activations = PLACES[-1]
         if activations in fields and len(fields) > 1:
@@ -166,7 +170,7 @@ class Space:
             return PLACES[:1]
         if update == "in_backward":
             # Its gradients are gone as soon as they are there.
-            return [path for path in PLACES if path != "memory.gradients"]
+            return [path for path in PLACES if path != GRADIENTS]
         return PLACES
 
 
