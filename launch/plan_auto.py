@@ -17,10 +17,12 @@ def asked_mode(command: cli.Command) -> str | None:
 def check_auto(command: cli.Command) -> None:
     """Raises UsageError or ConfigError: flags that do not go with a search, or with none."""
     args = command.args
-    if asked_mode(command) is None and not args.largest:
+    if args.largest:
+        return
+    if asked_mode(command) is None:
         for flag, value in (("--allow", args.allow), ("--host_memory_gib", args.host_memory_gib)):
             if value is not None:
-                raise cli.UsageError(f"{flag} goes with --auto")
+                raise cli.UsageError(f"{flag} goes with --auto and --largest")
         return
     if args.allow is not None:
         allow.names_of(args.allow)

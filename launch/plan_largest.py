@@ -41,6 +41,7 @@ def check_largest(command: cli.Command) -> None:
     if args.allow is not None:
         allow.names_of(args.allow)
     cli.gib("host_memory_gib", args.host_memory_gib)
+    list(choices_of(args.compare))
 
 
 def plan_largest(command: cli.Command, name: str) -> int:

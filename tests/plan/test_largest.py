@@ -1,0 +1,134 @@
+"""The largest model of a family: sizes by its own rule, the search among them, and the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import configs
+from framework.config import Config, ConfigError
+from framework.plan.auto.answer import Answer
+from framework.plan.auto.choice import Choice, Machine
+from framework.plan.largest import shown
+from framework.plan.largest.family import Family, Size, num_parameters
+from framework.plan.largest.frontier import Frontier, Search
+from launch import plan
+
+
+def choice(parameters: int, *, compiled: bool = False) -> Choice:
+    """The choice of a size that takes two bytes a parameter."""
+    machine = Machine("h100", 1, 80 << 30, None)
+    return Choice(machine, (), (), (), 2 * parameters, 0, 1e-9 * parameters, 0.0, compiled)
+
+
+class Answers:
+    """Answers for a machine with room for so many parameters by the closed form, and for fewer by the compiler."""
+
+    def __init__(self, most: float, by_the_compiler: float | None = None):
+        self._most = {True: most, False: most if by_the_compiler is None else by_the_compiler}
+        self.asked: list[int] = []
+
+    def __call__(self, config: Config, estimate: bool) -> Answer:
+        parameters = num_parameters(config)
+        self.asked.append(parameters)
+        if parameters > self._most[estimate]:
+            return Answer(None, failure="too much")
+        return Answer(choice(parameters, compiled=not estimate))
+
+
+def frontier(answers: Answers, *, compiles: bool = False) -> Frontier:
+    family = Family.of(configs.load("llama3-8b"))
+    return Search(family, answers, compiles).run("as it is", lambda line: None)
+
+
+def test_width_and_depth_grow_together():
+    family = Family.of(configs.load("llama3-8b"))
+    members = family.members(4)
+    assert family.known == Size(32, 32)
+    assert Size(32, 32) in [member.size for member in members]
+    parameters = [member.parameters for member in members]
+    assert parameters == sorted(parameters)
+    gaps = [after / before for before, after in zip(parameters[40:], parameters[41:], strict=False)]
+    assert max(gaps) < 1.04, "the largest that fits is known to a few percent"
+    for member in members[:: len(members) // 7]:
+        config = family.config_of(member.size)
+        assert num_parameters(config) == member.parameters
+        assert config.model.dim == 128 * member.size.heads
+        config.instantiate()
+    wide = family.config_of(Size(64, 64))
+    attention = wide.model.stack.pattern[0].attention
+    assert (wide.model.dim, attention.num_heads, attention.num_kv_heads) == (8192, 64, 8)
+    assert wide.model.stack.pattern[0].mlp.hidden == 2 * 14336
+    # A size that is published under another name has its parameters, but for a wider MLP.
+    assert num_parameters(family.config_of(Size(64, 80))) == pytest.approx(70.6e9, rel=0.01)
+
+
+def test_heads_of_keys_grow_where_each_head_has_its_own():
+    family = Family.of(configs.load("gpt2-124m"))
+    config = family.config_of(Size(24, 24))
+    config.instantiate()
+    assert num_parameters(family.config_of(family.known)) == num_parameters(configs.load("gpt2-124m"))
+
+
+def test_a_family_of_no_blocks_is_refused():
+    with pytest.raises(ConfigError, match="--largest is for language models whose layers are Blocks"):
+        Family.of(configs.load("digits-nice"))
+
+
+@pytest.mark.parametrize("most", [0.9e9, 8.1e9, 47e9])
+def test_the_largest_that_fits_is_found(most: float):
+    answers = Answers(most)
+    found = frontier(answers)
+    largest = found.points[-1].parameters
+    assert 0.96 * most < largest <= most
+    assert len(answers.asked) < 25
+    parameters = [point.parameters for point in found.points]
+    assert parameters == sorted(set(parameters))
+    assert len(parameters) >= 2
+
+
+def test_the_compiler_has_the_last_word():
+    found = frontier(Answers(20e9, by_the_compiler=19e9), compiles=True)
+    assert 17.5e9 < found.points[-1].parameters <= 19e9
+    assert found.points[-1].choice.compiled
+
+
+def test_nothing_fits():
+    found = frontier(Answers(1e6))
+    assert (found.points, found.failure) == ([], "too much")
+    rows = shown.sections([found])[-1].rows
+    assert rows[1] == ["as it is", "none", "too much"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    picture, file = tmp_path / "largest.png", tmp_path / "largest.json"
+    flags = ["--config=gpt2-124m", "--target=rtx3060", "--largest", "--estimate", "--config.data.global_batch_size=1"]
+    # What is set is not searched, so each size takes a fraction of a second.
+    flags += ["--config.data.seq_len=128", "--config.memory.remat=full", "--config.memory.update=after_backward"]
+    flags += ["--config.memory.optimizer_state=device", "--device_memory_gib=2", "--allow=moments"]
+    assert plan.main([*flags, f"--picture={picture}", f"--json={file}"]) == 0
+    said = capsys.readouterr()
+    assert "the largest that fits" in said.out
+    assert "as it is, may change moments" in said.out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    plain, allowed = json.loads(file.read_text())
+    sizes: list[Any] = [series["points"][-1]["parameters"] for series in (plain, allowed)]
+    assert sizes[0] < sizes[1], "smaller moments leave room for a larger model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--largest", "--auto"], "--largest is for one target"),
+        (["--picture=x.png"], "--picture goes with --largest"),
+        (["--largest", "--allow=roundng"], "'roundng' is none of rounding, moments, optimizer8bit"),
+        (["--largest", "--picture=/nowhere/x.png"], "no directory /nowhere"),
+        (["--largest", "--compare", "memory.remat"], "expected PATH=A,B"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert plan.main(["--config=gpt2-124m", "--target=h100", *flags]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.strip().splitlines()) == 1
