@@ -112,7 +112,7 @@ class ClosedForms:
             state=state_bytes(need),
             host=need.host_bytes,
             seconds=math.inf if time is None else time.seconds,
-            moved=need.work.host_bytes + need.work.pass_host_bytes,
+            moved=need.work.host_bytes,
         )
 
     def _trace(self, sectioned: Sectioned, sizes: dict[str, int], platform: str) -> ClosedJaxpr:

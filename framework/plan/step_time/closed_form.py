@@ -38,9 +38,8 @@ class Work(NamedTuple):
         product_bytes: operands and results of products.
         update_bytes: that the update reads and writes on the device.
         received_bytes: from other devices.
-        host_bytes: to or from the host for the update, each way.
-        hidden_by: the part of the time of products that the link can be busy beside with these.
-        pass_host_bytes: to or from the host for the forward and backward passes, each way; products run beside these.
+        host_bytes: to or from the host, each way.
+        hidden_by: the part of the time of products that the host link can be busy beside.
     """
 
     flops: float
@@ -49,7 +48,6 @@ class Work(NamedTuple):
     received_bytes: float
     host_bytes: float
     hidden_by: float
-    pass_host_bytes: float = 0.0
 
 
 def work_of(
@@ -85,9 +83,8 @@ def work_of(
         # State and weights are read and written, gradients likewise.
         update_bytes=2.0 * (device_bytes + parameter_bytes + hosted_bytes),
         received_bytes=received if math.prod(sizes.values()) > 1 else 0,
-        host_bytes=_update_host_bytes(experiment, layout),
+        host_bytes=_from_host(experiment, layout, hosted_activations),
         hidden_by=_hidden_by(experiment),
-        pass_host_bytes=_pass_host_bytes(experiment, layout, hosted_activations),
     )
 
 
@@ -110,26 +107,18 @@ def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int
     return round(2 * (shards - 1) / shards * sums * activation_bytes)
 
 
-def _update_host_bytes(experiment: Experiment, layout: StateLayout) -> float:
-    """Bytes that come from the host for the update. No more go there, and both ways are used at once."""
+def _from_host(experiment: Experiment, layout: StateLayout, hosted_activations: int) -> float:
+    """Bytes that come from the host in a step. No more go there, and both ways are used at once."""
+    accumulate = experiment.learner.accumulate
     hosted = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
-    from_host = hosted["optimizer"] + hosted["ema"]
+    # For each microbatch weights come for its forward and for its backward pass, and sums of gradients to be added to.
+    from_host = 2 * accumulate * (hosted["parameter"] + hosted["frozen"])
+    from_host += accumulate * (hosted_activations + hosted["gradient"])
     # The update takes weights once more, unless it is part of the backward pass.
     memory = experiment.memory
     if memory.update != "in_backward" and not memory.updates_at_once:
         from_host += hosted["parameter"]
-    return float(from_host)
-
-
-def _pass_host_bytes(experiment: Experiment, layout: StateLayout, hosted_activations: int) -> float:
-    """Bytes that come from the host beside the products of the forward and backward passes."""
-    hosted = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
-    # For each microbatch weights come for its forward and for its backward pass, and sums of gradients to be added to.
-    from_host = 2 * (hosted["parameter"] + hosted["frozen"]) + hosted_activations + hosted["gradient"]
-    memory = experiment.memory
-    keeps_no_gradients = memory.update == "in_backward" or memory.updates_at_once
-    is_run_twice = experiment.learner.clip_mode == "two_pass" and keeps_no_gradients
-    return float(experiment.learner.accumulate * from_host * (2 if is_run_twice else 1))
+    return float(from_host + hosted["optimizer"] + hosted["ema"])
 
 
 def _hidden_by(experiment: Experiment) -> float:
@@ -198,26 +187,11 @@ def _by_rates(work: Work, rates: DeviceRates, dtype: str, platform: str) -> Step
 def _time(work: Work, products: float, memory: float, links: float | None, host_link: float | None) -> StepTime:
     link_seconds = work.received_bytes / links if links else 0.0
     host_seconds = work.host_bytes / host_link if host_link else 0.0
-    pass_seconds = work.pass_host_bytes / host_link if host_link else 0.0
     return StepTime(
         matrix_units=products,
         memory=memory,
         links=max(_LINKS_SHOWN * link_seconds, link_seconds - products),
-        host_link=_shown_host_seconds(host_seconds, pass_seconds, products, work.hidden_by),
+        host_link=max(0.0, host_seconds - work.hidden_by * products),
         python=0.0,
         basis=_BASIS,
     )
-
-
-def _shown_host_seconds(update: float, passes: float, products: float, hidden_by: float) -> float:
-    """The seconds that the host link keeps a step waiting.
-
-    Args:
-        update: seconds of what the update moves.
-        passes: of what the forward and backward passes move.
-        products: of the products, beside which the link can be busy.
-        hidden_by: the part of them that hides what the update moves.
-    """
-    shown_in_passes = max(0.0, passes - products)
-    left_products = max(0.0, hidden_by * products - passes)
-    return shown_in_passes + max(0.0, update - left_products)
