@@ -84,14 +84,23 @@ class Search:
         best = self._chosen()
         return None if best is None else self._filled(best)
 
+    def _chosen(self) -> Candidate | None:
+        """The best that was found, by its own closed form."""
+        ladder = Ladder(self._cost, self._room, self._space)
+        while self.found:
+            best = self._preferred()
+            exact = ladder.exact(best)
+            if exact is not None:
+                return exact._replace(settings=self.canonical(exact.settings))
+            self.found.remove(best)
+        return None
+
     @property
     def _best_seconds(self) -> float:
         return min((candidate.cost.seconds for candidate in self.found), default=math.inf)
 
-    def _chosen(self) -> Candidate | None:
+    def _preferred(self) -> Candidate:
         """Of those that are as fast as the fastest, the one that moves and changes least."""
-        if not self.found:
-            return None
         fast_enough = self._best_seconds * AS_FAST
         rivals = [candidate for candidate in self.found if candidate.cost.seconds <= fast_enough]
         return min(rivals, key=_preference)
@@ -173,10 +182,9 @@ class Search:
         for place in range(first, len(counts)):
             settings = self._joined(base, remat, schedule, counts[place])
             cost = self._cost(settings)
-            if cost is None or cost.seconds * AS_FAST >= self._best_seconds:
+            if cost is None or cost.seconds >= self._best_seconds:
                 break
-            least_seconds = cost.seconds + self._seconds_to_move(settings, cost, schedule)
-            if least_seconds * AS_FAST >= self._best_seconds:
+            if cost.seconds + self._seconds_to_move(settings, cost, schedule) >= self._best_seconds:
                 # Fewer rows at a time may have less to move.
                 continue
             climbs = [ladder.climb(settings, levels) for levels in ladders]
