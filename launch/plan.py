@@ -63,8 +63,14 @@ def add_flags(parser: cli.Parser) -> None:
         choices=("memory", "batch"),
         help="find the fastest settings that fit; =batch: the largest microbatch under the config's own settings",
     )
-    add("--allow", metavar="NAME,NAME", help="with --auto: what of the training may change: rounding, moments, optimizer8bit")
-    add("--host_memory_gib", type=float, metavar="GIB", help="with --auto: of each host, instead of what the target has")
+    add(
+        "--allow",
+        metavar="NAME,NAME",
+        help="with --auto: what of the training may change: rounding, moments, optimizer8bit",
+    )
+    add(
+        "--host_memory_gib", type=float, metavar="GIB", help="with --auto: of each host, instead of what the target has"
+    )
     add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
     add("--step_only", action="store_true", help="leave out initialization and evaluation")
     add(

@@ -32,13 +32,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def small_llama(layers: int = 8) -> Config:
+def small_llama(layers: int = 4) -> Config:
+    """A search on one chip with one microbatch or two is short."""
     config = configs.load("llama2-7b", shape_is_enough=True)
     config.model.stack.num_layers = layers
     config.model.dim = 512
     config.model.vocab_size = config.data.tokenizer.vocab_size = 1024
     config.data.seq_len = 1024
-    config.data.global_batch_size = 32
+    config.data.global_batch_size = 2
     return config
 
 
@@ -68,29 +69,28 @@ def test_what_fits_is_left_as_it_is():
 
 @pytest.mark.parametrize("target", ["v5e-1", "h100"])
 def test_the_device_is_filled_to_its_mark_where_something_has_to_move(target: str):
-    config = small_llama()
-    config.data.global_batch_size = 4
+    config = small_llama(layers=16)
     state = chooser(config, target, 10**6).forms.cost(())
     assert state is not None
     # The state alone has no room.
-    device_mib = int(0.7 * state.state) // MIB
+    device_mib = int(0.8 * state.state) // MIB
     candidate = chooser(config, target, device_mib).propose()
     assert candidate is not None
     assert hosts(candidate)
-    assert 0.85 < candidate.peak / (device_mib * MIB) <= 0.98
+    assert 0.8 < candidate.peak / (device_mib * MIB) <= 0.98
 
 
 def test_the_same_question_has_the_same_answer():
     config = small_llama()
-    device_mib = needs(config, "v5e-4") // 3
-    first = chooser(config, "v5e-4", device_mib).propose()
-    again = chooser(config, "v5e-4", device_mib).propose()
+    device_mib = 2 * needs(config, "v5e-1") // 3
+    first = chooser(config, "v5e-1", device_mib).propose()
+    again = chooser(config, "v5e-1", device_mib).propose()
     assert first == again
 
 
 def test_what_training_computes_is_not_changed():
     config = small_llama()
-    choice = chooser(config, "v5e-4", needs(config, "v5e-4") // 3).propose()
+    choice = chooser(config, "v5e-1", 2 * needs(config, "v5e-1") // 3).propose()
     assert choice is not None
     changed_config = with_settings(config, choice.settings)
     assert changed_config.data == config.data
@@ -98,9 +98,11 @@ def test_what_training_computes_is_not_changed():
         assert changed_config.learner[field] == config.learner[field]
 
 
+@pytest.mark.pairs
 def test_nothing_is_faster_in_a_whole_small_space():
     """Every mesh, microbatch, policy and placement of a smaller space, one by one."""
     config = small_llama()
+    config.data.global_batch_size = 16
     target = targets.resolve("v5e-4")
     device_mib = needs(config, "v5e-4") // 3
     limits = Limits(device_mib * MIB, 2**40)
@@ -108,11 +110,15 @@ def test_nothing_is_faster_in_a_whole_small_space():
     room = Room(limits)
     found = Search(forms, Space(config, target, frozenset()), room).run()
     assert found is not None
-    meshes = [(), (setting("mesh.fsdp", 2), setting("mesh.model", 2)), (setting("mesh.data", 2), setting("mesh.fsdp", 2))]
+    meshes = [
+        (),
+        (setting("mesh.fsdp", 2), setting("mesh.model", 2)),
+        (setting("mesh.data", 2), setting("mesh.fsdp", 2)),
+    ]
     places = [(), ("memory.optimizer_state",), ("memory.optimizer_state", "memory.gradients"), HOSTED]
     best = float("inf")
     for mesh, accumulate, remat, update, hosted in itertools.product(
-        meshes, (1, 2, 4, 8), ("none", "dots", "full"), ("after_backward", "streamed"), places
+        meshes, (1, 2, 4), ("none", "dots", "full"), ("after_backward", "streamed"), places
     ):
         parts = [setting("learner.accumulate", accumulate), setting("memory.remat", remat)]
         parts += [setting("memory.update", update), *(setting(path, "pinned_host") for path in hosted)]
@@ -127,7 +133,9 @@ def test_nothing_is_faster_in_a_whole_small_space():
 
 def test_too_small_hosts_are_told_from_too_small_devices():
     config = small_llama()
-    device_mib = needs(config, "v5e-1") // 8
+    state = chooser(config, "v5e-1", 10**6).forms.cost(())
+    assert state is not None
+    device_mib = int(0.5 * state.state) // MIB
     small_host = Chooser(config, targets.resolve("v5e-1"), device_bytes=device_mib * MIB, host_bytes=MIB)
     assert small_host.propose() is None
     assert "of host memory, and a host has 1.00 MiB" in small_host.failure()
@@ -142,14 +150,14 @@ def test_too_small_hosts_are_told_from_too_small_devices():
 
 def test_what_the_compiler_says_moves_the_choice():
     config = small_llama()
-    device_mib = needs(config, "v5e-4") // 3
+    device_mib = 2 * needs(config, "v5e-1") // 3
     asked: list[Candidate] = []
 
     def compiled_bytes(candidate: Candidate) -> int:
         asked.append(candidate)
         return int(1.1 * candidate.cost.peak)
 
-    asking = chooser(config, "v5e-4", device_mib)
+    asking = chooser(config, "v5e-1", device_mib)
     best = confirmed(asking, compiled_bytes)
     assert best is not None
     assert 1 < len(asked) <= 5
@@ -171,7 +179,7 @@ def test_settings_without_a_program_are_left_out():
     assert best.settings != refused[0].settings
 
 
-# --- what is fixed and allowed -----------------------------------------------------------------------------------------
+# --- what is fixed and allowed ---------------------------------------------------------------------------------------
 
 
 def test_the_command_line_is_left_alone_and_so_is_a_config_that_asks_itself():
@@ -189,7 +197,7 @@ def test_the_command_line_is_left_alone_and_so_is_a_config_that_asks_itself():
 def test_fixed_fields_stay():
     config = small_llama()
     config.memory.remat = "full"
-    candidate = chooser(config, "v5e-4", needs(config, "v5e-4") // 2, fixed=frozenset({"memory.remat"})).propose()
+    candidate = chooser(config, "v5e-1", needs(config, "v5e-1") // 2, fixed=frozenset({"memory.remat"})).propose()
     assert candidate is not None
     assert value_of(candidate.settings, "memory.remat") is None
 
@@ -208,12 +216,13 @@ def test_allowed_changes_are_those_of_the_names():
         allow.names_of("moment")
 
 
-# --- the largest batch -------------------------------------------------------------------------------------------------
+# --- the largest batch -----------------------------------------------------------------------------------------------
 
 
 def test_the_largest_microbatch_fits_and_the_next_does_not():
     config = small_llama()
-    asking = chooser(config, "v5e-1", needs(config, "v5e-1") // 3, fixed=batch.FIXED)
+    config.data.global_batch_size = 8
+    asking = chooser(config, "v5e-1", 2 * needs(config, "v5e-1") // 3, fixed=batch.FIXED)
     candidate = asking.propose()
     assert candidate is not None
     ((path, count),) = candidate.settings
@@ -221,16 +230,16 @@ def test_the_largest_microbatch_fits_and_the_next_does_not():
     fewer = (setting("learner.accumulate", int(count) // 2),)
     assert not asking.room.fits(fewer, asking.forms.cost(fewer))
     microbatch, whole = batch.notes(asking, candidate)
-    assert f"{32 // int(count)} rows per device" in microbatch
+    assert f"{8 // int(count)} rows per device" in microbatch
     assert "data.global_batch_size=" in whole
 
 
-# --- how it is told ----------------------------------------------------------------------------------------------------
+# --- how it is told --------------------------------------------------------------------------------------------------
 
 
 def test_a_choice_goes_through_json():
     config = small_llama()
-    asking = chooser(config, "v5e-4", needs(config, "v5e-4") // 3)
+    asking = chooser(config, "v5e-1", 2 * needs(config, "v5e-1") // 3)
     candidate = asking.propose()
     assert candidate is not None
     choice = asking.choice(candidate, ["a note"])
@@ -242,8 +251,6 @@ def test_a_choice_goes_through_json():
 def test_a_flag_is_quoted_for_a_shell():
     settings = (setting("memory.remat", "save:query;offload:input"), setting("learner.accumulate", 4))
     assert flags(settings) == "'--config.memory.remat=save:query;offload:input' --config.learner.accumulate=4"
-
-
 
 
 @pytest.mark.parametrize(

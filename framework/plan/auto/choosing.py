@@ -126,11 +126,14 @@ class Chooser:
             processes = self.target.num_devices // self.target.num_processes
             host = f"{human_bytes(cost.host * processes)} of host memory, and a host has "
             needs += f", with {host}{human_bytes((limits.host or 0) * processes)}"
-        return f"no settings fit that compute the same: {needs}; it takes more devices, or --allow={','.join(allow.ALLOWED)}"
+        advice = f"it takes more devices, or --allow={','.join(allow.ALLOWED)}"
+        return f"no settings fit that compute the same: {needs}; {advice}"
 
     def _least(self) -> tuple[Settings, explain.Cost] | None:
         """The settings with the least on a device, of those that were looked at."""
         costs = self.forms.known()
         if not costs:
             return None
-        return min(costs.items(), key=lambda item: (self.room.over(*item) > 0, self.room.host_over(item[1]), item[1].peak))
+        return min(
+            costs.items(), key=lambda item: (self.room.over(*item) > 0, self.room.host_over(item[1]), item[1].peak)
+        )

@@ -105,7 +105,7 @@ class Search:
         rivals = [candidate for candidate in self.found if candidate.cost.seconds <= fast_enough]
         return min(rivals, key=_preference)
 
-    # --- branches -----------------------------------------------------------------------------------------------------
+    # --- branches ----------------------------------------------------------------------------------------------------
 
     def _push(self, bound: float, expand: Callable[[], None]) -> None:
         heapq.heappush(self._heap, _Branch(bound, next(self._numbers), expand))
@@ -165,7 +165,7 @@ class Search:
         hidden = _HIDDEN.get(update or "", 0.0) if update else max(_HIDDEN.values())
         return max(0.0, over / (PCIE_REACHED * link) - hidden * cost.seconds)
 
-    # --- microbatches and placements ----------------------------------------------------------------------------------
+    # --- microbatches and placements ---------------------------------------------------------------------------------
 
     def _look_into(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> None:
         """Finds the microbatches and placements for a mesh, a policy and a schedule."""
@@ -212,7 +212,7 @@ class Search:
             self._canonical[settings] = changed(self._forms.config, settings)
         return self._canonical[settings]
 
-    # --- layers that are recomputed otherwise ---------------------------------------------------------------------------
+    # --- layers that are recomputed otherwise ------------------------------------------------------------------------
 
     def _filled(self, best: Candidate) -> Candidate:
         """The settings, with as many layers recomputed less as there is room for."""
