@@ -45,6 +45,9 @@ def answer(question: Question, target: Target, *, host_bytes: int | None = None,
     kept_choice = None if fresh else stored.load(path)
     if kept_choice is not None:
         return Answer(kept_choice)
+    if not question.estimate:
+        # A missing compiler is told before the search; and JAX starts once, with the CPU devices that it then has.
+        target.devices()
     is_batch = question.mode == BATCH_MODE
     chooser = Chooser(
         question.config,

@@ -50,6 +50,7 @@ class Chooser:
         self.forms = ClosedForms(config, target)
         self.space = Space(config, target, fixed)
         self.room = Room(Limits.of(target, device_bytes, host_bytes))
+        self._refusal = ""
         self._variants = allow.variants(config, allowed, fixed)
 
     def propose(self) -> Candidate | None:
@@ -76,8 +77,9 @@ class Chooser:
         """Takes in how many bytes of a device the compiler gave to settings."""
         self.room.learn(candidate.settings, candidate.cost, compiled)
 
-    def refuse(self, candidate: Candidate) -> None:
+    def refuse(self, candidate: Candidate, reason: str) -> None:
         """Leaves out settings that no program can be made of."""
+        self._refusal = reason.partition("\n")[0]
         self.forms.leave_out(candidate.settings)
 
     def is_settled(self, candidate: Candidate) -> bool:
@@ -114,6 +116,8 @@ class Chooser:
 
     def failure(self) -> str:
         """Why nothing fits, in one line."""
+        if self._refusal and not self.room.compiled:
+            return f"no program could be made of the best settings: {self._refusal}"
         limits = self.room.limits
         least = self._least()
         device = human_bytes(limits.device)
