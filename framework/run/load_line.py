@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import NamedTuple
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import jax
 
@@ -121,6 +123,20 @@ def _chosen(chooser: Chooser, target: Target) -> Choice:
     return devices.end(choice, failure)
 
 
+class _Order(NamedTuple):
+    """What the first process has all do.
+
+    Attributes:
+        settings: to be compiled; None at the end.
+        choice: at the end, as JSON; None where nothing fits.
+        failure: why.
+    """
+
+    settings: Settings | None
+    choice: Mapping[str, Any] | None = None
+    failure: str = ""
+
+
 class _Devices:
     """The devices of all processes, whose compiler says what fits.
 
@@ -134,12 +150,12 @@ class _Devices:
 
     def ask(self, candidate: Candidate) -> int:
         """Has all processes compile settings: the bytes of the fullest device. Raises NoProgramError."""
-        self._order({"compile": candidate.settings})
+        self._order(_Order(candidate.settings))
         return self._compiled(candidate.settings)
 
     def end(self, choice: Choice | None, failure: str) -> Choice:
         """Tells all processes what was chosen. Raises DoesNotFitError: nothing was."""
-        self._order({"choice": choice.to_json() if choice else None, "failure": failure})
+        self._order(_Order(None, choice.to_json() if choice else None, failure))
         if choice is None:
             raise DoesNotFitError(failure)
         return choice
@@ -148,22 +164,24 @@ class _Devices:
         """Does what the first process orders, until that has chosen. Raises DoesNotFitError: it found nothing."""
         while True:
             order = self._order(None)
-            if "compile" not in order:
+            if order.settings is None:
                 break
-            try:
-                self._compiled(tuple(Setting(*pair) for pair in order["compile"]))
-            except NoProgramError:
-                # The first process knows of it, too.
-                continue
-        if order["choice"] is None:
-            raise DoesNotFitError(order["failure"])
-        return Choice.from_json(order["choice"])
+            # The first process hears of what cannot be compiled, too.
+            with suppress(NoProgramError):
+                self._compiled(order.settings)
+        if order.choice is None:
+            raise DoesNotFitError(order.failure)
+        return Choice.from_json(order.choice)
 
-    def _order(self, order: object) -> dict[str, object]:
+    def _order(self, order: _Order | None) -> _Order:
+        """The first process's order, in every process."""
         # A search takes longer than a collective of the devices waits.
         self._number += 1
         distributed.barrier(f"load line {self._number}")
-        return distributed.from_primary(order)
+        settings, choice, failure = distributed.from_primary(order)
+        if settings is not None:
+            settings = tuple(Setting(*pair) for pair in settings)
+        return _Order(settings, choice, failure)
 
     def _compiled(self, settings: Settings) -> int:
         problem = ""

@@ -1,5 +1,6 @@
 """The largest model of a family: sizes by its own rule, the search among them, and the command."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def test_width_and_depth_grow_together():
     assert Size(32, 32) in [member.size for member in members]
     parameters = [member.parameters for member in members]
     assert parameters == sorted(parameters)
-    gaps = [after / before for before, after in zip(parameters[40:], parameters[41:], strict=False)]
+    gaps = [after / before for before, after in itertools.pairwise(parameters[40:])]
     assert max(gaps) < 1.04, "the largest that fits is known to a few percent"
     for member in members[:: len(members) // 7]:
         config = family.config_of(member.size)

@@ -40,9 +40,14 @@ def answer(question: Question, target: Target, *, host_bytes: int | None = None,
         host_bytes: of a process's host; None: what is known of the target.
         fresh: search again although nothing has changed.
     """
-    kept_choice = None if fresh else stored.load(question)
+    # Asked before anything is compiled: compilers set variables of the environment, on which the name depends.
+    path = question.path("choice")
+    kept_choice = None if fresh else stored.load(path)
     if kept_choice is not None:
         return Answer(kept_choice)
+    if not question.estimate:
+        # A missing compiler is told before the search; and JAX starts once, with the CPU devices that it then has.
+        target.devices()
     is_batch = question.mode == BATCH_MODE
     chooser = Chooser(
         question.config,
@@ -67,7 +72,7 @@ def answer(question: Question, target: Target, *, host_bytes: int | None = None,
     if is_batch:
         # Everything is kept there, and nobody wants to read it.
         choice = choice.without_neighbors()
-    stored.store(question, choice)
+    stored.store(path, choice)
     return Answer(choice, made)
 
 

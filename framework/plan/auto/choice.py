@@ -62,7 +62,7 @@ class Choice:
         peak: bytes of one device.
         host: bytes of one device in its host's memory.
         seconds: of a step by the closed form, which ranked the settings; None where rates are not published.
-        moved: bytes between device and host in a step, each way.
+        moved: bytes whose time the link to the host takes in a step: what moves both ways at once counts once.
         compiled: whether the peak is the compiler's word.
         neighbors: what was not chosen.
         notes: further lines.
@@ -98,7 +98,7 @@ class Choice:
         judge = "compiled" if self.compiled else "by the closed form"
         rows.append(["device", f"{human_bytes(self.peak)}{use}, {judge}"])
         if self.host:
-            rows.append(["its host", f"{human_bytes(self.host)}; {human_bytes(self.moved)} move each way in a step"])
+            rows.append(["its host", f"{human_bytes(self.host)}; {human_bytes(self.moved)} pass the link in a step"])
         if self.seconds is not None:
             rows.append(["a step", f"{human_duration(self.seconds)} by the closed form, which ranked the settings"])
         if self.kept:

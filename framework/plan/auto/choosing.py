@@ -50,6 +50,7 @@ class Chooser:
         self.forms = ClosedForms(config, target)
         self.space = Space(config, target, fixed)
         self.room = Room(Limits.of(target, device_bytes, host_bytes))
+        self._refusal = ""
         self._variants = allow.variants(config, allowed, fixed)
 
     def propose(self) -> Candidate | None:
@@ -76,8 +77,9 @@ class Chooser:
         """Takes in how many bytes of a device the compiler gave to settings."""
         self.room.learn(candidate.settings, candidate.cost, compiled)
 
-    def refuse(self, candidate: Candidate) -> None:
+    def refuse(self, candidate: Candidate, reason: str) -> None:
         """Leaves out settings that no program can be made of."""
+        self._refusal = reason.partition("\n")[0]
         self.forms.leave_out(candidate.settings)
 
     def is_settled(self, candidate: Candidate) -> bool:
@@ -114,6 +116,8 @@ class Chooser:
 
     def failure(self) -> str:
         """Why nothing fits, in one line."""
+        if self._refusal and not self.room.compiled:
+            return f"no program could be made of the best settings: {self._refusal}"
         limits = self.room.limits
         least = self._least()
         device = human_bytes(limits.device)
@@ -126,7 +130,8 @@ class Chooser:
             processes = self.target.num_devices // self.target.num_processes
             host = f"{human_bytes(cost.host * processes)} of host memory, and a host has "
             needs += f", with {host}{human_bytes((limits.host or 0) * processes)}"
-        return f"no settings fit that compute the same: {needs}; it takes more devices, or --allow={','.join(allow.ALLOWED)}"
+        advice = f"it takes more devices, or --allow={','.join(allow.ALLOWED)}"
+        return f"no settings fit that compute the same: {needs}; {advice}"
 
     def _least(self) -> tuple[Settings, explain.Cost] | None:
         """The settings with the least on a device, of those that were looked at."""

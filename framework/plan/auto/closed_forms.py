@@ -30,7 +30,7 @@ class Cost(NamedTuple):
         state: those of them that live there between steps.
         host: bytes of one device in its host's memory.
         seconds: of a step; infinite where the rates of the device are not published.
-        moved: bytes between device and host in a step, each way.
+        moved: bytes whose time the link to the host takes in a step, see `Work.link_bytes`.
     """
 
     peak: int
@@ -112,7 +112,7 @@ class ClosedForms:
             state=state_bytes(need),
             host=need.host_bytes,
             seconds=math.inf if time is None else time.seconds,
-            moved=need.work.host_bytes + need.work.pass_host_bytes,
+            moved=need.work.link_bytes,
         )
 
     def _trace(self, sectioned: Sectioned, sizes: dict[str, int], platform: str) -> ClosedJaxpr:

@@ -88,8 +88,8 @@ def confirmed(chooser: Chooser, compiled_bytes: Callable[[Candidate], int]) -> C
                 break
         try:
             chooser.hear(candidate, compiled_bytes(candidate))
-        except NoProgramError:
-            chooser.refuse(candidate)
+        except NoProgramError as error:
+            chooser.refuse(candidate, str(error))
             continue
         if chooser.is_settled(candidate) and (best is None or candidate.cost.seconds < best.cost.seconds):
             best = candidate

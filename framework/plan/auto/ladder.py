@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from framework.plan.auto.closed_forms import Cost
 from framework.plan.auto.room import Candidate, Room
-from framework.plan.auto.settings import Settings
+from framework.plan.auto.settings import HOST, PLACES, Settings, ordered, setting
 from framework.plan.auto.space import Level, Space, placed
 
-# Peaks are so nearly linear in the number of layers that the second correction is the last.
-_CORRECTIONS = 3
+# Peaks are nearly linear in the number of layers: hardly ever does one more not suffice.
+_CORRECTIONS = 4
 
 
 class Ladder:
@@ -61,6 +61,8 @@ class Ladder:
     def _by_layers(self, settings: Settings, below: Level, above: Candidate) -> Candidate | None:
         """Between two rungs, with the fewest layers that suffice; None where all have to move.
 
+        What so many layers come to is read off the line between the rungs: `exact` asks for the closed form of it.
+
         Args:
             settings: without placements.
             below: the rung that does not suffice.
@@ -71,18 +73,36 @@ class Ladder:
             return None
         over = self._room.over(nothing.settings, nothing.cost)
         room_left = -self._room.over(above.settings, above.cost)
-        unit_bytes = max((over + room_left) / self._num_units, 1)
-        num_units = max(1, math.ceil(over / unit_bytes))
+        num_units = max(1, math.ceil(over / max((over + room_left) / self._num_units, 1)))
+        if num_units >= self._num_units:
+            return None
+        cost = _between(nothing.cost, above.cost, num_units / self._num_units)
+        partly = (*settings, *placed(below, num_units * self._unit_layers))
+        return Candidate(partly, cost, self._room.peak(partly, cost))
+
+    def exact(self, candidate: Candidate) -> Candidate | None:
+        """The closed form of a candidate, with a few layers more on the host if it takes them; None if that fails."""
+        settings = candidate.settings
         for _ in range(_CORRECTIONS):
-            if num_units >= self._num_units:
+            exact = self._candidate(settings)
+            if exact is None or self._room.fits(exact.settings, exact.cost):
+                return exact
+            more = self._with_more_layers(settings)
+            if more is None:
                 return None
-            candidate = self._candidate((*settings, *placed(below, num_units * self._unit_layers)))
-            if candidate is None:
-                return None
-            over = self._room.over(candidate.settings, candidate.cost)
-            if over <= 0:
-                return candidate
-            num_units += max(1, math.ceil(over / unit_bytes))
+            settings = more
+        return None
+
+    def _with_more_layers(self, settings: Settings) -> Settings | None:
+        """The settings with one more unit of what is partly on the host; None where nothing is."""
+        for path in PLACES:
+            text = dict(settings).get(path, "")
+            kind, _, count = text.partition(":")
+            if kind == HOST and count.isdecimal():
+                num_layers = int(count) + self._unit_layers
+                if num_layers >= self._num_units * self._unit_layers:
+                    return ordered((*settings, setting(path, HOST)))
+                return ordered((*settings, setting(path, f"{HOST}:{num_layers}")))
         return None
 
     def _if_host_has_room(self, candidate: Candidate) -> Candidate | None:
@@ -93,3 +113,10 @@ class Ladder:
         if cost is None:
             return None
         return Candidate(settings, cost, self._room.peak(settings, cost))
+
+
+def _between(low: Cost, high: Cost, part: float) -> Cost:
+    """The cost on the line between two, at a part of the way."""
+    values = [start + part * (end - start) for start, end in zip(low, high, strict=True)]
+    peak, state, host, seconds, moved = values
+    return Cost(int(peak), int(state), int(host), seconds, moved)

@@ -15,14 +15,26 @@ from typing import NamedTuple
 from framework.plan.auto.closed_forms import ClosedForms, Cost
 from framework.plan.auto.ladder import Ladder
 from framework.plan.auto.room import Candidate, Room
-from framework.plan.auto.settings import ACCUMULATE, CLIP_MODE, REMAT, Settings, changed, ordered, setting
+from framework.plan.auto.settings import (
+    ACCUMULATE,
+    CLIP_MODE,
+    REMAT,
+    UPDATE,
+    Settings,
+    changed,
+    ordered,
+    setting,
+    value_of,
+)
 from framework.plan.auto.space import Space, mixed
 from framework.plan.step_time.rates import PCIE_REACHED
 
 # Settings that are faster by less than that are as fast, and the ones that change less are taken.
 AS_FAST = 1.01
+# What a schedule hides of what it moves, at the most, as a part of its other time.
+_HIDDEN = {"after_backward": 0.0, "streamed": 0.0, "in_backward": 0.6, "layer_programs": 1.0}
 # So many meshes are looked into, those with the least bounds; others have hardly been better.
-_MOST_MESHES = 6
+_MOST_MESHES = 3
 # Fewer rows at a time are tried so often, once they have not helped.
 _PATIENCE = 2
 
@@ -58,6 +70,9 @@ class Search:
 
     def run(self) -> Candidate | None:
         """The fastest settings that fit; None where none do."""
+        as_it_is = self._cost(())
+        if as_it_is is not None and self._room.fits((), as_it_is):
+            self.found.append(Candidate((), as_it_is, self._room.peak((), as_it_is)))
         for variant, mesh in itertools.product(self._variants, self._space.meshes()):
             self._push_mesh(variant, mesh)
         while self._heap:
@@ -69,19 +84,28 @@ class Search:
         best = self._chosen()
         return None if best is None else self._filled(best)
 
+    def _chosen(self) -> Candidate | None:
+        """The best that was found, by its own closed form."""
+        ladder = Ladder(self._cost, self._room, self._space)
+        while self.found:
+            best = self._preferred()
+            exact = ladder.exact(best)
+            if exact is not None:
+                return exact._replace(settings=self.canonical(exact.settings))
+            self.found.remove(best)
+        return None
+
     @property
     def _best_seconds(self) -> float:
         return min((candidate.cost.seconds for candidate in self.found), default=math.inf)
 
-    def _chosen(self) -> Candidate | None:
+    def _preferred(self) -> Candidate:
         """Of those that are as fast as the fastest, the one that moves and changes least."""
-        if not self.found:
-            return None
         fast_enough = self._best_seconds * AS_FAST
         rivals = [candidate for candidate in self.found if candidate.cost.seconds <= fast_enough]
         return min(rivals, key=_preference)
 
-    # --- branches -----------------------------------------------------------------------------------------------------
+    # --- branches ----------------------------------------------------------------------------------------------------
 
     def _push(self, bound: float, expand: Callable[[], None]) -> None:
         heapq.heappush(self._heap, _Branch(bound, next(self._numbers), expand))
@@ -109,30 +133,39 @@ class Search:
             schedules = [schedule for count in accumulations for schedule in self._space.schedules(count)]
             for schedule in dict.fromkeys(schedules):
                 possible = [count for count in accumulations if schedule in self._space.schedules(count)]
-                # No schedule computes less than the plainest, of which the bound is.
-                self._push(bound, self._expansion(base, remat, schedule, possible))
+                # No schedule computes less than the plainest, of which the bound is; but it may hide less.
+                joined = self._bound(base, remat, schedule, possible)
+                self._push(max(bound, joined), self._expansion(base, remat, schedule, possible))
 
     def _expansion(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> Callable[[], None]:
         return lambda: self._look_into(base, remat, schedule, counts)
 
     def _bound(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> float:
-        """The least time of all settings with these: as many rows at a time as there are, and nothing moved."""
-        for count in counts:
-            cost = self._cost(self._joined(base, remat, schedule, count))
-            if cost is not None:
-                return cost.seconds + self._seconds_to_move(cost)
-        return math.inf
+        """The least time of all settings with these: as many rows at a time as there are, and as little to move."""
+        joined = [self._joined(base, remat, schedule, count) for count in counts]
+        fastest = next(filter(None, map(self._cost, joined)), None)
+        smallest = next(filter(None, map(self._cost, reversed(joined))), None)
+        if fastest is None or smallest is None:
+            return math.inf
+        return fastest.seconds + self._seconds_to_move(joined[-1], smallest, schedule)
 
-    def _seconds_to_move(self, cost: Cost) -> float:
-        """The seconds that the state which the device has no room for takes at the least, beside everything else."""
-        link = self._forms.target.spec.pcie_bytes_per_second
-        limit = self._room.limits.device
-        if link is None or limit is None or math.isinf(cost.seconds):
+    def _seconds_to_move(self, settings: Settings, cost: Cost, schedule: Settings) -> float:
+        """The seconds at the least, beside all others, that moving takes where nothing is moved yet, and has to be."""
+        over = self._room.over(settings, cost)
+        if over <= 0:
             return 0.0
-        excess = max(0, cost.state - limit)
-        return max(0.0, excess / (PCIE_REACHED * link) - cost.seconds)
+        target = self._forms.target
+        link = target.spec.pcie_bytes_per_second
+        if target.platform == "cpu":
+            # There is nowhere to move anything to.
+            return math.inf
+        if link is None or math.isinf(cost.seconds):
+            return 0.0
+        update = value_of(schedule, UPDATE)
+        hidden = _HIDDEN.get(update or "", 0.0) if update else max(_HIDDEN.values())
+        return max(0.0, over / (PCIE_REACHED * link) - hidden * cost.seconds)
 
-    # --- microbatches and placements ----------------------------------------------------------------------------------
+    # --- microbatches and placements ---------------------------------------------------------------------------------
 
     def _look_into(self, base: Settings, remat: str, schedule: Settings, counts: list[int]) -> None:
         """Finds the microbatches and placements for a mesh, a policy and a schedule."""
@@ -149,8 +182,11 @@ class Search:
         for place in range(first, len(counts)):
             settings = self._joined(base, remat, schedule, counts[place])
             cost = self._cost(settings)
-            if cost is None or cost.seconds * AS_FAST >= self._best_seconds:
+            if cost is None or cost.seconds >= self._best_seconds:
                 break
+            if cost.seconds + self._seconds_to_move(settings, cost, schedule) >= self._best_seconds:
+                # Fewer rows at a time may have less to move.
+                continue
             climbs = [ladder.climb(settings, levels) for levels in ladders]
             rivals = [climb for climb in climbs if climb is not None]
             self.found += [one._replace(settings=self.canonical(one.settings)) for one in rivals]
@@ -176,7 +212,7 @@ class Search:
             self._canonical[settings] = changed(self._forms.config, settings)
         return self._canonical[settings]
 
-    # --- layers that are recomputed otherwise ---------------------------------------------------------------------------
+    # --- layers that are recomputed otherwise ------------------------------------------------------------------------
 
     def _filled(self, best: Candidate) -> Candidate:
         """The settings, with as many layers recomputed less as there is room for."""

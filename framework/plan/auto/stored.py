@@ -41,18 +41,18 @@ class Question(NamedTuple):
         return cache.path_of(self.config, auto=part, **about)
 
 
-def load(question: Question) -> Choice | None:
-    """The choice that was made; None where there is none, or one of another version."""
-    stored = cache.load(question.path("choice"))
+def load(path: Path) -> Choice | None:
+    """The choice in a file; None where there is none, or one of another version."""
+    stored = cache.load(path)
     try:
         return None if stored is None else Choice.from_json(stored)
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def store(question: Question, choice: Choice) -> None:
+def store(path: Path, choice: Choice) -> None:
     """Keeps a choice."""
-    cache.store(question.path("choice"), choice.to_json())
+    cache.store(path, choice.to_json())
 
 
 class CompiledBytes:

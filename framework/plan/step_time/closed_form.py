@@ -53,6 +53,11 @@ class Work(NamedTuple):
     pass_host_bytes: float = 0.0
     waited_host_bytes: float = 0.0
 
+    @property
+    def link_bytes(self) -> float:
+        """Bytes whose time the link between device and host takes: what moves both ways at once counts once."""
+        return self.host_bytes + self.pass_host_bytes + self.waited_host_bytes
+
 
 def work_of(
     experiment: Experiment,
@@ -81,6 +86,7 @@ def work_of(
     received += _tensor_parallel_bytes(experiment, sizes)
     hosted_bytes = layout.bytes_per_device(memory_kind="pinned_host")
     device_bytes = layout.bytes_per_device(memory_kind="device")
+    passes = _pass_bytes(experiment, layout, hosted_activations)
     return Work(
         flops=device_flops,
         product_bytes=experiment.learner.accumulate * microbatch.product_bytes,
@@ -89,21 +95,9 @@ def work_of(
         received_bytes=received if math.prod(sizes.values()) > 1 else 0,
         host_bytes=_update_host_bytes(experiment, layout),
         hidden_by=_hidden_by(experiment),
-        pass_host_bytes=_pass_host_bytes(experiment, layout, hosted_activations),
-        waited_host_bytes=_waited_host_bytes(experiment, hosted_activations),
+        pass_host_bytes=passes.beside,
+        waited_host_bytes=passes.waited,
     )
-
-
-def _waited_host_bytes(experiment: Experiment, hosted_activations: int) -> float:
-    """Bytes of activations that go to the host and come from there while nothing else runs.
-
-    Programs of layers carry them beside the next layer's products. In the loops of one program the compiler moves them
-    between one layer and the next: a step of Llama 3 8B on 256 v5e waits for all of theirs, 6.6 s of 14.3 by the
-    compiler's schedule.
-    """
-    if experiment.memory.update == "layer_programs":
-        return 0.0
-    return 2.0 * experiment.learner.accumulate * hosted_activations
 
 
 def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
@@ -136,17 +130,36 @@ def _update_host_bytes(experiment: Experiment, layout: StateLayout) -> float:
     return float(from_host)
 
 
-def _pass_host_bytes(experiment: Experiment, layout: StateLayout, hosted_activations: int) -> float:
-    """Bytes that come from the host beside the products of the forward and backward passes."""
+class _PassBytes(NamedTuple):
+    """Bytes that move for the forward and backward passes of a step.
+
+    Attributes:
+        beside: each way, while products run.
+        waited: while nothing else runs.
+    """
+
+    beside: float
+    waited: float
+
+
+def _pass_bytes(experiment: Experiment, layout: StateLayout, hosted_activations: int) -> _PassBytes:
+    """What weights, gradients and activations in host memory cost the passes.
+
+    Programs of layers carry them beside the next layer's products. In the loops of one program the compiler moves them
+    between one layer and the next: of a step of Llama 3 8B on 256 v5e, 6.6 s of 14.3 are waits for activations.
+    """
     hosted = {group: layout.bytes_per_device(group, "pinned_host") for group in GROUPS}
-    # For each microbatch weights come for its forward and for its backward pass, and sums of gradients to be added to.
-    from_host = 2 * (hosted["parameter"] + hosted["frozen"]) + hosted["gradient"]
     memory = experiment.memory
-    if memory.update == "layer_programs":
-        from_host += hosted_activations
     keeps_no_gradients = memory.update == "in_backward" or memory.updates_at_once
     is_run_twice = experiment.learner.clip_mode == "two_pass" and keeps_no_gradients
-    return float(experiment.learner.accumulate * from_host * (2 if is_run_twice else 1))
+    times = experiment.learner.accumulate * (2 if is_run_twice else 1)
+    # For each microbatch weights come for its forward and for its backward pass. Activations go and come; gradients
+    # go, and come to be added to, or for the update.
+    weights = 2 * (hosted["parameter"] + hosted["frozen"])
+    both_ways = hosted_activations + hosted["gradient"]
+    if memory.update == "layer_programs":
+        return _PassBytes(float(times * (weights + both_ways)), 0.0)
+    return _PassBytes(0.0, float(times * (weights + 2 * both_ways)))
 
 
 def _hidden_by(experiment: Experiment) -> float:

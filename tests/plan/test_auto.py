@@ -1,0 +1,297 @@
+"""The load line: the fastest settings that fit, what they are allowed to change, and how they are told."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import configs
+from framework.config import Config, ConfigError
+from framework.plan import targets
+from framework.plan.auto import allow, batch
+from framework.plan.auto.choice import Choice
+from framework.plan.auto.choosing import Chooser
+from framework.plan.auto.closed_forms import ClosedForms
+from framework.plan.auto.confirm import NoProgramError, confirmed
+from framework.plan.auto.room import Candidate, Limits, Room
+from framework.plan.auto.search import Search
+from framework.plan.auto.settings import changed, fixed_paths, flags, setting, value_of, with_settings
+from framework.plan.auto.space import Space
+from framework.plan.suggest import closed_form
+from framework.terminal.exit_codes import ExitCode
+from launch import plan
+
+MIB = 2**20
+HOSTED = ("memory.optimizer_state", "memory.gradients", "memory.parameters", "memory.activations")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def small_llama(layers: int = 4) -> Config:
+    """A search on one chip with one microbatch or two is short."""
+    config = configs.load("llama2-7b", shape_is_enough=True)
+    config.model.stack.num_layers = layers
+    config.model.dim = 512
+    config.model.vocab_size = config.data.tokenizer.vocab_size = 1024
+    config.data.seq_len = 1024
+    config.data.global_batch_size = 2
+    return config
+
+
+def chooser(config: Config, target: str, device_mib: int, **options: Any) -> Chooser:
+    return Chooser(config, targets.resolve(target), device_bytes=device_mib * MIB, host_bytes=2**40, **options)
+
+
+def needs(config: Config, target: str) -> int:
+    """MiB of a device for the config as it is."""
+    return closed_form(config.instantiate(), targets.resolve(target)).peak_bytes // MIB
+
+
+def hosts(candidate: Candidate) -> bool:
+    return any("pinned_host" in text for _, text in candidate.settings)
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+def test_what_fits_is_left_as_it_is():
+    config = small_llama()
+    candidate = chooser(config, "v5e-1", 64 * needs(config, "v5e-1")).propose()
+    assert candidate is not None
+    assert not hosts(candidate)
+    assert candidate.cost.moved == 0
+
+
+@pytest.mark.parametrize("target", ["v5e-1", "h100"])
+def test_the_device_is_filled_to_its_mark_where_something_has_to_move(target: str):
+    config = small_llama(layers=16)
+    state = chooser(config, target, 10**6).forms.cost(())
+    assert state is not None
+    # The state alone has no room.
+    device_mib = int(0.8 * state.state) // MIB
+    candidate = chooser(config, target, device_mib).propose()
+    assert candidate is not None
+    assert hosts(candidate)
+    assert 0.8 < candidate.peak / (device_mib * MIB) <= 0.98
+
+
+def test_the_same_question_has_the_same_answer():
+    config = small_llama()
+    device_mib = 2 * needs(config, "v5e-1") // 3
+    first = chooser(config, "v5e-1", device_mib).propose()
+    again = chooser(config, "v5e-1", device_mib).propose()
+    assert first == again
+
+
+def test_what_training_computes_is_not_changed():
+    config = small_llama()
+    choice = chooser(config, "v5e-1", 2 * needs(config, "v5e-1") // 3).propose()
+    assert choice is not None
+    changed_config = with_settings(config, choice.settings)
+    assert changed_config.data == config.data
+    for field in ("optimizer", "clip", "master_dtype", "moment_dtype", "rounding", "ema"):
+        assert changed_config.learner[field] == config.learner[field]
+
+
+@pytest.mark.pairs
+def test_nothing_is_faster_in_a_whole_small_space():
+    """Every mesh, microbatch, policy and placement of a smaller space, one by one."""
+    config = small_llama()
+    config.data.global_batch_size = 16
+    target = targets.resolve("v5e-4")
+    device_mib = needs(config, "v5e-4") // 3
+    limits = Limits(device_mib * MIB, 2**40)
+    forms = ClosedForms(config, target)
+    room = Room(limits)
+    found = Search(forms, Space(config, target, frozenset()), room).run()
+    assert found is not None
+    meshes = [
+        (),
+        (setting("mesh.fsdp", 2), setting("mesh.model", 2)),
+        (setting("mesh.data", 2), setting("mesh.fsdp", 2)),
+    ]
+    places = [(), ("memory.optimizer_state",), ("memory.optimizer_state", "memory.gradients"), HOSTED]
+    best = float("inf")
+    for mesh, accumulate, remat, update, hosted in itertools.product(
+        meshes, (1, 2, 4), ("none", "dots", "full"), ("after_backward", "streamed"), places
+    ):
+        parts = [setting("learner.accumulate", accumulate), setting("memory.remat", remat)]
+        parts += [setting("memory.update", update), *(setting(path, "pinned_host") for path in hosted)]
+        settings = changed(config, (*mesh, *parts))
+        cost = forms.cost(settings)
+        if room.fits(settings, cost):
+            assert cost is not None
+            best = min(best, cost.seconds)
+    assert best < float("inf")
+    assert found.cost.seconds <= 1.03 * best
+
+
+def test_too_small_hosts_are_told_from_too_small_devices():
+    config = small_llama()
+    state = chooser(config, "v5e-1", 10**6).forms.cost(())
+    assert state is not None
+    device_mib = int(0.5 * state.state) // MIB
+    small_host = Chooser(config, targets.resolve("v5e-1"), device_bytes=device_mib * MIB, host_bytes=MIB)
+    assert small_host.propose() is None
+    assert "of host memory, and a host has 1.00 MiB" in small_host.failure()
+    assert "\n" not in small_host.failure()
+    tiny = chooser(config, "v5e-1", 1)
+    assert tiny.propose() is None
+    assert "no settings fit that compute the same" in tiny.failure()
+
+
+# --- the compiler ----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_compiler_says_moves_the_choice():
+    config = small_llama()
+    device_mib = 2 * needs(config, "v5e-1") // 3
+    asked: list[Candidate] = []
+
+    def compiled_bytes(candidate: Candidate) -> int:
+        asked.append(candidate)
+        return int(1.1 * candidate.cost.peak)
+
+    asking = chooser(config, "v5e-1", device_mib)
+    best = confirmed(asking, compiled_bytes)
+    assert best is not None
+    assert 1 < len(asked) <= 5
+    assert asking.room.compiled[best.settings] <= 0.98 * device_mib * MIB
+
+
+def test_settings_without_a_program_are_left_out():
+    config = small_llama()
+    refused: list[Candidate] = []
+
+    def compiled_bytes(candidate: Candidate) -> int:
+        if not refused:
+            refused.append(candidate)
+            raise NoProgramError("no")
+        return candidate.cost.peak
+
+    best = confirmed(chooser(config, "v5e-1", needs(config, "v5e-1")), compiled_bytes)
+    assert best is not None
+    assert best.settings != refused[0].settings
+
+
+# --- what is fixed and allowed ---------------------------------------------------------------------------------------
+
+
+def test_the_command_line_is_left_alone_and_so_is_a_config_that_asks_itself():
+    config = small_llama()
+    config.memory.remat = "full"
+    assert fixed_paths(config, ["memory.remat", "trainer.max_steps"]) == {"memory.remat"}
+    assert fixed_paths(config, ()) == frozenset()
+    config.memory.auto = True
+    assert fixed_paths(config, ["memory.auto"]) == frozenset()
+    assert fixed_paths(config, ()) == {"memory.remat"}
+    config.mesh.data = 2
+    assert {"mesh.data", "mesh.model"} < fixed_paths(config, ())
+
+
+def test_fixed_fields_stay():
+    config = small_llama()
+    config.memory.remat = "full"
+    candidate = chooser(config, "v5e-1", needs(config, "v5e-1") // 2, fixed=frozenset({"memory.remat"})).propose()
+    assert candidate is not None
+    assert value_of(candidate.settings, "memory.remat") is None
+
+
+def test_allowed_changes_are_those_of_the_names():
+    config = small_llama()
+    assert allow.variants(config, (), ()) == [()]
+    variants = allow.variants(config, allow.names_of("moments,rounding,optimizer8bit"), ())
+    assert len(variants) == 6
+    with_8bit = with_settings(config, variants[3])
+    assert with_8bit.learner.optimizer.learning_rate == config.learner.optimizer.learning_rate
+    assert with_8bit.learner.optimizer.weight_decay == 0.1
+    with_8bit.instantiate()
+    assert allow.variants(config, ("moments",), ("learner.moment_dtype",)) == [()]
+    with pytest.raises(ConfigError, match="did you mean 'moments'"):
+        allow.names_of("moment")
+
+
+# --- the largest batch -----------------------------------------------------------------------------------------------
+
+
+def test_the_largest_microbatch_fits_and_the_next_does_not():
+    config = small_llama()
+    config.data.global_batch_size = 8
+    asking = chooser(config, "v5e-1", 2 * needs(config, "v5e-1") // 3, fixed=batch.FIXED)
+    candidate = asking.propose()
+    assert candidate is not None
+    ((path, count),) = candidate.settings
+    assert path == "learner.accumulate"
+    fewer = (setting("learner.accumulate", int(count) // 2),)
+    assert not asking.room.fits(fewer, asking.forms.cost(fewer))
+    microbatch, whole = batch.notes(asking, candidate)
+    assert f"{8 // int(count)} rows per device" in microbatch
+    assert "data.global_batch_size=" in whole
+
+
+# --- how it is told --------------------------------------------------------------------------------------------------
+
+
+def test_a_choice_goes_through_json():
+    config = small_llama()
+    asking = chooser(config, "v5e-1", 2 * needs(config, "v5e-1") // 3)
+    candidate = asking.propose()
+    assert candidate is not None
+    choice = asking.choice(candidate, ["a note"])
+    assert Choice.from_json(json.loads(json.dumps(choice.to_json()))) == choice
+    assert choice.neighbors
+    assert all(neighbor.reason for neighbor in choice.neighbors)
+
+
+def test_a_flag_is_quoted_for_a_shell():
+    settings = (setting("memory.remat", "save:query;offload:input"), setting("learner.accumulate", 4))
+    assert flags(settings) == "'--config.memory.remat=save:query;offload:input' --config.learner.accumulate=4"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--auto=foo"], "invalid choice: 'foo'"),
+        (["--auto", "--allow=momentum"], "--allow=momentum: 'momentum' is none of rounding, moments, optimizer8bit"),
+        (["--allow=moments"], "--allow goes with --auto"),
+        (["--host_memory_gib=4"], "--host_memory_gib goes with --auto"),
+        (["--auto", "--host_memory_gib=0"], "--host_memory_gib=0: expected more than 0"),
+        (["--auto", "--compare=memory.remat=none,full"], "--auto is for one target, without --compare"),
+    ],
+)
+def test_a_bad_flag_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture):
+    assert plan.main(["--config=gpt2-124m", "--target=cpu:1", *argv]) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_verb_prints_overrides_and_answers_again_from_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    argv = ["--config=stdlib-tiny", "--target=cpu:1", "--auto", "--step_only", "--device_memory_gib=0.08"]
+    argv += ["--config.data.global_batch_size=8", f"--json={tmp_path / 'plan.json'}"]
+    assert plan.main(argv) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("--config.")
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert report["fits"]
+    assert report["auto"]["compiled"]
+    assert report["device_allocated_bytes"] == report["auto"]["peak"]
+    monkeypatch.setattr("framework.plan.auto.answer.Chooser", lambda *_, **__: pytest.fail("searched again"))
+    monkeypatch.setattr("framework.plan.plan.plan", lambda *_, **__: pytest.fail("compiled again"))
+    assert plan.main(argv) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_what_cannot_fit_is_one_line(capsys: pytest.CaptureFixture):
+    argv = ["--config=gpt2-124m", "--target=cpu:1", "--auto", "--estimate", "--device_memory_gib=0.01"]
+    assert plan.main(argv) == ExitCode.TOO_BIG
+    out = capsys.readouterr().out
+    assert out.startswith("no settings fit that compute the same")
+    assert out.count("\n") == 1
