@@ -51,12 +51,12 @@ class Chooser:
         self.space = Space(config, target, fixed)
         self.room = Room(Limits.of(target, device_bytes, host_bytes))
         self._refusal = ""
-        self._variants = allow.variants(config, allowed, fixed)
+        self.variants = allow.variants(config, allowed, fixed)
 
     def propose(self) -> Candidate | None:
         """The fastest settings that fit by what is known; None where none do."""
         with phase("looking for the fastest settings that fit", patience=SHORT):
-            best = Search(self.forms, self.space, self.room, self._variants).run()
+            best = Search(self.forms, self.space, self.room, self.variants).run()
             for _ in range(_STEPS):
                 better = None if best is None else self._better(best)
                 if better is None:

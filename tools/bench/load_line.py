@@ -1,0 +1,232 @@
+"""The load line on eight pairs of a model and a machine: what is chosen, beside switches that are all or nothing.
+
+    python -m tools.bench.load_line [PAIR ...] [--estimate] [--jsonl=FILE] [--page=FILE]
+
+Without names, all pairs whose compiler is installed; a pair that is asked for again replaces its row. For each pair:
+
+- the choice, confirmed by the target's compiler (unless --estimate), the part of the device's limit that it uses, the
+  seconds that the search took, and those of asking again;
+- the same search with the switches that others have: everything of a kind on the host or nothing, one policy for all
+  layers;
+- the best of a sweep of a smaller space by the same closed forms: the config's own mesh, every number of microbatches,
+  three policies (none, dots, full), every schedule of the platform, and eighths of the layers for each thing that may
+  be on the host, moved in the order of the search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from configs import load
+from framework.config import Config
+from framework.plan import targets
+from framework.plan.auto.answer import MEMORY, answer
+from framework.plan.auto.choice import Choice, Machine
+from framework.plan.auto.choosing import Chooser
+from framework.plan.auto.settings import ACCUMULATE, REMAT, Settings, changed, flags, setting
+from framework.plan.auto.space import placed
+from framework.plan.auto.stored import Question
+from framework.plan.targets import Target
+from framework.terminal.tables import human_bytes, human_duration
+from launch.cli import apply_overrides
+from tools.bench.load_line_page import page_of
+
+GIB = 1 << 30
+_EIGHTHS = 8
+_REMATS = ("none", "dots", "full")
+
+
+class Pair(NamedTuple):
+    """A model and a machine.
+
+    Attributes:
+        config: its name.
+        target: the machine's.
+        overrides: of the config.
+        host_gib: memory of a host; None: what is known of the target.
+        allowed: names of what may be changed of the training.
+    """
+
+    config: str
+    target: str
+    overrides: tuple[tuple[str, str], ...] = ()
+    host_gib: int | None = None
+    allowed: tuple[str, ...] = ()
+
+
+PAIRS = {
+    "8b-v5e-1": Pair("llama3-8b", "v5e-1", (("data.global_batch_size", "8"),), None, ("rounding", "optimizer8bit")),
+    "8b-v5e-8": Pair("llama3-8b", "v5e-8", (("data.global_batch_size", "64"),)),
+    "8b-v5e-256": Pair("llama3-8b", "v5e-256"),
+    "8b-h100": Pair("llama3-8b", "h100", (("data.global_batch_size", "8"),), 128),
+    "70b-v5p-128": Pair("llama2-70b", "v5p-128"),
+    "70b-h200": Pair("llama2-70b", "h200", (("data.global_batch_size", "4"),), 128, ("rounding", "optimizer8bit")),
+    "7b-lora-4090": Pair("lora:Qwen/Qwen2.5-7B", "4090", (("data.global_batch_size", "16"),), 64),
+    "124m-cpu-8": Pair("gpt2-124m", "cpu:8"),
+}
+
+
+class Switched(NamedTuple):
+    """The best with switches for all layers.
+
+    Attributes:
+        overrides: as flags.
+        seconds: of a step by the closed form.
+        moved: bytes that pass the link in a step.
+        peak: bytes of one device by the closed form.
+    """
+
+    overrides: str
+    seconds: float
+    moved: float
+    peak: int
+
+
+class Row(NamedTuple):
+    """What a pair came to.
+
+    Attributes:
+        pair: its name.
+        choice: None where nothing fits.
+        failure: why.
+        searched: seconds of the search.
+        again: seconds of asking the same again.
+        switched: the best with switches for all layers; None where there is none.
+        swept: how many settings the smaller space has.
+        best_of_sweep: the least seconds of a step in it; None where none of it fits.
+    """
+
+    pair: str
+    choice: Choice | None
+    failure: str
+    searched: float
+    again: float
+    switched: Switched | None
+    swept: int
+    best_of_sweep: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        choice = None if self.choice is None else self.choice.without_neighbors().to_json()
+        switched = None if self.switched is None else self.switched._asdict()
+        return {**self._asdict(), "choice": choice, "switched": switched}
+
+
+def row_of(name: str, *, estimate: bool) -> Row:
+    """Asks for a pair's choice, and for what it is compared with."""
+    pair = PAIRS[name]
+    target = targets.resolve(pair.target)
+    config = load(pair.config)
+    apply_overrides(config, list(pair.overrides))
+    host_bytes = None if pair.host_gib is None else pair.host_gib * GIB
+    machine = Machine.of(target, target.limit_bytes, host_bytes)
+    question = Question(config, machine, MEMORY, [], pair.allowed, estimate)
+    start = time.monotonic()
+    found = answer(question, target, host_bytes=host_bytes, fresh=True)
+    searched = time.monotonic() - start
+    start = time.monotonic()
+    answer(question, target, host_bytes=host_bytes)
+    again = time.monotonic() - start
+    chooser = _chooser(pair, config, target, host_bytes)
+    best, count = _swept(chooser)
+    switched = _switched(_chooser(pair, config, target, host_bytes))
+    return Row(name, found.choice, found.failure, searched, again, switched, count, best)
+
+
+def _chooser(pair: Pair, config: Config, target: Target, host_bytes: int | None) -> Chooser:
+    return Chooser(
+        config,
+        target,
+        device_bytes=target.limit_bytes,
+        host_bytes=host_bytes,
+        allowed=pair.allowed,
+    )
+
+
+def _switched(chooser: Chooser) -> Switched | None:
+    """The best where no setting may differ from layer to layer."""
+    # Without units there is nothing between all and nothing.
+    chooser.space.num_units = 0
+    best = chooser.propose()
+    if best is None:
+        return None
+    return Switched(flags(best.settings), best.cost.seconds, best.cost.moved, best.peak)
+
+
+def _swept(chooser: Chooser) -> tuple[float | None, int]:
+    """(the least seconds of a step of the smaller space, how many settings it has)."""
+    seconds = []
+    count = 0
+    for settings in _smaller_space(chooser):
+        count += 1
+        cost = chooser.forms.cost(settings)
+        if cost is not None and chooser.room.fits(settings, cost):
+            seconds.append(cost.seconds)
+    return min(seconds, default=None), count
+
+
+def _smaller_space(chooser: Chooser) -> Iterator[Settings]:
+    """The settings of the sweep, each once."""
+    space = chooser.space
+    known: set[Settings] = set()
+    for variant, remat, count in itertools.product(chooser.variants, _REMATS, space.accumulations(())):
+        for schedule in space.schedules(count):
+            base = (*variant, setting(ACCUMULATE, count), *schedule, setting(REMAT, remat))
+            for placement in _placements(chooser, schedule):
+                settings = changed(chooser.forms.config, (*base, *placement))
+                if settings not in known:
+                    known.add(settings)
+                    yield settings
+
+
+def _placements(chooser: Chooser, schedule: Settings) -> Iterator[Settings]:
+    """What is on the host, from nothing to everything, by eighths of the layers."""
+    space = chooser.space
+    for levels in space.ladders(schedule):
+        for level in levels:
+            yield placed(level)
+            if level.field is None:
+                continue
+            for eighths in range(1, _EIGHTHS):
+                layers = round(space.num_units * eighths / _EIGHTHS) * space.unit_layers
+                yield placed(level, layers)
+
+
+def main() -> None:
+    """Asks for the pairs, and writes rows and page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", nargs="*", metavar="PAIR", help=", ".join(PAIRS))
+    parser.add_argument("--estimate", action="store_true", help="do not compile")
+    parser.add_argument("--jsonl", type=Path, default=Path("docs/benchmarks/load_line.jsonl"))
+    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks/load_line.md"))
+    args = parser.parse_args()
+    unknown = set(args.pairs) - set(PAIRS)
+    if unknown:
+        parser.error(f"no pairs {sorted(unknown)}; there are {', '.join(PAIRS)}")
+    rows = {}
+    if args.jsonl.exists():
+        stored_rows = [json.loads(line) for line in args.jsonl.read_text().splitlines()]
+        rows = {row["pair"]: row for row in stored_rows}
+    for name in args.pairs or PAIRS:
+        targets.environment(PAIRS[name].target)
+        row = row_of(name, estimate=args.estimate)
+        rows[name] = row.to_json()
+        said = row.failure
+        if row.choice is not None:
+            seconds = human_duration(row.choice.seconds or 0.0)
+            said = f"{human_bytes(row.choice.peak)}, {seconds} a step: {row.choice.flags}"
+        print(f"{name} ({row.searched:.0f} s): {said}", flush=True)
+        # Each row at once: a later pair may take minutes, or fail.
+        ordered_rows = [rows[pair] for pair in PAIRS if pair in rows]
+        args.jsonl.write_text("".join(f"{json.dumps(one)}\n" for one in ordered_rows))
+        args.page.write_text(page_of(ordered_rows))
+
+
+if __name__ == "__main__":
+    main()

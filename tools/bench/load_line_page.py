@@ -1,0 +1,87 @@
+"""The page of `tools.bench.load_line`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Any
+
+from framework.plan.auto.settings import Setting, flags
+from framework.plan.cache import versions
+from framework.terminal.tables import human_bytes, human_duration
+
+_HEAD = """# The load line on eight pairs
+
+What `plimsoll plan --auto` chooses for a model on a machine ([plan.md](../plan.md#the-load-line)), beside the same
+search with switches for all layers at once, and beside the best of a sweep of a smaller space (`tools/bench/load_line.py`
+says which). `python -m tools.bench.load_line` wrote this on {day}: two CPU cores, {versions}. Seconds of a step are those
+of the closed form, by which both sides are ranked; no step ran.
+
+"""
+_CHOICES = """| pair | allowed | device | of its limit | host | a step | pass the link | search | again | choice |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+_COMPARED = """
+## Against switches for all layers, and a sweep
+
+"Sweep": the choice's seconds over those of the best of the smaller space; below 1.00 the choice is faster.
+
+| pair | a step: choice | switches | pass the link: choice | switches | sweep | of settings |
+|---|---|---|---|---|---|---|
+"""
+
+
+def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The page in Markdown."""
+    used_versions = ", ".join(f"{name} {version}" for name, version in versions("jax", "jaxlib", "libtpu").items())
+    head = _HEAD.format(day=date.today().isoformat(), versions=used_versions)
+    choices = "".join(_choice_line(row) for row in rows)
+    compared = "".join(_compared_line(row) for row in rows if row["choice"] is not None)
+    return f"{head}{_CHOICES}{choices}{_COMPARED}{compared}"
+
+
+def _choice_line(row: Mapping[str, Any]) -> str:
+    choice = row["choice"]
+    if choice is None:
+        return _line([row["pair"], "", "does not fit", "", "", "", "", f"{row['searched']:.0f} s", "", row["failure"]])
+    limit = choice["machine"]["device_bytes"]
+    judge = "" if choice["compiled"] else " (closed form)"
+    overrides = flags(Setting(*pair) for pair in choice["settings"])
+    cells = [
+        row["pair"],
+        ", ".join(choice["allowed"]),
+        f"{human_bytes(choice['peak'])}{judge}",
+        "" if limit is None else f"{100 * choice['peak'] / limit:.1f}%",
+        human_bytes(choice["host"]) if choice["host"] else "-",
+        _seconds(choice["seconds"]),
+        human_bytes(choice["moved"]) if choice["moved"] else "-",
+        f"{row['searched']:.0f} s",
+        f"{row['again']:.1f} s",
+        f"`{overrides}`" if overrides else "as it is",
+    ]
+    return _line(cells)
+
+
+def _compared_line(row: Mapping[str, Any]) -> str:
+    choice = row["choice"]
+    switched = row["switched"]
+    best = row["best_of_sweep"]
+    ratio = "none fits" if best is None else f"{choice['seconds'] / best:.3f}"
+    cells = [
+        row["pair"],
+        _seconds(choice["seconds"]),
+        "none fits" if switched is None else _seconds(switched["seconds"]),
+        human_bytes(choice["moved"]),
+        "-" if switched is None else human_bytes(switched["moved"]),
+        ratio,
+        str(row["swept"]),
+    ]
+    return _line(cells)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else human_duration(seconds)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
