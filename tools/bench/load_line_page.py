@@ -13,9 +13,9 @@ from framework.terminal.tables import human_bytes, human_duration
 _HEAD = """# The load line on eight pairs
 
 What `plimsoll plan --auto` chooses for a model on a machine ([plan.md](../plan.md#the-load-line)), beside the same
-search with switches for all layers at once, and beside the best of a sweep of a smaller space (`tools/bench/load_line.py`
-says which). `python -m tools.bench.load_line` wrote this on {day}: two CPU cores, {versions}. Seconds of a step are those
-of the closed form, by which both sides are ranked; no step ran.
+search with switches for all layers at once, and beside the best of a sweep of a smaller space, of which
+`tools/bench/load_line.py` says what it has. `python -m tools.bench.load_line` wrote this on {day}: two CPU cores,
+{versions}. Seconds of a step are those of the closed form, by which both sides are ranked; no step ran.
 
 """
 _CHOICES = """| pair | allowed | device | of its limit | host | a step | pass the link | search | again | choice |
