@@ -95,7 +95,7 @@ def test_any_mesh_and_placement_hold_the_same(scope, tmp_path):
         fields |= {"memory__update": "streamed", "memory__optimizer_state": "pinned_host"}
         fields |= {"memory__parameters": "pinned_host"}
     if layers:
-        fields |= {"memory__update": "layer_programs", "memory__parameters": "pinned_host:1"}
+        fields |= {"memory__update": "layer_programs", "memory__parameters": "pinned_host:0.5"}
     one = program(f"hf:{source}", **fields)
     eight = program(f"hf:{source}", 8, mesh__data=2, mesh__fsdp=2, mesh__model=2, **fields)
     alone, together = (p.experiment.pretrained.init(p) for p in (one, eight))
