@@ -89,7 +89,7 @@ def test_hosted_stacks_are_never_on_the_device(fields):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("schedule", ["streamed", "in_backward"])
+@pytest.mark.parametrize("schedule", ["streamed", pytest.param("in_backward", marks=pytest.mark.slow)])
 def test_half_of_the_layers_move_half_of_the_bytes(schedule):
     """16 layers, of which all or half have weights, state, inputs (and gradients) in host memory: the final program
     takes half of the bytes from there, and has no stack of the hosted layers on the device."""
@@ -119,7 +119,7 @@ def test_half_of_the_layers_move_half_of_the_bytes(schedule):
         ("v5e-1", GRADIENTS),  # the compiler would turn the stacks of query, key and value around
         pytest.param("v5e-8", STREAMED, marks=pytest.mark.slow),
         ("v5e-4", GRADIENTS | PRECISE),  # it would cast all stacks before the loop
-        ("v5e-8", STREAMED | {"memory.optimizer_state": "pinned_host:0.5"}),
+        pytest.param("v5e-8", STREAMED | {"memory.optimizer_state": "pinned_host:0.5"}, marks=pytest.mark.slow),
         pytest.param("v5e-1", LORA, marks=pytest.mark.slow),
     ],
     ids=["one chip", "streamed", "float32", "half hosted", "lora"],
