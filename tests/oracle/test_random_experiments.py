@@ -76,8 +76,11 @@ def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
     assert experiments[17] == generator.draw(17)
     phases = [phase for one in experiments for phase in one.phases]
     for name in ("update", "gradients", "optimizer_state", "parameters", "activations", "accumulate"):
-        values = {getattr(phase, name) for phase in phases}
-        assert len(values) == {"update": 4, "gradients": 3, "accumulate": 4}.get(name, 2), name
+        values = {str(getattr(phase, name)) for phase in phases}
+        kinds = {value.partition(":")[0] for value in values}
+        assert len(kinds) == {"update": 4, "gradients": 3, "accumulate": 4}.get(name, 2), name
+        # Placements are of all layers, of a number of them, or of a part.
+        assert (len(values) > len(kinds)) == (name not in ("update", "accumulate")), name
     for axis in ("data", "fsdp", "seq", "model"):
         assert {phase.mesh[axis] for phase in phases} >= {1, 2, 4}, axis
     assert {one.learner.clip_mode for one in experiments} == {
@@ -91,6 +94,7 @@ def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
         lambda one: one.learner.scope == "model",
         lambda one: len(one.phases) == 3,
         lambda one: any(phase.remat == "invert" for phase in one.phases),
+        lambda one: any(phase.remat.endswith(",full") for phase in one.phases),
     ):
         assert sum(map(bool, map(rare, experiments))) >= 2
 
