@@ -29,6 +29,7 @@ from framework.plan import targets
 from framework.plan.auto.answer import MEMORY, answer
 from framework.plan.auto.choice import Choice, Machine
 from framework.plan.auto.choosing import Chooser
+from framework.plan.auto.room import Candidate
 from framework.plan.auto.settings import ACCUMULATE, REMAT, Settings, changed, flags, setting
 from framework.plan.auto.space import placed
 from framework.plan.auto.stored import Question
@@ -133,9 +134,9 @@ def row_of(name: str, *, estimate: bool) -> Row:
     start = time.monotonic()
     answer(question, target, host_bytes=host_bytes)
     again = time.monotonic() - start
-    chooser = _chooser(pair, config, target, host_bytes)
-    best, count = _swept(chooser)
-    switched = _switched(_chooser(pair, config, target, host_bytes))
+    sweeping = _informed(_chooser(pair, config, target, host_bytes), found.choice)
+    best, count = _swept(sweeping)
+    switched = _switched(_informed(_chooser(pair, config, target, host_bytes), found.choice))
     return Row(name, found.choice, found.failure, searched, again, switched, count, best)
 
 
@@ -147,6 +148,15 @@ def _chooser(pair: Pair, config: Config, target: Target, host_bytes: int | None)
         host_bytes=host_bytes,
         allowed=pair.allowed,
     )
+
+
+def _informed(chooser: Chooser, choice: Choice | None) -> Chooser:
+    """The chooser once it has heard what the compiler said of the choice: what it takes to fit is then the same."""
+    if choice is not None and choice.compiled:
+        cost = chooser.forms.cost(choice.settings)
+        assert cost is not None
+        chooser.hear(Candidate(choice.settings, cost, choice.peak), choice.peak)
+    return chooser
 
 
 def _switched(chooser: Chooser) -> Switched | None:
