@@ -32,7 +32,7 @@ from framework.plan.auto.choosing import Chooser
 from framework.plan.auto.room import Candidate
 from framework.plan.auto.settings import ACCUMULATE, REMAT, Settings, changed, flags, setting
 from framework.plan.auto.space import placed
-from framework.plan.auto.stored import Question
+from framework.plan.auto.stored import CompiledBytes, Question
 from framework.plan.targets import Target
 from framework.terminal.tables import human_bytes, human_duration
 from launch.cli import apply_overrides
@@ -123,7 +123,7 @@ def row_of(name: str, *, estimate: bool) -> Row:
     """Asks for a pair's choice, and for what it is compared with."""
     pair = PAIRS[name]
     target = targets.resolve(pair.target)
-    config = load(pair.config)
+    config = load(pair.config, shape_is_enough=True)
     apply_overrides(config, list(pair.overrides))
     host_bytes = None if pair.host_gib is None else pair.host_gib * GIB
     machine = Machine.of(target, target.limit_bytes, host_bytes)
@@ -134,9 +134,9 @@ def row_of(name: str, *, estimate: bool) -> Row:
     start = time.monotonic()
     answer(question, target, host_bytes=host_bytes)
     again = time.monotonic() - start
-    sweeping = _informed(_chooser(pair, config, target, host_bytes), found.choice)
-    best, count = _swept(sweeping)
-    switched = _switched(_informed(_chooser(pair, config, target, host_bytes), found.choice))
+    known = CompiledBytes(question, fresh=False)
+    best, count = _swept(_informed(_chooser(pair, config, target, host_bytes), known))
+    switched = _switched(_informed(_chooser(pair, config, target, host_bytes), known))
     return Row(name, found.choice, found.failure, searched, again, switched, count, best)
 
 
@@ -150,12 +150,12 @@ def _chooser(pair: Pair, config: Config, target: Target, host_bytes: int | None)
     )
 
 
-def _informed(chooser: Chooser, choice: Choice | None) -> Chooser:
-    """The chooser once it has heard what the compiler said of the choice: what it takes to fit is then the same."""
-    if choice is not None and choice.compiled:
-        cost = chooser.forms.cost(choice.settings)
-        assert cost is not None
-        chooser.hear(Candidate(choice.settings, cost, choice.peak), choice.peak)
+def _informed(chooser: Chooser, known: CompiledBytes) -> Chooser:
+    """The chooser once it has heard all that the compiler said in the search: what it takes to fit is then the same."""
+    for settings, compiled in known.items():
+        cost = chooser.forms.cost(settings)
+        if cost is not None:
+            chooser.hear(Candidate(settings, cost, compiled), compiled)
     return chooser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from framework.config import Config
 from framework.plan import cache
 from framework.plan.auto.choice import Choice, Machine
-from framework.plan.auto.settings import Settings, flags
+from framework.plan.auto.settings import Setting, Settings, flags
 
 
 class Question(NamedTuple):
@@ -72,6 +73,15 @@ class CompiledBytes:
     def get(self, settings: Settings) -> int | None:
         """The bytes of settings; None where they were not compiled."""
         return self._bytes.get(flags(settings))
+
+    def items(self) -> list[tuple[Settings, int]]:
+        """All settings that were compiled, in that order, with their bytes."""
+        compiled_settings = []
+        for text, compiled in self._bytes.items():
+            pairs = [word.removeprefix("--config.").partition("=") for word in shlex.split(text)]
+            settings = tuple(Setting(path, value) for path, _, value in pairs)
+            compiled_settings.append((settings, compiled))
+        return compiled_settings
 
     def keep(self, settings: Settings, compiled: int) -> None:
         """Keeps the bytes of settings."""
