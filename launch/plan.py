@@ -57,6 +57,27 @@ def add_flags(parser: cli.Parser) -> None:
         metavar="PATH=A,B",
         help="plan each value; repeatable",
     )
+    _add_search_flags(parser)
+    add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
+    add("--step_only", action="store_true", help="leave out initialization and evaluation")
+    add(
+        "--verdict_only",
+        action="store_true",
+        help="do not look for settings that fit where this does not, which takes seconds, or minutes of compiling",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the report (of --compare: a list of them)")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write one page to pass around: pictures, a slider over batch and length, commands",
+    )
+    add("--fresh", action="store_true", help="compile again although nothing has changed")
+
+
+def _add_search_flags(parser: cli.Parser) -> None:
+    """The flags of a search for settings, or for the largest model."""
+    add = parser.add_argument
     add(
         "--auto",
         nargs="?",
@@ -81,21 +102,6 @@ def add_flags(parser: cli.Parser) -> None:
         metavar="GIB",
         help="with --auto, --largest: of each host, instead of what the target has",
     )
-    add("--device_memory_gib", type=float, metavar="GIB", help="instead of what the target has")
-    add("--step_only", action="store_true", help="leave out initialization and evaluation")
-    add(
-        "--verdict_only",
-        action="store_true",
-        help="do not look for settings that fit where this does not, which takes seconds, or minutes of compiling",
-    )
-    add("--json", type=Path, metavar="FILE", help="write the report (of --compare: a list of them)")
-    add(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write one page to pass around: pictures, a slider over batch and length, commands",
-    )
-    add("--fresh", action="store_true", help="compile again although nothing has changed")
 
 
 @cli.main

@@ -21,63 +21,11 @@ from framework.layers import remat, sums
 from framework.layers.base import Context, Layer, Out
 from framework.layers.reversible import Reversible, TwoStream, filled, floats
 from framework.layers.section import Section
+from framework.layers.unit import Unit
 from framework.layout import Nested, TensorSpec
 
 # A loop's body: (carry, (index, unit's parameters, unit's buffers)) -> (carry, Out).
 Body = Callable[[Any, tuple[jax.Array, Nested, Nested]], tuple[Any, Out]]
-
-
-class Unit(Reversible):
-    """One period of the pattern: its layers in order, under the names block0, block1, ...
-
-    A unit can be run backwards if all of its layers can.
-    """
-
-    def __init__(self, layers: list[Any]):
-        self.layers = {f"block{i}": layer for i, layer in enumerate(layers)}
-
-    def children(self) -> dict[str, Layer]:
-        """The layers of the period."""
-        return dict(self.layers)
-
-    def apply(
-        self,
-        weights: Nested,
-        carry: Any,
-        ctx: Context,
-        layer_state: Nested,
-    ) -> tuple[Any, Out]:
-        """Runs the layers one after the other."""
-        outs = {}
-        for name, layer in self.layers.items():
-            layer_weights = weights.get(name, {})
-            layer_ctx = ctx.fold(name)
-            buffers = layer_state.get(name, {})
-            carry, outs[name] = layer.apply(layer_weights, carry, layer_ctx, buffers)
-        return carry, Out.merge(outs)
-
-    def reverse(
-        self, weights: Nested, carry: Any, cts: tuple[Any, Any], ctx: Context, layer_state: Nested
-    ) -> tuple[Any, Nested, Any]:
-        """Runs the layers backwards, from the last to the first; see Reversible."""
-        ct, loss_ct = cts
-        grads = {}
-        for name, layer in reversed(self.layers.items()):
-            layer_weights = weights.get(name, {})
-            buffers = layer_state.get(name, {})
-            # Losses of layers are added up, so every layer gets the cotangent of their sum.
-            layer_cts = (ct, loss_ct)
-            carry, grad, ct = layer.reverse(
-                layer_weights,
-                carry,
-                layer_cts,
-                ctx.fold(name),
-                buffers,
-            )
-            # Gradients have the structure of the weights: a layer without any has no entry.
-            if name in weights:
-                grads[name] = grad
-        return carry, grads, ct
 
 
 @component

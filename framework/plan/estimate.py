@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 from framework.devices.accelerators import AcceleratorSpec
 from framework.layers.base import batch_specs
-from framework.layout import StateLayout
+from framework.layout import MemoryKind, StateLayout
 from framework.plan.backward_bytes import BackwardPass, backward_bytes, stacked_bytes
 from framework.plan.jaxprs import FlopCount, flops
 from framework.plan.local_step import trace
@@ -76,14 +76,9 @@ def estimate(
     _check(experiment, mesh, sizes)
     sectioned = Sectioned(experiment)
     layout = StateLayout(sectioned.specs, mesh)
-    running_parts = execution_type(experiment.memory).parts_of(experiment)
-    running_layout = StateLayout(running_parts.specs(experiment.state_specs()), mesh)
-    breakdown = dict.fromkeys(KEYS, 0)
-    host_breakdown = dict.fromkeys(KEYS, 0)
-    for leaf in running_layout:
-        is_on_device = leaf.spec.memory_kind == "device"
-        leaf_breakdown = breakdown if is_on_device else host_breakdown
-        leaf_breakdown[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
+    running_layout = _running_layout(experiment, mesh)
+    breakdown = _state_bytes(running_layout, "device")
+    host_breakdown = _state_bytes(running_layout, "pinned_host")
     for batch in batch_specs(experiment.data.arrays()).values():
         shard_shape = layout.sharding(batch).shard_shape(batch.shape)
         breakdown["batch"] += math.prod(shard_shape) * batch.dtype.itemsize
@@ -116,6 +111,21 @@ def estimate(
     return Estimate(breakdown, host_breakdown, step_flops, work)
 
 
+def _running_layout(experiment: Experiment, mesh: Any) -> StateLayout:
+    """The layout of the state as a run holds it."""
+    parts = execution_type(experiment.memory).parts_of(experiment)
+    return StateLayout(parts.specs(experiment.state_specs()), mesh)
+
+
+def _state_bytes(layout: StateLayout, memory_kind: MemoryKind) -> dict[str, int]:
+    """The bytes of one device's state in a kind of memory, by the keys of a report's breakdown."""
+    breakdown = dict.fromkeys(KEYS, 0)
+    for leaf in layout:
+        if leaf.spec.memory_kind == memory_kind:
+            breakdown[OF_LAYOUT[leaf.group]] += leaf.bytes_per_device
+    return breakdown
+
+
 def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
     """Bytes that each device holds at the least, without a trace: state, and gradients that exist all at once.
 
@@ -127,8 +137,7 @@ def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
         ValueError: a mesh axis does not divide the dimension that it shards.
     """
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    running_parts = execution_type(experiment.memory).parts_of(experiment)
-    running_layout = StateLayout(running_parts.specs(experiment.state_specs()), mesh)
+    running_layout = _running_layout(experiment, mesh)
     sectioned = Sectioned(experiment)
     # Stacks have all of their gradients before the first update; an embedding's may be gone by then.
     keeping_stacks = [name for name in sectioned.stacks if not sectioned.takes_gradients(name)]

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 
 from framework.layers.stack import Stack
-from framework.layout import MemoryKind
 
 DEVICE = "device"
 HOST = "pinned_host"
@@ -60,11 +59,6 @@ class Placement:
     def hosts_everything(self) -> bool:
         """Whether the stages outside of stacks are in host memory too."""
         return self.text == HOST
-
-    @property
-    def kind(self) -> MemoryKind:
-        """The kind of memory of what is moved."""
-        return "pinned_host" if self.uses_host else "device"
 
     def hosted_units(self, field: str, stack: Stack) -> int:
         """The number of a stack's units, from the first, that are in host memory.

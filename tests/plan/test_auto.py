@@ -295,3 +295,20 @@ def test_what_cannot_fit_is_one_line(capsys: pytest.CaptureFixture):
     out = capsys.readouterr().out
     assert out.startswith("no settings fit that compute the same")
     assert out.count("\n") == 1
+
+
+def test_what_the_link_hides_costs_nothing():
+    """Seconds are no line between no layers and all of them: a part may move beside the products, and cost nothing."""
+    config = configs.load("llama3-8b")
+    config.data.global_batch_size = 8
+    target = targets.resolve("h100")
+    chooser = Chooser(config, target, device_bytes=target.limit_bytes, host_bytes=128 << 30)
+    best = chooser.propose()
+    assert best is not None
+    values = {"learner.accumulate": "8", "memory.update": "layer_programs", "memory.optimizer_state": "pinned_host"}
+    values["memory.gradients"] = "pinned_host:24"
+    rival = changed(config, [setting(path, value) for path, value in values.items()])
+    cost = chooser.forms.cost(rival)
+    assert cost is not None
+    assert chooser.room.fits(rival, cost)
+    assert best.cost.seconds <= 1.01 * cost.seconds

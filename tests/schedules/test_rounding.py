@@ -18,6 +18,7 @@ CASES: list[Any] = [
     Case(memory="in_backward"),
     Case(memory="streamed", placement="state", mesh="eight"),
     Case(memory="layers_at_once", placement="state", remat="full"),
+    Case(memory="streamed", placement="state", layers="unlike"),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in [

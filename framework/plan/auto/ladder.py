@@ -61,7 +61,8 @@ class Ladder:
     def _by_layers(self, settings: Settings, below: Level, above: Candidate) -> Candidate | None:
         """Between two rungs, with the fewest layers that suffice; None where all have to move.
 
-        What so many layers come to is read off the line between the rungs: `exact` asks for the closed form of it.
+        How many they are is read off the line between the rungs, as bytes are linear in them. Seconds are not: the
+        link costs nothing until products no longer hide it. So the closed form is asked for what the layers come to.
 
         Args:
             settings: without placements.
@@ -76,17 +77,14 @@ class Ladder:
         num_units = max(1, math.ceil(over / max((over + room_left) / self._num_units, 1)))
         if num_units >= self._num_units:
             return None
-        cost = _between(nothing.cost, above.cost, num_units / self._num_units)
-        partly = (*settings, *placed(below, num_units * self._unit_layers))
-        return Candidate(partly, cost, self._room.peak(partly, cost))
+        return self._first_that_fits((*settings, *placed(below, num_units * self._unit_layers)))
 
-    def exact(self, candidate: Candidate) -> Candidate | None:
-        """The closed form of a candidate, with a few layers more on the host if it takes them; None if that fails."""
-        settings = candidate.settings
+    def _first_that_fits(self, settings: Settings) -> Candidate | None:
+        """The settings, with a few layers more on the host if it takes them; None if that fails."""
         for _ in range(_CORRECTIONS):
-            exact = self._candidate(settings)
-            if exact is None or self._room.fits(exact.settings, exact.cost):
-                return exact
+            candidate = self._candidate(settings)
+            if candidate is None or self._room.fits(candidate.settings, candidate.cost):
+                return candidate
             more = self._with_more_layers(settings)
             if more is None:
                 return None
@@ -113,10 +111,3 @@ class Ladder:
         if cost is None:
             return None
         return Candidate(settings, cost, self._room.peak(settings, cost))
-
-
-def _between(low: Cost, high: Cost, part: float) -> Cost:
-    """The cost on the line between two, at a part of the way."""
-    values = [start + part * (end - start) for start, end in zip(low, high, strict=True)]
-    peak, state, host, seconds, moved = values
-    return Cost(int(peak), int(state), int(host), seconds, moved)

@@ -81,19 +81,9 @@ class Search:
             if branch.bound * AS_FAST >= self._best_seconds:
                 break
             branch.expand()
-        best = self._chosen()
-        return None if best is None else self._filled(best)
-
-    def _chosen(self) -> Candidate | None:
-        """The best that was found, by its own closed form."""
-        ladder = Ladder(self._cost, self._room, self._space)
-        while self.found:
-            best = self._preferred()
-            exact = ladder.exact(best)
-            if exact is not None:
-                return exact._replace(settings=self.canonical(exact.settings))
-            self.found.remove(best)
-        return None
+        if not self.found:
+            return None
+        return self._filled(self._preferred())
 
     @property
     def _best_seconds(self) -> float:
