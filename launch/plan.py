@@ -133,11 +133,11 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     for note in command.notes:
         print(note, file=sys.stderr)
+    if args.largest:
+        return plan_largest(command, names)
     if args.smallest or len(names) > 1:
         return which_machine(command, names)
     (name,) = names
-    if args.largest:
-        return plan_largest(command, name)
     if asked_mode(command):
         return plan_auto(command, name)
     return _one_machine(command, name)

@@ -1,6 +1,7 @@
-"""`plimsoll plan --largest`: the largest model of a config's family that a machine carries, and the way there."""
+"""`plimsoll plan --largest`: the largest model of a config's family that machines carry, and the way there."""
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from framework.config import Config
 from framework.plan.auto import allow
 from framework.terminal.exit_codes import ExitCode
 from launch import cli
-from launch.plan_parts import choices_of, give
+from launch.plan_parts import choices_of, give, start_cpus
 
 
 class Series(NamedTuple):
@@ -19,11 +20,13 @@ class Series(NamedTuple):
     Attributes:
         name: as tables and the picture call it.
         command: with the compared settings.
+        target: the machine.
         allowed: names of what may be changed of the training.
     """
 
     name: str
     command: cli.Command
+    target: Any
     allowed: tuple[str, ...]
 
 
@@ -34,8 +37,8 @@ def check_largest(command: cli.Command) -> None:
         if args.picture is not None:
             raise cli.UsageError("--picture goes with --largest")
         return
-    if args.auto or args.smallest or args.html or "," in (args.target or "").strip(" ,"):
-        raise cli.UsageError("--largest is for one target, without --auto, --smallest and --html (see --picture)")
+    if args.auto or args.smallest or args.html:
+        raise cli.UsageError("--largest is without --auto, --smallest and --html (see --picture)")
     if args.picture is not None and not args.picture.absolute().parent.is_dir():
         raise cli.UsageError(f"no directory {args.picture.absolute().parent} to write {args.picture.name} into")
     if args.allow is not None:
@@ -44,24 +47,29 @@ def check_largest(command: cli.Command) -> None:
     list(choices_of(args.compare))
 
 
-def plan_largest(command: cli.Command, name: str) -> int:
-    """Looks for the frontier of each series, prints the tables, and writes the files."""
+def plan_largest(command: cli.Command, names: list[str]) -> int:
+    """Looks for the frontier of each series, prints the tables, and writes the files.
+
+    Args:
+        command: with --largest.
+        names: of the targets.
+    """
     from framework.plan import targets
     from framework.plan.largest import shown
     from framework.plan.largest.family import Family
     from framework.plan.largest.frontier import Search
 
     args = command.args
-    target = targets.resolve(name)
-    series = list(_series(command))
+    machines = [targets.resolve(name) for name in names]
+    series = list(_series(command, machines))
     # Every config is read before the first search begins.
-    families = [Family.of(one.command.resolve(target.name)[0]) for one in series]
+    families = [Family.of(one.command.resolve(one.target.name)[0]) for one in series]
+    start_cpus(machines)
     frontiers = []
     for one, family in zip(series, families, strict=True):
-        ask = _Asking(one, target)
-        search = Search(family, ask, compiles=not args.estimate)
+        search = Search(family, _Asking(one), compiles=not args.estimate)
         frontiers.append(search.run(one.name, _tell))
-    title = f"{command.spec} made larger on {target.name}"
+    title = f"{command.spec} made larger on {', '.join(machine.name for machine in machines)}"
     content = [
         {"name": frontier.name, "failure": frontier.failure, "points": [point.to_json() for point in frontier.points]}
         for frontier in frontiers
@@ -85,15 +93,17 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _series(command: cli.Command) -> Iterator[Series]:
-    """One for each combination of compared values; each without, and then with, what is allowed to change."""
+def _series(command: cli.Command, machines: list[Any]) -> Iterator[Series]:
+    """One for each machine and combination of compared values; each without, and then with, what may be changed."""
     names = () if command.args.allow is None else allow.names_of(command.args.allow)
-    for choice in choices_of(command.args.compare):
+    for machine, choice in itertools.product(machines, choices_of(command.args.compare)):
         variant = dataclasses.replace(command, overrides=[*command.overrides, *choice])
         name = " ".join(f"{path}={value}" for path, value in choice) or "as it is"
-        yield Series(name, variant, ())
+        if len(machines) > 1:
+            name = f"{machine.name}, {name}" if choice else machine.name
+        yield Series(name, variant, machine, ())
         if names:
-            yield Series(f"{name}, may change {', '.join(names)}", variant, names)
+            yield Series(f"{name}, may change {', '.join(names)}", variant, machine, names)
 
 
 class _Asking:
@@ -101,14 +111,13 @@ class _Asking:
 
     Args:
         series: whose frontier.
-        target: the machine.
     """
 
-    def __init__(self, series: Series, target: Any):
+    def __init__(self, series: Series):
         args = series.command.args
         self._series = series
-        self._target = target
-        self._device_bytes = cli.gib("device_memory_gib", args.device_memory_gib) or target.limit_bytes
+        self._target = series.target
+        self._device_bytes = cli.gib("device_memory_gib", args.device_memory_gib) or series.target.limit_bytes
         self._host_bytes = cli.gib("host_memory_gib", args.host_memory_gib)
 
     def __call__(self, config: Config, estimate: bool) -> Any:

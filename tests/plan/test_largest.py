@@ -121,7 +121,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--largest", "--auto"], "--largest is for one target"),
+        (["--largest", "--auto"], "--largest is without --auto"),
         (["--picture=x.png"], "--picture goes with --largest"),
         (["--largest", "--allow=roundng"], "'roundng' is none of rounding, moments, optimizer8bit"),
         (["--largest", "--picture=/nowhere/x.png"], "no directory /nowhere"),

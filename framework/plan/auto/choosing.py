@@ -9,7 +9,7 @@ from framework.config import Config
 from framework.plan.auto import allow, explain
 from framework.plan.auto.choice import Choice, Machine
 from framework.plan.auto.closed_forms import ClosedForms
-from framework.plan.auto.room import Candidate, Limits, Room
+from framework.plan.auto.room import HOST_ASIDE, Candidate, Limits, Room
 from framework.plan.auto.search import AS_FAST, Search
 from framework.plan.auto.settings import Settings
 from framework.plan.auto.space import Space
@@ -128,10 +128,15 @@ class Chooser:
         needs = f"the least that was found is {human_bytes(peak)} per device of {device}"
         if self.room.host_over(cost) > 0:
             processes = self.target.num_devices // self.target.num_processes
-            host = f"{human_bytes(cost.host * processes)} of host memory, and a host has "
-            needs += f", with {host}{human_bytes((limits.host or 0) * processes)}"
+            needs += f", with {human_bytes(cost.host * processes)} of host memory, and a host has {self._host_has()}"
         advice = f"it takes more devices, or --allow={','.join(allow.ALLOWED)}"
         return f"no settings fit that compute the same: {needs}; {advice}"
+
+    def _host_has(self) -> str:
+        known_bytes = self.machine.host_bytes
+        if known_bytes is not None:
+            return f"{human_bytes(known_bytes)}, of which its system takes {human_bytes(HOST_ASIDE)}"
+        return f"{human_bytes(self.room.limits.host)} for each device, as is assumed"
 
     def _least(self) -> tuple[Settings, explain.Cost] | None:
         """The settings with the least on a device, of those that were looked at."""

@@ -17,6 +17,8 @@ _AIM = 0.965
 _LOWER = 0.02
 # Where nobody knows what a host has, it is taken to have so many times the memory of its devices.
 ASSUMED_HOST = 3
+# Of a host's memory: what its operating system, the process itself with its libraries, and the batches take.
+HOST_ASIDE = 4 << 30
 _SANE_SCALES = (0.5, 2.0)
 
 
@@ -56,7 +58,8 @@ class Limits(NamedTuple):
         """
         host = process_host if process_host is not None else target.host_limit_bytes
         if host is not None:
-            return Limits(device, host * target.num_processes // target.num_devices)
+            room_on_host = max(host - HOST_ASIDE, 0)
+            return Limits(device, room_on_host * target.num_processes // target.num_devices)
         # People put into a host what goes with its cards: two to four times their memory.
         return Limits(device, None if device is None else ASSUMED_HOST * device)
 

@@ -1,0 +1,175 @@
+"""Whether the fastest settings by the plan are the fastest by the clock: GPT-2 124M on eight CPU devices.
+
+    python -m tools.bench.load_line_cpu [--rounds=3] [--page=FILE]
+
+Of all meshes, numbers of microbatches, schedules and policies of the search that fit, the five fastest by the closed
+form are measured; of settings whose times differ by less than 1%, which the search calls as fast, the one that changes
+least. Slower ones are measured beside them, each 8% slower than the one before, as the first five are close to each
+other. Rounds alternate between the settings; seconds are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from scipy import stats
+
+from configs import load
+from framework.config import Config
+from framework.plan import targets
+from framework.plan.auto.choosing import Chooser
+from framework.plan.auto.search import AS_FAST
+from framework.plan.auto.settings import ACCUMULATE, REMAT, Settings, changed, flags, setting, with_settings
+from framework.plan.cache import versions
+from framework.program.program import Program
+from framework.terminal.tables import human_duration
+from launch.cli import apply_overrides
+
+_BEST = 5
+_SLOWER = 1.08
+# A step of the published batch takes minutes here.
+_SMALLER = (("data.global_batch_size", "16"), ("data.seq_len", "128"))
+_HEAD = """# The load line by the clock
+
+GPT-2 124M with 16 rows of 128 tokens on eight CPU devices, which share two cores: the five fastest settings of the
+search by the closed form, and some that are slower, measured. `python -m tools.bench.load_line_cpu` wrote this on
+{day}: {versions}, medians of {rounds} steps, taken in turns.
+
+Ranks agree to {best:.2f} among the five best, and to {all:.2f} among all (Spearman's coefficient).
+
+| settings | the plan | measured | measured over the fastest | the plan's over its fastest |
+|---|---|---|---|---|
+"""
+
+
+class Rival(NamedTuple):
+    """Settings, and the seconds of a step by the closed form."""
+
+    settings: Settings
+    seconds: float
+
+
+class Measured:
+    """A program of some settings, and the seconds that its steps took.
+
+    Args:
+        config: of the training.
+        rival: whose settings.
+    """
+
+    def __init__(self, config: Config, rival: Rival):
+        self.rival = rival
+        self.seconds: list[float] = []
+        self._program = Program(with_settings(config, rival.settings).instantiate(), jax.devices())
+        shape = self._program.batch_specs["tokens"].shape
+        vocab_size = self._program.experiment.language_model.vocab_size
+        tokens = np.random.default_rng(0).integers(0, vocab_size, shape, np.int32)
+        self._batch = self._program.put({"tokens": tokens, "targets": tokens, "weights": np.ones(shape, np.float32)})
+
+    def run(self) -> None:
+        """Takes two steps, and notes the seconds of the second one. The state of one program at a time is alive."""
+        state: Any = self._program.init()
+        state, _ = self._program.step(state, self._batch)
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        result = self._program.step(state, self._batch)
+        jax.block_until_ready(result)
+        self.seconds.append(time.perf_counter() - start)
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds)
+
+
+def rivals(chooser: Chooser) -> list[Rival]:
+    """All settings of the search that fit, the fastest first."""
+    space = chooser.space
+    seconds: dict[Settings, float] = {}
+    for variant, mesh in itertools.product(chooser.variants, space.meshes()):
+        for count in space.accumulations(mesh):
+            for schedule, remat in itertools.product(space.schedules(count), space.remats()):
+                every = (*variant, *mesh, setting(ACCUMULATE, count), *schedule, setting(REMAT, remat))
+                settings = changed(chooser.forms.config, every)
+                cost = chooser.forms.cost(settings)
+                if cost is not None and chooser.room.fits(settings, cost):
+                    seconds[settings] = cost.seconds
+    by_time = sorted(seconds, key=lambda settings: (seconds[settings], len(settings)))
+    return [Rival(settings, seconds[settings]) for settings in by_time]
+
+
+def chosen(ordered_rivals: Sequence[Rival]) -> list[Rival]:
+    """Those to be measured: the best, and slower ones."""
+    measured_rivals: list[Rival] = []
+    for rival in ordered_rivals:
+        apart = AS_FAST if len(measured_rivals) < _BEST else _SLOWER
+        if not measured_rivals or rival.seconds > apart * measured_rivals[-1].seconds:
+            measured_rivals.append(rival)
+    return measured_rivals
+
+
+def page_of(measured: Sequence[Measured], rounds: int) -> str:
+    """The page in Markdown."""
+    used_versions = ", ".join(f"{name} {version}" for name, version in versions("jax", "jaxlib").items())
+    head = _HEAD.format(
+        day=date.today().isoformat(),
+        versions=used_versions,
+        rounds=rounds,
+        best=_agreement(measured[:_BEST]),
+        all=_agreement(measured),
+    )
+    fastest = min(one.median for one in measured)
+    fastest_planned = measured[0].rival.seconds
+    lines = []
+    for one in measured:
+        planned = one.rival.seconds
+        cells = [
+            f"`{flags(one.rival.settings)}`" if one.rival.settings else "as it is",
+            human_duration(planned),
+            human_duration(one.median),
+            f"{one.median / fastest:.3f}",
+            f"{planned / fastest_planned:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return head + "".join(lines)
+
+
+def _agreement(measured: Sequence[Measured]) -> float:
+    """Spearman's rank correlation of planned and measured seconds."""
+    planned = [one.rival.seconds for one in measured]
+    return float(stats.spearmanr(planned, [one.median for one in measured]).statistic)
+
+
+def main() -> None:
+    """Measures, and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks/load_line_cpu.md"))
+    args = parser.parse_args()
+    targets.environment("cpu:8")
+    target = targets.resolve("cpu:8")
+    config = load("gpt2-124m")
+    apply_overrides(config, list(_SMALLER))
+    chooser = Chooser(config, target, device_bytes=target.limit_bytes)
+    target.devices()
+    measured = [Measured(config, rival) for rival in chosen(rivals(chooser))]
+    for turn in range(args.rounds):
+        first = turn % len(measured)
+        for one in [*measured[first:], *measured[:first]]:
+            one.run()
+            planned = one.rival.seconds
+            print(f"{one.seconds[-1]:.2f} s, planned {planned:.2f} s: {flags(one.rival.settings)}", flush=True)
+    args.page.write_text(page_of(measured, args.rounds))
+
+
+if __name__ == "__main__":
+    main()
