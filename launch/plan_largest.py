@@ -67,8 +67,8 @@ def plan_largest(command: cli.Command, names: list[str]) -> int:
     start_cpus(machines)
     frontiers = []
     for one, family in zip(series, families, strict=True):
-        search = Search(family, _Asking(one), compiles=not args.estimate)
-        frontiers.append(search.run(one.name, _tell))
+        search = Search(family, _Asking(one), not args.estimate, _tell)
+        frontiers.append(search.run(one.name))
     title = f"{command.spec} made larger on {', '.join(machine.name for machine in machines)}"
     content = [
         {"name": frontier.name, "failure": frontier.failure, "points": [point.to_json() for point in frontier.points]}

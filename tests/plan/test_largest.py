@@ -40,7 +40,7 @@ class Answers:
 
 def frontier(answers: Answers, *, compiles: bool = False) -> Frontier:
     family = Family.of(configs.load("llama3-8b"))
-    return Search(family, answers, compiles).run("as it is", lambda line: None)
+    return Search(family, answers, compiles, lambda line: None).run("as it is")
 
 
 def test_width_and_depth_grow_together():
@@ -116,6 +116,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plain, allowed = json.loads(file.read_text())
     sizes: list[Any] = [series["points"][-1]["parameters"] for series in (plain, allowed)]
     assert sizes[0] < sizes[1], "smaller moments leave room for a larger model"
+
+
+def test_several_targets_are_several_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "largest.json"
+    flags = ["--config=gpt2-124m", "--target=rtx3060,rtx3090", "--largest", "--estimate"]
+    flags += ["--config.data.seq_len=128", "--config.data.global_batch_size=1", "--config.memory.remat=full"]
+    flags += ["--config.memory.update=after_backward", "--config.memory.optimizer_state=device"]
+    assert plan.main([*flags, f"--json={file}"]) == 0
+    assert "frontier, rtx3090x1" in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    assert [series["name"] for series in content] == ["rtx3060x1", "rtx3090x1"]
+    sizes: list[Any] = [series["points"][-1]["parameters"] for series in content]
+    assert 1.8 < sizes[1] / sizes[0] < 2.2, "one card has 12 GB, the other 24"
 
 
 @pytest.mark.parametrize(

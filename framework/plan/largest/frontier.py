@@ -81,11 +81,13 @@ class Search:
         family: of what.
         ask: for the settings of a size.
         compiles: whether the compiler confirms the largest size; otherwise the closed form has the last word.
+        tell: hears of each size that is tried.
     """
 
     family: Family
     ask: Ask
     compiles: bool
+    tell: Callable[[str], None]
 
     def __post_init__(self) -> None:
         members = self.family.members(_WIDEST)
@@ -94,11 +96,14 @@ class Search:
         self._points: dict[int, Point | None] = {}
         self._failure = ""
 
-    def run(self, name: str, tell: Callable[[str], None]) -> Frontier:
-        """The frontier; `tell` hears of each size that is tried."""
-        self._tell = tell
-        largest = self._largest_by_closed_form()
-        point = None if largest is None else self._confirmed(largest)
+    def largest(self) -> Point | None:
+        """The largest size that fits; None where not even the smallest does."""
+        number = self._largest_by_closed_form()
+        return None if number is None else self._confirmed(number)
+
+    def run(self, name: str) -> Frontier:
+        """The largest size that fits, and smaller ones."""
+        point = self.largest()
         if point is None:
             return Frontier(name, [], self._failure)
         smaller = [self._point(number) for number in self._numbers_below(point.parameters)]
@@ -159,7 +164,7 @@ class Search:
         choice = answer.choice
         if choice is None:
             self._failure = answer.failure
-        self._tell(f"{human_count(parameters)}: {'does not fit' if choice is None else 'fits'}")
+        self.tell(f"{human_count(parameters)}: {'does not fit' if choice is None else 'fits'}")
         if choice is None:
             return None
         tokens = config.data.global_batch_size * config.data.seq_len
