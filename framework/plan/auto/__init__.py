@@ -5,6 +5,7 @@ space.py         what may be chosen: meshes, microbatches, recomputation, schedu
 closed_forms.py  what settings cost, with traces that many of them share
 room.py          whether they fit, by the closed form and by what the compiler said of others
 ladder.py        what moves to the host, and how many layers of it
+mixtures.py      layers of two policies, as many with the faster one as fit
 search.py        branch and bound over all of these
 allow.py         what of the training itself may be changed, if it is said
 choosing.py      proposes settings, hears what the compiler says, and proposes again

@@ -9,11 +9,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from framework.plan.auto.closed_forms import ClosedForms, Cost
 from framework.plan.auto.ladder import Ladder
+from framework.plan.auto.mixtures import Mixtures
 from framework.plan.auto.room import Candidate, Room
 from framework.plan.auto.settings import (
     ACCUMULATE,
@@ -26,7 +27,7 @@ from framework.plan.auto.settings import (
     setting,
     value_of,
 )
-from framework.plan.auto.space import Space, mixed
+from framework.plan.auto.space import Space
 from framework.plan.step_time.rates import PCIE_REACHED
 
 # Settings that are faster by less than that are as fast, and the ones that change less are taken.
@@ -84,6 +85,12 @@ class Search:
         if not self.found:
             return None
         return self._filled(self._preferred())
+
+    def _filled(self, best: Candidate) -> Candidate:
+        """The settings, with as many layers recomputed less as there is room for."""
+        mixtures = Mixtures(self._forms, self._room, self._space)
+        fastest = min([best, *mixtures.of(best)], key=lambda one: one.cost.seconds)
+        return fastest if fastest.cost.seconds * AS_FAST < best.cost.seconds else best
 
     @property
     def _best_seconds(self) -> float:
@@ -201,35 +208,6 @@ class Search:
         if settings not in self._canonical:
             self._canonical[settings] = changed(self._forms.config, settings)
         return self._canonical[settings]
-
-    # --- layers that are recomputed otherwise ------------------------------------------------------------------------
-
-    def _filled(self, best: Candidate) -> Candidate:
-        """The settings, with as many layers recomputed less as there is room for."""
-        rivals = [best, *self._mixtures(best)]
-        fastest = min(rivals, key=lambda one: one.cost.seconds)
-        return fastest if fastest.cost.seconds * AS_FAST < best.cost.seconds else best
-
-    def _mixtures(self, best: Candidate) -> Iterator[Candidate]:
-        remats = self._space.remats()
-        present = dict(best.settings).get(REMAT, self._forms.config.memory.remat)
-        # Of sqrt a number says how large its groups are.
-        if present not in remats or present == "sqrt" or self._space.num_units < 2:
-            return
-        for fast in remats[: remats.index(present)]:
-            least, most = 0, self._space.num_units
-            mixture: Candidate | None = None
-            while most - least > 1:
-                middle = (least + most) // 2
-                settings = self.canonical((*best.settings, mixed(present, fast, middle, self._space)))
-                cost = self._forms.cost(settings)
-                if cost is not None and self._room.fits(settings, cost):
-                    least = middle
-                    mixture = Candidate(settings, cost, self._room.peak(settings, cost))
-                else:
-                    most = middle
-            if mixture is not None:
-                yield mixture
 
 
 def _preference(candidate: Candidate) -> tuple[float, bool, int, float, Settings]:

@@ -182,13 +182,6 @@ def placed(level: Level, num_layers: int = 0) -> Settings:
     return tuple(settings)
 
 
-def mixed(cheap: str, fast: str, num_fast: int, space: Space) -> Setting:
-    """A remat of two policies: the last `num_fast` units have the fast one."""
-    fast_layers = num_fast * space.unit_layers
-    cheap_layers = space.num_units * space.unit_layers - fast_layers
-    return setting(REMAT, f"{cheap}:{cheap_layers},{fast}:{fast_layers}")
-
-
 def _rungs(fields: Sequence[str]) -> list[Level]:
     levels = []
     for place in range(len(fields) + 1):
