@@ -6,6 +6,7 @@ from collections import Counter
 
 from framework.devices.accelerators import AcceleratorSpec
 from framework.layout import OptStateSpec, StateLayout
+from framework.learner.learner import Learner
 from framework.optimizers.reach import Reach
 from framework.plan.backward_bytes import stage_of
 from framework.plan.sectioned import Sectioned
@@ -24,9 +25,7 @@ def update_bytes(
     if memory.update == "after_backward":
         update = _whole_update(layout, spec, resident)
     else:
-        reaches: set[Reach] = {learner.reach(group) for group in learner.groups}
-        unit_counts = {name: stack.num_units for name, stack in sectioned.stacks.items()}
-        update = _piece(layout, unit_counts, reaches)
+        update = _piece(layout, sectioned)
     if memory.update in ("streamed", "layer_programs"):
         for leaf in layout:
             if leaf.group == "parameter" and not sectioned.takes_gradients(stage_of(leaf)):
@@ -52,10 +51,21 @@ def _whole_update(layout: StateLayout, spec: AcceleratorSpec, resident: int) -> 
     return moved + Counter(activations=selected_bytes)
 
 
-def _piece(layout: StateLayout, unit_counts: dict[str, int], reaches: set[Reach]) -> Counter[str]:
+def _reach_by_tensor(learner: Learner) -> dict[str, Reach]:
+    """{"stage/path" of a parameter: how far the optimizer of its group looks}."""
+    reach_by_tensor = {}
+    for group in learner.groups:
+        reach = learner.reach(group)
+        for path in group.paths:
+            reach_by_tensor[f"{group.path_prefix}{path}"] = reach
+    return reach_by_tensor
+
+
+def _piece(layout: StateLayout, sectioned: Sectioned) -> Counter[str]:
     """What an update by pieces moves: what is hosted of two pieces on its way in, and of two on its way out."""
-    updates_blocks = reaches <= {"element", "row"}
-    bytes_by_tensor: Counter[str] = Counter()
+    reach_by_tensor = _reach_by_tensor(sectioned.experiment.learner)
+    stacks = sectioned.stacks
+    bytes_by_piece: Counter[str] = Counter()
     for leaf in layout:
         if leaf.group == "frozen" or leaf.spec.memory_kind == "device":
             continue
@@ -64,13 +74,15 @@ def _piece(layout: StateLayout, unit_counts: dict[str, int], reaches: set[Reach]
         owner = path
         if isinstance(leaf.spec, OptStateSpec) and leaf.group == "optimizer":
             owner = leaf.spec.owner
-        unit_bytes = leaf.bytes_per_device // unit_counts.get(stage, 1)
+        tensor = f"{stage}/{owner}"
+        # The learner knows the whole stack of which this may be a section.
+        section = stacks[stage].section if stage in stacks else None
+        home = stage if section is None else section.home
+        reach = reach_by_tensor.get(f"{home}/{owner}", "unit")
+        unit_bytes = leaf.bytes_per_device // (stacks[stage].num_units if stage in stacks else 1)
         # Elements and rows are updated in blocks of so many elements, which are float32 (4 bytes)
         # at most.
-        piece_bytes = min(unit_bytes, 4 * BLOCK) if updates_blocks else unit_bytes
-        bytes_by_tensor[f"{stage}/{owner}"] += piece_bytes
-    if reaches & {"unit"}:
-        largest = sum(bytes_by_tensor.values())
-    else:
-        largest = max(bytes_by_tensor.values(), default=0)
-    return Counter(optimizer_state=4 * largest)
+        piece_bytes = min(unit_bytes, 4 * BLOCK) if reach in ("element", "row") else unit_bytes
+        # A unit whose tensors depend on each other is one piece.
+        bytes_by_piece[stage if reach == "unit" else tensor] += piece_bytes
+    return Counter(optimizer_state=4 * max(bytes_by_piece.values(), default=0))

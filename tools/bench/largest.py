@@ -34,7 +34,8 @@ from launch.cli import apply_overrides
 GIB = 1 << 30
 _CONFIG = "llama3-8b"
 _BATCH = ("data.global_batch_size", "1")
-_ROUNDED = (("learner.master_dtype", "None"), ("learner.rounding", "stochastic"))
+_RATE = ("learner.optimizer.learning_rate", "3e-4")
+_ROUNDED = (_RATE, ("learner.master_dtype", "None"), ("learner.rounding", "stochastic"))
 OPTIMIZERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "AdamW": (),
     "8-bit AdamW": (("learner.optimizer", "adamw8bit"), *_ROUNDED),
