@@ -20,7 +20,6 @@ def update_bytes(
     resident: int,
 ) -> Counter[str]:
     """Bytes that a device holds in the update, besides the `resident` state and batch."""
-    learner = sectioned.experiment.learner
     memory = sectioned.experiment.memory
     if memory.update == "after_backward":
         update = _whole_update(layout, spec, resident)
