@@ -14,8 +14,10 @@ _HEAD = """# The load line on eight pairs
 
 What `plimsoll plan --auto` chooses for a model on a machine ([plan.md](../plan.md#the-load-line)), beside the same
 search with switches for all layers at once, and beside the best of a sweep of a smaller space, of which
-`tools/bench/load_line.py` says what it has. `python -m tools.bench.load_line` wrote this on {day}: two CPU cores,
-{versions}. Seconds of a step are those of the closed form, by which both sides are ranked; no step ran.
+`tools/bench/load_line.py` says what it has. `python -m tools.bench.load_line` wrote this on {day}: two CPU cores with
+other work, {versions}; the GPU rows are from an environment with the `plan-gpu` extra. Bytes are those of the target's
+compiler. Seconds of a step are those of the closed form, by which both sides are ranked; no step ran. Where nothing has
+to move, less than 92% may be used: the next faster setting is too big.
 
 """
 _CHOICES = """| pair | allowed | device | of its limit | host | a step | pass the link | search | again | choice |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Collection, Sequence
 
 import optax
@@ -67,4 +68,5 @@ def _change(config: Config, name: str) -> Settings:
     if target_of(optimizer) is not optax.adamw:
         return ()
     shared_fields = {field: optimizer[field] for field in schema_of(config_for(adamw8bit)) if field in optimizer}
-    return (Setting(OPTIMIZER, config_for(adamw8bit, **shared_fields).to_json()),)
+    # In one line, as overrides are pasted.
+    return (Setting(OPTIMIZER, json.dumps(config_for(adamw8bit, **shared_fields).to_dict())),)
