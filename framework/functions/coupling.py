@@ -86,7 +86,7 @@ def subtracted(stream: Any, branch: Any) -> Any:
 def _two_streams(x: Streams) -> Streams:
     """The two streams of x. Raises TypeError: there are not two, or they hold other numbers than floats."""
     if not isinstance(x, tuple | list) or len(x) != 2:
-        raise TypeError(f"additive_coupling: expected two streams, (x1, x2), got {type(x).__name__}")
+        raise TypeError(f"additive_coupling: expected two streams, (x1, x2), got {jax.tree.structure(x)}")
     for leaf in jax.tree.leaves(x):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(f"additive_coupling: expected streams of floats, got {leaf.dtype}{list(leaf.shape)}")

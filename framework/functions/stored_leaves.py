@@ -83,8 +83,8 @@ def stored_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], An
             stored.notes[name] = Note(kind="function", type="", value="")
         else:
             raise TypeError(
-                f"{shown(name)}: expected an array, a key, a bool, int, float or str, got {type(leaf).__name__}; a class of "
-                "your own has leaves once it is registered (jax.tree_util.register_dataclass)"
+                f"{shown(name)}: expected an array, a key, a bool, int, float or str, got {type(leaf).__name__}; a "
+                "class of your own has leaves once it is registered (jax.tree_util.register_dataclass)"
             )
     return stored
 
