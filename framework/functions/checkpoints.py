@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from framework.checkpoint.checkpointer import Checkpointer
 from framework.checkpoint.directory import (
@@ -30,6 +31,7 @@ from framework.functions.stored_leaves import (
     records,
     restored_leaf,
     sharding_of,
+    shown,
     stored_leaves,
 )
 from framework.layout import flatten
@@ -127,7 +129,7 @@ def restore(
             the nearest names. No array was read.
         CheckpointCorruptError (a ValueError): bytes are not what was saved; names the leaves, and the earlier steps.
             No other step is taken.
-        TypeError: a leaf of `like` is of a kind that is not stored.
+        TypeError, ValueError: a leaf of `like` is of a kind that is not stored, or its sharding has no devices.
     """
     reader = Checkpointer(directory=directory, read_only=True)
     # All processes restore what the primary sees.
@@ -191,9 +193,18 @@ def _spec(array: np.ndarray) -> jax.ShapeDtypeStruct:
 
 
 def _specs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The specs of the arrays into which leaves are restored, with shardings: of keys, of their data."""
+    """The specs of the arrays into which leaves are restored, with shardings: of keys, of their data.
+
+    Raises ValueError: a sharding names no devices.
+    """
     specs: dict[str, jax.ShapeDtypeStruct] = {}
     for name, leaf in stored_leaves(leaves, _spec).arrays.items():
+        # jax.eval_shape of arrays on a mesh with explicit axes gives such shardings.
+        if isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh):
+            raise ValueError(
+                f"{shown(name)}: expected a sharding over a jax.sharding.Mesh, got one over an abstract mesh, which has "
+                "no devices to restore to"
+            )
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         specs[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding_of(leaf))
     return specs

@@ -362,9 +362,7 @@ def test_a_changed_carry_is_named(name: str) -> None:
     def fewer(w: Any, x: Any) -> Any:
         return {"b": original(w, x)["b"]}
 
-    with pytest.raises(
-        ValueError, match=rf"{name}: expected x\['b'\] to stay float64\[3, 4\], got float32\[3, 4\]"
-    ):
+    with pytest.raises(ValueError, match=rf"{name}: expected x\['b'\] to stay float64\[3, 4\], got float32\[3, 4\]"):
         reversible(layers._replace(**{name: narrower}))
     with pytest.raises(ValueError, match=rf"{name}: expected a result like x, PyTreeDef.*got PyTreeDef"):
         reversible(layers._replace(**{name: fewer}))
