@@ -202,8 +202,8 @@ def _specs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         # jax.eval_shape of arrays on a mesh with explicit axes gives such shardings.
         if isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh):
             raise ValueError(
-                f"{shown(name)}: expected a sharding over a jax.sharding.Mesh, got one over an abstract mesh, which has "
-                "no devices to restore to"
+                f"{shown(name)}: expected a sharding over a jax.sharding.Mesh, got one over an abstract mesh, which "
+                "has no devices to restore to"
             )
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         specs[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding_of(leaf))

@@ -28,6 +28,8 @@ from tests.support.runs import ROOT
 MESHES = {shape: jax.make_mesh(shape, ("data", "model")) for shape in [(4, 2), (2, 4), (8, 1)]}
 VALUES = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
 
+DTYPES = ("int8", "uint8", "int16", "int32", "uint32", "float16", "bfloat16", "float32", "complex64")
+
 
 def sharding(mesh: tuple[int, int], *axes: Any, kind: str = "device") -> NamedSharding:
     return NamedSharding(MESHES[mesh], PartitionSpec(*axes), memory_kind=kind)
@@ -73,13 +75,8 @@ def trees() -> dict[str, Any]:
     numbers = np.array([1 / 3, -0.0, np.nan, np.inf, 2.0**-1074])
     keys = jax.random.split(jax.random.key(0), 8)
     return {
-        "dtypes": {
-            str(dtype): jnp.asarray(VALUES > 0 if dtype == bool else 3 * VALUES).astype(dtype)
-            for dtype in map(
-                jnp.dtype,
-                ["bool", "int8", "uint8", "int16", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"],
-            )
-        },
+        "dtypes": {name: (3 * weight).astype(name) for name in DTYPES},
+        "flags": weight > 0,
         "small dtypes": {name: jnp.arange(-4, 4).astype(name) for name in ("int4", "float8_e4m3fn", "float8_e5m2")},
         "shapes": [jnp.float32(1.5), jnp.zeros((0, 3)), jnp.ones((1, 1, 1))],
         "optax": optax.chain(optax.clip(1.0), optax.adamw(optax.constant_schedule(1e-3))).init({"w": weight}),
@@ -177,7 +174,7 @@ def test_what_has_no_sharding_comes_to_the_first_device(tmp_path: Path) -> None:
     assert_same(restored, jax.device_put(tree, first))
     # This has the sharding, without the devices.
     with pytest.raises(
-        ValueError, match="w: expected a sharding over a jax.sharding.Mesh, got one over an abstract mesh"
+        ValueError, match=r"w: expected a sharding over a jax\.sharding\.Mesh, got one over an abstract mesh"
     ):
         pl.restore(tmp_path, jax.eval_shape(lambda: tree))
 
@@ -196,7 +193,7 @@ def test_steps(tmp_path: Path) -> None:
     assert pl.steps(directory) == [30, 40]
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7: .*committed steps: \[30, 40\]"):
         pl.restore(directory, like, step=7)
-    with pytest.raises(CheckpointMissingError, match="there is no complete checkpoint in .*none"):
+    with pytest.raises(CheckpointMissingError, match=r"there is no complete checkpoint in .*none"):
         pl.restore(tmp_path / "none", like)
 
 

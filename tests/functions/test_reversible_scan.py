@@ -75,7 +75,7 @@ def with_inputs() -> Layers:
 
 
 def own_pair() -> Layers:
-    """Both directions written by hand: a triangular map, over a carry that is a dict with an integer and a key in it."""
+    """Both directions written by hand: a triangular map, over a dict with an integer and a key in it."""
 
     def forward(w: Any, x: Any) -> Any:
         noise = jax.random.normal(x["key"], x["b"].shape)
@@ -342,7 +342,7 @@ def test_what_does_not_fit_is_named() -> None:
         reversible(layers._replace(weights=short))
     with pytest.raises(ValueError, match=r"xs: expected an array \[L, \.\.\.\], got a scalar"):
         reversible(layers._replace(xs=jnp.float64(1.0)))
-    with pytest.raises(ValueError, match="expected arrays .* among weights and xs, got none"):
+    with pytest.raises(ValueError, match=r"expected arrays .* among weights and xs, got none"):
         reversible(layers._replace(weights={}))
     with pytest.raises(TypeError, match=r"expected two streams, \(x1, x2\), got PyTreeDef"):
         reversible(layers._replace(x=layers.x[0]))
