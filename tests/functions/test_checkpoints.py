@@ -108,6 +108,8 @@ def trees() -> dict[str, Any]:
             "pinned": jax.device_put(weight, sharding((4, 2), "model", "data", kind="pinned_host")),
             "other device": jax.device_put(weight, jax.devices()[5]),
         },
+        # Arrays of several meshes over the same devices.
+        "meshes": [jax.device_put(weight, sharding(mesh, "data", "model")) for mesh in MESHES],
         # Names that mean something to a run's checkpoints.
         "names": {"frozen": {"w": weight}, "ema": {"w": weight.astype(jnp.bfloat16)}, "a b/c": weight},
         "a leaf": weight,
