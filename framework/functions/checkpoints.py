@@ -137,23 +137,22 @@ def restore(
     if step is None:
         step = _newest(reader, steps_there)
     manifest = reader.manifest(step)
+    place = f"step {step} of {directory}"
     if manifest.frozen is not None:
-        raise CheckpointMismatchError(
-            f"step {step} of {directory} is of a run with frozen parameters, which are stored apart: "
-            "Checkpointer.restore reads both"
-        )
+        reason = "is of a run with frozen parameters, which are stored apart: Checkpointer.restore reads both"
+        raise CheckpointMismatchError(f"{place} {reason}")
     extra = dict(manifest.extra)
     notes: dict[str, Note] = extra.pop(_NOTES, {})
     leaves = _leaves(like)
     specs = _specs(leaves)
     if _PLACEHOLDER in manifest.leaves:
         specs[_PLACEHOLDER] = jax.ShapeDtypeStruct((1,), np.uint8, sharding=sharding_of(None))
-    _refuse_other_leaves(f"step {step} of {directory}", manifest, notes, leaves, specs)
+    _refuse_other_leaves(place, manifest, notes, leaves, specs)
     try:
         arrays = reader.restore(step, _Arrays(specs)).state.arrays
     except CheckpointCorruptError as error:
-        earlier = [other for other in steps_there if other < step]
-        raise CheckpointCorruptError(f"{error}; earlier steps: {earlier or 'none'}") from error
+        earlier_steps = [other for other in steps_there if other < step]
+        raise CheckpointCorruptError(f"{error}; earlier steps: {earlier_steps or 'none'}") from error
     restored = [restored_leaf(leaf, notes.get(name), arrays.get(name)) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(like), restored), extra
 
@@ -169,9 +168,9 @@ def _newest(reader: Checkpointer, steps_there: list[int]) -> int:
         return steps_there[-1]
     problems = reader.problems()
     # A kill in the moment in which one checkpoint takes another's place leaves the old one under another name.
-    aside = put_aside(reader.directory)
-    if aside:
-        problems.append(f"steps {aside} were being replaced; the next save, or pl.Checkpointer, puts them back")
+    steps_aside = put_aside(reader.directory)
+    if steps_aside:
+        problems.append(f"steps {steps_aside} were being replaced; the next save, or pl.Checkpointer, puts them back")
     raise CheckpointMissingError("\n  ".join([f"there is no complete checkpoint in {reader.directory}", *problems]))
 
 
@@ -227,6 +226,8 @@ def _refuse_other_leaves(
     lines = [f"{place} holds other leaves than `like`: {table}"]
     extra_names = [name for name in stored if name not in expected]
     for name in expected:
-        nearest = difflib.get_close_matches(name, extra_names, n=1) if name not in stored else []
-        lines += [f"  {name}: the nearest in the checkpoint is {near}" for near in nearest]
+        if name in stored:
+            continue
+        for nearest_name in difflib.get_close_matches(name, extra_names, n=1):
+            lines.append(f"  {name}: the nearest in the checkpoint is {nearest_name}")
     raise CheckpointMismatchError("\n".join(lines))

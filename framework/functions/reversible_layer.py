@@ -97,8 +97,8 @@ class _CoupledLayer:
         g_ct, g_layer_ct, g_input_ct = pull(_cast(y2_ct, h2))
         y1_ct = jax.tree.map(jnp.add, y1_ct, g_input_ct)
         # The gradients of g are done before the activations of f exist: a compiler might keep both.
-        done = (y1, x2, y1_ct, g_ct, g_layer_ct)
-        y1, x2, y1_ct, g_ct, g_layer_ct = lax.optimization_barrier(done)
+        barrier_inputs = (y1, x2, y1_ct, g_ct, g_layer_ct)
+        y1, x2, y1_ct, g_ct, g_layer_ct = lax.optimization_barrier(barrier_inputs)
         h1, pull = vjp_of_floats(self.f, f_shared, layer_arrays, x2)
         x1 = subtracted(y1, h1)
         f_ct, f_layer_ct, f_input_ct = pull(_cast(y1_ct, h1))

@@ -381,17 +381,17 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_steps(seed: int, tmp_
     finally:
         job.kill()
         job.communicate()
-    there = pl.steps(tmp_path)
-    assert there[:2] == [1, 2]
+    complete_steps = pl.steps(tmp_path)
+    assert complete_steps[:2] == [1, 2]
     like = {"w": jax.ShapeDtypeStruct((512, 1024), jnp.float32), "n": 0}
-    for step in there:
+    for step in complete_steps:
         restored, _ = pl.restore(tmp_path, like, step)
         assert restored["n"] == step
         assert (np.asarray(restored["w"]) == step).all()
     # The next save removes what the kill left.
-    newest = there[-1] + 1
+    newest = complete_steps[-1] + 1
     pl.save(tmp_path, newest, {"w": jnp.zeros(1)})
-    assert sorted(os.listdir(tmp_path)) == [f"{step:08d}" for step in [*there, newest]]
+    assert sorted(os.listdir(tmp_path)) == [f"{step:08d}" for step in [*complete_steps, newest]]
 
 
 # --- imports ---------------------------------------------------------------------------------------------------------

@@ -30,13 +30,13 @@ def kibibytes(lines: list[str]) -> dict[str, int]:
 
 def test_the_page_on_reversible_layers(tmp_path: Path) -> None:
     lines = printed(tmp_path, python_block(REVERSIBLE, "# reversible.py"))
-    found = kibibytes(lines)
-    assert found["reversible 256"] == found["reversible 16"]
-    assert found["plain 256"] > 10 * found["plain 16"]
+    measured = kibibytes(lines)
+    assert measured["reversible 256"] == measured["reversible 16"]
+    assert measured["plain 256"] > 10 * measured["plain 16"]
     # Versions of the compiler differ by some buffers.
     documented = kibibytes(text_lines(REVERSIBLE))
-    assert found.keys() == documented.keys()
-    assert all(0.5 < found[name] / documented[name] < 2 for name in found)
+    assert measured.keys() == documented.keys()
+    assert all(0.5 < measured[name] / documented[name] < 2 for name in measured)
     assert re.fullmatch(r"there and back: \{'0': '\d\.\de-04', '1': '\d\.\de-04'\}", lines[-1])
 
 

@@ -74,7 +74,7 @@ def with_inputs() -> Layers:
     return Layers(*pl.additive_coupling(f, g), weights, (normal(2, *STREAMS), normal(3, *STREAMS)), xs)
 
 
-def own_pair() -> Layers:
+def handwritten() -> Layers:
     """Both directions written by hand: a triangular map, over a dict with an integer and a key in it."""
 
     def forward(w: Any, x: Any) -> Any:
@@ -114,7 +114,7 @@ def unfused() -> Layers:
     )
 
 
-ALL = [linear, nonlinear, with_inputs, own_pair, trees, unfused]
+ALL = [linear, nonlinear, with_inputs, handwritten, trees, unfused]
 
 
 def plain_scan(layers: Layers) -> Any:
@@ -167,9 +167,9 @@ def test_values_and_gradients_are_those_of_a_plain_scan(make: Callable[[], Layer
     layers = make()
     gradients_of = functools.partial(gradients, layers=layers)
     expected = gradients_of(plain_scan)
-    found = jax.jit(lambda: gradients_of(reversible))() if jit else gradients_of(reversible)
+    actual = jax.jit(lambda: gradients_of(reversible))() if jit else gradients_of(reversible)
     # What has no gradient is float0 in both.
-    assert_close(found, expected)
+    assert_close(actual, expected)
     # The values are the same program, forward.
     y = reversible(layers)
     for one, other in zip(jax.tree.leaves(y), jax.tree.leaves(plain_scan(layers)), strict=True):
@@ -178,7 +178,7 @@ def test_values_and_gradients_are_those_of_a_plain_scan(make: Callable[[], Layer
 
 def test_a_wrong_inverse_shows_in_the_gradients() -> None:
     """The comparison above has something to find: the backward pass does call the inverse."""
-    layers = own_pair()
+    layers = handwritten()
 
     def wrong(w: Any, y: Any) -> Any:
         x = layers.inverse(w, y)
@@ -238,7 +238,7 @@ def test_arrays_that_the_functions_close_over_have_gradients_too(make: Callable[
     assert_close(both(reversible), both(plain_scan))
 
 
-@pytest.mark.parametrize("make", [with_inputs, own_pair])
+@pytest.mark.parametrize("make", [with_inputs, handwritten])
 def test_mapped_and_recomputed(make: Callable[[], Layers]) -> None:
     """Under jax.vmap over x, and under jax.checkpoint."""
     layers = make()
@@ -271,10 +271,10 @@ def test_dtypes_may_be_mixed() -> None:
     weights = {"f": normal(0, LAYERS, DIM, DIM, dtype="bfloat16"), "g": normal(1, LAYERS, DIM, DIM, dtype="float32")}
     x = (normal(2, *STREAMS, dtype="float32"), normal(3, *STREAMS, dtype="float64"))
     layers = Layers(*pl.additive_coupling(f, g), weights, x)
-    found = gradients(reversible, layers)
-    assert found[0]["f"].dtype == jnp.bfloat16
-    assert found[0]["g"].dtype == jnp.float32
-    assert_close(found, gradients(plain_scan, layers), 2e-2)
+    actual = gradients(reversible, layers)
+    assert actual[0]["f"].dtype == jnp.bfloat16
+    assert actual[0]["g"].dtype == jnp.float32
+    assert_close(actual, gradients(plain_scan, layers), 2e-2)
 
 
 def test_layers_of_equinox() -> None:
@@ -300,8 +300,8 @@ def test_layers_of_equinox() -> None:
 
         return loss(jax.lax.scan(body, layers.x, dynamic)[0])
 
-    found = eqx.filter_grad(lambda weights: loss(reversible(layers._replace(weights=weights))))(weights)
-    assert_close(eqx.filter(found, eqx.is_array), eqx.filter(expected(weights), eqx.is_array))
+    actual = eqx.filter_grad(lambda weights: loss(reversible(layers._replace(weights=weights))))(weights)
+    assert_close(eqx.filter(actual, eqx.is_array), eqx.filter(expected(weights), eqx.is_array))
 
 
 def test_no_layers_leave_x_as_it_is() -> None:
@@ -352,7 +352,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["forward", "inverse"])
 def test_a_changed_carry_is_named(name: str) -> None:
-    layers = own_pair()
+    layers = handwritten()
     original = getattr(layers, name)
 
     def narrower(w: Any, x: Any) -> Any:
@@ -408,5 +408,5 @@ def test_the_way_back_of_a_coupling_needs_its_own_pair() -> None:
     other = nonlinear()
     shapes = (layers.weights,)
     mixed = reversible_layer.layer_of(layers.forward, other.inverse, shapes, layers.x)
-    own = reversible_layer.layer_of(layers.forward, layers.inverse, shapes, layers.x)
-    assert type(mixed) is not type(own)
+    matching = reversible_layer.layer_of(layers.forward, layers.inverse, shapes, layers.x)
+    assert type(mixed) is not type(matching)
