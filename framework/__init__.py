@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from framework.api.runs import TrainedRun, train
     from framework.checkpoint.checkpointer import Checkpointer
     from framework.config import Config, ConfigError, component, config_for
+    from framework.functions.checkpoints import restore, save, steps
+    from framework.functions.coupling import additive_coupling
+    from framework.functions.reconstruction import reconstruction_error
+    from framework.functions.reversible import reversible_scan
     from framework.program.program import Program
     from framework.run.job import RunError
 
@@ -26,12 +30,18 @@ __all__ = [
     "Program",
     "RunError",
     "TrainedRun",
+    "additive_coupling",
     "component",
     "config_for",
     "load",
     "load_config",
     "plan",
     "plan_function",
+    "reconstruction_error",
+    "restore",
+    "reversible_scan",
+    "save",
+    "steps",
     "train",
 ]
 
@@ -45,12 +55,18 @@ _MODULES = {
     "Program": "framework.program.program",
     "RunError": "framework.run.job",
     "TrainedRun": "framework.api.runs",
+    "additive_coupling": "framework.functions.coupling",
     "component": "framework.config",
     "config_for": "framework.config",
     "load": "framework.api.model",
     "load_config": "framework.api.configs",
     "plan": "framework.api.plans",
     "plan_function": "framework.api.function_plans",
+    "reconstruction_error": "framework.functions.reconstruction",
+    "restore": "framework.functions.checkpoints",
+    "reversible_scan": "framework.functions.reversible",
+    "save": "framework.functions.checkpoints",
+    "steps": "framework.functions.checkpoints",
     "train": "framework.api.runs",
 }
 

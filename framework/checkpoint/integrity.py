@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from framework.devices import executables
 
@@ -51,18 +51,27 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
         TypeError: a leaf has no bits to look at, such as a typed PRNG key.
     """
     # One program runs on one set of devices; a tree may hold, say, a counter that was never put on the mesh.
-    groups: dict[frozenset[Any], dict[str, jax.Array]] = {}
+    groups: dict[tuple[frozenset[Any], Mesh | None], dict[str, jax.Array]] = {}
     for name, x in arrays.items():
         is_number = x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)
         if not is_number:
             raise TypeError(f"{name}: expected numbers or booleans, got {x.dtype}; store jax.random.key_data of a key")
         devices = frozenset(x.sharding.device_set)
-        groups.setdefault(devices, {})[name] = x
+        groups.setdefault((devices, _explicit_mesh(x)), {})[name] = x
     lanes_by_name: dict[str, list[int]] = {}
     for group in groups.values():
         sums = np.asarray(executables.call(_program, *arguments(group)))
         lanes_by_name |= zip(group, sums.tolist(), strict=True)
     return {name: "{:08x}{:08x}".format(*lanes_by_name[name]) for name in arrays}
+
+
+def _explicit_mesh(x: jax.Array) -> Mesh | None:
+    """The mesh of an array whose type has it: one program takes arrays of one such mesh only."""
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+    return sharding.mesh if is_explicit else None
 
 
 def arguments(arrays: Mapping[str, Any]) -> tuple[list[Any], tuple[int, ...], NamedSharding | None]:

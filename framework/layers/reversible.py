@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from framework.layers.base import Context, Layer, Out
-from framework.layout import Nested
+from framework.layout import Nested, filled, floats
 
 # Fixed point is float32 in multiples of 2^-12: 12 of its 24 bits are left for the integer part.
 FRACTION_BITS = 12
@@ -170,23 +170,3 @@ def without_signed_zeros(x: jax.Array) -> jax.Array:
 
 
 without_signed_zeros.defjvps(lambda tangent, out, x: tangent)
-
-
-def floats(tree: Any) -> Any:
-    """The tree with None in place of integers, which have no gradient, and of their gradients."""
-
-    # The cotangent of an integer has the dtype float0, which is no float to `issubdtype`.
-    def float_or_none(x: Any) -> Any:
-        return x if jnp.issubdtype(x.dtype, jnp.floating) else None
-
-    return jax.tree.map(float_or_none, tree)
-
-
-def filled(floats: Any, tree: Any) -> Any:
-    """The inverse of `floats`: `tree` with its floats replaced."""
-
-    def replaced(new: Any, old: Any) -> Any:
-        return old if new is None else new
-
-    # None counts as a leaf, so that both trees have the same structure.
-    return jax.tree.map(replaced, floats, tree, is_leaf=lambda x: x is None)

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from framework.config import Config, PositiveInt, component
 from framework.layers import remat, sums
 from framework.layers.base import Context, Layer, Out
-from framework.layers.reversible import Reversible, TwoStream, filled, floats
+from framework.layers.reversible import Reversible, TwoStream
 from framework.layers.section import Section
 from framework.layers.unit import Unit
-from framework.layout import Nested, TensorSpec
+from framework.layout import Nested, TensorSpec, filled, floats
 
 # A loop's body: (carry, (index, unit's parameters, unit's buffers)) -> (carry, Out).
 Body = Callable[[Any, tuple[jax.Array, Nested, Nested]], tuple[Any, Out]]

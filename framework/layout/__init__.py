@@ -15,7 +15,7 @@ from framework.layout.specs import (
     move_to_host,
 )
 from framework.layout.table import Leaf, StateLayout, nearest_divisors
-from framework.layout.trees import Nested, flatten, key_name, merge, path_name, unflatten
+from framework.layout.trees import Nested, filled, flatten, floats, key_name, merge, path_name, unflatten
 
 __all__ = [
     "GROUPS",
@@ -32,7 +32,9 @@ __all__ = [
     "copy_partition",
     "fetch_leaf",
     "fetch_tree",
+    "filled",
     "flatten",
+    "floats",
     "fold_in_name",
     "initialize",
     "key_name",

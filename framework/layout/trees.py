@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 Nested = dict[str, Any]  # a nested dict whose leaves are specs or arrays
 
@@ -55,3 +56,23 @@ def merge(left: Any, right: Any) -> Any:
         shared = {key: merge(left[key], right[key]) for key in left.keys() & right.keys()}
         return {**left, **right, **shared}
     raise AssertionError("merge: a leaf is in both trees")
+
+
+def floats(tree: Any) -> Any:
+    """The tree with None in place of what has no gradient: integers, booleans, keys, and their cotangents."""
+
+    # The cotangent of an integer has the dtype float0, which is no float to `issubdtype`.
+    def float_or_none(x: Any) -> Any:
+        return x if jnp.issubdtype(x.dtype, jnp.inexact) else None
+
+    return jax.tree.map(float_or_none, tree)
+
+
+def filled(part: Any, tree: Any) -> Any:
+    """The inverse of `floats`: `tree` with those of its leaves replaced that are not None in `part`."""
+
+    def replaced(new: Any, old: Any) -> Any:
+        return old if new is None else new
+
+    # None counts as a leaf, so that both trees have the same structure.
+    return jax.tree.map(replaced, part, tree, is_leaf=lambda x: x is None)

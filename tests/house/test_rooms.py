@@ -22,6 +22,7 @@ ROOMS = {
     "optimizers": "config devices layout",
     "processes": "config files metrics terminal",
     "checkpoint": "config devices files layout metrics processes terminal",
+    "functions": "checkpoint layout processes",
     "learner": "config layers layout optimizers",
     "schedules": "config devices layers layout learner models optimizers",
     "program": "config data devices layers layout learner models optimizers processes schedules terminal",

@@ -1,0 +1,1 @@
+"""Functions for programs of your own, which need no config and no trainer: they work on any pytree."""

@@ -1,0 +1,81 @@
+"""Functions as JAX's own rules of differentiation need them: everything that they use is an argument.
+
+`jax.custom_vjp` cannot differentiate what a function closes over. So a function is traced once, and the traced values
+that it closes over become its first argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import core
+
+from framework.layout import filled, floats
+
+
+@dataclass(frozen=True)
+class Hoisted:
+    """A traced function, whose closed-over values are its first argument.
+
+    Attributes:
+        call: (values, *arguments) -> result.
+        values: the traced values that the original function closes over.
+        result: the result's shapes and dtypes, a tree of jax.ShapeDtypeStruct.
+    """
+
+    call: Callable[..., Any]
+    values: list[Any]
+    result: Any
+
+
+def hoisted(function: Callable[..., Any], *examples: Any) -> Hoisted:
+    """Traces `function` for arguments of the shapes and dtypes of `examples`, trees of jax.ShapeDtypeStruct."""
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*examples)
+    structure = jax.tree.structure(result)
+    # What is no tracer depends on nothing that is differentiated or mapped, so it stays where it is.
+    is_traced = [isinstance(value, core.Tracer) for value in closed.consts]
+
+    def call(values: list[Any], *arguments: Any) -> Any:
+        next_value = iter(values)
+        consts = [next(next_value) if traced else const for traced, const in zip(is_traced, closed.consts, strict=True)]
+        leaves = core.eval_jaxpr(closed.jaxpr, consts, *jax.tree.leaves(arguments))
+        return jax.tree.unflatten(structure, leaves)
+
+    values = [value for traced, value in zip(is_traced, closed.consts, strict=True) if traced]
+    return Hoisted(call, values, result)
+
+
+def vjp_of_floats(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+    """`jax.vjp` where arguments and result are any trees of arrays: of integers, booleans and keys too.
+
+    Returns:
+        (the floats of the result, a function from their cotangents to those of the arguments). All of them are trees
+        with None in place of what has no gradient, see `framework.layout.floats`.
+    """
+
+    def function_of_floats(*float_arguments: Any) -> Any:
+        whole_arguments = [filled(new, old) for new, old in zip(float_arguments, arguments, strict=True)]
+        return floats(function(*whole_arguments))
+
+    return jax.vjp(function_of_floats, *(floats(argument) for argument in arguments))
+
+
+def arrays_of(tree: Any) -> Any:
+    """The tree with None in place of what is no array, such as an activation function in an equinox module."""
+
+    def array_or_none(leaf: Any) -> Any:
+        return leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
+
+    return jax.tree.map(array_or_none, tree)
+
+
+def constants_of(tree: Any) -> Any:
+    """The tree with None in place of its arrays."""
+
+    def constant_or_none(leaf: Any) -> Any:
+        return None if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf
+
+    return jax.tree.map(constant_or_none, tree)

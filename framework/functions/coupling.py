@@ -1,0 +1,94 @@
+"""Additive couplings: two streams, to which two functions are added in turn, so that any functions can be undone.
+
+Gomez et al. 2017, The Reversible Residual Network, arXiv:1707.04585; Kitaev et al. 2020, Reformer, arXiv:2001.04451.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# (weights, stream) -> what is added to the other stream; with per-layer inputs they are a third argument.
+Branch = Callable[..., Any]
+# (weights, (first stream, second stream)) -> both streams; likewise.
+Streams = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class AdditiveCoupling:
+    """Both directions of an additive coupling, see `additive_coupling`."""
+
+    f: Branch
+    g: Branch
+
+    def forward(self, weights: Any, x: Streams, *layer_xs: Any) -> Streams:
+        """(x1, x2) -> (y1, y2)."""
+        x1, x2 = _two_streams(x)
+        y1 = added(x1, self.f(weights, x2, *layer_xs))
+        y2 = added(x2, self.g(weights, y1, *layer_xs))
+        return y1, y2
+
+    def inverse(self, weights: Any, y: Streams, *layer_xs: Any) -> Streams:
+        """(y1, y2) -> (x1, x2)."""
+        y1, y2 = _two_streams(y)
+        x2 = subtracted(y2, self.g(weights, y1, *layer_xs))
+        x1 = subtracted(y1, self.f(weights, x2, *layer_xs))
+        return x1, x2
+
+
+def additive_coupling(f: Branch, g: Branch) -> tuple[Callable[..., Streams], Callable[..., Streams]]:
+    """Makes a layer that can be undone of two functions that need not be.
+
+        y1 = x1 + f(weights, x2)        x2 = y2 - g(weights, y1)
+        y2 = x2 + g(weights, y1)        x1 = y1 - f(weights, x2)
+
+    Args:
+        f: (weights, x2) -> an array, or a tree of arrays, of the shapes of x1. Its result is cast to the dtype of x1,
+            so streams in float32 may have branches in bfloat16.
+        g: (weights, y1) -> the same, of the shapes of x2.
+            Where a scan has per-layer inputs, both are given a third argument, the layer's.
+
+    Returns:
+        (forward, inverse), each (weights, (x1, x2)) -> a pair, for `reversible_scan`. That one evaluates f and g of
+        such a pair only once on the way back. The inverse gives x to the rounding of the streams' dtype, see
+        `reconstruction_error`.
+
+    Raises:
+        TypeError: by forward and inverse, where the streams are not two, or are not of floats.
+    """
+    coupling = AdditiveCoupling(f, g)
+    return coupling.forward, coupling.inverse
+
+
+def coupling_of(forward: Callable[..., Any], inverse: Callable[..., Any]) -> AdditiveCoupling | None:
+    """The coupling whose two directions these are; None if they are anything else."""
+    coupling = getattr(inverse, "__self__", None)
+    if not isinstance(coupling, AdditiveCoupling):
+        return None
+    is_pair = forward == coupling.forward and inverse == coupling.inverse
+    return coupling if is_pair else None
+
+
+def added(stream: Any, branch: Any) -> Any:
+    """The stream plus the branch, in the dtype of the stream."""
+    return jax.tree.map(lambda x, h: x + h.astype(x.dtype), stream, branch)
+
+
+def subtracted(stream: Any, branch: Any) -> Any:
+    """The stream minus the branch, in the dtype of the stream."""
+    return jax.tree.map(lambda y, h: y - h.astype(y.dtype), stream, branch)
+
+
+def _two_streams(x: Streams) -> Streams:
+    """The two streams of x. Raises TypeError: there are not two, or they hold other numbers than floats."""
+    if not isinstance(x, tuple | list) or len(x) != 2:
+        raise TypeError(f"additive_coupling: expected two streams, (x1, x2), got {jax.tree.structure(x)}")
+    for leaf in jax.tree.leaves(x):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(f"additive_coupling: expected streams of floats, got {leaf.dtype}{list(leaf.shape)}")
+    first, second = x
+    return first, second

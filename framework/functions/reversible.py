@@ -1,0 +1,146 @@
+"""A scan over layers that run backwards: memory for its gradient does not grow with their number.
+
+The gradient of `jax.lax.scan` keeps what every layer computes until the backward pass comes to it. Where a layer can be
+undone, nothing needs to be kept: the backward pass begins with the last layer's output, and finds each layer's input
+just before it differentiates the layer (Gomez et al. 2017, arXiv:1707.04585).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from framework.functions.closures import arrays_of
+from framework.functions.reversible_layer import ReversibleLayer, layer_of
+from framework.layout import filled, floats
+
+_NO_FORWARD_MODE = (
+    "reversible_scan: no forward-mode derivatives (jax.jvp, jax.jacfwd, jax.linearize): its layers are differentiated "
+    "backwards only; use jax.grad, jax.vjp or jax.jacrev, or jax.lax.scan with the same forward function"
+)
+_NO_SECOND_DERIVATIVES = (
+    "reversible_scan: no second derivatives: the backward pass is not differentiated, as that would keep what every "
+    "layer computes; use jax.lax.scan with the same forward function"
+)
+
+
+def reversible_scan(
+    forward: Callable[..., Any],
+    inverse: Callable[..., Any],
+    weights: Any,
+    x: Any,
+    xs: Any = None,
+) -> Any:
+    """Applies L layers in turn, like `jax.lax.scan`, with a gradient that keeps no layer's activations.
+
+        for layer in range(L):
+            x = forward(weights[layer], x, xs[layer])
+
+    Args:
+        forward: (weights of a layer, x) -> y; with `xs` it is given the layer's part of them as a third argument. y has
+            the structure, shapes and dtypes of x. Arrays that it closes over have gradients, too.
+        inverse: with the same arguments, (weights of a layer, y) -> x. Not differentiated. How well it must undo
+            `forward` is seen in the gradients; `reconstruction_error` measures it.
+        weights: any tree whose arrays are [L, ...], of any dtypes. Leaves that are no arrays, such as an activation
+            function in an equinox module, are given to every layer as they are.
+        x: any tree of arrays: the first layer's input.
+        xs: other per-layer inputs, a tree of arrays [L, ...]: keys, flags, conditioning. None: there are none.
+
+    Returns:
+        The last layer's output, like x. Integers, booleans and keys may be among weights, x and xs; they have no
+        gradient. The gradient's memory is that of one layer, beside the arguments, their gradients and the output. With
+        the pair of `additive_coupling` the backward pass evaluates and differentiates each branch once; with any other
+        pair it evaluates the inverse, and evaluates and differentiates `forward`.
+
+    Raises:
+        ValueError: the arrays of weights and xs do not have the same L, or there are none; `forward` or `inverse`
+            returns another structure, shape or dtype than x has.
+        TypeError: for forward-mode derivatives and for second derivatives. Where forward mode meets this function only
+            after it was traced, as in `jax.jvp(jax.jit(...))`, the message is JAX's own.
+    """
+    x = jax.tree.map(jnp.asarray, x)
+    stacks = (weights,) if xs is None else (weights, xs)
+    length = num_layers(stacks)
+    if length == 0:
+        return x
+    layer = layer_of(forward, inverse, stacks, x)
+    run = _differentiable(layer)
+    try:
+        return run(arrays_of(stacks), layer.shared, x)
+    except TypeError as error:
+        # JAX's own message does not name the function.
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(_NO_FORWARD_MODE) from error
+
+
+def num_layers(stacks: tuple[Any, ...]) -> int:
+    """The length L of the first axis of all arrays. Raises ValueError: they differ, or there are no arrays."""
+    first_name = ""
+    length = None
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(arrays_of(stacks)):
+        # The first key is the place in `stacks`.
+        name = ("weights", "xs")[keys[0].idx] + jax.tree_util.keystr(keys[1:])
+        if not leaf.shape:
+            raise ValueError(f"reversible_scan: {name}: expected an array [L, ...], got a scalar")
+        if length is None:
+            first_name = name
+            length = leaf.shape[0]
+        if leaf.shape[0] != length:
+            raise ValueError(
+                f"reversible_scan: expected one L for all arrays [L, ...]: {first_name} is of {length} layers, "
+                f"{name} of {leaf.shape[0]}"
+            )
+    if length is None:
+        raise ValueError("reversible_scan: expected arrays [L, ...] among weights and xs, got none")
+    return length
+
+
+def _differentiable(layer: ReversibleLayer) -> Callable[[Any, Any, Any], Any]:
+    """(stacked arrays of all layers, what the layers share, x) -> y, with a gradient that runs the layers backwards."""
+
+    def run(stacks: Any, shared: Any, x: Any) -> Any:
+        def body(x: Any, layer_arrays: Any) -> tuple[Any, None]:
+            return layer.forward(shared, layer_arrays, x), None
+
+        y, _ = lax.scan(body, x, stacks)
+        return y
+
+    def run_forward(stacks: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+        y = run(stacks, shared, x)
+        # The output is kept in place of all inputs.
+        return y, (stacks, shared, y)
+
+    def run_backward(residuals: Any, y_ct: Any) -> tuple[Any, Any, Any]:
+        residual_floats, y_ct = _differentiated_once((floats(residuals), floats(y_ct)))
+        stacks, shared, y = filled(residual_floats, residuals)
+
+        def body(carry: Any, layer_arrays: Any) -> tuple[Any, Any]:
+            y, y_ct, shared_sum = carry
+            undone = layer.reverse(shared, layer_arrays, y, y_ct)
+            shared_sum = jax.tree.map(jnp.add, shared_sum, undone.shared_ct)
+            return (undone.x, undone.x_ct, shared_sum), undone.layer_ct
+
+        no_shared_ct = jax.tree.map(jnp.zeros_like, floats(shared))
+        end, stacks_ct = lax.scan(body, (y, y_ct, no_shared_ct), stacks, reverse=True)
+        _, x_ct, shared_ct = end
+        return stacks_ct, shared_ct, x_ct
+
+    differentiable = jax.custom_vjp(run)
+    differentiable.defvjp(run_forward, run_backward)
+    return differentiable
+
+
+@jax.custom_jvp
+def _differentiated_once(tree: Any) -> Any:
+    """The tree as it is; an error where it is differentiated."""
+    return tree
+
+
+@_differentiated_once.defjvp
+def _refuse_second_derivatives(primals: Any, tangents: Any) -> Any:
+    raise TypeError(_NO_SECOND_DERIVATIVES)

@@ -1,0 +1,178 @@
+"""One layer of a reversible scan: its forward function, and its way back, which gives input and gradients at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from framework.functions.closures import arrays_of, constants_of, hoisted, vjp_of_floats
+from framework.functions.coupling import added, coupling_of, subtracted
+from framework.layout import filled
+
+# (what the layers share, arrays of a layer, x) -> a tree of arrays.
+LayerFunction = Callable[[Any, Any, Any], Any]
+
+
+class Undone(NamedTuple):
+    """What a layer's way back finds. Cotangents have None in place of integers, booleans and keys.
+
+    Attributes:
+        x: the layer's input.
+        x_ct: its cotangent.
+        layer_ct: the cotangent of the layer's own arrays.
+        shared_ct: the cotangent of what the layers share.
+    """
+
+    x: Any
+    x_ct: Any
+    layer_ct: Any
+    shared_ct: Any
+
+
+class ReversibleLayer(Protocol):
+    """A layer that runs both ways."""
+
+    @property
+    def shared(self) -> Any:
+        """The traced values that its functions close over, which all layers share."""
+        ...
+
+    def forward(self, shared: Any, layer_arrays: Any, x: Any) -> Any:
+        """The layer's output."""
+        ...
+
+    def reverse(self, shared: Any, layer_arrays: Any, y: Any, y_ct: Any) -> Undone:
+        """The layer's input and the gradients, of its output and the output's cotangent."""
+        ...
+
+
+@dataclass(frozen=True)
+class _AnyLayer:
+    """A layer of two functions, of which nothing is known but that one undoes the other."""
+
+    shared: tuple[Any, Any]
+    forward_function: LayerFunction
+    inverse_function: LayerFunction
+
+    def forward(self, shared: Any, layer_arrays: Any, x: Any) -> Any:
+        forward_shared, _ = shared
+        return self.forward_function(forward_shared, layer_arrays, x)
+
+    def reverse(self, shared: Any, layer_arrays: Any, y: Any, y_ct: Any) -> Undone:
+        forward_shared, inverse_shared = shared
+        x = self.inverse_function(inverse_shared, layer_arrays, y)
+        _, pull = vjp_of_floats(self.forward_function, forward_shared, layer_arrays, x)
+        forward_ct, layer_ct, x_ct = pull(y_ct)
+        # The gradient is that of `forward`: its inverse does not depend on anything of its own.
+        inverse_ct = [jnp.zeros_like(value) if _is_float(value) else None for value in inverse_shared]
+        return Undone(x, x_ct, layer_ct, (forward_ct, inverse_ct))
+
+
+@dataclass(frozen=True)
+class _CoupledLayer:
+    """An additive coupling. Each branch's output serves the inverse and the gradient."""
+
+    shared: tuple[Any, Any]
+    f: LayerFunction
+    g: LayerFunction
+
+    def forward(self, shared: Any, layer_arrays: Any, x: Any) -> Any:
+        f_shared, g_shared = shared
+        x1, x2 = x
+        y1 = added(x1, self.f(f_shared, layer_arrays, x2))
+        y2 = added(x2, self.g(g_shared, layer_arrays, y1))
+        return y1, y2
+
+    def reverse(self, shared: Any, layer_arrays: Any, y: Any, y_ct: Any) -> Undone:
+        f_shared, g_shared = shared
+        y1, y2 = y
+        y1_ct, y2_ct = y_ct
+        h2, pull = vjp_of_floats(self.g, g_shared, layer_arrays, y1)
+        x2 = subtracted(y2, h2)
+        g_ct, g_layer_ct, g_input_ct = pull(_cast(y2_ct, h2))
+        y1_ct = jax.tree.map(jnp.add, y1_ct, g_input_ct)
+        # The gradients of g are done before the activations of f exist: a compiler might keep both.
+        barrier_inputs = (y1, x2, y1_ct, g_ct, g_layer_ct)
+        y1, x2, y1_ct, g_ct, g_layer_ct = lax.optimization_barrier(barrier_inputs)
+        h1, pull = vjp_of_floats(self.f, f_shared, layer_arrays, x2)
+        x1 = subtracted(y1, h1)
+        f_ct, f_layer_ct, f_input_ct = pull(_cast(y1_ct, h1))
+        x2_ct = jax.tree.map(jnp.add, y2_ct, f_input_ct)
+        layer_ct = jax.tree.map(jnp.add, f_layer_ct, g_layer_ct)
+        return Undone((x1, x2), (y1_ct, x2_ct), layer_ct, (f_ct, g_ct))
+
+
+def layer_of(
+    forward: Callable[..., Any],
+    inverse: Callable[..., Any],
+    stacks: tuple[Any, ...],
+    x: Any,
+) -> ReversibleLayer:
+    """The layer that a user's two functions make.
+
+    Args:
+        forward, inverse, x: as `reversible_scan` has them.
+        stacks: (weights,) or (weights, xs).
+
+    Raises:
+        ValueError: `forward` or `inverse` returns another structure, shape or dtype than x has.
+    """
+    constants = constants_of(stacks)
+    layer_shapes = jax.eval_shape(_first_layer, arrays_of(stacks))
+    x_shapes = jax.eval_shape(lambda x: x, x)
+
+    def of_arrays(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        """The function of (arrays of a layer, x)."""
+
+        def function_of_arrays(layer_arrays: Any, x: Any) -> Any:
+            layer_weights, *layer_xs = filled(layer_arrays, constants)
+            return function(layer_weights, x, *layer_xs)
+
+        return function_of_arrays
+
+    forward_once = hoisted(of_arrays(forward), layer_shapes, x_shapes)
+    _refuse_change("forward", forward_once.result, x_shapes)
+    coupling = coupling_of(forward, inverse)
+    if coupling is not None:
+        first_shapes, second_shapes = x_shapes
+        f = hoisted(of_arrays(coupling.f), layer_shapes, second_shapes)
+        g = hoisted(of_arrays(coupling.g), layer_shapes, first_shapes)
+        return _CoupledLayer((f.values, g.values), f.call, g.call)
+    inverse_once = hoisted(of_arrays(inverse), layer_shapes, x_shapes)
+    _refuse_change("inverse", inverse_once.result, x_shapes)
+    shared = (forward_once.values, inverse_once.values)
+    return _AnyLayer(shared, forward_once.call, inverse_once.call)
+
+
+def _first_layer(stacks: Any) -> Any:
+    return jax.tree.map(lambda stack: stack[0], stacks)
+
+
+def _is_float(value: jax.Array) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _cast(ct: Any, branch: Any) -> Any:
+    """A stream's cotangent in the dtype of the branch that was added to it."""
+    return jax.tree.map(lambda ct, h: ct.astype(h.dtype), ct, branch)
+
+
+def _refuse_change(name: str, result: Any, x: Any) -> None:
+    """Raises ValueError: the result of the function `name` is not like x, both trees of ShapeDtypeStructs."""
+    expected_structure = jax.tree.structure(x)
+    structure = jax.tree.structure(result)
+    if structure != expected_structure:
+        raise ValueError(f"reversible_scan: {name}: expected a result like x, {expected_structure}, got {structure}")
+    pairs = zip(jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(result), strict=True)
+    for (keys, old), new in pairs:
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            place = jax.tree_util.keystr(keys)
+            raise ValueError(
+                f"reversible_scan: {name}: expected x{place} to stay {old.dtype}{list(old.shape)}, "
+                f"got {new.dtype}{list(new.shape)}"
+            )

@@ -1,0 +1,167 @@
+"""Leaves as a checkpoint stores them: of any pytree, as arrays of numbers and a note in JSON where that is not all.
+
+A checkpoint holds jax.Arrays of numbers. Here typed keys become their data, numpy's 64-bit numbers become pairs of
+32-bit words (JAX would round them), and Python's own scalars go into the note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from framework.checkpoint.directory import LeafRecord
+
+Kind = Literal["key", "words", "scalar", "function"]
+
+
+class Note(TypedDict):
+    """What JSON says of a leaf that is not simply an array.
+
+    kind: "key", a typed key; "words", a numpy array of 64-bit numbers; "scalar", of Python; "function", which the
+        tree that is restored into has to bring along.
+    type: the key's implementation, the dtype, the scalar's class; "" for a function.
+    value: the scalar as a text; "" for other kinds.
+    """
+
+    kind: Kind
+    type: str
+    value: str
+
+
+@dataclass
+class StoredLeaves:
+    """A tree's leaves by path: arrays of numbers (or their specs), and the notes."""
+
+    arrays: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Note] = field(default_factory=dict)
+
+
+# The text of each kind of scalar, and what makes the scalar of it again, to the bit.
+_WRITERS: dict[type, Callable[[Any], str]] = {bool: str, int: str, float: float.hex, str: str}
+_READERS: dict[str, Callable[[str], Any]] = {
+    "bool": lambda text: text == "True",
+    "int": int,
+    "float": float.fromhex,
+    "str": str,
+}
+_WORD_BYTES = 4
+
+
+def stored_leaves(leaves: Mapping[str, Any], to_array: Callable[[np.ndarray], Any]) -> StoredLeaves:
+    """The leaves of a tree as they are stored.
+
+    Args:
+        leaves: jax.Arrays or jax.ShapeDtypeStructs, typed keys, numpy arrays and scalars, Python scalars, functions.
+        to_array: makes what stands for a numpy array: a jax.Array to save, or a spec to restore into.
+
+    Raises:
+        TypeError: a leaf is something else; names it.
+    """
+    stored = StoredLeaves()
+    for name, leaf in leaves.items():
+        if isinstance(leaf, core.Tracer):
+            raise TypeError(f"{shown(name)}: is being traced: save and restore outside of jax.jit")
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            if is_key(leaf):
+                stored.notes[name] = Note(kind="key", type=key_implementation(leaf), value="")
+            stored.arrays[name] = leaf
+        elif isinstance(leaf, np.ndarray | np.generic):
+            stored.arrays[name] = to_array(_words(leaf))
+            if _is_wide(leaf.dtype):
+                stored.notes[name] = Note(kind="words", type=str(leaf.dtype), value="")
+        elif type(leaf) in _WRITERS:
+            text = _WRITERS[type(leaf)](leaf)
+            stored.notes[name] = Note(kind="scalar", type=type(leaf).__name__, value=text)
+        elif callable(leaf):
+            stored.notes[name] = Note(kind="function", type="", value="")
+        else:
+            raise TypeError(
+                f"{shown(name)}: expected an array, a key, a bool, int, float or str, got {type(leaf).__name__}; a "
+                "class of your own has leaves once it is registered (jax.tree_util.register_dataclass)"
+            )
+    return stored
+
+
+def restored_leaf(leaf: Any, note: Note | None, array: jax.Array | None) -> Any:
+    """The leaf of which the checkpoint holds `array` and `note`, of the type that `leaf`, of the target tree, has."""
+    kind = None if note is None else note["kind"]
+    if kind == "function":
+        return leaf
+    if note is not None and kind == "scalar":
+        return _READERS[note["type"]](note["value"])
+    if note is not None and kind == "key":
+        assert array is not None
+        keys = jax.random.wrap_key_data(array, impl=note["type"])
+        return jax.device_put(keys, sharding_of(leaf))
+    if isinstance(leaf, np.ndarray | np.generic):
+        numbers = np.array(array)
+        if note is not None:
+            numbers = numbers.view(note["type"])[..., 0]
+        return numbers[()] if isinstance(leaf, np.generic) else numbers
+    return array
+
+
+def records(stored: Mapping[str, LeafRecord], notes: Mapping[str, Note]) -> dict[str, LeafRecord]:
+    """What the leaves are to a reader: keys, numpy's wide numbers and Python's scalars by their own names."""
+    named: dict[str, LeafRecord] = {}
+    for name in sorted({*stored, *notes}):
+        note = notes.get(name)
+        if note is None:
+            named[name] = LeafRecord(stored[name].shape, stored[name].dtype)
+        elif note["kind"] == "key":
+            named[name] = LeafRecord(stored[name].shape[:-1], f"key:{note['type']}")
+        elif note["kind"] == "words":
+            named[name] = LeafRecord(stored[name].shape[:-1], f"numpy:{note['type']}")
+        else:
+            named[name] = LeafRecord((), f"Python:{note['type'] or 'function'}")
+    return named
+
+
+def shown(name: str) -> str:
+    """A leaf's path as a message has it: that of a tree that is one leaf is empty."""
+    return name or "the tree itself"
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed keys (jax.random.key), or the spec of one."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def key_implementation(leaf: Any) -> str:
+    """The name of the algorithm of typed keys, such as "threefry2x32"."""
+    if isinstance(leaf, jax.Array):
+        return str(jax.random.key_impl(leaf))
+    # A spec has only a dtype, from which zeros can be made.
+    return str(jax.random.key_impl(jnp.empty((), leaf.dtype)))
+
+
+def sharding_of(leaf: Any) -> Sharding:
+    """Where a leaf lives; where nothing says so, on the first device, or, of several processes, on all of them."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is not None:
+        return sharding
+    if jax.process_count() == 1:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    every_device = Mesh(np.array(jax.devices()), ("device",))
+    return NamedSharding(every_device, PartitionSpec())
+
+
+def _is_wide(dtype: np.dtype) -> bool:
+    """Whether JAX would round numbers of this dtype unless it was told to keep 64 bits."""
+    return dtype.kind in "iufc" and dtype.itemsize > (2 * _WORD_BYTES if dtype.kind == "c" else _WORD_BYTES)
+
+
+def _words(leaf: np.ndarray | np.generic) -> np.ndarray:
+    """A numpy array in numbers of at most 32 bits: wide ones as words, along a last axis of their own."""
+    array = np.asarray(leaf)
+    if not _is_wide(array.dtype):
+        return array
+    contiguous = np.ascontiguousarray(array[..., None])
+    return contiguous.view(np.uint32)

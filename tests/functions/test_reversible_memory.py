@@ -1,0 +1,90 @@
+"""What the compiled gradient of a stack needs: temporaries of a reversible scan do not grow with its layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import framework as pl
+
+FEW = 16
+MANY = 1024
+ROWS = 64
+DIM = 32
+STREAM_BYTES = ROWS * DIM * 4
+
+
+def branch(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+def pair() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return pl.additive_coupling(lambda w, x: branch(w["f"], x), lambda w, x: branch(w["g"], x))
+
+
+def coupled(weights: Any, x: Any) -> Any:
+    return pl.reversible_scan(*pair(), weights, x)
+
+
+def unknown(weights: Any, x: Any) -> Any:
+    """The same, without the knowledge that it is a coupling."""
+    forward, inverse = pair()
+    return pl.reversible_scan(lambda w, x: forward(w, x), lambda w, y: inverse(w, y), weights, x)
+
+
+def plain(weights: Any, x: Any) -> Any:
+    forward, _ = pair()
+    y, _ = jax.lax.scan(lambda x, w: (forward(w, x), None), x, weights)
+    return y
+
+
+def temporary_bytes(run: Callable[[Any, Any], Any], layers: int, device: Any) -> int:
+    """The temporaries of the compiled gradient: what is neither argument nor result."""
+
+    def loss(weights: Any, x: Any) -> jax.Array:
+        y1, y2 = run(weights, x)
+        return jnp.sum(y1 * y1) + jnp.sum(y2 * y2)
+
+    sharding = SingleDeviceSharding(device)
+    weight = jax.ShapeDtypeStruct((layers, DIM, DIM), jnp.float32, sharding=sharding)
+    stream = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32, sharding=sharding)
+    gradient = jax.jit(jax.grad(loss, (0, 1)), out_shardings=sharding)
+    compiled = gradient.lower({"f": weight, "g": weight}, (stream, stream)).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("run", [coupled, unknown])
+def test_temporaries_are_flat_on_cpu(run: Callable[[Any, Any], Any]) -> None:
+    device = jax.devices("cpu")[0]
+    few = temporary_bytes(run, FEW, device)
+    many = temporary_bytes(run, MANY, device)
+    assert few <= many <= few + STREAM_BYTES
+    # At most some streams, and a layer's weights.
+    assert many < 32 * STREAM_BYTES
+
+
+def test_temporaries_of_a_plain_scan_grow_on_cpu() -> None:
+    """At least what two branches keep of each layer more."""
+    device = jax.devices("cpu")[0]
+    grown = temporary_bytes(plain, MANY, device) - temporary_bytes(plain, FEW, device)
+    assert grown >= (MANY - FEW) * 2 * STREAM_BYTES
+
+
+@pytest.mark.pairs
+def test_temporaries_are_flat_on_tpu() -> None:
+    """By the TPU's compiler, on a machine without one."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
+    from framework.plan import targets
+
+    targets.environment("v5e-1")
+    device = targets.resolve("v5e-1").devices()[0]
+    few = temporary_bytes(coupled, FEW, device)
+    many = temporary_bytes(coupled, MANY, device)
+    assert many <= few + STREAM_BYTES
+    grown = temporary_bytes(plain, MANY, device) - temporary_bytes(plain, FEW, device)
+    assert grown >= (MANY - FEW) * 2 * STREAM_BYTES
