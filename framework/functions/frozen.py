@@ -1,0 +1,223 @@
+"""A check, for anyone's tests, that frozen weights cost a step no memory beside their own.
+
+It reads the compiler's final program, on whatever device that is for. Imports jax, `framework.layout` and the reader of
+programs, `framework.plan.hlo`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from framework.functions.paths import is_array, matching_paths, named_leaves
+from framework.plan.hlo.arrays import HBM, Array, placed
+from framework.plan.hlo.computations import Instruction
+from framework.plan.hlo.module import Module
+
+# Operations that return what is in memory already, or what a computation inside of them has made.
+_VIEWS = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier", "domain"}
+_VIEWS |= {"after-all", "add-dependency"}
+# Farther away than this, the name of an operation says little about a buffer.
+_NAME_DISTANCE = 8
+
+
+class FrozenBuffer(NamedTuple):
+    """A buffer as large as a frozen leaf.
+
+    Attributes:
+        leaves: paths of the frozen leaves of this size.
+        array: its dtype and dimensions on one device.
+        operation: what makes it, as JAX names it: `jit(step)/transpose(jvp())/dot_general`.
+        source: the line of Python that says so, "train.py:17"; "" where the program does not tell.
+    """
+
+    leaves: tuple[str, ...]
+    array: Array
+    operation: str
+    source: str
+
+    def __str__(self) -> str:
+        num_others = len(self.leaves) - 1
+        others = f" (and {num_others} more of its size)" if num_others else ""
+        source = f", {self.source}" if self.source else ""
+        size = f"{self.array.num_bytes:,} bytes"
+        return f"{self.array}, {size}, as large as {self.leaves[0]}{others}: {self.operation}{source}"
+
+
+class FrozenBufferError(AssertionError):
+    """A step allocates buffers as large as frozen leaves; `buffers` has them."""
+
+    def __init__(self, buffers: list[FrozenBuffer]):
+        lines = "\n".join(f"  {buffer}" for buffer in buffers)
+        advice = "An array of something else with as many elements counts, too: another batch size tells them apart."
+        super().__init__(f"the step allocates {len(buffers)} buffers of the size of frozen leaves:\n{lines}\n{advice}")
+        self.buffers = buffers
+
+
+class _Sizes(NamedTuple):
+    """{number of elements, or of bytes: paths of the frozen leaves that have as many}, whole and on one device."""
+
+    by_elements: dict[int, list[str]]
+    by_bytes: dict[int, list[str]]
+
+    def leaves(self, array: Array) -> tuple[str, ...]:
+        """The paths of the leaves as large as an array, in the order of the tree."""
+        paths = self.by_elements.get(math.prod(array.dims), []) + self.by_bytes.get(array.num_bytes, [])
+        return tuple(dict.fromkeys(paths))
+
+
+def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target: str | None = None) -> None:
+    """Compiles a step, and raises an error if it allocates a buffer of the size of a frozen leaf beside the leaf.
+
+    Such a buffer is a gradient, a cast, a transposed copy or a result. Nothing is run. Sizes are compared by elements,
+    whatever the dtype, and by bytes. Vectors have the size of many other things, so only leaves with two axes longer
+    than 1 are looked at. Of a stack [layers, in, out], one layer at a time may be copied. What a compiler keeps in the
+    fast memory on a TPU's chip is no buffer.
+
+    Args:
+        step: a jitted function (also of `equinox.filter_jit`), or any function, which is then jitted.
+        arguments: its positional arguments: trees of arrays or of `jax.ShapeDtypeStruct`s.
+        frozen: a regex, searched in the paths of the arguments' leaves, which begin with the name of the parameter,
+            "params/layers/query"; or the frozen leaves themselves, a tree of arrays.
+        target: None compiles for the devices of this process, or for those that the arguments' shardings name. Else the
+            name of a machine, which need not be there, "v5e-1"; each of its devices then has all arguments whole.
+
+    Raises:
+        FrozenBufferError: an AssertionError with the buffers, the leaves and the operations.
+        ValueError: the regex matches no leaf; no frozen leaf has two axes; an argument that is not frozen has as many
+            elements as one that is, so that its size tells nothing.
+    """
+    named_arguments = _named_arguments(step, arguments)
+    frozen_leaves = _frozen_leaves(named_arguments, frozen)
+    _check_others(named_arguments, frozen_leaves)
+    placed_arguments = arguments if target is None else _on_target(arguments, target)
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    compiled = jitted.lower(*placed_arguments).compile()
+    # Equinox has a class of its own around what jax has compiled.
+    executable = getattr(compiled, "compiled", compiled)
+    buffers = list(_buffers(Module(executable.as_text()), _sizes(frozen_leaves)))
+    if buffers:
+        raise FrozenBufferError(buffers)
+
+
+def _named_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """{path: array} of all arguments; a path begins with the name of the parameter, or with its number."""
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+    leaves: dict[str, Any] = {}
+    for number, argument in enumerate(arguments):
+        name = names[number] if number < len(names) else str(number)
+        for path, leaf in named_leaves(argument).items():
+            if is_array(leaf):
+                leaves[f"{name}/{path}" if path else name] = leaf
+    return leaves
+
+
+def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, Any]:
+    """{path: frozen leaf}, of those with at least two axes longer than 1."""
+    if isinstance(frozen, str):
+        paths = matching_paths(frozen, named_arguments, "frozen")
+        leaves = {path: named_arguments[path] for path in paths}
+    else:
+        leaves = {path: leaf for path, leaf in named_leaves(frozen).items() if is_array(leaf)}
+    matrices = {path: leaf for path, leaf in leaves.items() if sum(size > 1 for size in leaf.shape) >= 2}
+    if not matrices:
+        shapes = ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in list(leaves.items())[:3])
+        raise ValueError(f"frozen: none of {len(leaves)} leaves has two axes longer than 1: {shapes or 'no arrays'}")
+    return matrices
+
+
+def _check_others(named_arguments: dict[str, Any], frozen_leaves: dict[str, Any]) -> None:
+    """Raises ValueError if an argument that is not frozen cannot be told from a frozen one by its size."""
+    frozen_ids = {id(leaf) for leaf in frozen_leaves.values()}
+    path_by_elements = {math.prod(leaf.shape): path for path, leaf in frozen_leaves.items()}
+    for path, leaf in named_arguments.items():
+        elements = math.prod(leaf.shape)
+        if id(leaf) not in frozen_ids and path not in frozen_leaves and elements in path_by_elements:
+            raise ValueError(
+                f"{path} {list(leaf.shape)} is not frozen and has as many elements as {path_by_elements[elements]}, "
+                "which is: buffers of their size tell nothing; expected another batch size, rank or width"
+            )
+
+
+def _sizes(frozen_leaves: dict[str, Any]) -> _Sizes:
+    sizes = _Sizes({}, {})
+    for path, leaf in frozen_leaves.items():
+        sharding = getattr(leaf, "sharding", None)
+        shard_shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        # A set: a leaf that is not sharded is its own shard.
+        for elements in {math.prod(leaf.shape), math.prod(shard_shape)}:
+            sizes.by_elements.setdefault(elements, []).append(path)
+            sizes.by_bytes.setdefault(elements * leaf.dtype.itemsize, []).append(path)
+    return sizes
+
+
+def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
+    """The arguments as shapes, whole on each device of a machine."""
+    # Only who names a target needs the tables of machines.
+    from framework.plan.targets import resolve
+
+    devices = np.array(resolve(target).devices())
+    whole = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec())
+
+    def shape(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+
+    return jax.tree.map(shape, arguments)
+
+
+# --- the program -----------------------------------------------------------------------------------------------------
+
+
+def _buffers(module: Module, sizes: _Sizes) -> Iterator[FrozenBuffer]:
+    """The buffers as large as a frozen leaf, in the order of the program's text."""
+    inner_computations = set(_without_buffers(module))
+    for instruction in module.instructions.values():
+        # What begins a transfer returns its operand, too; its end returns the result alone.
+        is_view = instruction.opcode in _VIEWS or instruction.opcode.endswith(("-start", "-update"))
+        if is_view or instruction.computation in inner_computations:
+            continue
+        for placed_array in placed(instruction.type):
+            leaves = sizes.leaves(placed_array.array)
+            if leaves and placed_array.space == HBM:
+                source = _source(module, instruction)
+                yield FrozenBuffer(leaves, placed_array.array, _operation(module, instruction), source)
+
+
+def _without_buffers(module: Module) -> Iterator[str]:
+    """The computations whose values are no buffers: those of fusions, and what a reduction does with two elements."""
+    for instruction in module.instructions.values():
+        if instruction.opcode == "fusion":
+            yield instruction.called("calls")
+        elif instruction.opcode != "call":
+            yield instruction.called("to_apply")
+
+
+def _operation(module: Module, instruction: Instruction) -> str:
+    """JAX's name of an operation; of one that the compiler has added, what it does with the nearest that has a name."""
+    operand: Instruction | None = instruction
+    for _ in range(_NAME_DISTANCE):
+        if operand is None or operand.op_name:
+            break
+        operand = next(iter(module.operands(operand)), None)
+    name = operand.op_name if operand is not None else ""
+    if operand is instruction and name:
+        return name
+    return f"{instruction.opcode} of {name}" if name else instruction.opcode
+
+
+def _source(module: Module, instruction: Instruction) -> str:
+    line = module.source(instruction)
+    return f"{Path(line.file).name}:{line.line}" if line is not None else ""
