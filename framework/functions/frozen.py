@@ -17,13 +17,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from framework.functions.paths import is_array, matching_paths, named_leaves
-from framework.plan.hlo.arrays import HBM, Array, placed
+from framework.plan.hlo.arrays import VMEM, Array, placed
 from framework.plan.hlo.computations import Instruction
 from framework.plan.hlo.module import Module
 
 # Operations that return what is in memory already, or what a computation inside of them has made.
 _VIEWS = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier", "domain"}
 _VIEWS |= {"after-all", "add-dependency"}
+# Into the fast memory of a TPU's chip these bring what a product is about to read.
+_PREFETCHES = {"copy", "copy-done", "slice-done", "async-done"}
 # Farther away than this, the name of an operation says little about a buffer.
 _NAME_DISTANCE = 8
 
@@ -57,7 +59,7 @@ class FrozenBufferError(AssertionError):
     def __init__(self, buffers: list[FrozenBuffer]):
         lines = "\n".join(f"  {buffer}" for buffer in buffers)
         advice = "An array of something else with as many elements counts, too: another batch size tells them apart."
-        super().__init__(f"the step allocates {len(buffers)} buffers of the size of frozen leaves:\n{lines}\n{advice}")
+        super().__init__(f"the step allocates buffers of the size of frozen leaves, {len(buffers)} in all:\n{lines}\n{advice}")
         self.buffers = buffers
 
 
@@ -78,8 +80,8 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
 
     Such a buffer is a gradient, a cast, a transposed copy or a result. Nothing is run. Sizes are compared by elements,
     whatever the dtype, and by bytes. Vectors have the size of many other things, so only leaves with two axes longer
-    than 1 are looked at. Of a stack [layers, in, out], one layer at a time may be copied. What a compiler keeps in the
-    fast memory on a TPU's chip is no buffer.
+    than 1 are looked at. Of a stack [layers, in, out], one layer at a time may be copied. A frozen leaf that a TPU
+    reads ahead into the fast memory on its chip is no buffer.
 
     Args:
         step: a jitted function (also of `equinox.filter_jit`), or any function, which is then jitted.
@@ -191,7 +193,8 @@ def _buffers(module: Module, sizes: _Sizes) -> Iterator[FrozenBuffer]:
             continue
         for placed_array in placed(instruction.type):
             leaves = sizes.leaves(placed_array.array)
-            if leaves and placed_array.space == HBM:
+            is_prefetch = placed_array.space == VMEM and instruction.opcode in _PREFETCHES
+            if leaves and not is_prefetch:
                 source = _source(module, instruction)
                 yield FrozenBuffer(leaves, placed_array.array, _operation(module, instruction), source)
 
