@@ -8,13 +8,14 @@ Imports jax and `framework.layout`. `with_lora.py` computes with adapters that a
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from framework.functions.nf4 import is_quantized
+from framework.functions.nf4 import is_quantized, named_arrays
 from framework.functions.paths import is_array, is_float, matching_paths, nearest_paths
 from framework.layout import fold_in_name, path_name
 
@@ -22,11 +23,11 @@ from framework.layout import fold_in_name, path_name
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("scale",))
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to one matrix [*stack, in, out], or to each of a stack.
+    """What is added to one matrix [*stack, *in, *out]; `in` and `out` are one axis each, unless it was asked for more.
 
     Attributes:
-        a: [*stack, in, rank].
-        b: [*stack, rank, out].
+        a: [*stack, *in, rank].
+        b: [*stack, rank, *out].
         scale: alpha / rank, which multiplies their product; it is no leaf, so no optimizer changes it.
     """
 
@@ -34,10 +35,31 @@ class Adapter:
     b: jax.Array
     scale: float
 
-    def product(self) -> jax.Array:
-        """scale * A B, [*stack, in, out], in float32 at least."""
+    def num_stack_axes(self, matrix_ndim: int) -> int:
+        """The axes that both factors share with a matrix of so many axes."""
+        # Each factor has the rank beside its own axes of the matrix.
+        return self.a.ndim + self.b.ndim - 2 - matrix_ndim
+
+    def factors(self, matrix_ndim: int) -> tuple[jax.Array, jax.Array]:
+        """A and B so that they broadcast: [*stack, *in, 1..., rank] and [*stack, 1..., *out, rank]."""
+        num_stack = self.num_stack_axes(matrix_ndim)
+        num_in = self.a.ndim - 1 - num_stack
+        num_out = self.b.ndim - 1 - num_stack
+        *a_sizes, rank = self.a.shape
+        b_last = jnp.moveaxis(self.b, num_stack, -1)
+        left = self.a.reshape(*a_sizes, *[1] * num_out, rank)
+        right = b_last.reshape(*b_last.shape[:num_stack], *[1] * num_in, *b_last.shape[num_stack:])
+        return left, right
+
+    def product(self, matrix_ndim: int) -> jax.Array:
+        """scale * A B, [*stack, *in, *out], in float32 at least."""
         dtype = jnp.promote_types(self.a.dtype, jnp.float32)
-        return self.scale * (self.a.astype(dtype) @ self.b.astype(dtype))
+        num_stack = self.num_stack_axes(matrix_ndim)
+        stack_shape = self.a.shape[:num_stack]
+        rank = self.a.shape[-1]
+        a = self.a.astype(dtype).reshape(*stack_shape, -1, rank)
+        b = self.b.astype(dtype).reshape(*stack_shape, rank, -1)
+        return self.scale * (a @ b).reshape(*self.a.shape[:-1], *self.b.shape[num_stack + 1 :])
 
 
 Adapters = dict[str, Adapter]
@@ -45,9 +67,7 @@ Adapters = dict[str, Adapter]
 
 def named_matrices(params: Any) -> dict[str, Any]:
     """{path: float array of two axes or more, or a QuantizedMatrix}."""
-    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    named_nodes = {path_name(keypath): node for keypath, node in nodes}
-    return {path: node for path, node in named_nodes.items() if _is_matrix(node)}
+    return {path: node for path, node in named_arrays(params).items() if _is_matrix(node)}
 
 
 def _is_matrix(node: Any) -> bool:
@@ -62,7 +82,8 @@ def lora_init(
     rank: int = 16,
     alpha: float = 32.0,
     dtype: Any = "float32",
-    in_axis: Literal[-2, -1] = -2,
+    inputs_first: bool = True,
+    matrix_axes: tuple[int, int] = (1, 1),
 ) -> Adapters:
     """Draws adapters for the matrices whose path matches. The product of each is zero at first.
 
@@ -74,30 +95,36 @@ def lora_init(
         rank: of each product A B.
         alpha: the product is multiplied by alpha / rank.
         dtype: of A and B.
-        in_axis: the axis of a matrix that its input meets, -2 as in flax and in x @ W, -1 as in equinox and torch. The
-            factor on that side is uniform in +-1/sqrt(in), as the authors' code has it, and the other one is zero.
+        inputs_first: whether a matrix's inputs come before its outputs, as in flax and in x @ W, or after them, as in
+            equinox and torch. The factor on their side is uniform in +-1/sqrt(inputs), as the authors' code has it, and
+            the other one is zero.
+        matrix_axes: how many axes a matrix has on either side, (1, 2) for flax's [inputs, heads, size of a head]. The
+            axes before them are a stack.
 
     Returns:
-        {path: Adapter}, a pytree for optax.
+        {path: Adapter}, a pytree for optax. Dicts of several calls can be joined: `lora_init(...) | lora_init(...)`.
 
     Raises:
-        ValueError: the regex matches no matrix; rank is less than 1, or in_axis another one.
+        ValueError: the regex matches no matrix, or one of fewer axes; rank or one of `matrix_axes` is less than 1.
     """
-    if rank < 1:
-        raise ValueError(f"rank = {rank}: expected at least 1")
-    if in_axis not in (-2, -1):
-        raise ValueError(f"in_axis = {in_axis}: expected -2, as in x @ W, or -1, as in W @ x")
+    if min(rank, *matrix_axes) < 1:
+        raise ValueError(f"rank = {rank}, matrix_axes = {matrix_axes}: expected at least 1 of each")
     matrices = named_matrices(params)
+    num_first, num_last = matrix_axes
     adapters = {}
     for path in matching_paths(target, matrices, "target"):
-        *stack, rows, columns = matrices[path].shape
-        bound = matrices[path].shape[in_axis] ** -0.5
-        a_shape = (*stack, rows, rank)
-        b_shape = (*stack, rank, columns)
-        random_shape = a_shape if in_axis == -2 else b_shape
-        random = jax.random.uniform(fold_in_name(key, path), random_shape, dtype, -bound, bound)
-        a = random if in_axis == -2 else jnp.zeros(a_shape, dtype)
-        b = random if in_axis == -1 else jnp.zeros(b_shape, dtype)
+        shape = tuple(matrices[path].shape)
+        num_stack = len(shape) - num_first - num_last
+        if num_stack < 0:
+            raise ValueError(f"{path} {list(shape)} has fewer axes than matrix_axes = {matrix_axes}")
+        first_sizes = shape[num_stack : num_stack + num_first]
+        last_sizes = shape[num_stack + num_first :]
+        bound = math.prod(first_sizes if inputs_first else last_sizes) ** -0.5
+        a_shape = (*shape[:num_stack], *first_sizes, rank)
+        b_shape = (*shape[:num_stack], rank, *last_sizes)
+        random = jax.random.uniform(fold_in_name(key, path), a_shape if inputs_first else b_shape, dtype, -bound, bound)
+        a = random if inputs_first else jnp.zeros(a_shape, dtype)
+        b = jnp.zeros(b_shape, dtype) if inputs_first else random
         adapters[path] = Adapter(a, b, alpha / rank)
     return adapters
 
@@ -132,7 +159,7 @@ def _with_products(params: Any, adapters: Adapters, sign: float) -> Any:
             return node
         matrix = node.dense() if is_quantized(node) else jnp.asarray(node)
         dtype = jnp.promote_types(matrix.dtype, jnp.float32)
-        return (matrix.astype(dtype) + sign * adapter.product().astype(dtype)).astype(matrix.dtype)
+        return (matrix.astype(dtype) + sign * adapter.product(matrix.ndim).astype(dtype)).astype(matrix.dtype)
 
     return jax.tree_util.tree_map_with_path(changed, params, is_leaf=is_quantized)
 
@@ -146,9 +173,19 @@ def check_adapters(params: Any, adapters: Adapters) -> None:
             raise ValueError(f"adapters: {path!r} is none of {len(matrices)} matrices; nearest: {nearest}")
         if not is_array(adapter.a) or not is_array(adapter.b):
             raise ValueError(f"adapters: {path!r} has no arrays, but {adapter}")
-        *stack, rows, columns = matrices[path].shape
-        rank = adapter.a.shape[-1]
-        expected = ((*stack, rows, rank), (*stack, rank, columns))
-        given = (adapter.a.shape, adapter.b.shape)
-        if given != expected:
-            raise ValueError(f"adapters: {path!r} has factors of {given}; expected {expected}")
+        shape = tuple(matrices[path].shape)
+        if not _fits(adapter, shape):
+            raise ValueError(
+                f"adapters: {path!r} has factors of {adapter.a.shape} and {adapter.b.shape}; expected (*stack, *in, rank) "
+                f"and (*stack, rank, *out) of the matrix {shape}"
+            )
+
+
+def _fits(adapter: Adapter, shape: tuple[int, ...]) -> bool:
+    """Whether the product of the factors has the shape of a matrix."""
+    num_stack = adapter.num_stack_axes(len(shape))
+    if not 0 <= num_stack < adapter.b.ndim:
+        return False
+    has_stack = adapter.b.shape[:num_stack] == shape[:num_stack]
+    has_rank = adapter.b.shape[num_stack] == adapter.a.shape[-1]
+    return has_stack and has_rank and (*adapter.a.shape[:-1], *adapter.b.shape[num_stack + 1 :]) == shape

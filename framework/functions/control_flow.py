@@ -3,48 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from framework.functions.factored import Factored
 
-if TYPE_CHECKING:
-    from framework.functions.interpreter import Interpreter
-
+# Arrays, and matrices in factors.
 Values = list[Any]
 
 
-def _call(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Values:
+class Runner(Protocol):
+    """What runs the functions inside: `interpreter.Interpreter`."""
+
+    def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> Values:
+        """The results of a traced function, arrays or matrices in factors."""
+        ...
+
+    def arrays(self, values: Sequence[Any], equation: JaxprEqn | None) -> Values:
+        """All values as arrays. Raises an error where that cannot be."""
+        ...
+
+
+def _call(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     """A function that is called: what is in it is run in the place of the call."""
     # The functions of a custom derivative know nothing of factors, so the derivative is that of what is computed.
     closed = equation.params["call_jaxpr"] if "call_jaxpr" in equation.params else equation.params["jaxpr"]
-    return interpreter.run(closed.jaxpr, closed.consts, operands)
+    return runner.run(closed.jaxpr, closed.consts, operands)
 
 
-def _checkpoint(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Values:
+def _checkpoint(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     """`jax.checkpoint`, with the same policy."""
 
     def recomputed(*values: Any) -> Values:
-        return interpreter.arrays(interpreter.run(equation.params["jaxpr"], (), values), equation)
+        return runner.arrays(runner.run(equation.params["jaxpr"], (), values), equation)
 
     params = equation.params
     return jax.checkpoint(recomputed, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
 
 
-def _cond(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Values:
+def _cond(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     """`lax.cond` and `lax.switch`."""
     index, *values = operands
 
     def branch(closed: Any) -> Callable[..., Values]:
-        return lambda *inner: interpreter.arrays(interpreter.run(closed.jaxpr, closed.consts, inner), equation)
+        return lambda *inner: runner.arrays(runner.run(closed.jaxpr, closed.consts, inner), equation)
 
     return lax.switch(index, [branch(closed) for closed in equation.params["branches"]], *values)
 
 
-def _while(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Values:
+def _while(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     """`lax.while_loop`."""
     params = equation.params
     num_condition = params["cond_nconsts"]
@@ -54,20 +64,20 @@ def _while(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Va
     initial = operands[num_constants:]
     condition = params["cond_jaxpr"]
     body = params["body_jaxpr"]
-    carry = _Carry(interpreter, equation, body.jaxpr, params["body_nconsts"], initial)
+    carry = _Carry(runner, equation, body.jaxpr, params["body_nconsts"], initial)
 
     def run_condition(arrays: Values) -> Any:
         values = [*condition_constants, *carry.whole(arrays)]
-        (result,) = interpreter.run(condition.jaxpr, condition.consts, values)
+        (result,) = runner.run(condition.jaxpr, condition.consts, values)
         return result
 
     def run_body(arrays: Values) -> Values:
-        return carry.arrays(interpreter.run(body.jaxpr, body.consts, [*body_constants, *carry.whole(arrays)]))
+        return carry.arrays(runner.run(body.jaxpr, body.consts, [*body_constants, *carry.whole(arrays)]))
 
     return carry.whole(lax.while_loop(run_condition, run_body, carry.arrays(initial)))
 
 
-def _scan(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Values:
+def _scan(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     """`lax.scan`. Of a stack of matrices each turn has one; a matrix in the carry has to stay the same."""
     params = equation.params
     num_constants = params["num_consts"]
@@ -75,14 +85,14 @@ def _scan(interpreter: Interpreter, equation: JaxprEqn, operands: Values) -> Val
     constants = operands[:num_constants]
     initial = operands[num_constants:num_before_stacks]
     closed = params["jaxpr"]
-    carry = _Carry(interpreter, equation, closed.jaxpr, num_constants, initial)
+    carry = _Carry(runner, equation, closed.jaxpr, num_constants, initial)
     stacks = [_Stack(operand) for operand in operands[num_before_stacks:]]
 
     def turn(arrays: Values, slices: Values) -> tuple[Values, Values]:
         layers = [stack.layer(leaves) for stack, leaves in zip(stacks, slices, strict=True)]
-        results = interpreter.run(closed.jaxpr, closed.consts, [*constants, *carry.whole(arrays), *layers])
+        results = runner.run(closed.jaxpr, closed.consts, [*constants, *carry.whole(arrays), *layers])
         new_carry = carry.arrays(results[: params["num_carry"]])
-        return new_carry, interpreter.arrays(results[params["num_carry"] :], equation)
+        return new_carry, runner.arrays(results[params["num_carry"] :], equation)
 
     last, outputs = lax.scan(
         turn,
@@ -100,13 +110,13 @@ class _Carry:
 
     def __init__(
         self,
-        interpreter: Interpreter,
+        runner: Runner,
         equation: JaxprEqn,
         body: Any,
         num_constants: int,
         initial: Sequence[Any],
     ):
-        self.interpreter = interpreter
+        self.runner = runner
         self.equation = equation
         # {position in the carry: the matrix}
         self.matrices: dict[int, Factored] = {}
@@ -118,7 +128,7 @@ class _Carry:
     def arrays(self, values: Sequence[Any]) -> Values:
         """What is carried, without those matrices. Raises AdapterError: of another matrix that is in the carry."""
         changing = [value for position, value in enumerate(values) if position not in self.matrices]
-        return self.interpreter.arrays(changing, self.equation)
+        return self.runner.arrays(changing, self.equation)
 
     def whole(self, arrays: Sequence[Any]) -> Values:
         """What is carried, with those matrices."""
@@ -150,7 +160,7 @@ class _Stack:
         return self._structure.unflatten(leaves)
 
 
-_Rule = Callable[["Interpreter", JaxprEqn, Values], Values]
+_Rule = Callable[[Runner, JaxprEqn, Values], Values]
 # {primitive: how it is made again}
 RULES: dict[str, _Rule] = {
     "closed_call": _call,

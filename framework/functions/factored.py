@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from framework.functions.adapters import Adapter
 from framework.functions.nf4 import QuantizedMatrix
 
+# Compiled programs name the user's line, not one of this file.
+source_info_util.register_exclusion(__file__)
 # Of the axes of operands in an einsum.
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"
 _RANK = "Z"
@@ -101,8 +104,7 @@ def factored(path: str, weight: jax.Array | QuantizedMatrix, adapter: Adapter | 
     """The matrix [*stack, in, out] at a path, with its adapter if it has one."""
     if adapter is None:
         return Factored(path, weight, None, None, 1.0)
-    left = jnp.expand_dims(adapter.a, -2)
-    right = jnp.expand_dims(adapter.b.mT, -3)
+    left, right = adapter.factors(len(weight.shape))
     return Factored(path, weight, left, right, adapter.scale)
 
 

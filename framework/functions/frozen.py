@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from framework.functions.paths import is_array, matching_paths, named_leaves
+from framework.functions.nf4 import is_quantized, named_arrays
+from framework.functions.paths import is_array, matching_paths
 from framework.plan.hlo.arrays import VMEM, Array, placed
 from framework.plan.hlo.computations import Instruction
 from framework.plan.hlo.module import Module
@@ -26,6 +27,7 @@ _VIEWS = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "condit
 _VIEWS |= {"after-all", "add-dependency"}
 # Into the fast memory of a TPU's chip these bring what a product is about to read.
 _PREFETCHES = {"copy", "copy-done", "slice-done", "async-done"}
+_SHOWN_BUFFERS = 8
 # Farther away than this, the name of an operation says little about a buffer.
 _NAME_DISTANCE = 8
 
@@ -57,29 +59,19 @@ class FrozenBufferError(AssertionError):
     """A step allocates buffers as large as frozen leaves; `buffers` has them."""
 
     def __init__(self, buffers: list[FrozenBuffer]):
-        lines = "\n".join(f"  {buffer}" for buffer in buffers)
+        lines = "\n".join(f"  {buffer}" for buffer in buffers[:_SHOWN_BUFFERS])
         advice = "An array of something else with as many elements counts, too: another batch size tells them apart."
-        super().__init__(f"the step allocates buffers of the size of frozen leaves, {len(buffers)} in all:\n{lines}\n{advice}")
+        super().__init__(
+            f"the step allocates buffers of the size of frozen leaves, {len(buffers)} in all:\n{lines}\n{advice}"
+        )
         self.buffers = buffers
-
-
-class _Sizes(NamedTuple):
-    """{number of elements, or of bytes: paths of the frozen leaves that have as many}, whole and on one device."""
-
-    by_elements: dict[int, list[str]]
-    by_bytes: dict[int, list[str]]
-
-    def leaves(self, array: Array) -> tuple[str, ...]:
-        """The paths of the leaves as large as an array, in the order of the tree."""
-        paths = self.by_elements.get(math.prod(array.dims), []) + self.by_bytes.get(array.num_bytes, [])
-        return tuple(dict.fromkeys(paths))
 
 
 def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target: str | None = None) -> None:
     """Compiles a step, and raises an error if it allocates a buffer of the size of a frozen leaf beside the leaf.
 
-    Such a buffer is a gradient, a cast, a transposed copy or a result. Nothing is run. Sizes are compared by elements,
-    whatever the dtype, and by bytes. Vectors have the size of many other things, so only leaves with two axes longer
+    Such a buffer is a gradient, a cast, a transposed copy or a result. Nothing is run. Sizes are numbers of elements,
+    whatever the dtype. Vectors have the size of many other things, so only leaves with two axes longer
     than 1 are looked at. Of a stack [layers, in, out], one layer at a time may be copied. A frozen leaf that a TPU
     reads ahead into the fast memory on its chip is no buffer.
 
@@ -98,13 +90,14 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
     """
     named_arguments = _named_arguments(step, arguments)
     frozen_leaves = _frozen_leaves(named_arguments, frozen)
-    _check_others(named_arguments, frozen_leaves)
+    paths_by_elements = _paths_by_elements(frozen_leaves)
+    _check_others(named_arguments, frozen_leaves, paths_by_elements)
     placed_arguments = arguments if target is None else _on_target(arguments, target)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     compiled = jitted.lower(*placed_arguments).compile()
     # Equinox has a class of its own around what jax has compiled.
     executable = getattr(compiled, "compiled", compiled)
-    buffers = list(_buffers(Module(executable.as_text()), _sizes(frozen_leaves)))
+    buffers = list(_buffers(Module(executable.as_text()), paths_by_elements))
     if buffers:
         raise FrozenBufferError(buffers)
 
@@ -119,9 +112,8 @@ def _named_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> di
     leaves: dict[str, Any] = {}
     for number, argument in enumerate(arguments):
         name = names[number] if number < len(names) else str(number)
-        for path, leaf in named_leaves(argument).items():
-            if is_array(leaf):
-                leaves[f"{name}/{path}" if path else name] = leaf
+        for path, leaf in named_arrays(argument).items():
+            leaves[f"{name}/{path}" if path else name] = leaf
     return leaves
 
 
@@ -131,7 +123,7 @@ def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, An
         paths = matching_paths(frozen, named_arguments, "frozen")
         leaves = {path: named_arguments[path] for path in paths}
     else:
-        leaves = {path: leaf for path, leaf in named_leaves(frozen).items() if is_array(leaf)}
+        leaves = named_arrays(frozen)
     matrices = {path: leaf for path, leaf in leaves.items() if sum(size > 1 for size in leaf.shape) >= 2}
     if not matrices:
         shapes = ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in list(leaves.items())[:3])
@@ -139,29 +131,42 @@ def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, An
     return matrices
 
 
-def _check_others(named_arguments: dict[str, Any], frozen_leaves: dict[str, Any]) -> None:
+def _check_others(
+    named_arguments: dict[str, Any],
+    frozen_leaves: dict[str, Any],
+    paths_by_elements: dict[int, list[str]],
+) -> None:
     """Raises ValueError if an argument that is not frozen cannot be told from a frozen one by its size."""
-    frozen_ids = {id(leaf) for leaf in frozen_leaves.values()}
-    path_by_elements = {math.prod(leaf.shape): path for path, leaf in frozen_leaves.items()}
+    frozen_ids = {id(array) for leaf in frozen_leaves.values() for array in jax.tree.leaves(leaf)}
     for path, leaf in named_arguments.items():
-        elements = math.prod(leaf.shape)
-        if id(leaf) not in frozen_ids and path not in frozen_leaves and elements in path_by_elements:
-            raise ValueError(
-                f"{path} {list(leaf.shape)} is not frozen and has as many elements as {path_by_elements[elements]}, "
-                "which is: buffers of their size tell nothing; expected another batch size, rank or width"
-            )
+        for array in jax.tree.leaves(leaf):
+            equal_paths = paths_by_elements.get(math.prod(array.shape), [])
+            if equal_paths and path not in frozen_leaves and id(array) not in frozen_ids:
+                raise ValueError(
+                    f"{path} {list(array.shape)} is not frozen and has as many elements as {equal_paths[0]}, which is: "
+                    "a buffer of their size tells nothing; expected another batch size, rank or width"
+                )
 
 
-def _sizes(frozen_leaves: dict[str, Any]) -> _Sizes:
-    sizes = _Sizes({}, {})
+def _paths_by_elements(frozen_leaves: dict[str, Any]) -> dict[int, list[str]]:
+    """{number of elements: paths of the frozen leaves that have as many, whole or on one device}."""
+    paths: dict[int, list[str]] = {}
     for path, leaf in frozen_leaves.items():
-        sharding = getattr(leaf, "sharding", None)
-        shard_shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-        # A set: a leaf that is not sharded is its own shard.
-        for elements in {math.prod(leaf.shape), math.prod(shard_shape)}:
-            sizes.by_elements.setdefault(elements, []).append(path)
-            sizes.by_bytes.setdefault(elements * leaf.dtype.itemsize, []).append(path)
-    return sizes
+        # The scales of a quantized matrix have the size of many other things.
+        array = leaf.codes if is_quantized(leaf) else leaf
+        # A set: an array that is not sharded is its own shard.
+        counts = {math.prod(array.shape), math.prod(_shard_shape(array))}
+        if is_quantized(leaf) and leaf.num_stack_axes:
+            # One matrix at a time is dequantized, not the stack.
+            counts.add(math.prod(leaf.shape))
+        for count in counts:
+            paths.setdefault(count, []).append(path)
+    return paths
+
+
+def _shard_shape(array: Any) -> tuple[int, ...]:
+    sharding = getattr(array, "sharding", None)
+    return array.shape if sharding is None else sharding.shard_shape(array.shape)
 
 
 def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
@@ -183,7 +188,7 @@ def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
 # --- the program -----------------------------------------------------------------------------------------------------
 
 
-def _buffers(module: Module, sizes: _Sizes) -> Iterator[FrozenBuffer]:
+def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterator[FrozenBuffer]:
     """The buffers as large as a frozen leaf, in the order of the program's text."""
     inner_computations = set(_without_buffers(module))
     for instruction in module.instructions.values():
@@ -192,7 +197,7 @@ def _buffers(module: Module, sizes: _Sizes) -> Iterator[FrozenBuffer]:
         if is_view or instruction.computation in inner_computations:
             continue
         for placed_array in placed(instruction.type):
-            leaves = sizes.leaves(placed_array.array)
+            leaves = tuple(paths_by_elements.get(math.prod(placed_array.array.dims), ()))
             is_prefetch = placed_array.space == VMEM and instruction.opcode in _PREFETCHES
             if leaves and not is_prefetch:
                 source = _source(module, instruction)

@@ -8,7 +8,7 @@ what is in them (`control_flow.py`). Imports jax.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from framework.functions import control_flow
+from framework.functions.control_flow import Values
 from framework.functions.factored import Factored, viewed
 from framework.functions.products import lookup, product
 
 # Tracebacks of compiled programs lead to the user's line, not to these.
 source_info_util.register_exclusion(__file__)
-Values = list[Any]
 
 
 class AdapterError(ValueError):
@@ -52,7 +52,7 @@ class Interpreter:
             operands = [value(variable) for variable in equation.invars]
             source = equation.source_info
             name_stack = source_info_util.current_name_stack() + source.name_stack
-            with source_info_util.user_context(source.traceback, name_stack=name_stack):
+            with source_info_util.user_context(source.traceback, name_stack=name_stack), equation.ctx.manager:
                 results = self._results(equation, operands)
             values.update(zip(equation.outvars, results, strict=True))
         return [value(variable) for variable in jaxpr.outvars]
@@ -99,11 +99,8 @@ class Interpreter:
         return [self.array(value, equation) for value in values]
 
 
-Rule = Callable[[Interpreter, JaxprEqn, Values], Values]
-
-
 def _unchanged(equation: JaxprEqn, operands: Values) -> Values:
     """The operation itself, of arrays."""
-    functions, params = equation.primitive.get_bind_params(equation.params)
-    results = equation.primitive.bind(*functions, *operands, **params)
+    params: Any = equation.primitive.get_bind_params(equation.params)
+    results = equation.primitive.bind(*operands, **params)
     return list(results) if equation.primitive.multiple_results else [results]

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.functions.paths import is_float, matching_paths, named_leaves
+from framework.functions.paths import is_array, is_float, matching_paths
 from framework.layers.quantize import BLOCK, dequantize, quantize
 from framework.layout import path_name
 
@@ -68,6 +68,12 @@ def is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedMatrix)
 
 
+def named_arrays(tree: Any) -> dict[str, Any]:
+    """Returns {path: array, or its shape, or a QuantizedMatrix} of any pytree, in its own order."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
+    return {path_name(keypath): node for keypath, node in nodes if is_array(node) or is_quantized(node)}
+
+
 def lora_quantize(params: Any, target: str) -> Any:
     """Stores the matrices whose path matches in NF4, for `with_lora`; all other leaves come back as they are.
 
@@ -78,7 +84,7 @@ def lora_quantize(params: Any, target: str) -> Any:
     Raises:
         ValueError: the regex matches no matrix, or one whose `inputs` (the last axis but one) 64 does not divide.
     """
-    leaves = named_leaves(params)
+    leaves = named_arrays(params)
     matrices = [path for path, leaf in leaves.items() if is_float(leaf) and leaf.ndim >= 2]
     targets = set(matching_paths(target, matrices, "target"))
     for path in targets:

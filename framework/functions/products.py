@@ -19,7 +19,6 @@ from framework.functions.factored import LETTERS, Factored, dense_weight, long_a
 from framework.functions.nf4 import QuantizedMatrix
 
 
-
 def product(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | None:
     """A `dot_general` with a matrix as its left or its right operand; None where both are matrices with factors.
 
@@ -129,8 +128,9 @@ def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | Factored 
         indices are along both axes of a matrix, or where W is stored in 4 bits: its rows are packed by blocks.
     """
     matrix, indices = operands
-    is_matrix = isinstance(matrix, Factored) and not isinstance(indices, Factored)
-    if not is_matrix or matrix.left is None or isinstance(matrix.weight, QuantizedMatrix):
+    if not isinstance(matrix, Factored) or isinstance(indices, Factored):
+        return None
+    if matrix.left is None or matrix.right is None or isinstance(matrix.weight, QuantizedMatrix):
         return None
     if not _is_of_rows(equation, matrix.shape):
         return None
@@ -149,7 +149,8 @@ def lookup(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | Factored 
     if num_indexed == 0:
         return None
     weight = equation.primitive.bind(matrix.weight, indices, **equation.params)
-    rows = Factored(matrix.path, weight, *row_factors, matrix.scale)
+    left_rows, right_rows = row_factors
+    rows = Factored(matrix.path, weight, left_rows, right_rows, matrix.scale)
     # Where both factors are indexed it is along the stack, and each row is a matrix. Else rows are activations.
     return rows if num_indexed == 2 else rows.dense()
 

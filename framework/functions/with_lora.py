@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from framework.functions.adapters import Adapters, check_adapters
 from framework.functions.factored import Factored, factored
@@ -90,5 +91,6 @@ def _shape(value: Any) -> Any:
 
 def _operand(path: str, value: Any, adapters: Adapters) -> Factored | jax.Array:
     if path in adapters or isinstance(value, QuantizedMatrix):
-        return factored(path, value, adapters.get(path))
+        weight = value if isinstance(value, QuantizedMatrix) else jnp.asarray(value)
+        return factored(path, weight, adapters.get(path))
     return value

@@ -27,6 +27,7 @@ ROOMS = {
     "program": "config data devices layers layout learner models optimizers processes schedules terminal",
     "inference": "data layers layout metrics program terminal",
     "plan": "checkpoint config data devices layers layout metrics models optimizers program schedules terminal",
+    "functions": "layers layout plan",
     "weights": "config files layers layout models program schedules terminal",
     "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "
     "schedules terminal",
