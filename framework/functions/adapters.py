@@ -176,8 +176,8 @@ def check_adapters(params: Any, adapters: Adapters) -> None:
         shape = tuple(matrices[path].shape)
         if not _fits(adapter, shape):
             raise ValueError(
-                f"adapters: {path!r} has factors of {adapter.a.shape} and {adapter.b.shape}; expected (*stack, *in, rank) "
-                f"and (*stack, rank, *out) of the matrix {shape}"
+                f"adapters: {path!r} has factors of {adapter.a.shape} and {adapter.b.shape}; "
+                f"expected (*stack, *in, rank) and (*stack, rank, *out) of the matrix {shape}"
             )
 
 

@@ -172,8 +172,9 @@ def _shard_shape(array: Any) -> tuple[int, ...]:
 def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
     """The arguments as shapes, whole on each device of a machine."""
     # Only who names a target needs the tables of machines.
-    from framework.plan.targets import resolve
+    from framework.plan.targets import environment, resolve
 
+    environment(target)
     devices = np.array(resolve(target).devices())
     whole = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec())
 

@@ -1,7 +1,7 @@
 """Runs a traced function again, operation by operation, with matrices that have adapters in the place of arrays.
 
 An operation without such a matrix is what it was. One that moves the matrix is done to W and to both factors
-(`factored.py`), a product is x W + scale * (x A) B (`products.py`), and loops, branches and calls are made again around
+(`views.py`), a product is x W + scale * (x A) B (`products.py`), and loops, branches and calls are made again around
 what is in them (`control_flow.py`). Imports jax.
 """
 
@@ -17,8 +17,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from framework.functions import control_flow
 from framework.functions.control_flow import Values
-from framework.functions.factored import Factored, viewed
+from framework.functions.factored import Factored
 from framework.functions.products import lookup, product
+from framework.functions.views import viewed
 
 # Tracebacks of compiled programs lead to the user's line, not to these.
 source_info_util.register_exclusion(__file__)

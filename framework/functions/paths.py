@@ -64,7 +64,9 @@ def nearest_paths(pattern: str, paths: list[str], count: int = 3) -> list[str]:
 
     def likeness(path: str) -> float:
         parts = re.findall(r"\w+", path.lower())
-        ratios = [difflib.SequenceMatcher(None, word, part).ratio() for word in words for part in parts]
-        return max(ratios, default=0.0)
+        total = 0.0
+        for word in words:
+            total += max((difflib.SequenceMatcher(None, word, part).ratio() for part in parts), default=0.0)
+        return total
 
     return sorted(paths, key=likeness, reverse=True)[:count]

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from framework.functions.factored import LETTERS, Factored, dense_weight, long_axes, without_short_axes
+from framework.functions.factored import LETTERS, Factored, dense_weight, long_axes, result_type, without_short_axes
 from framework.functions.nf4 import QuantizedMatrix
+
+source_info_util.register_exclusion(__file__)
 
 
 def product(equation: JaxprEqn, operands: Sequence[Any]) -> jax.Array | None:
@@ -74,16 +77,16 @@ def _low_rank_product(
     )
     # Scaled before it is rounded: the scale itself would be rounded to the dtype of x.
     inner = (matrix.scale * inner).astype(other.dtype)
-    result_type: Any = equation.outvars[0].aval
+    outcome = result_type(equation)
     outer_letters = "".join(letter for letter in letters.result if letter in inner_letters + second_letters)
     outer = jnp.einsum(
         f"{inner_letters},{second_letters}->{outer_letters}",
         inner,
         without_short_axes(second).astype(other.dtype),
         precision=precision,
-        preferred_element_type=result_type.dtype,
+        preferred_element_type=outcome.dtype,
     )
-    sizes = zip(letters.result, result_type.shape, strict=True)
+    sizes = zip(letters.result, outcome.shape, strict=True)
     return outer.reshape([size if letter in outer_letters else 1 for letter, size in sizes])
 
 
@@ -169,7 +172,7 @@ def _rows(factor: jax.Array, indices: jax.Array, equation: JaxprEqn) -> jax.Arra
     """The rows of a factor, as the operation finds those of W; the rank stays the last axis."""
     params = equation.params
     dimensions = params["dimension_numbers"]
-    rank_axis = len(equation.outvars[0].aval.shape)
+    rank_axis = len(result_type(equation).shape)
     sizes = [1 if axis in dimensions.start_index_map else size for axis, size in enumerate(factor.shape)]
     return lax.gather(
         factor,
@@ -188,7 +191,7 @@ def _row_of_all(factor: jax.Array, equation: JaxprEqn) -> jax.Array:
     """A factor that all rows have in common, with an axis of size 1 for each axis of the indices."""
     dimensions = equation.params["dimension_numbers"]
     row_sizes = [size for axis, size in enumerate(factor.shape[:-1]) if axis not in dimensions.start_index_map]
-    shape = [1] * len(equation.outvars[0].aval.shape)
+    shape = [1] * len(result_type(equation).shape)
     for axis, size in zip(dimensions.offset_dims, row_sizes, strict=True):
         shape[axis] = size
     return factor.reshape(*shape, factor.shape[-1])
