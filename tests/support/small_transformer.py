@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 # All of these, and their products that arise below, differ: a buffer's size says what it is.
-LAYERS, DIM, WIDE, VOCABULARY = 5, 64, 128, 320
+LAYERS, DIM, WIDE, VOCABULARY = 5, 64, 128, 352
 HEADS = 4
 BATCH, LENGTH = 2, 7
 MATRICES = "embed|qkv|out|up|down"
