@@ -19,7 +19,7 @@ from framework.functions import control_flow
 from framework.functions.control_flow import Values
 from framework.functions.factored import Factored
 from framework.functions.products import lookup, product
-from framework.functions.views import viewed
+from framework.functions.views import split, viewed
 
 # Tracebacks of compiled programs lead to the user's line, not to these.
 source_info_util.register_exclusion(__file__)
@@ -64,6 +64,8 @@ class Interpreter:
         name = equation.primitive.name
         if name in control_flow.RULES:
             return control_flow.RULES[name](self, equation, operands)
+        if name == "split":
+            return list(split(operands[0], equation))
         result = None
         if name == "dot_general":
             result = product(equation, operands)

@@ -106,9 +106,10 @@ def _slice(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Fac
     def cut(array: jax.Array) -> jax.Array:
         if equation.primitive.name == "dynamic_slice":
             further_sizes = array.shape[len(shape) :]
-            starts = [0 if is_whole(array, axis) else start for axis, start in enumerate(operands)]
+            zero = jnp.zeros_like(operands[0])
+            starts = [zero if is_whole(array, axis) else start for axis, start in enumerate(operands)]
             cut_sizes = [array.shape[axis] if is_whole(array, axis) else size for axis, size in enumerate(sizes)]
-            return lax.dynamic_slice(array, (*starts, *[0] * len(further_sizes)), (*cut_sizes, *further_sizes))
+            return lax.dynamic_slice(array, (*starts, *[zero] * len(further_sizes)), (*cut_sizes, *further_sizes))
         starts = equation.params["start_indices"]
         limits = equation.params["limit_indices"]
         strides = equation.params["strides"] or [1] * len(shape)
@@ -122,6 +123,23 @@ def _slice(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Fac
     if any(axis >= weight.num_stack_axes for axis in cut_axes):
         return None
     return matrix.moved(weight.sliced(cut), cut)
+
+
+def split(matrix: Factored, equation: JaxprEqn) -> list[Factored]:
+    """The parts of a matrix that `jnp.split` cuts: of one side, or of a stack."""
+    axis = equation.params["axis"]
+    size = matrix.shape[axis]
+
+    def part(number: int) -> Factored:
+        def cut(array: jax.Array) -> jax.Array:
+            # A factor of the other side is the same for all parts.
+            return lax.split(array, equation.params["sizes"], axis)[number] if array.shape[axis] == size else array
+
+        weight = matrix.weight
+        is_stored = isinstance(weight, QuantizedMatrix)
+        return matrix.moved(weight.viewed(cut) if is_stored else cut(weight), cut)
+
+    return [part(number) for number in range(len(equation.outvars))]
 
 
 def _reshape(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
