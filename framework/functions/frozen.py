@@ -108,7 +108,8 @@ def _named_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> di
         parameters = list(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in positional]
     leaves: dict[str, Any] = {}
     for number, argument in enumerate(arguments):
         name = names[number] if number < len(names) else str(number)

@@ -6,6 +6,7 @@ Hu et al. 2021, arXiv 2106.09685; with matrices in 4 bits QLoRA (Dettmers et al.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +82,24 @@ def with_lora(function: Callable[..., Any], *, materialize: str | None = None) -
         arrays = interpreter.arrays(interpreter.run(closed.jaxpr, closed.consts, operands), None)
         return jax.tree.unflatten(jax.tree.structure(results), arrays)
 
-    return with_adapters
+    wrapped: Any = with_adapters
+    wrapped.__signature__ = _with_adapters_second(function)
+    return wrapped
+
+
+def _with_adapters_second(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function with one more argument; None where it cannot be told."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return None
+    adapters = inspect.Parameter("adapters", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # No argument without a default may follow one that has it.
+    required = [parameters[0].replace(default=inspect.Parameter.empty), adapters]
+    return signature.replace(parameters=[*required, *parameters[1:]])
 
 
 def _shape(value: Any) -> Any:
