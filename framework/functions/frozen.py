@@ -25,6 +25,8 @@ from framework.plan.hlo.module import Module
 # Operations that return what is in memory already, or what a computation inside of them has made.
 _VIEWS = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier", "domain"}
 _VIEWS |= {"after-all", "add-dependency"}
+# What a TPU has read ahead in slices is made one array so.
+_JOINED = 'custom_call_target="ConcatBitcast"'
 # Into the fast memory of a TPU's chip these bring what a product is about to read.
 _PREFETCHES = {"copy", "copy-done", "slice-done", "async-done"}
 _SHOWN_BUFFERS = 8
@@ -72,7 +74,8 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
 
     Such a buffer is a gradient, a cast, a transposed copy or a result. Nothing is run. Sizes are numbers of elements,
     whatever the dtype. Vectors have the size of many other things, so only leaves with two axes longer
-    than 1 are looked at. Of a stack [layers, in, out], one layer at a time may be copied. A frozen leaf that a TPU
+    than 1 are looked at. Of a stack [layers, in, out], one layer at a time may be copied, or
+    dequantized if it is a `QuantizedMatrix`; of those, only stacks are looked at. A frozen leaf that a TPU
     reads ahead into the fast memory on its chip is no buffer.
 
     Args:
@@ -119,17 +122,28 @@ def _named_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> di
 
 
 def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, Any]:
-    """{path: frozen leaf}, of those with at least two axes longer than 1."""
+    """{path: frozen leaf}, of those whose size tells something."""
     if isinstance(frozen, str):
         paths = matching_paths(frozen, named_arguments, "frozen")
         leaves = {path: named_arguments[path] for path in paths}
     else:
         leaves = named_arrays(frozen)
-    matrices = {path: leaf for path, leaf in leaves.items() if sum(size > 1 for size in leaf.shape) >= 2}
+    matrices = {path: leaf for path, leaf in leaves.items() if _tells(leaf)}
     if not matrices:
         shapes = ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in list(leaves.items())[:3])
-        raise ValueError(f"frozen: none of {len(leaves)} leaves has two axes longer than 1: {shapes or 'no arrays'}")
+        raise ValueError(
+            f"frozen: of {len(leaves)} leaves none has two axes longer than 1, or is a stack in 4 bits: "
+            f"{shapes or 'no arrays'}"
+        )
     return matrices
+
+
+def _tells(leaf: Any) -> bool:
+    """Whether a buffer of a leaf's size can only be of it: not of a vector."""
+    if is_quantized(leaf):
+        # One matrix is dequantized as a whole.
+        return leaf.num_stack_axes > 0
+    return sum(size > 1 for size in leaf.shape) >= 2
 
 
 def _check_others(
@@ -157,7 +171,7 @@ def _paths_by_elements(frozen_leaves: dict[str, Any]) -> dict[int, list[str]]:
         array = leaf.codes if is_quantized(leaf) else leaf
         # A set: an array that is not sharded is its own shard.
         counts = {math.prod(array.shape), math.prod(_shard_shape(array))}
-        if is_quantized(leaf) and leaf.num_stack_axes:
+        if is_quantized(leaf):
             # One matrix at a time is dequantized, not the stack.
             counts.add(math.prod(leaf.shape))
         for count in counts:
@@ -195,8 +209,9 @@ def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterato
     inner_computations = set(_without_buffers(module))
     for instruction in module.instructions.values():
         # What begins a transfer returns its operand, too; its end returns the result alone.
-        is_view = instruction.opcode in _VIEWS or instruction.opcode.endswith(("-start", "-update"))
-        if is_view or instruction.computation in inner_computations:
+        is_part = instruction.opcode.endswith(("-start", "-update"))
+        is_view = instruction.opcode in _VIEWS or _JOINED in instruction.attributes
+        if is_part or is_view or instruction.computation in inner_computations:
             continue
         for placed_array in placed(instruction.type):
             leaves = tuple(paths_by_elements.get(math.prod(placed_array.array.dims), ()))

@@ -82,6 +82,23 @@ def test_the_same_on_a_tpu_that_is_not_there(name: str):
         pl.check_frozen(step, PARAMS, BATCH, frozen="params/frozen", target="v5e-1")
 
 
+@pytest.mark.pairs
+def test_what_a_tpu_reads_ahead_into_its_chip_is_no_buffer():
+    """Weights that are neighbours in a program are read ahead, in slices that become one array there."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
+    layer = {"up": SHAPE((1024, 4096), jnp.bfloat16), "down": SHAPE((4096, 1024), jnp.bfloat16)}
+
+    def layers(params: Any, batch: Any) -> jax.Array:
+        for weights in params:
+            batch = batch + jax.nn.gelu(batch @ weights["up"]) @ weights["down"]
+        return jnp.mean(jnp.square(batch))
+
+    params = [layer, layer]
+    adapters = jax.eval_shape(lambda: pl.lora_init(jax.random.key(0), params, "up|down", rank=16))
+    step = jax.value_and_grad(pl.with_lora(layers), argnums=1)
+    pl.check_frozen(step, params, adapters, SHAPE((500, 1024), jnp.bfloat16), frozen="^params/", target="v5e-1")
+
+
 def test_a_donated_leaf_may_be_returned():
     arguments = in_float32((PARAMS, BATCH))
     pl.check_frozen(jax.jit(with_result, donate_argnums=0), *arguments, frozen="params/frozen")
@@ -108,7 +125,7 @@ def test_of_sharded_leaves_both_the_shard_and_the_whole_count():
     ("frozen", "batch", "words"),
     [
         ("params/forzen", BATCH, ["matches none of 4 leaves", "nearest: 'params/frozen'"]),
-        ("bias", BATCH, ["none of 1 leaves has two axes", "params/bias [1536]"]),
+        ("bias", BATCH, ["of 1 leaves none has two axes", "params/bias [1536]"]),
         ("params/frozen", SHAPE((1536, 1024), jnp.float32), ["batch [1536, 1024] is not frozen", "as many elements"]),
     ],
 )
