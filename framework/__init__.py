@@ -14,27 +14,46 @@ if TYPE_CHECKING:
     from framework.api.runs import TrainedRun, train
     from framework.checkpoint.checkpointer import Checkpointer
     from framework.config import Config, ConfigError, component, config_for
+    from framework.functions.adapters import Adapter, lora_init, lora_merge, lora_unmerge
     from framework.functions.checkpoints import restore, save, steps
     from framework.functions.coupling import additive_coupling
+    from framework.functions.frozen import FrozenBufferError, check_frozen
+    from framework.functions.interpreter import AdapterError
+    from framework.functions.nf4 import QuantizedMatrix, lora_quantize
+    from framework.functions.partition import Partition, combine, differentiate, partition
     from framework.functions.reconstruction import reconstruction_error
     from framework.functions.reversible import reversible_scan
+    from framework.functions.with_lora import with_lora
     from framework.program.program import Program
     from framework.run.job import RunError
 
 __all__ = [
+    "Adapter",
+    "AdapterError",
     "Checkpointer",
     "Config",
     "ConfigError",
+    "FrozenBufferError",
     "Model",
+    "Partition",
     "Plan",
     "Program",
+    "QuantizedMatrix",
     "RunError",
     "TrainedRun",
     "additive_coupling",
+    "check_frozen",
+    "combine",
     "component",
     "config_for",
+    "differentiate",
     "load",
     "load_config",
+    "lora_init",
+    "lora_merge",
+    "lora_quantize",
+    "lora_unmerge",
+    "partition",
     "plan",
     "plan_function",
     "reconstruction_error",
@@ -43,23 +62,37 @@ __all__ = [
     "save",
     "steps",
     "train",
+    "with_lora",
 ]
 
 # {name: module that has it}
 _MODULES = {
+    "Adapter": "framework.functions.adapters",
+    "AdapterError": "framework.functions.interpreter",
     "Checkpointer": "framework.checkpoint.checkpointer",
     "Config": "framework.config",
     "ConfigError": "framework.config",
+    "FrozenBufferError": "framework.functions.frozen",
     "Model": "framework.api.model",
+    "Partition": "framework.functions.partition",
     "Plan": "framework.api.plans",
     "Program": "framework.program.program",
+    "QuantizedMatrix": "framework.functions.nf4",
     "RunError": "framework.run.job",
     "TrainedRun": "framework.api.runs",
     "additive_coupling": "framework.functions.coupling",
+    "check_frozen": "framework.functions.frozen",
+    "combine": "framework.functions.partition",
     "component": "framework.config",
     "config_for": "framework.config",
+    "differentiate": "framework.functions.partition",
     "load": "framework.api.model",
     "load_config": "framework.api.configs",
+    "lora_init": "framework.functions.adapters",
+    "lora_merge": "framework.functions.adapters",
+    "lora_quantize": "framework.functions.nf4",
+    "lora_unmerge": "framework.functions.adapters",
+    "partition": "framework.functions.partition",
     "plan": "framework.api.plans",
     "plan_function": "framework.api.function_plans",
     "reconstruction_error": "framework.functions.reconstruction",
@@ -68,6 +101,7 @@ _MODULES = {
     "save": "framework.functions.checkpoints",
     "steps": "framework.functions.checkpoints",
     "train": "framework.api.runs",
+    "with_lora": "framework.functions.with_lora",
 }
 
 

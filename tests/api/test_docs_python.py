@@ -1,5 +1,5 @@
 """docs/python.md and its notebook: what they show runs, on a small config in the place of the one that they name, and
-as it is written in a process with one device."""
+as it is written in a process with one device. And docs/functions_lora.md, whose functions need no config."""
 
 import json
 import os
@@ -14,6 +14,9 @@ import pytest
 from tests.support.runs import CONFIG, ROOT, write_text
 
 FIRST, OWN_LOOP = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
+LORA, LORA_EQUINOX, TRAINED_PART = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "functions_lora.md").read_text(), re.DOTALL
+)
 NOTEBOOK = json.loads((ROOT / "docs" / "notebooks" / "first_run.ipynb").read_text())
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 WRITTEN = "nanogpt-cpu"  # the config that all of them name
@@ -91,3 +94,34 @@ def test_it_runs_as_it_is_written(source: str, folder: Path) -> None:
     lines = python(folder, source)
     if source == FIRST:
         assert any(re.match(" +verdict +fits", line) for line in lines)
+
+
+@pytest.mark.pairs
+def test_lora_around_34_layers_as_it_is_written() -> None:
+    pytest.importorskip("libtpu", reason="libtpu is not installed: make plan-tpu")
+    exec(LORA, {})
+
+
+def test_the_check_of_lora_fails_without_it() -> None:
+    """On the CPU, smaller: the step of the page passes, and with merged weights it does not."""
+    small = LORA.replace("1024", "64").replace("4096", "160").replace("bfloat16", "float32")
+    small = small.replace(', target="v5e-1"', "").replace("512", "9")
+    exec(small, {})
+    merged = small.replace("pl.with_lora(loss)", "lambda p, a, x: loss(pl.lora_merge(p, a), x)")
+    assert merged != small
+    with pytest.raises(AssertionError, match=r"f32\[34,64,160\]"):
+        exec(merged.replace('"^params/"', '"^p/"'), {})
+
+
+def test_lora_around_an_equinox_module() -> None:
+    pytest.importorskip("equinox")
+    names: dict[str, Any] = {}
+    exec(LORA_EQUINOX, names)
+    assert len(names["gradient"]) == 5
+
+
+def test_a_part_is_trained() -> None:
+    names: dict[str, Any] = {}
+    exec(TRAINED_PART, names)
+    assert names["trained"]["body"] is None
+    assert names["frozen"]["head"] is None

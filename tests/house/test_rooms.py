@@ -22,12 +22,12 @@ ROOMS = {
     "optimizers": "config devices layout",
     "processes": "config files metrics terminal",
     "checkpoint": "config devices files layout metrics processes terminal",
-    "functions": "checkpoint layout processes",
     "learner": "config layers layout optimizers",
     "schedules": "config devices layers layout learner models optimizers",
     "program": "config data devices layers layout learner models optimizers processes schedules terminal",
     "inference": "data layers layout metrics program terminal",
     "plan": "checkpoint config data devices layers layout metrics models optimizers program schedules terminal",
+    "functions": "checkpoint layers layout optimizers plan processes",
     "weights": "config files layers layout models program schedules terminal",
     "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "
     "schedules terminal",

@@ -1,0 +1,191 @@
+"""LoRA's adapters for the matrices of any pytree (Hu et al. 2021, arXiv 2106.09685): made, merged, taken out again.
+
+    W + (alpha / rank) A B,    W [*stack, in, out] frozen, A [*stack, in, rank] random, B [*stack, rank, out] zeros
+
+Imports jax and `framework.layout`. `with_lora.py` computes with adapters that are not merged.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from framework.functions.nf4 import is_quantized, named_arrays
+from framework.functions.paths import is_array, is_float, matching_paths, nearest_paths
+from framework.layout import fold_in_name, path_name
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("scale",))
+@dataclass(frozen=True)
+class Adapter:
+    """What is added to one matrix [*stack, *in, *out]; `in` and `out` are one axis each, unless it was asked for more.
+
+    Attributes:
+        a: [*stack, *in, rank].
+        b: [*stack, rank, *out].
+        scale: alpha / rank, which multiplies their product; it is no leaf, so no optimizer changes it.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    scale: float
+
+    def num_stack_axes(self, matrix_ndim: int) -> int:
+        """The axes that both factors share with a matrix of so many axes."""
+        # Each factor has the rank beside its own axes of the matrix.
+        return self.a.ndim + self.b.ndim - 2 - matrix_ndim
+
+    def factors(self, matrix_ndim: int) -> tuple[jax.Array, jax.Array]:
+        """A and B so that they broadcast: [*stack, *in, 1..., rank] and [*stack, 1..., *out, rank]."""
+        num_stack = self.num_stack_axes(matrix_ndim)
+        num_in = self.a.ndim - 1 - num_stack
+        num_out = self.b.ndim - 1 - num_stack
+        *a_sizes, rank = self.a.shape
+        b_last = jnp.moveaxis(self.b, num_stack, -1)
+        left = self.a.reshape(*a_sizes, *[1] * num_out, rank)
+        right = b_last.reshape(*b_last.shape[:num_stack], *[1] * num_in, *b_last.shape[num_stack:])
+        return left, right
+
+    def product(self, matrix_ndim: int) -> jax.Array:
+        """scale * A B, [*stack, *in, *out], in float32 at least."""
+        dtype = jnp.promote_types(self.a.dtype, jnp.float32)
+        num_stack = self.num_stack_axes(matrix_ndim)
+        stack_shape = self.a.shape[:num_stack]
+        rank = self.a.shape[-1]
+        a = self.a.astype(dtype).reshape(*stack_shape, -1, rank)
+        b = self.b.astype(dtype).reshape(*stack_shape, rank, -1)
+        return self.scale * (a @ b).reshape(*self.a.shape[:-1], *self.b.shape[num_stack + 1 :])
+
+
+Adapters = dict[str, Adapter]
+
+
+def named_matrices(params: Any) -> dict[str, Any]:
+    """{path: float array of two axes or more, or a QuantizedMatrix}."""
+    return {path: node for path, node in named_arrays(params).items() if _is_matrix(node)}
+
+
+def _is_matrix(node: Any) -> bool:
+    return is_quantized(node) or (is_float(node) and len(node.shape) >= 2)
+
+
+def lora_init(
+    key: jax.Array,
+    params: Any,
+    target: str,
+    *,
+    rank: int = 16,
+    alpha: float = 32.0,
+    dtype: Any = "float32",
+    inputs_first: bool = True,
+    matrix_axes: tuple[int, int] = (1, 1),
+) -> Adapters:
+    """Draws adapters for the matrices whose path matches. The product of each is zero at first.
+
+    Args:
+        key: of jax.random; each adapter's own key is folded with its path, so that another target changes none.
+        params: any pytree, of arrays or of their shapes. Its float leaves of two axes or more are matrices, and those
+            of three axes or more stacks of matrices, [*stack, in, out]; an embedding [vocabulary, dim] is a matrix.
+        target: a regex, searched in paths such as "layers/attention/query".
+        rank: of each product A B.
+        alpha: the product is multiplied by alpha / rank.
+        dtype: of A and B.
+        inputs_first: whether a matrix's inputs come before its outputs, as in flax and in x @ W, or after them, as in
+            equinox and torch. The factor on their side is uniform in +-1/sqrt(inputs), as the authors' code has it, and
+            the other one is zero.
+        matrix_axes: how many axes a matrix has on either side, (1, 2) for flax's [inputs, heads, size of a head]. The
+            axes before them are a stack.
+
+    Returns:
+        {path: Adapter}, a pytree for optax. Dicts of several calls can be joined: `lora_init(...) | lora_init(...)`.
+
+    Raises:
+        ValueError: the regex matches no matrix, or one of fewer axes; rank or one of `matrix_axes` is less than 1.
+    """
+    if min(rank, *matrix_axes) < 1:
+        raise ValueError(f"rank = {rank}, matrix_axes = {matrix_axes}: expected at least 1 of each")
+    matrices = named_matrices(params)
+    num_first, num_last = matrix_axes
+    adapters = {}
+    for path in matching_paths(target, matrices, "target"):
+        shape = tuple(matrices[path].shape)
+        num_stack = len(shape) - num_first - num_last
+        if num_stack < 0:
+            raise ValueError(f"{path} {list(shape)} has fewer axes than matrix_axes = {matrix_axes}")
+        first_sizes = shape[num_stack : num_stack + num_first]
+        last_sizes = shape[num_stack + num_first :]
+        bound = math.prod(first_sizes if inputs_first else last_sizes) ** -0.5
+        a_shape = (*shape[:num_stack], *first_sizes, rank)
+        b_shape = (*shape[:num_stack], rank, *last_sizes)
+        random = jax.random.uniform(fold_in_name(key, path), a_shape if inputs_first else b_shape, dtype, -bound, bound)
+        a = random if inputs_first else jnp.zeros(a_shape, dtype)
+        b = jnp.zeros(b_shape, dtype) if inputs_first else random
+        adapters[path] = Adapter(a, b, alpha / rank)
+    return adapters
+
+
+def lora_merge(params: Any, adapters: Adapters) -> Any:
+    """The parameters with W + scale * A B in the place of each W that has an adapter.
+
+    This is computed in float32, or in float64 where W is, and cast to W's dtype. A QuantizedMatrix with an adapter
+    becomes an array of the dtype that it had; one without an adapter stays.
+
+    Raises:
+        ValueError: an adapter's path is that of no matrix, or its factors do not have the matrix's shape.
+    """
+    return _with_products(params, adapters, 1.0)
+
+
+def lora_unmerge(params: Any, adapters: Adapters) -> Any:
+    """The inverse of `lora_merge`, up to rounding: W - scale * A B. What was in NF4 stays an array.
+
+    Raises:
+        ValueError: as `lora_merge` does.
+    """
+    return _with_products(params, adapters, -1.0)
+
+
+def _with_products(params: Any, adapters: Adapters, sign: float) -> Any:
+    check_adapters(params, adapters)
+
+    def changed(keypath: tuple[Any, ...], node: Any) -> Any:
+        adapter = adapters.get(path_name(keypath))
+        if adapter is None:
+            return node
+        matrix = node.dense() if is_quantized(node) else jnp.asarray(node)
+        dtype = jnp.promote_types(matrix.dtype, jnp.float32)
+        return (matrix.astype(dtype) + sign * adapter.product(matrix.ndim).astype(dtype)).astype(matrix.dtype)
+
+    return jax.tree_util.tree_map_with_path(changed, params, is_leaf=is_quantized)
+
+
+def check_adapters(params: Any, adapters: Adapters) -> None:
+    """Raises ValueError: an adapter's path is that of no matrix, or its factors do not have the matrix's shape."""
+    matrices = named_matrices(params)
+    for path, adapter in adapters.items():
+        if path not in matrices:
+            nearest = ", ".join(map(repr, nearest_paths(path, list(matrices))))
+            raise ValueError(f"adapters: {path!r} is none of {len(matrices)} matrices; nearest: {nearest}")
+        if not is_array(adapter.a) or not is_array(adapter.b):
+            raise ValueError(f"adapters: {path!r} has no arrays, but {adapter}")
+        shape = tuple(matrices[path].shape)
+        if not _fits(adapter, shape):
+            raise ValueError(
+                f"adapters: {path!r} has factors of {adapter.a.shape} and {adapter.b.shape}; "
+                f"expected (*stack, *in, rank) and (*stack, rank, *out) of the matrix {shape}"
+            )
+
+
+def _fits(adapter: Adapter, shape: tuple[int, ...]) -> bool:
+    """Whether the product of the factors has the shape of a matrix."""
+    num_stack = adapter.num_stack_axes(len(shape))
+    if not 0 <= num_stack < adapter.b.ndim:
+        return False
+    has_stack = adapter.b.shape[:num_stack] == shape[:num_stack]
+    has_rank = adapter.b.shape[num_stack] == adapter.a.shape[-1]
+    return has_stack and has_rank and (*adapter.a.shape[:-1], *adapter.b.shape[num_stack + 1 :]) == shape

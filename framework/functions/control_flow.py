@@ -1,0 +1,177 @@
+"""Loops, branches and calls in which there are matrices with adapters. Imports jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from framework.functions.factored import Factored
+
+# Arrays, and matrices in factors.
+Values = list[Any]
+
+
+class Runner(Protocol):
+    """What runs the functions inside: `interpreter.Interpreter`."""
+
+    def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> Values:
+        """The results of a traced function, arrays or matrices in factors."""
+        ...
+
+    def arrays(self, values: Sequence[Any], equation: JaxprEqn | None) -> Values:
+        """All values as arrays. Raises an error where that cannot be."""
+        ...
+
+
+def _call(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
+    """A function that is called: what is in it is run in the place of the call."""
+    # The functions of a custom derivative know nothing of factors, so the derivative is that of what is computed.
+    closed = equation.params["call_jaxpr"] if "call_jaxpr" in equation.params else equation.params["jaxpr"]
+    return runner.run(closed.jaxpr, closed.consts, operands)
+
+
+def _checkpoint(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
+    """`jax.checkpoint`, with the same policy."""
+
+    def recomputed(*values: Any) -> Values:
+        return runner.arrays(runner.run(equation.params["jaxpr"], (), values), equation)
+
+    params = equation.params
+    return jax.checkpoint(recomputed, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+
+
+def _cond(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
+    """`lax.cond` and `lax.switch`."""
+    index, *values = operands
+
+    def branch(closed: Any) -> Callable[..., Values]:
+        return lambda *inner: runner.arrays(runner.run(closed.jaxpr, closed.consts, inner), equation)
+
+    return lax.switch(index, [branch(closed) for closed in equation.params["branches"]], *values)
+
+
+def _while(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
+    """`lax.while_loop`."""
+    params = equation.params
+    num_condition = params["cond_nconsts"]
+    num_constants = num_condition + params["body_nconsts"]
+    condition_constants = operands[:num_condition]
+    body_constants = operands[num_condition:num_constants]
+    initial = operands[num_constants:]
+    condition = params["cond_jaxpr"]
+    body = params["body_jaxpr"]
+    carry = _Carry(runner, equation, body.jaxpr, params["body_nconsts"], initial)
+
+    def run_condition(arrays: Values) -> Any:
+        values = [*condition_constants, *carry.whole(arrays)]
+        (result,) = runner.run(condition.jaxpr, condition.consts, values)
+        return result
+
+    def run_body(arrays: Values) -> Values:
+        return carry.arrays(runner.run(body.jaxpr, body.consts, [*body_constants, *carry.whole(arrays)]))
+
+    return carry.whole(lax.while_loop(run_condition, run_body, carry.arrays(initial)))
+
+
+def _scan(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
+    """`lax.scan`. Of a stack of matrices each turn has one; a matrix in the carry has to stay the same."""
+    params = equation.params
+    num_constants = params["num_consts"]
+    num_before_stacks = num_constants + params["num_carry"]
+    constants = operands[:num_constants]
+    initial = operands[num_constants:num_before_stacks]
+    closed = params["jaxpr"]
+    carry = _Carry(runner, equation, closed.jaxpr, num_constants, initial)
+    stacks = [_Stack(operand) for operand in operands[num_before_stacks:]]
+
+    def turn(arrays: Values, slices: Values) -> tuple[Values, Values]:
+        layers = [stack.layer(leaves) for stack, leaves in zip(stacks, slices, strict=True)]
+        results = runner.run(closed.jaxpr, closed.consts, [*constants, *carry.whole(arrays), *layers])
+        new_carry = carry.arrays(results[: params["num_carry"]])
+        return new_carry, runner.arrays(results[params["num_carry"] :], equation)
+
+    last, outputs = lax.scan(
+        turn,
+        carry.arrays(initial),
+        [stack.sliced for stack in stacks],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry.whole(last), *outputs]
+
+
+class _Carry:
+    """What a loop carries: arrays, and matrices in factors that every turn hands on as they are."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        equation: JaxprEqn,
+        body: Any,
+        num_constants: int,
+        initial: Sequence[Any],
+    ):
+        self.runner = runner
+        self.equation = equation
+        # {position in the carry: the matrix}
+        self.matrices: dict[int, Factored] = {}
+        for position, value in enumerate(initial):
+            incoming: Var = body.invars[num_constants + position]
+            if isinstance(value, Factored) and body.outvars[position] is incoming:
+                self.matrices[position] = value
+
+    def arrays(self, values: Sequence[Any]) -> Values:
+        """What is carried, without those matrices. Raises AdapterError: of another matrix that is in the carry."""
+        changing = [value for position, value in enumerate(values) if position not in self.matrices]
+        return self.runner.arrays(changing, self.equation)
+
+    def whole(self, arrays: Sequence[Any]) -> Values:
+        """What is carried, with those matrices."""
+        remaining = iter(arrays)
+        count = len(arrays) + len(self.matrices)
+        return [self.matrices[position] if position in self.matrices else next(remaining) for position in range(count)]
+
+
+class _Stack:
+    """What a scan goes through, along the first axis.
+
+    Attributes:
+        sliced: the arrays that it slices: those that have as many elements along that axis as there are turns.
+    """
+
+    def __init__(self, value: Any):
+        self._leaves, self._structure = jax.tree.flatten(value)
+        length = value.shape[0]
+        self._is_sliced = [leaf.shape[0] == length for leaf in self._leaves]
+        self.sliced = [leaf for leaf, is_sliced in zip(self._leaves, self._is_sliced, strict=True) if is_sliced]
+
+    def layer(self, slices: Sequence[Any]) -> Any:
+        """The value of one turn, from the slices of the arrays."""
+        remaining = iter(slices)
+        leaves = []
+        for leaf, is_sliced in zip(self._leaves, self._is_sliced, strict=True):
+            # A factor that has one element along that axis is the same for all turns.
+            leaves.append(next(remaining) if is_sliced else leaf[0])
+        return self._structure.unflatten(leaves)
+
+
+_Rule = Callable[[Runner, JaxprEqn, Values], Values]
+# {primitive: how it is made again}
+RULES: dict[str, _Rule] = {
+    "closed_call": _call,
+    "cond": _cond,
+    "core_call": _call,
+    "custom_jvp_call": _call,
+    "custom_vjp_call": _call,
+    "jit": _call,
+    "pjit": _call,
+    "remat2": _checkpoint,
+    "checkpoint": _checkpoint,
+    "scan": _scan,
+    "while": _while,
+}

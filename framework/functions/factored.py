@@ -1,0 +1,111 @@
+"""A matrix with an adapter on its way through a program.
+
+W + scale * A B is kept as three arrays. The two factors are held so that they broadcast against W, with one more axis,
+the rank, at their end: of W [*stack, in, out] they are [*stack, in, 1, rank] and [*stack, 1, out, rank]. So whatever
+moves the axes of W moves theirs, whichever side of the matrix they are of (`views.py`). Imports jax.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
+
+from framework.functions.adapters import Adapter
+from framework.functions.nf4 import QuantizedMatrix
+
+# Compiled programs name the user's line, not one of this file.
+source_info_util.register_exclusion(__file__)
+# Of the axes of operands in an einsum.
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"
+_RANK = "Z"
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("weight", "left", "right"), meta_fields=("path", "scale")
+)
+@dataclass(frozen=True)
+class Factored:
+    """W + scale * (the sum over the last axis of left * right); without factors W alone, if it is stored in 4 bits.
+
+    Attributes:
+        path: of W in the tree of parameters, for messages.
+        weight: W, of any shape.
+        left, right: W's axes, some of them of size 1, and the rank. Both are None, or neither is.
+        scale: alpha / rank.
+    """
+
+    path: str
+    weight: jax.Array | QuantizedMatrix
+    left: jax.Array | None
+    right: jax.Array | None
+    scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of W."""
+        return self.weight.shape
+
+    def dense(self) -> jax.Array:
+        """W + scale * A B, an array of W's shape and dtype."""
+        weight = dense_weight(self.weight)
+        if self.left is None or self.right is None:
+            return weight
+        dtype = jnp.promote_types(weight.dtype, jnp.float32)
+        letters = LETTERS[: weight.ndim]
+        left_letters = long_axes(self.left, letters)
+        right_letters = long_axes(self.right, letters)
+        product_letters = "".join(letter for letter in letters if letter in left_letters + right_letters)
+        product = jnp.einsum(
+            f"{left_letters},{right_letters}->{product_letters}",
+            without_short_axes(self.left).astype(dtype),
+            without_short_axes(self.right).astype(dtype),
+        )
+        sizes = zip(letters, weight.shape, strict=True)
+        product = product.reshape([size if letter in product_letters else 1 for letter, size in sizes])
+        return (weight.astype(dtype) + self.scale * product).astype(weight.dtype)
+
+    def moved(
+        self,
+        weight: jax.Array | QuantizedMatrix,
+        move: Callable[[jax.Array], jax.Array],
+    ) -> Factored:
+        """Another W, and `move` of both factors."""
+        left = None if self.left is None else move(self.left)
+        right = None if self.right is None else move(self.right)
+        return Factored(self.path, weight, left, right, self.scale)
+
+
+def long_axes(factor: jax.Array, letters: str) -> str:
+    """For an einsum, the letters of those of W's axes along which a factor is longer than 1, and that of the rank."""
+    axes = zip(letters, factor.shape, strict=False)
+    return "".join(letter for letter, size in axes if size > 1) + _RANK
+
+
+def without_short_axes(factor: jax.Array) -> jax.Array:
+    """The factor with the axes alone that `long_axes` names."""
+    return factor.reshape(*(size for size in factor.shape[:-1] if size > 1), factor.shape[-1])
+
+
+def dense_weight(weight: jax.Array | QuantizedMatrix) -> jax.Array:
+    """The frozen matrix as an array."""
+    return weight.dense() if isinstance(weight, QuantizedMatrix) else weight
+
+
+def factored(path: str, weight: jax.Array | QuantizedMatrix, adapter: Adapter | None) -> Factored:
+    """The matrix [*stack, in, out] at a path, with its adapter if it has one."""
+    if adapter is None:
+        return Factored(path, weight, None, None, 1.0)
+    left, right = adapter.factors(len(weight.shape))
+    return Factored(path, weight, left, right, adapter.scale)
+
+
+def result_type(equation: JaxprEqn) -> Any:
+    """The shape and dtype of an operation's only result."""
+    return equation.outvars[0].aval

@@ -1,0 +1,248 @@
+"""A check, for anyone's tests, that frozen weights cost a step no memory beside their own.
+
+It reads the compiler's final program, on whatever device that is for. Imports jax, `framework.layout` and the reader of
+programs, `framework.plan.hlo`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from framework.functions.nf4 import is_quantized, named_arrays
+from framework.functions.paths import is_array, matching_paths
+from framework.plan.hlo.arrays import VMEM, Array, placed
+from framework.plan.hlo.computations import Instruction
+from framework.plan.hlo.module import Module
+
+# Operations that return what is in memory already, or what a computation inside of them has made.
+_VIEWS = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier", "domain"}
+_VIEWS |= {"after-all", "add-dependency"}
+# What a TPU has read ahead in slices is made one array so.
+_JOINED = 'custom_call_target="ConcatBitcast"'
+# Into the fast memory of a TPU's chip these bring what a product is about to read.
+_PREFETCHES = {"copy", "copy-done", "slice-done", "async-done"}
+_SHOWN_BUFFERS = 8
+# Farther away than this, the name of an operation says little about a buffer.
+_NAME_DISTANCE = 8
+
+
+class FrozenBuffer(NamedTuple):
+    """A buffer as large as a frozen leaf.
+
+    Attributes:
+        leaves: paths of the frozen leaves of this size.
+        array: its dtype and dimensions on one device.
+        operation: what makes it, as JAX names it: `jit(step)/transpose(jvp())/dot_general`.
+        source: the line of Python that says so, "train.py:17"; "" where the program does not tell.
+    """
+
+    leaves: tuple[str, ...]
+    array: Array
+    operation: str
+    source: str
+
+    def __str__(self) -> str:
+        num_others = len(self.leaves) - 1
+        others = f" (and {num_others} more of its size)" if num_others else ""
+        source = f", {self.source}" if self.source else ""
+        size = f"{self.array.num_bytes:,} bytes"
+        return f"{self.array}, {size}, as large as {self.leaves[0]}{others}: {self.operation}{source}"
+
+
+class FrozenBufferError(AssertionError):
+    """A step allocates buffers as large as frozen leaves; `buffers` has them."""
+
+    def __init__(self, buffers: list[FrozenBuffer]):
+        lines = "\n".join(f"  {buffer}" for buffer in buffers[:_SHOWN_BUFFERS])
+        advice = "An array of something else with as many elements counts, too: another batch size tells them apart."
+        super().__init__(
+            f"the step allocates buffers of the size of frozen leaves, {len(buffers)} in all:\n{lines}\n{advice}"
+        )
+        self.buffers = buffers
+
+
+def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target: str | None = None) -> None:
+    """Compiles a step, and raises an error if it allocates a buffer of the size of a frozen leaf beside the leaf.
+
+    Such a buffer is a gradient, a cast, a transposed copy or a result. Nothing is run. Sizes are numbers of elements,
+    whatever the dtype. Vectors have the size of many other things, so only leaves with two axes longer
+    than 1 are looked at. Of a stack [layers, in, out], one layer at a time may be copied, or
+    dequantized if it is a `QuantizedMatrix`; of those, only stacks are looked at. A frozen leaf that a TPU
+    reads ahead into the fast memory on its chip is no buffer.
+
+    Args:
+        step: a jitted function (also of `equinox.filter_jit`), or any function, which is then jitted.
+        arguments: its positional arguments: trees of arrays or of `jax.ShapeDtypeStruct`s.
+        frozen: a regex, searched in the paths of the arguments' leaves, which begin with the name of the parameter,
+            "params/layers/query"; or the frozen leaves themselves, a tree of arrays.
+        target: None compiles for the devices of this process, or for those that the arguments' shardings name. Else the
+            name of a machine, which need not be there, "v5e-1"; each of its devices then has all arguments whole.
+
+    Raises:
+        FrozenBufferError: an AssertionError with the buffers, the leaves and the operations.
+        ValueError: the regex matches no leaf; no frozen leaf has two axes; an argument that is not frozen has as many
+            elements as one that is, so that its size tells nothing.
+    """
+    named_arguments = _named_arguments(step, arguments)
+    frozen_leaves = _frozen_leaves(named_arguments, frozen)
+    paths_by_elements = _paths_by_elements(frozen_leaves)
+    _check_others(named_arguments, frozen_leaves, paths_by_elements)
+    placed_arguments = arguments if target is None else _on_target(arguments, target)
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    compiled = jitted.lower(*placed_arguments).compile()
+    # Equinox has a class of its own around what jax has compiled.
+    executable = getattr(compiled, "compiled", compiled)
+    buffers = list(_buffers(Module(executable.as_text()), paths_by_elements))
+    if buffers:
+        raise FrozenBufferError(buffers)
+
+
+def _named_arguments(step: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """{path: array} of all arguments; a path begins with the name of the parameter, or with its number."""
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in positional]
+    leaves: dict[str, Any] = {}
+    for number, argument in enumerate(arguments):
+        name = names[number] if number < len(names) else str(number)
+        for path, leaf in named_arrays(argument).items():
+            leaves[f"{name}/{path}" if path else name] = leaf
+    return leaves
+
+
+def _frozen_leaves(named_arguments: dict[str, Any], frozen: Any) -> dict[str, Any]:
+    """{path: frozen leaf}, of those whose size tells something."""
+    if isinstance(frozen, str):
+        paths = matching_paths(frozen, named_arguments, "frozen")
+        leaves = {path: named_arguments[path] for path in paths}
+    else:
+        leaves = named_arrays(frozen)
+    matrices = {path: leaf for path, leaf in leaves.items() if _tells(leaf)}
+    if not matrices:
+        shapes = ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in list(leaves.items())[:3])
+        raise ValueError(
+            f"frozen: of {len(leaves)} leaves none has two axes longer than 1, or is a stack in 4 bits: "
+            f"{shapes or 'no arrays'}"
+        )
+    return matrices
+
+
+def _tells(leaf: Any) -> bool:
+    """Whether a buffer of a leaf's size can only be of it: not of a vector."""
+    if is_quantized(leaf):
+        # One matrix is dequantized as a whole.
+        return leaf.num_stack_axes > 0
+    return sum(size > 1 for size in leaf.shape) >= 2
+
+
+def _check_others(
+    named_arguments: dict[str, Any],
+    frozen_leaves: dict[str, Any],
+    paths_by_elements: dict[int, list[str]],
+) -> None:
+    """Raises ValueError if an argument that is not frozen cannot be told from a frozen one by its size."""
+    frozen_ids = {id(array) for leaf in frozen_leaves.values() for array in jax.tree.leaves(leaf)}
+    for path, leaf in named_arguments.items():
+        for array in jax.tree.leaves(leaf):
+            equal_paths = paths_by_elements.get(math.prod(array.shape), [])
+            if equal_paths and path not in frozen_leaves and id(array) not in frozen_ids:
+                raise ValueError(
+                    f"{path} {list(array.shape)} is not frozen and has as many elements as {equal_paths[0]}, which is: "
+                    "a buffer of their size tells nothing; expected another batch size, rank or width"
+                )
+
+
+def _paths_by_elements(frozen_leaves: dict[str, Any]) -> dict[int, list[str]]:
+    """{number of elements: paths of the frozen leaves that have as many, whole or on one device}."""
+    paths: dict[int, list[str]] = {}
+    for path, leaf in frozen_leaves.items():
+        # The scales of a quantized matrix have the size of many other things.
+        array = leaf.codes if is_quantized(leaf) else leaf
+        # A set: an array that is not sharded is its own shard.
+        counts = {math.prod(array.shape), math.prod(_shard_shape(array))}
+        if is_quantized(leaf):
+            # One matrix at a time is dequantized, not the stack.
+            counts.add(math.prod(leaf.shape))
+        for count in counts:
+            paths.setdefault(count, []).append(path)
+    return paths
+
+
+def _shard_shape(array: Any) -> tuple[int, ...]:
+    sharding = getattr(array, "sharding", None)
+    return array.shape if sharding is None else sharding.shard_shape(array.shape)
+
+
+def _on_target(arguments: tuple[Any, ...], target: str) -> tuple[Any, ...]:
+    """The arguments as shapes, whole on each device of a machine."""
+    # Only who names a target needs the tables of machines.
+    from framework.plan.targets import environment, resolve
+
+    environment(target)
+    devices = np.array(resolve(target).devices())
+    whole = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec())
+
+    def shape(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+
+    return jax.tree.map(shape, arguments)
+
+
+# --- the program -----------------------------------------------------------------------------------------------------
+
+
+def _buffers(module: Module, paths_by_elements: dict[int, list[str]]) -> Iterator[FrozenBuffer]:
+    """The buffers as large as a frozen leaf, in the order of the program's text."""
+    inner_computations = set(_without_buffers(module))
+    for instruction in module.instructions.values():
+        # What begins a transfer returns its operand, too; its end returns the result alone.
+        is_part = instruction.opcode.endswith(("-start", "-update"))
+        is_view = instruction.opcode in _VIEWS or _JOINED in instruction.attributes
+        if is_part or is_view or instruction.computation in inner_computations:
+            continue
+        for placed_array in placed(instruction.type):
+            leaves = tuple(paths_by_elements.get(math.prod(placed_array.array.dims), ()))
+            is_prefetch = placed_array.space == VMEM and instruction.opcode in _PREFETCHES
+            if leaves and not is_prefetch:
+                source = _source(module, instruction)
+                yield FrozenBuffer(leaves, placed_array.array, _operation(module, instruction), source)
+
+
+def _without_buffers(module: Module) -> Iterator[str]:
+    """The computations whose values are no buffers: those of fusions, and what a reduction does with two elements."""
+    for instruction in module.instructions.values():
+        if instruction.opcode == "fusion":
+            yield instruction.called("calls")
+        elif instruction.opcode != "call":
+            yield instruction.called("to_apply")
+
+
+def _operation(module: Module, instruction: Instruction) -> str:
+    """JAX's name of an operation; of one that the compiler has added, what it does with the nearest that has a name."""
+    operand: Instruction | None = instruction
+    for _ in range(_NAME_DISTANCE):
+        if operand is None or operand.op_name:
+            break
+        operand = next(iter(module.operands(operand)), None)
+    name = operand.op_name if operand is not None else ""
+    if operand is instruction and name:
+        return name
+    return f"{instruction.opcode} of {name}" if name else instruction.opcode
+
+
+def _source(module: Module, instruction: Instruction) -> str:
+    line = module.source(instruction)
+    return f"{Path(line.file).name}:{line.line}" if line is not None else ""

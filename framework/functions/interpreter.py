@@ -1,0 +1,109 @@
+"""Runs a traced function again, operation by operation, with matrices that have adapters in the place of arrays.
+
+An operation without such a matrix is what it was. One that moves the matrix is done to W and to both factors
+(`views.py`), a product is x W + scale * (x A) B (`products.py`), and loops, branches and calls are made again around
+what is in them (`control_flow.py`). Imports jax.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from framework.functions import control_flow
+from framework.functions.control_flow import Values
+from framework.functions.factored import Factored
+from framework.functions.products import lookup, product
+from framework.functions.views import split, viewed
+
+# Tracebacks of compiled programs lead to the user's line, not to these.
+source_info_util.register_exclusion(__file__)
+
+
+class AdapterError(ValueError):
+    """A matrix with an adapter, or in 4 bits, reaches an operation that has no form with factors."""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """How a function is run with matrices in factors.
+
+    Attributes:
+        materialize: a regex, searched in paths; the matrices that may become arrays of their own size where an
+            operation needs that. None: no matrix may.
+    """
+
+    materialize: re.Pattern[str] | None
+
+    def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> Values:
+        """The results of a traced function, arrays or matrices in factors."""
+        values: dict[Var, Any] = {}
+        values.update(zip(jaxpr.constvars, constants, strict=True))
+        values.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def value(variable: Var | Literal) -> Any:
+            return variable.val if isinstance(variable, Literal) else values[variable]
+
+        for equation in jaxpr.eqns:
+            operands = [value(variable) for variable in equation.invars]
+            source = equation.source_info
+            name_stack = source_info_util.current_name_stack() + source.name_stack
+            with source_info_util.user_context(source.traceback, name_stack=name_stack), equation.ctx.manager:
+                results = self._results(equation, operands)
+            values.update(zip(equation.outvars, results, strict=True))
+        return [value(variable) for variable in jaxpr.outvars]
+
+    def _results(self, equation: JaxprEqn, operands: Values) -> Values:
+        if not any(isinstance(operand, Factored) for operand in operands):
+            return _unchanged(equation, operands)
+        name = equation.primitive.name
+        if name in control_flow.RULES:
+            return control_flow.RULES[name](self, equation, operands)
+        if name == "split":
+            return list(split(operands[0], equation))
+        result = None
+        if name == "dot_general":
+            result = product(equation, operands)
+        elif name == "gather":
+            result = lookup(equation, operands)
+        elif isinstance(operands[0], Factored) and not any(isinstance(other, Factored) for other in operands[1:]):
+            result = viewed(operands[0], equation, operands[1:])
+        elif name == "mul" and not isinstance(operands[0], Factored):
+            result = viewed(operands[1], equation, operands[:1])
+        if result is not None:
+            return [result]
+        return _unchanged(equation, [self.array(operand, equation) for operand in operands])
+
+    def array(self, value: Any, equation: JaxprEqn | None) -> Any:
+        """A value as an array.
+
+        Raises:
+            AdapterError: it is a matrix in factors that may not become an array.
+        """
+        if not isinstance(value, Factored):
+            return value
+        if self.materialize is not None and self.materialize.search(value.path):
+            return value.dense()
+        place = "the function's results"
+        if equation is not None:
+            place = f"`{equation.primitive.name}` at {source_info_util.summarize(equation.source_info)}"
+        raise AdapterError(
+            f"{value.path}: the matrix reaches {place}, which cannot be computed from its parts; expected another "
+            f"target, or materialize={value.path!r}, which computes an array of its size there"
+        )
+
+    def arrays(self, values: Sequence[Any], equation: JaxprEqn | None) -> Values:
+        """All values as arrays. Raises AdapterError."""
+        return [self.array(value, equation) for value in values]
+
+
+def _unchanged(equation: JaxprEqn, operands: Values) -> Values:
+    """The operation itself, of arrays."""
+    params: Any = equation.primitive.get_bind_params(equation.params)
+    results = equation.primitive.bind(*operands, **params)
+    return list(results) if equation.primitive.multiple_results else [results]

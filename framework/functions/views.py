@@ -1,0 +1,228 @@
+"""What may be done to a matrix that has an adapter before it is multiplied: casts, transpositions, reshapes, slices.
+
+Each is done to W and to both factors, which have W's axes (`factored.py`). Imports jax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
+
+from framework.functions.factored import Factored, result_type
+from framework.functions.nf4 import QuantizedMatrix
+
+source_info_util.register_exclusion(__file__)
+
+
+def viewed(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
+    """The result of an operation on a matrix; None if the result cannot be kept in factors.
+
+    Args:
+        matrix: the operation's first operand.
+        equation: the operation.
+        operands: its further operands, the starts of a slice for example.
+    """
+    rule = _RULES.get(equation.primitive.name)
+    return rule(matrix, equation, operands) if rule is not None else None
+
+
+def _apply_to_weight(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Any:
+    """The operation on W itself; None if W is stored in 4 bits and the operation has operands that are computed."""
+
+    def view(weight: jax.Array) -> jax.Array:
+        return equation.primitive.bind(weight, *operands, **equation.params)
+
+    if not isinstance(matrix.weight, QuantizedMatrix):
+        return view(matrix.weight)
+    return None if operands else matrix.weight.viewed(view)
+
+
+def _same_factors(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
+    return matrix.moved(_apply_to_weight(matrix, equation, operands), lambda factor: factor)
+
+
+def _cast(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
+    dtype = equation.params["new_dtype"]
+    # In fewer bits than these a product is no longer a sum of products: the function rounds on purpose.
+    if not jnp.issubdtype(dtype, jnp.inexact) or jnp.dtype(dtype).itemsize < 2:
+        return None
+    # Factors keep their dtype until they are multiplied.
+    return _same_factors(matrix, equation, operands)
+
+
+def _stop_gradient(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
+    return matrix.moved(_apply_to_weight(matrix, equation, operands), lax.stop_gradient)
+
+
+def _transpose(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
+    permutation = equation.params["permutation"]
+    rank_axis = len(permutation)
+    weight = _apply_to_weight(matrix, equation, operands)
+    return matrix.moved(weight, lambda factor: lax.transpose(factor, (*permutation, rank_axis)))
+
+
+def _squeeze(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
+    axes = equation.params["dimensions"]
+
+    def squeeze(array: jax.Array) -> jax.Array:
+        return lax.squeeze(array, axes)
+
+    weight = matrix.weight
+    if isinstance(weight, QuantizedMatrix) and all(axis < weight.num_stack_axes for axis in axes):
+        return matrix.moved(weight.sliced(squeeze), squeeze)
+    return matrix.moved(_apply_to_weight(matrix, equation, operands), squeeze)
+
+
+def _broadcast(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
+    axes = equation.params["broadcast_dimensions"]
+    num_axes = len(equation.params["shape"])
+
+    def spread(factor: jax.Array) -> jax.Array:
+        # Along the new axes all matrices are the same, so the factors have one element there.
+        shape = [1] * num_axes
+        for axis, size in zip(axes, factor.shape, strict=False):
+            shape[axis] = size
+        return factor.reshape(*shape, factor.shape[-1])
+
+    return matrix.moved(_apply_to_weight(matrix, equation, operands), spread)
+
+
+def _slice(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
+    """A slice, of constant starts or of computed ones, which are the operands."""
+    shape = matrix.shape
+    sizes = result_type(equation).shape
+
+    def is_whole(array: jax.Array, axis: int) -> bool:
+        # Along this axis a factor has one element, and the codes of a quantized matrix have fewer than it has.
+        return array.shape[axis] != shape[axis]
+
+    def cut(array: jax.Array) -> jax.Array:
+        if equation.primitive.name == "dynamic_slice":
+            further_sizes = array.shape[len(shape) :]
+            zero = jnp.zeros_like(operands[0])
+            starts = [zero if is_whole(array, axis) else start for axis, start in enumerate(operands)]
+            cut_sizes = [array.shape[axis] if is_whole(array, axis) else size for axis, size in enumerate(sizes)]
+            return lax.dynamic_slice(array, (*starts, *[zero] * len(further_sizes)), (*cut_sizes, *further_sizes))
+        starts = equation.params["start_indices"]
+        limits = equation.params["limit_indices"]
+        strides = equation.params["strides"] or [1] * len(shape)
+        cuts = map(slice, starts, limits, strides)
+        return array[tuple(slice(None) if is_whole(array, axis) else one for axis, one in enumerate(cuts))]
+
+    weight = matrix.weight
+    if not isinstance(weight, QuantizedMatrix):
+        return matrix.moved(_apply_to_weight(matrix, equation, operands), cut)
+    cut_axes = [axis for axis, size in enumerate(shape) if sizes[axis] != size]
+    if any(axis >= weight.num_stack_axes for axis in cut_axes):
+        return None
+    return matrix.moved(weight.sliced(cut), cut)
+
+
+def split(matrix: Factored, equation: JaxprEqn) -> list[Factored]:
+    """The parts of a matrix that `jnp.split` cuts: of one side, or of a stack."""
+    axis = equation.params["axis"]
+    size = matrix.shape[axis]
+
+    def part(number: int) -> Factored:
+        def cut(array: jax.Array) -> jax.Array:
+            # A factor of the other side is the same for all parts.
+            return lax.split(array, equation.params["sizes"], axis)[number] if array.shape[axis] == size else array
+
+        weight = matrix.weight
+        is_stored = isinstance(weight, QuantizedMatrix)
+        return matrix.moved(weight.viewed(cut) if is_stored else cut(weight), cut)
+
+    return [part(number) for number in range(len(equation.outvars))]
+
+
+def _reshape(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
+    groups = _merged_axes(matrix.shape, equation.params["new_sizes"])
+    factors = [factor for factor in (matrix.left, matrix.right) if factor is not None]
+    # Axes of both sides in one would make a factor as large as the matrix.
+    if not all(_is_whole_or_one(factor, matrix.shape, group) for factor in factors for group in groups):
+        return None
+
+    def reshape(factor: jax.Array) -> jax.Array:
+        new_shape: list[int] = []
+        for group in groups:
+            size = math.prod(factor.shape[axis] for axis in group.old_axes)
+            new_shape += group.new_sizes if size > 1 else [1] * len(group.new_sizes)
+        return factor.reshape(*new_shape, factor.shape[-1])
+
+    return matrix.moved(_apply_to_weight(matrix, equation, operands), reshape)
+
+
+class _AxisGroup(NamedTuple):
+    """Neighbouring axes, and the sizes of those that a reshape makes of them."""
+
+    old_axes: list[int]
+    new_sizes: list[int]
+
+
+def _merged_axes(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[_AxisGroup]:
+    """The smallest groups of neighbouring axes that a reshape leaves in their order."""
+    groups = []
+    old_axis = 0
+    new_axis = 0
+    while old_axis < len(old_shape) or new_axis < len(new_shape):
+        group = _AxisGroup([], [])
+        old_size = 1
+        new_size = 1
+        # The first axis of each, then one more of whichever is smaller, until both have as many elements.
+        while not (group.old_axes or group.new_sizes) or old_size != new_size:
+            takes_old = old_axis < len(old_shape) and (old_size <= new_size or new_axis == len(new_shape))
+            if takes_old:
+                group.old_axes.append(old_axis)
+                old_size *= old_shape[old_axis]
+                old_axis += 1
+            else:
+                group.new_sizes.append(new_shape[new_axis])
+                new_size *= new_shape[new_axis]
+                new_axis += 1
+        groups.append(group)
+    return groups
+
+
+def _is_whole_or_one(factor: jax.Array, shape: Sequence[int], group: _AxisGroup) -> bool:
+    """Whether a factor has all elements of a group of W's axes, or one for all of them."""
+    size = math.prod(factor.shape[axis] for axis in group.old_axes)
+    return size in (1, math.prod(shape[axis] for axis in group.old_axes))
+
+
+def _scale(matrix: Factored, equation: JaxprEqn, operands: Sequence[Any]) -> Factored | None:
+    """W times or divided by one number."""
+    (number,) = operands
+    if jnp.ndim(number) or isinstance(matrix.weight, QuantizedMatrix):
+        return None
+    weight = equation.primitive.bind(matrix.weight, number, **equation.params)
+    if matrix.left is None:
+        return None
+    left = equation.primitive.bind(matrix.left, jnp.asarray(number, matrix.left.dtype), **equation.params)
+    return Factored(matrix.path, weight, left, matrix.right, matrix.scale)
+
+
+_Rule = Callable[[Factored, JaxprEqn, Sequence[Any]], Factored | None]
+# {primitive: what it makes of a matrix that is its first operand}
+_RULES: dict[str, _Rule] = {
+    "broadcast_in_dim": _broadcast,
+    "convert_element_type": _cast,
+    "copy": _same_factors,
+    "copy_p": _same_factors,
+    "div": _scale,
+    "dynamic_slice": _slice,
+    "mul": _scale,
+    "name": _same_factors,
+    "reshape": _reshape,
+    "sharding_constraint": _same_factors,
+    "slice": _slice,
+    "squeeze": _squeeze,
+    "stop_gradient": _stop_gradient,
+    "transpose": _transpose,
+}

@@ -1,0 +1,114 @@
+"""A function with adapters: LoRA around any function of a pytree, whatever library its model is of.
+
+Hu et al. 2021, arXiv 2106.09685; with matrices in 4 bits QLoRA (Dettmers et al. 2023, arXiv 2305.14314). Imports jax.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from framework.functions.adapters import Adapters, check_adapters
+from framework.functions.factored import Factored, factored
+from framework.functions.interpreter import Interpreter
+from framework.functions.nf4 import QuantizedMatrix, is_quantized
+from framework.functions.paths import is_array
+from framework.layout import path_name
+
+
+def with_lora(function: Callable[..., Any], *, materialize: str | None = None) -> Callable[..., Any]:
+    """The function with W + scale * A B in the place of each matrix W that has an adapter.
+
+    Where such a matrix is multiplied, x W + scale * (x A) B is computed, and where rows of it are looked up, these rows
+    plus rows of A times B. On its way there it may be cast, transposed, reshaped, sliced, broadcast and multiplied by a
+    number, in loops, branches and calls. So nothing of W's size arises, forward or backward. The result is that of
+    `function(lora_merge(params, adapters), ...)`, up to rounding.
+
+        adapters = pl.lora_init(jax.random.key(0), params, "attention", rank=16)
+        loss, gradient = jax.value_and_grad(pl.with_lora(loss), argnums=1)(params, adapters, batch)
+
+    A derivative of its own (`jax.custom_vjp`, `jax.custom_jvp`) of a function that the matrix is given to is replaced
+    by the derivative of what that function computes.
+
+    Args:
+        function: `function(params, *arguments)`, that JAX can trace, jitted or not. Leaves of the arguments that are no
+            arrays are given to it as they are.
+        materialize: a regex, searched in paths; a matrix that matches becomes an array of its own size wherever another
+            operation needs it (a norm of the weights, say). By default that is an error.
+
+    Returns:
+        A function of `(params, adapters, *arguments)`, to be transformed by `jax.jit`, `jax.grad`, `jax.vmap` and so
+        on. A matrix of `params` may be a `QuantizedMatrix`, with an adapter or without: it is dequantized where it is
+        multiplied, one matrix of a stack at a time, and again in the backward pass.
+
+    Raises:
+        AdapterError: when it is called: a matrix reaches an operation that cannot be computed from its factors.
+        ValueError: then, too: an adapter's path is that of no matrix, or its factors have other shapes; `materialize`
+            is no regex.
+    """
+    interpreter = Interpreter(None if materialize is None else re.compile(materialize))
+
+    @functools.wraps(function)
+    def with_adapters(params: Any, adapters: Adapters, *arguments: Any, **named_arguments: Any) -> Any:
+        check_adapters(params, adapters)
+        nodes, structure = jax.tree_util.tree_flatten_with_path(
+            (params, arguments, named_arguments), is_leaf=is_quantized
+        )
+        values = [node for _, node in nodes]
+        traced_positions = [position for position, value in enumerate(values) if is_array(value) or is_quantized(value)]
+
+        def of_arrays(*arrays: jax.Array) -> Any:
+            leaves = list(values)
+            for position, array in zip(traced_positions, arrays, strict=True):
+                leaves[position] = array
+            inner_params, inner_arguments, inner_named = structure.unflatten(leaves)
+            return function(inner_params, *inner_arguments, **inner_named)
+
+        closed, results = jax.make_jaxpr(of_arrays, return_shape=True)(
+            *(_shape(values[position]) for position in traced_positions)
+        )
+        operands = []
+        for position in traced_positions:
+            keypath, value = nodes[position]
+            # The first key tells the parameters from the arguments.
+            is_parameter = keypath[0].idx == 0
+            operands.append(_operand(path_name(keypath[1:]), value, adapters) if is_parameter else value)
+        arrays = interpreter.arrays(interpreter.run(closed.jaxpr, closed.consts, operands), None)
+        return jax.tree.unflatten(jax.tree.structure(results), arrays)
+
+    wrapped: Any = with_adapters
+    wrapped.__signature__ = _with_adapters_second(function)
+    return wrapped
+
+
+def _with_adapters_second(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function with one more argument; None where it cannot be told."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return None
+    adapters = inspect.Parameter("adapters", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # No argument without a default may follow one that has it.
+    required = [parameters[0].replace(default=inspect.Parameter.empty), adapters]
+    return signature.replace(parameters=[*required, *parameters[1:]])
+
+
+def _shape(value: Any) -> Any:
+    """What the function is traced with: in the place of a matrix in 4 bits the shape of the one it stands for."""
+    return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_quantized(value) else value
+
+
+def _operand(path: str, value: Any, adapters: Adapters) -> Factored | jax.Array:
+    if path in adapters or isinstance(value, QuantizedMatrix):
+        weight = value if isinstance(value, QuantizedMatrix) else jnp.asarray(value)
+        return factored(path, weight, adapters.get(path))
+    return value

@@ -1,0 +1,258 @@
+"""Every way that a matrix with an adapter may take through a program, alone; and those that are refused, by name."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import framework as pl
+from tests.support.adapters import TOLERANCE, assert_close, assert_equals_merged, random_adapters
+
+ROWS, COLUMNS, LAYERS = 6, 10, 3
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def params() -> Any:
+    """matrix [6, 10], square [6, 6], and stacks of three of each."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    return {
+        "matrix": jax.random.normal(keys[0], (ROWS, COLUMNS), "float64"),
+        "square": jax.random.normal(keys[1], (ROWS, ROWS), "float64"),
+        "stack": jax.random.normal(keys[2], (LAYERS, ROWS, COLUMNS), "float64"),
+        "squares": jax.random.normal(keys[3], (LAYERS, ROWS, ROWS), "float64"),
+    }
+
+
+def x() -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (4, ROWS), "float64")
+
+
+@jax.custom_vjp
+def product_with_own_derivative(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    return x @ matrix
+
+
+product_with_own_derivative.defvjp(
+    lambda x, matrix: (x @ matrix, (x, matrix)),
+    lambda kept, grad: (grad @ kept[1].T, kept[0].T @ grad),
+)
+
+
+@jax.custom_jvp
+def square_of_product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    return jnp.square(x @ matrix)
+
+
+@square_of_product.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    x, matrix = primals
+    y = x @ matrix
+    return jnp.square(y), 2 * y * (tangents[0] @ matrix + x @ tangents[1])
+
+
+def scan_of_carry(p: Any, x: jax.Array) -> jax.Array:
+    """A matrix in the carry of a loop, which hands it on."""
+    turn = lambda carry, _: ((jnp.tanh(carry[0] @ carry[1]), carry[1]), None)  # noqa: E731
+    (y, _), _ = lax.scan(turn, (x, p["square"]), None, length=2)
+    return y
+
+
+def scan_with_outputs(p: Any, x: jax.Array) -> jax.Array:
+    _, outputs = lax.scan(lambda carry, layer: (carry, carry @ layer), x, p["stack"], reverse=True)
+    return outputs
+
+
+def scan_over_rows(p: Any, x: jax.Array) -> jax.Array:
+    """A matrix as a stack of its own rows: of B there is one for all turns."""
+
+    def turn(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+        return total + x[:, 0] * jnp.sin(jnp.arange(COLUMNS, dtype="float64") @ row), None
+
+    return lax.scan(turn, jnp.zeros(4), p["matrix"])[0]
+
+
+def while_loop(p: Any, x: jax.Array) -> jax.Array:
+    def turn(state: Any) -> Any:
+        count, y = state
+        return count + 1, jnp.tanh(y @ p["square"])
+
+    return lax.while_loop(lambda state: state[0] < 2, turn, (0, x))[1]
+
+
+def experts(p: Any, x: jax.Array) -> jax.Array:
+    """Each row by a matrix of its own, looked up in a stack."""
+    return jnp.einsum("bi,bio->bo", x, p["stack"][jnp.asarray([2, 0, 1, 2])])
+
+
+PATHS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
+    "right": lambda p, x: x @ p["matrix"],
+    "left": lambda p, x: p["matrix"].T @ x.T,
+    "a vector": lambda p, x: x[0] @ p["matrix"],
+    "along outputs": lambda p, x: (x @ p["matrix"]) @ p["matrix"].T,
+    "vmap": lambda p, x: jax.vmap(lambda row: row @ p["matrix"])(x),
+    "vmap over a stack": lambda p, x: jax.vmap(lambda layer: x @ layer)(p["stack"]),
+    "einsum over a stack": lambda p, x: jnp.einsum("bi,lio->lbo", x, p["stack"]),
+    "both axes": lambda p, x: jnp.einsum("io,bi,co->bc", p["matrix"], x, jnp.sin(jnp.arange(20.0)).reshape(2, 10)),
+    "cast": lambda p, x: (x.astype("float32") @ p["matrix"].astype("float32")).astype("float64"),
+    "heads": lambda p, x: jnp.einsum("bi,ihd->bhd", x, p["matrix"].reshape(ROWS, 2, 5)),
+    "flat heads": lambda p, x: x @ p["matrix"].reshape(ROWS, 2, 5).reshape(ROWS, COLUMNS),
+    "broadcast": lambda p, x: jnp.einsum("bi,bio->bo", x, jnp.broadcast_to(p["matrix"], (4, ROWS, COLUMNS))),
+    "some outputs": lambda p, x: x @ p["matrix"][:, 2:7],
+    "every other output": lambda p, x: x @ p["matrix"][:, ::2],
+    "some inputs": lambda p, x: x[:, 1:4] @ p["matrix"][1:4],
+    "thirds": lambda p, x: sum(x @ part for part in jnp.split(p["square"], 3, axis=1)),
+    "times a number": lambda p, x: x @ (p["matrix"] * 0.3) + x @ (2.0 * p["matrix"]) + x @ (p["matrix"] / 7),
+    "a layer by number": lambda p, x: x @ p["stack"][1],
+    "a layer by computed number": lambda p, x: x @ lax.dynamic_index_in_dim(p["stack"], jnp.argmax(x[0]) % 3, 0, False),
+    "stacked as layers and blocks": lambda p, x: x @ p["stack"].reshape(LAYERS, 1, ROWS, COLUMNS)[2, 0],
+    "lookup": lambda p, x: p["matrix"][jnp.asarray([[0, 5], [5, 2]])],
+    "lookup by take": lambda p, x: jnp.take(p["matrix"], jnp.asarray([1, 1, 9]), axis=0, mode="fill", fill_value=1.0),
+    "lookup of columns": lambda p, x: jnp.take(p["matrix"], jnp.asarray([1, 8]), axis=1),
+    "lookup of matrices": experts,
+    "scan": lambda p, x: lax.scan(lambda c, layer: (jnp.tanh(c @ layer), None), x, p["squares"])[0],
+    "scan over rows": scan_over_rows,
+    "scan with outputs": scan_with_outputs,
+    "scan with the matrix as a constant": lambda p, x: lax.scan(lambda c, _: (c @ p["square"], None), x, length=2)[0],
+    "scan with the matrix in the carry": scan_of_carry,
+    "for": lambda p, x: lax.fori_loop(0, LAYERS, lambda i, y: jnp.tanh(y @ p["squares"][i]), x),
+    "cond": lambda p, x: lax.cond(x[0, 0] > 0, lambda y: y @ p["square"], lambda y: jnp.sin(y @ p["square"].T), x),
+    "switch": lambda p, x: lax.switch(1, [lambda y: y, lambda y: y @ p["square"]], x),
+    "jit": lambda p, x: jax.jit(lambda matrix, y: y @ matrix)(p["matrix"], x),
+    "checkpoint": lambda p, x: jax.checkpoint(lambda matrix, y: jnp.sin(y @ matrix))(p["matrix"], x),
+    "checkpoint that keeps products": lambda p, x: jax.checkpoint(
+        lambda matrix, y: jnp.sin(y @ matrix), policy=jax.checkpoint_policies.dots_saveable
+    )(p["matrix"], x),
+    "custom_vjp": lambda p, x: product_with_own_derivative(x, p["matrix"]),
+    "custom_jvp": lambda p, x: square_of_product(x, p["matrix"]),
+    "an activation with its own derivative": lambda p, x: jax.nn.relu(x @ p["matrix"]),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_it_is_exact(name: str):
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(PATHS[name](p, x)))
+
+    gradient = jax.jit(jax.grad(loss))(params(), x())
+    used = [path for path in params() if jnp.any(gradient[path])]
+    # In float32 the products themselves are rounded.
+    tolerance = 1e-5 if name == "cast" else TOLERANCE
+    adapters = random_adapters(params(), f"^({'|'.join(used)})$")
+    assert_equals_merged(loss, params(), adapters, x(), tolerance=tolerance)
+
+
+def test_all_transformations_around_it():
+    p = params()
+    adapters = random_adapters(p, "matrix")
+    with_adapters = pl.with_lora(lambda p, x: jnp.sin(x @ p["matrix"]))
+
+    def merged(adapters: Any, x: jax.Array) -> jax.Array:
+        return jnp.sin(x @ pl.lora_merge(p, adapters)["matrix"])
+
+    # A batch of adapters for one matrix.
+    two = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), adapters)
+    both = jax.vmap(with_adapters, in_axes=(None, 0, None))(p, two, x())
+    assert_close(both, jax.vmap(merged, in_axes=(0, None))(two, x()))
+    rows = jax.jit(jax.vmap(with_adapters, in_axes=(None, None, 0)))(p, adapters, x())
+    assert_close(rows, merged(adapters, x()))
+    tangents = jax.tree.map(jnp.ones_like, adapters)
+    _, forward = jax.jvp(lambda one: with_adapters(p, one, x()), (adapters,), (tangents,))
+    _, expected = jax.jvp(lambda one: merged(one, x()), (adapters,), (tangents,))
+    assert_close(forward, expected)
+
+    def curvature(function: Any) -> Any:
+        return jax.grad(lambda one: jnp.sum(jnp.square(jax.tree.leaves(jax.grad(function)(one))[0])))(adapters)
+
+    second = curvature(lambda one: jnp.sum(with_adapters(p, one, x())))
+    for given, wanted in zip(
+        jax.tree.leaves(second), jax.tree.leaves(curvature(lambda one: jnp.sum(merged(one, x())))), strict=True
+    ):
+        assert_close(given, wanted)
+
+
+def weight_gradient(function: Callable[..., jax.Array]) -> jax.Array:
+    """The gradient of a function's sum with respect to W, through the adapter's own computation."""
+    adapters = random_adapters(params(), "matrix")
+    return jax.grad(lambda p: jnp.sum(function(p, adapters, x())))(params())["matrix"]
+
+
+def test_the_matrix_itself_may_be_trained_as_well():
+    def plain(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sin(x @ p["matrix"])
+
+    expected = weight_gradient(lambda p, adapters, x: plain(pl.lora_merge(p, adapters), x))
+    assert_close(weight_gradient(pl.with_lora(plain)), expected)
+
+
+def test_a_matrix_that_is_not_differentiated_stays_so():
+    def stopped(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(x @ lax.stop_gradient(p["matrix"])))
+
+    adapters = random_adapters(params(), "matrix")
+    gradient = jax.grad(pl.with_lora(stopped), argnums=1)(params(), adapters, x())
+    assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(gradient))
+
+
+def grown_carry(p: Any, x: jax.Array) -> jax.Array:
+    """A loop that changes the matrix that it carries."""
+    return x @ lax.fori_loop(0, 2, lambda _, matrix: matrix * 1.5 + 0.1, p["matrix"])
+
+
+REFUSED: dict[str, tuple[Callable[[Any, jax.Array], jax.Array], str]] = {
+    "a sum": (lambda p, x: x @ (p["matrix"] + 1.0), "`add` at .*test_lora_forms.py"),
+    "a norm": (lambda p, x: jnp.sum(jnp.square(p["matrix"])), "`(square|integer_pow)` at .*test_lora_forms.py"),
+    "two matrices": (lambda p, x: p["square"] @ p["matrix"], "`dot_general` at .*test_lora_forms.py"),
+    "a matrix with both axes in one": (lambda p, x: x[0, 0] * p["matrix"].reshape(-1), "`reshape` at"),
+    "elements": (lambda p, x: p["matrix"][jnp.asarray([1, 2]), jnp.asarray([3, 4])], "`gather` at"),
+    "a sum over a stack": (lambda p, x: x @ jnp.sum(p["stack"], axis=0), "`reduce_sum` at"),
+    "concatenated": (lambda p, x: x @ jnp.concatenate([p["matrix"], p["square"]], axis=1), "`concatenate` at"),
+    "fewer bits": (lambda p, x: x @ p["matrix"].astype("float8_e4m3fn").astype("float64"), "`convert_element_type` at"),
+    "a result": (lambda p, x: p["matrix"], "the function's results"),
+    "a branch's result": (lambda p, x: lax.cond(x[0, 0] > 0, lambda m: 2 * m, lambda m: m, p["matrix"]), "`cond` at"),
+    "a changing carry": (grown_carry, "`(scan|while)` at"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_use_is_refused_by_name_or_materialized_if_that_is_asked_for(name: str):
+    function, place = REFUSED[name]
+    # In what is refused two matrices may meet.
+    paths = {"two matrices": "matrix|square$", "concatenated": "matrix|square$", "a sum over a stack": "stack"}
+    adapters = random_adapters(params(), paths.get(name, "matrix"))
+    with pytest.raises(pl.AdapterError, match=f"(matrix|square|stack): the matrix reaches {place}"):
+        pl.with_lora(function)(params(), adapters, x())
+    # This regex is of another matrix.
+    with pytest.raises(pl.AdapterError):
+        pl.with_lora(function, materialize="squares")(params(), adapters, x())
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(function(p, x)))
+
+    tolerance = 0.2 if name == "fewer bits" else TOLERANCE
+    assert_equals_merged(loss, params(), adapters, x(), tolerance=tolerance, materialize=".")
+
+
+def test_rows_of_a_matrix_in_4_bits_are_refused():
+    quantized = pl.lora_quantize({"embed": jnp.ones((64, 4))}, "embed")
+    with pytest.raises(pl.AdapterError, match="embed: the matrix reaches `gather`"):
+        pl.with_lora(lambda p, index: p["embed"][index])(quantized, {}, jnp.asarray([3]))
+    rows = pl.with_lora(lambda p, index: p["embed"][index], materialize="embed")(quantized, {}, jnp.asarray([3]))
+    np.testing.assert_array_equal(rows, np.ones((1, 4)))
+
+
+def test_sums_of_a_narrow_dtype_are_in_float32():
+    """x A is scaled before it is rounded: 1/3 of it is, not a rounded third of what has been rounded."""
+    adapters = {"w": pl.Adapter(jnp.full((256, 1), 1.0), jnp.ones((1, 2)), 1 / 3)}
+    frozen = {"w": jnp.zeros((256, 2), "bfloat16")}
+    result = pl.with_lora(lambda p, x: x @ p["w"])(frozen, adapters, jnp.ones((1, 256), "bfloat16"))
+    assert result.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(result, jnp.full((1, 2), 256 / 3, "bfloat16"))

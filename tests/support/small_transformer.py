@@ -1,0 +1,59 @@
+"""A transformer as people write one by hand: a scan over stacked layers, remat, a tied embedding, no library."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# All of these, and their products that arise below, differ: a buffer's size says what it is.
+LAYERS, DIM, WIDE, VOCABULARY = 5, 64, 128, 352
+HEADS = 4
+BATCH, LENGTH = 2, 7
+MATRICES = "embed|qkv|out|up|down"
+
+Params = dict[str, Any]
+
+
+def init(dtype: Any) -> Params:
+    """The parameters: embed [VOCABULARY, DIM], and stacked layers, of `dtype`."""
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+
+    def normal(*shape: int) -> jax.Array:
+        return 0.2 * jax.random.normal(next(keys), shape, dtype)
+
+    layers = {
+        "qkv": normal(LAYERS, DIM, 3 * DIM),
+        "out": normal(LAYERS, DIM, DIM),
+        "up": normal(LAYERS, DIM, WIDE),
+        "down": normal(LAYERS, WIDE, DIM),
+        "norm": jnp.ones((LAYERS, DIM), dtype),
+    }
+    return {"embed": normal(VOCABULARY, DIM), "layers": layers}
+
+
+def tokens() -> jax.Array:
+    """int32 [BATCH, LENGTH]."""
+    return jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, VOCABULARY)
+
+
+def _layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+    batch, length, _ = x.shape
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    normed = x * jax.lax.rsqrt(mean_square + 1e-6) * weights["norm"]
+    heads = (normed @ weights["qkv"]).reshape(batch, length, 3, HEADS, DIM // HEADS)
+    query, key, value = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key))
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", scores, value)
+    # One axis for the heads and one for what is in them, as many write it.
+    out = weights["out"].reshape(HEADS, DIM // HEADS, DIM)
+    x = x + jnp.einsum("bqhd,hdm->bqm", mixed, out)
+    return x + jax.nn.gelu(x @ weights["up"]) @ weights["down"], None
+
+
+def loss(params: Params, tokens: jax.Array) -> jax.Array:
+    """The mean negative log-likelihood of each token, which the model has seen: no task, but all its parts."""
+    x = params["embed"][tokens]
+    x, _ = jax.lax.scan(jax.checkpoint(_layer), x, params["layers"])
+    logits = jnp.einsum("bsd,vd->bsv", x, params["embed"])
+    likelihoods = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)
+    return -jnp.mean(likelihoods)
