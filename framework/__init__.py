@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from framework.api.runs import TrainedRun, train
     from framework.checkpoint.checkpointer import Checkpointer
     from framework.config import Config, ConfigError, component, config_for
+    from framework.functions.eager import eager, eager_weights
+    from framework.functions.eager_scan import eager_scan
+    from framework.functions.stream import stream
+    from framework.functions.trained import Trained
+    from framework.functions.value_and_update import value_and_update
     from framework.program.program import Program
     from framework.run.job import RunError
 
@@ -25,14 +30,20 @@ __all__ = [
     "Plan",
     "Program",
     "RunError",
+    "Trained",
     "TrainedRun",
     "component",
     "config_for",
+    "eager",
+    "eager_scan",
+    "eager_weights",
     "load",
     "load_config",
     "plan",
     "plan_function",
+    "stream",
     "train",
+    "value_and_update",
 ]
 
 # {name: module that has it}
@@ -44,14 +55,20 @@ _MODULES = {
     "Plan": "framework.api.plans",
     "Program": "framework.program.program",
     "RunError": "framework.run.job",
+    "Trained": "framework.functions.trained",
     "TrainedRun": "framework.api.runs",
     "component": "framework.config",
     "config_for": "framework.config",
+    "eager": "framework.functions.eager",
+    "eager_scan": "framework.functions.eager_scan",
+    "eager_weights": "framework.functions.eager",
     "load": "framework.api.model",
     "load_config": "framework.api.configs",
     "plan": "framework.api.plans",
     "plan_function": "framework.api.function_plans",
+    "stream": "framework.functions.stream",
     "train": "framework.api.runs",
+    "value_and_update": "framework.functions.value_and_update",
 }
 
 

@@ -24,15 +24,22 @@ class Origin:
       pieces: those whose updates made it; one that occurs twice was updated twice.
       others: the names of the operations that made a part of it otherwise.
       is_zero: whether nothing made it.
+      is_in_some_branches: whether a condition decides which pieces make it.
     """
 
     pieces: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     is_zero: bool = False
+    is_in_some_branches: bool = False
 
     def plus(self, other: Origin) -> Origin:
         """That of a sum."""
-        return Origin(self.pieces + other.pieces, self.others + other.others, self.is_zero and other.is_zero)
+        return Origin(
+            self.pieces + other.pieces,
+            self.others + other.others,
+            self.is_zero and other.is_zero,
+            self.is_in_some_branches or other.is_in_some_branches,
+        )
 
 
 _ZERO = Origin(is_zero=True)
@@ -90,8 +97,8 @@ class _Search:
             return _ZERO
         if name in _CALLS:
             return self._of_operand(_found(_program(equation.params["jaxpr"]))[position], equation.invars)
-        if name == "scan" and position >= equation.params["num_carry"]:
-            return _as_origin(_found(_program(equation.params["jaxpr"]))[position])
+        if name == "scan":
+            return self._of_loop(equation, position)
         if name == "cond":
             return self._of_branches(equation, position)
         return Origin(others=(name,))
@@ -100,15 +107,26 @@ class _Search:
         """What a called program says of a result, in terms of its caller."""
         return self.origin(operands[found.number]) if isinstance(found, _Operand) else found
 
+    def _of_loop(self, equation: Any, position: int) -> Origin:
+        """The origin of a loop's result."""
+        origin = _as_origin(_found(_program(equation.params["jaxpr"]))[position])
+        # What is stacked has one turn's in each place; what is carried is a sum over all turns.
+        is_stacked = position >= equation.params["num_carry"]
+        if is_stacked or not origin.pieces:
+            return origin
+        return Origin(pieces=origin.pieces * 2)
+
     def _of_branches(self, equation: Any, position: int) -> Origin:
-        """The origin that all branches have, or that the result of a condition is."""
-        branches = equation.params["branches"]
-        origins = set()
-        for branch in branches:
+        """The origin that all branches have, or what one of them has."""
+        origins = []
+        for branch in equation.params["branches"]:
             found = _found(_program(branch))[position]
             # The first operand is the number of the branch.
-            origins.add(_as_origin(self._of_operand(found, equation.invars[1:])))
-        return origins.pop() if len(origins) == 1 else Origin(others=("cond",))
+            origins.append(_as_origin(self._of_operand(found, equation.invars[1:])))
+        if len(set(origins)) == 1:
+            return origins[0]
+        pieces = {piece for origin in origins for piece in origin.pieces}
+        return Origin(pieces=tuple(sorted(pieces)), others=("cond",), is_in_some_branches=True)
 
 
 def _program(jaxpr: Any) -> Jaxpr:

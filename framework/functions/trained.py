@@ -168,4 +168,3 @@ def with_arrays(state: Tree) -> Tree:
         return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float)) else leaf
 
     return jax.tree.map(as_array, state)
-

@@ -74,6 +74,11 @@ def _check_use(name: str, origins: list[Origin]) -> None:
 
 def _check_leaf(name: str, origin: Origin) -> None:
     """Raises ValueError where a leaf is not what one update made."""
+    if origin.is_in_some_branches:
+        raise ValueError(
+            f"the piece {name!r} is used in some branches of a condition: where another one is taken, zeros would be "
+            "returned for its weights; put the condition inside the piece"
+        )
     if len(origin.pieces) > 1:
         raise ValueError(used_twice(name, set(origin.pieces)))
     if origin.others or not origin.pieces:

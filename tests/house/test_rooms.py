@@ -20,6 +20,7 @@ ROOMS = {
     "data": "config files terminal",
     "models": "config layers layout",
     "optimizers": "config devices layout",
+    "functions": "layout optimizers",
     "processes": "config files metrics terminal",
     "checkpoint": "config devices files layout metrics processes terminal",
     "learner": "config layers layout optimizers",
