@@ -1,1 +1,1 @@
-"""Functions for loops of one's own: updates inside the backward pass, and optimizer state that streams from the host."""
+"""For training loops of one's own: updates inside the backward pass, and optimizer state that streams from the host."""

@@ -198,12 +198,14 @@ def _num_layers(name: str, stack: Tree) -> int:
     Raises:
         ValueError: its arrays do not agree, or one has no axis of layers.
     """
-    lengths = {leaf.shape[0] if leaf.shape else None for leaf in jax.tree.leaves(stack)}
-    if len(lengths) != 1 or None in lengths:
+    leaves = jax.tree.leaves(stack)
+    lengths = {leaf.shape[:1] for leaf in leaves}
+    if len(lengths) != 1 or () in lengths:
+        shapes = [leaf.shape for leaf in leaves]
         raise ValueError(
-            f"{name}: expected arrays with a first axis of layers, of one length, given {sorted(map(str, lengths))}"
+            f"{name}: expected arrays with a first axis of layers, of one length, given the shapes {shapes[:8]}"
         )
-    return lengths.pop()
+    return leaves[0].shape[0]
 
 
 def _indices(trained: Trained) -> jax.Array:

@@ -6,7 +6,7 @@ holds nothing. An optimizer's state has counters and keys too: they are held as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -30,8 +30,8 @@ class Encoded:
     """
 
     floats: jax.Array
-    dtype: str = jax.tree.static()
-    key_impl: Any = jax.tree.static()
+    dtype: str = field(metadata={"static": True})
+    key_impl: Any = field(metadata={"static": True})
 
     def decoded(self) -> jax.Array:
         """The array."""

@@ -55,8 +55,8 @@ def _no_derivative(primals: Any, tangents: Any, *, piece: str) -> Any:
 
 def _no_batch(operands: Any, axes: Any, *, piece: str) -> Any:
     raise ValueError(
-        f"{piece}: jax.vmap over its backward pass would make an update for each row of the batch; call jax.vmap inside "
-        "the piece, whose weights then get the sum of the rows' gradients"
+        f"{piece}: jax.vmap over its backward pass would make an update for each row of the batch; call jax.vmap "
+        "inside the piece, whose weights then get the sum of the rows' gradients"
     )
 
 

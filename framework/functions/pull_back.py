@@ -35,7 +35,7 @@ class Residuals:
     """A pytree of what a pull-back holds besides the arguments; it may be stacked by a loop and sliced again."""
 
     arrays: list[Any]
-    frame: _Frame = jax.tree.static()
+    frame: _Frame = field(metadata={"static": True})
 
     @staticmethod
     def of(pull_back: PullBack, arguments: Tree) -> Residuals:

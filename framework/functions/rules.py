@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> 
             f"{name}: max_update_rms = {max_update_rms} with a rule that is a function: its updates are not seen; "
             "limit them in the function, or give an optax transformation"
         )
-    return FunctionRule(optimizer_or_rule)
+    return FunctionRule(cast(BareRule, optimizer_or_rule))
 
 
 def all_finite(gradient: Tree) -> jax.Array:

@@ -1,7 +1,7 @@
 """`stream`: the state of any optax transformation in host memory, a chunk of it on the device at a time.
 
-Offloading as in apple/axlearn#867, whose review asked for streaming: there all of the state is fetched before the update.
-In a config `memory.optimizer_state` and `memory.update` do this and more; this is for a training loop of one's own.
+Offloading as in apple/axlearn#867, whose review asked for streaming: there, all of the state is fetched before the
+update. In a config, `memory.optimizer_state` and `memory.update` do this and more.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def stream(
             where a trial shows that the optimizer updates each slice as if it were alone; others are updated whole.
 
     Raises:
-        ValueError: by `init` and `update`: the pattern matches nothing, the optimizer looks at several tensors together,
-            or `params` are not given.
+        ValueError: by `init` and `update`: the pattern matches nothing, the optimizer looks at several tensors
+            together, or `params` are not given.
     """
     planner = Planner(optax.with_extra_args_support(optimizer), pattern, chunk_bytes)
 
@@ -164,7 +164,7 @@ class _StreamedUpdate:
         # What is not sliced is read as it was before the first slice.
         state = {}
         for path, leaf in carry.state.items():
-            stack = leaf if path in chunk.sliced_paths or self._is_hosted(path) else old_state[path]
+            stack = leaf if chunk.slices == 1 or path in chunk.sliced_paths else old_state[path]
             state[path] = fetch_leaf(self.plan.specs[path], _slice(stack, place(path)))
         gradient = _slice(carry.gradient, index)
         update, new_state = self._update_of(chunk, gradient, state, _slice(params, index))

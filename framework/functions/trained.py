@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ class Trained:
 
     encoded_weights: Tree
     encoded_state: Tree
-    name: str = jax.tree.static()
+    name: str = field(metadata={"static": True})
 
     @property
     def weights(self) -> Tree:

@@ -1,4 +1,4 @@
-"""Eager pieces end where `jax.grad` and optax end, in float64: optimizers, checkpoints, shared weights, nested pieces."""
+"""Eager pieces end where `jax.grad` and optax end, in float64: with checkpoints, shared weights, nested pieces."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,9 +38,10 @@ def test_two_layers_end_where_optax_ends(name: str, checkpoint: str) -> None:
     weights = {"first": dense_weights(0), "second": dense_weights(2)}
 
     def run(call: Callable[..., jax.Array], weights: Any) -> jax.Array:
+        layer = jax.checkpoint(call, static_argnums=0) if checkpoint == "outside" else call
+        x = jnp.asarray(X)
         for key in ("first", "second"):
-            layer = jax.checkpoint(call, static_argnums=0) if checkpoint == "outside" else call
-            x = layer(key, weights[key], X if key == "first" else x)
+            x = layer(key, weights[key], x)
         return jnp.sum(jnp.sin(x))
 
     trained = {key: layer.init(weights[key]) for key, layer in layers.items()}

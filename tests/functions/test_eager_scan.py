@@ -55,15 +55,25 @@ def loss_of(outputs: tuple[Any, Any]) -> jax.Array:
 
 def steps_by_layer(loss: Callable[..., jax.Array], optimizer: Any, weights: Any) -> tuple[Any, Any]:
     """Three steps of `jax.grad`, and of optax for each layer by itself."""
-    layers = [jax.tree.map(lambda leaf: leaf[index], weights) for index in range(LAYERS)]
+
+    # Jitted as the loop is: optax has powers of the count in float32, which XLA rounds in its own way.
+    @jax.jit
+    def updated(layer: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
+        updates, new_state = optimizer.update(gradient, state, layer)
+        return optax.apply_updates(layer, updates), new_state
+
+    layers = unstacked(weights)
     states = [optimizer.init(layer) for layer in layers]
     for _ in range(3):
-        gradient = jax.jit(jax.grad(loss))(stacked(layers))
-        for index in range(LAYERS):
-            layer_gradient = jax.tree.map(lambda leaf: leaf[index], gradient)  # noqa: B023
-            updates, states[index] = optimizer.update(layer_gradient, states[index], layers[index])
-            layers[index] = optax.apply_updates(layers[index], updates)
+        gradients = unstacked(jax.jit(jax.grad(loss))(stacked(layers)))
+        pairs = [updated(*arguments) for arguments in zip(layers, gradients, states, strict=True)]
+        layers, states = map(list, zip(*pairs, strict=True))
     return stacked(layers), stacked(states)
+
+
+def unstacked(tree: Any) -> list[Any]:
+    leaves, structure = jax.tree.flatten(tree)
+    return [jax.tree.unflatten(structure, [leaf[index] for leaf in leaves]) for index in range(LAYERS)]
 
 
 def stacked(trees: list[Any]) -> Any:

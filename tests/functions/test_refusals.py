@@ -160,7 +160,7 @@ def test_weights_that_cannot_be_trained() -> None:
 def test_rules_that_are_none() -> None:
     with pytest.raises(TypeError, match="dense: expected an optax transformation or a function"):
         pl.eager(dense, 0.1, name="dense")
-    with pytest.raises(ValueError, match="dense: max_update_rms = 1.0 with a rule that is a function"):
+    with pytest.raises(ValueError, match=r"dense: max_update_rms = 1\.0 with a rule that is a function"):
         pl.eager(dense, lambda weights, gradient, state: (weights, state), name="dense", max_update_rms=1.0)
 
 
