@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,17 +25,19 @@ class Chunk:
 
     Attributes:
       number: of the parameter, in the order of the leaves.
-      slices: how many slices of the first axis are updated one after the other.
+      slices: how many slices are updated one after the other.
+      slice_shape: of the parameter.
       state_structure: the treedef of the state of an optimizer that has this parameter alone.
       state_paths: where the leaves of that state are in the whole one.
-      sliced_paths: those of them that are cut along with the parameter; counters are not.
+      state_slice_shapes: by path, for those of them that are cut along with the parameter; counters are not.
     """
 
     number: int
     slices: int
+    slice_shape: tuple[int, ...]
     state_structure: Any
     state_paths: tuple[str, ...]
-    sliced_paths: frozenset[str]
+    state_slice_shapes: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -83,17 +85,21 @@ class Planner:
     def _chunk(self, shapes: Tree, number: int) -> Chunk:
         param = jax.tree.leaves(shapes)[number]
         state = self._state_of(shapes, number, param)
-        whole = Chunk(number, 1, jax.tree.structure(state), tuple(flatten(state)), frozenset())
-        slices = _num_slices(param, self.chunk_bytes)
-        if slices == 1 or self._reach(param) not in ("element", "row"):
+        whole = Chunk(number, 1, param.shape, jax.tree.structure(state), tuple(flatten(state)), {})
+        if len(param.shape) < 2 or _num_bytes(param) <= self.chunk_bytes:
             return whole
-        slice_shape = jax.ShapeDtypeStruct((param.shape[0] // slices, *param.shape[1:]), param.dtype)
-        slice_state = self._state_of(shapes, number, slice_shape)
+        reach = self._reach(param)
+        if reach not in ("element", "row"):
+            return whole
+        slice_shape = _slice_shape(param, self.chunk_bytes, by_element=reach == "element")
+        slice_state = self._state_of(shapes, number, jax.ShapeDtypeStruct(slice_shape, param.dtype))
         if jax.tree.structure(slice_state) != whole.state_structure:
             return whole
-        slice_leaves = flatten(slice_state)
-        sliced_paths = {path for path, leaf in flatten(state).items() if leaf.shape != slice_leaves[path].shape}
-        return Chunk(number, slices, whole.state_structure, whole.state_paths, frozenset(sliced_paths))
+        state_shapes = {path: leaf.shape for path, leaf in flatten(state).items()}
+        slice_shapes = {path: leaf.shape for path, leaf in flatten(slice_state).items()}
+        cut_shapes = {path: shape for path, shape in slice_shapes.items() if shape != state_shapes[path]}
+        slices = math.prod(param.shape) // math.prod(slice_shape)
+        return replace(whole, slices=slices, slice_shape=slice_shape, state_slice_shapes=cut_shapes)
 
     def _state_of(self, shapes: Tree, number: int, param: Any) -> Tree:
         """The state where all parameters but one are left out."""
@@ -135,13 +141,24 @@ def _spec(leaf: Any) -> TensorSpec:
     return TensorSpec(leaf.shape, leaf.dtype)
 
 
-def _num_slices(param: Any, chunk_bytes: int) -> int:
-    """The fewest slices of the first axis that have no more bytes each; one where there are no axes to cut along."""
-    if len(param.shape) < 2:
-        return 1
-    num_bytes = math.prod(param.shape) * param.dtype.itemsize
-    rows = param.shape[0]
-    for slices in range(1, rows):
-        if rows % slices == 0 and num_bytes <= slices * chunk_bytes:
-            return slices
-    return rows
+def _num_bytes(param: Any) -> int:
+    return math.prod(param.shape) * param.dtype.itemsize
+
+
+def _slice_shape(param: Any, max_bytes: int, *, by_element: bool) -> tuple[int, ...]:
+    """The shape of the largest slices that have no more bytes, or of the smallest there are.
+
+    They are of the first axis; where the optimizer works by element, a large index of it is cut along the second.
+    """
+    first, second = param.shape[:2]
+    row_bytes = _num_bytes(param) // first
+    rows = _largest_divisor(first, max_bytes // row_bytes)
+    if rows > 1 or not by_element or len(param.shape) < 3:
+        return (rows, *param.shape[1:])
+    columns = _largest_divisor(second, max_bytes // (row_bytes // second))
+    return (1, columns, *param.shape[2:])
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a number that is no larger than a limit; one if there is none."""
+    return max(divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor <= max(limit, 1))

@@ -46,8 +46,9 @@ def stream(
         optimizer: any transformation whose update of a tensor depends on that tensor's gradients alone, and that can do
             without the other tensors (None in their place).
         pattern: a regex, searched in the paths of the state, such as "0/mu/layers/query"; see `offload_optimizer`.
-        chunk_bytes: a parameter with more bytes is updated by slices of its first axis, with as many bytes at most,
-            where a trial shows that the optimizer updates each slice as if it were alone; others are updated whole.
+        chunk_bytes: a parameter with more bytes is updated by slices with as many at most, where a trial shows that
+            the optimizer updates each slice as if it were alone: slices of the first axis, or of the second as well
+            where it works by element. Others are updated whole.
 
     Raises:
         ValueError: by `init` and `update`: the pattern matches nothing, the optimizer looks at several tensors
@@ -82,9 +83,9 @@ class _ChunkCarry(NamedTuple):
     """What the loop over the slices of a parameter carries.
 
     Attributes:
-      gradient: [slices, rows, ...]; of the slices that were updated, the update, where the dtypes agree.
+      gradient: [slices, *slice]; of the slices that were updated, the update, where the dtypes agree.
       update: likewise, where they do not agree; else None.
-      state: the leaves that are the chunk's, by path; those that are sliced are [slices, rows, ...].
+      state: the leaves that are the chunk's, by path; [slices, *slice], or [1, ...] of one that is not cut.
     """
 
     gradient: jax.Array
@@ -129,9 +130,9 @@ class _StreamedUpdate:
         param = jax.tree.leaves(self.params)[chunk.number]
         if chunk.slices == 1 and not any(self._is_hosted(path) for path in state):
             return self._update_of(chunk, gradient, state, param)
-        sliced = {path: _cut(leaf, chunk.slices if path in chunk.sliced_paths else 1) for path, leaf in state.items()}
-        gradient_slices = _cut(gradient, chunk.slices)
-        param_slices = _cut(param, chunk.slices)
+        sliced = {path: _cut(leaf, chunk.state_slice_shapes.get(path, leaf.shape)) for path, leaf in state.items()}
+        gradient_slices = _cut(gradient, chunk.slice_shape)
+        param_slices = _cut(param, chunk.slice_shape)
         update_dtype = self._update_dtype(chunk, gradient, state, param)
         update = None
         if update_dtype != gradient.dtype:
@@ -159,12 +160,12 @@ class _StreamedUpdate:
         """Updates one slice: fetches its state, and writes it back."""
 
         def place(path: str) -> Any:
-            return index if path in chunk.sliced_paths else 0
+            return index if path in chunk.state_slice_shapes else 0
 
         # What is not sliced is read as it was before the first slice.
         state = {}
         for path, leaf in carry.state.items():
-            stack = leaf if chunk.slices == 1 or path in chunk.sliced_paths else old_state[path]
+            stack = leaf if chunk.slices == 1 or path in chunk.state_slice_shapes else old_state[path]
             state[path] = fetch_leaf(self.plan.specs[path], _slice(stack, place(path)))
         gradient = _slice(carry.gradient, index)
         update, new_state = self._update_of(chunk, gradient, state, _slice(params, index))
@@ -205,12 +206,10 @@ class _StreamedUpdate:
         return self.plan.specs[path].memory_kind != "device"
 
 
-def _cut(leaf: jax.Array, slices: int) -> jax.Array:
-    """[rows, ...] as [slices, rows of a slice, ...], which moves nothing; with one slice [1, ...]."""
-    # TPU slices host memory in one dimension only: an index of the first axis.
-    if slices == 1:
-        return leaf[None]
-    return leaf.reshape(slices, leaf.shape[0] // slices, *leaf.shape[1:])
+def _cut(leaf: jax.Array, slice_shape: tuple[int, ...]) -> jax.Array:
+    """An array as [slices, *slice_shape], which moves nothing."""
+    # TPU slices host memory in one dimension only: a slice is an index of the first axis.
+    return leaf.reshape(-1, *slice_shape)
 
 
 def _slice(leaf: jax.Array, index: Any) -> jax.Array:

@@ -106,7 +106,7 @@ def loops_of(optimizer: Any, params: Any) -> list[int]:
     ids=["element", "matrix", "tensor"],
 )
 def test_what_may_be_cut_is_cut(optimizer: Any, turns: list[int]) -> None:
-    """Layers of 0.5 MiB, matrices of 2 MiB; what looks at a whole tensor is updated in one turn."""
+    """Layers and a matrix of 1 and 2 MiB; what looks at a whole tensor is updated in one turn."""
     params = {"a": random(0, 4, 256, 512), "b": random(1, 512, 512)}
     assert loops_of(pl.stream(optimizer, chunk_bytes=1 << 20), params) == turns
 
