@@ -57,6 +57,17 @@ def test_streamed_updates_are_optaxs(name: str) -> None:
         assert kinds[path] == ("pinned_host" if is_large else "device"), path
 
 
+@pytest.mark.parametrize(("shape", "chunk_bytes"), [((4, 256, 512), 1 << 18), ((4, 8, 128, 64), 1 << 16)], ids=str)
+def test_slices_of_two_axes(shape: tuple[int, ...], chunk_bytes: int) -> None:
+    """An index of the first axis has more bytes than a chunk."""
+    params = {"stack": random(0, *shape)}
+    optimizer = pl.stream(optax.adamw(0.01), chunk_bytes=chunk_bytes)
+    assert loops_of(optimizer, params) == [params["stack"].nbytes // chunk_bytes]
+    new_params, new_state, _ = steps(optimizer, params)
+    expected_params, expected_state, _ = steps(optax.adamw(0.01), params)
+    assert_equal((new_params, jax.device_get(new_state)), (expected_params, jax.device_get(expected_state)))
+
+
 def test_a_pattern_chooses_the_leaves() -> None:
     _, _, kinds = steps(pl.stream(optax.adamw(0.01), pattern="nu/layers"), parameters())
     assert [path for path, kind in kinds.items() if kind == "pinned_host"] == ["0/nu/layers/0"]
