@@ -130,7 +130,10 @@ class _StreamedUpdate:
         param = jax.tree.leaves(self.params)[chunk.number]
         if chunk.slices == 1 and not any(self._is_hosted(path) for path in state):
             return self._update_of(chunk, gradient, state, param)
-        sliced = {path: _cut(leaf, chunk.state_slice_shapes.get(path, leaf.shape)) for path, leaf in state.items()}
+        sliced = {}
+        for path, leaf in state.items():
+            is_cut = path in chunk.state_slice_shapes
+            sliced[path] = _cut(leaf, chunk.state_slice_shapes[path] if is_cut else leaf.shape)
         gradient_slices = _cut(gradient, chunk.slice_shape)
         param_slices = _cut(param, chunk.slice_shape)
         update_dtype = self._update_dtype(chunk, gradient, state, param)

@@ -2,9 +2,9 @@
 
     python -m tools.bench.functions_bytes [sgd adalomo adamw] [--tokens 2048]
 
-The target's compiler compiles the step, at batch 1, in bfloat16; nothing is run. SGD and AdaLomo are compiled for a v5e,
-AdamW, whose moments are bfloat16 as well, for a v5p. Each line has the peak, and its ratio to what cannot be done
-without: weights, state, one layer's gradient, the inputs of all layers, and what one layer's pull-back holds.
+The target's compiler compiles the step, at batch 1, in bfloat16; nothing is run. SGD and AdaLomo are compiled for a
+v5e, AdamW, whose moments are bfloat16 as well, for a v5p. The last line of each report has the peak, and its ratio to
+weights and state, one layer's gradient, and the inputs of all layers, without and with what one layer's pull-back holds.
 """
 
 from __future__ import annotations
@@ -119,16 +119,15 @@ def num_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def activation_bytes(tokens: int) -> int:
-    """The inputs of all layers, and what the pull-back of one layer holds besides its weights."""
+def pull_back_bytes(tokens: int) -> int:
+    """What the pull-back of one layer holds besides its weights."""
     x = jax.ShapeDtypeStruct((tokens, DIM), jnp.bfloat16)
     weights = layer_shapes()
 
     def pull_back(weights: Any, x: jax.Array) -> Any:
         return jax.vjp(lambda weights, x: layer(weights, x, None)[0], weights, x)[1]
 
-    held = num_bytes(jax.eval_shape(pull_back, weights, x)) - num_bytes(weights)
-    return LAYERS * num_bytes(x) + held
+    return num_bytes(jax.eval_shape(pull_back, weights, x)) - num_bytes(weights)
 
 
 def report(name: str, num_tokens: int) -> None:
@@ -138,20 +137,23 @@ def report(name: str, num_tokens: int) -> None:
     tokens = jax.ShapeDtypeStruct((num_tokens + 1,), jnp.int32)
     plan = pl.plan_function(made.step, (made.trained, tokens), target, donate=(0,), name=name)
     print(plan)
-    state_bytes = num_bytes(made.trained)
-    weights_bytes = num_bytes([piece.encoded_weights for piece in made.trained.values()])
-    parts = state_bytes + num_bytes(layer_shapes()) + activation_bytes(num_tokens)
+    state = num_bytes(made.trained)
+    weights = num_bytes([piece.encoded_weights for piece in made.trained.values()])
+    gradient = num_bytes(layer_shapes())
+    inputs = LAYERS * num_tokens * DIM * 2
+    held = pull_back_bytes(num_tokens)
     print(
-        f"{name} on {target}: peak {plan.peak_bytes / MIB:.0f} MiB; weights {weights_bytes / MIB:.0f}, "
-        f"state {(state_bytes - weights_bytes) / MIB:.0f}, a layer's gradient {num_bytes(layer_shapes()) / MIB:.0f}, "
-        f"activations {activation_bytes(num_tokens) / MIB:.0f} MiB; "
-        f"{plan.peak_bytes / state_bytes:.3f} of weights and state, {plan.peak_bytes / parts:.3f} of all of these"
+        f"{name} on {target}: peak {plan.peak_bytes / MIB:.0f} MiB; weights {weights / MIB:.0f}, state "
+        f"{(state - weights) / MIB:.0f}, a layer's gradient {gradient / MIB:.0f}, inputs of layers {inputs / MIB:.0f}, "
+        f"held by a pull-back {held / MIB:.0f} MiB; peak / (weights, state) {plan.peak_bytes / state:.3f}, with "
+        f"gradient and inputs {plan.peak_bytes / (state + gradient + inputs):.3f}, with the pull-back "
+        f"{plan.peak_bytes / (state + gradient + inputs + held):.3f}"
     )
 
 
 def main() -> None:
     """Prints the figures of the settings that are named."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Bytes of a hand-written Llama 2 7B.")
     parser.add_argument("names", nargs="*", default=list(SETTINGS), help=f"of {', '.join(SETTINGS)}")
     parser.add_argument("--tokens", type=int, default=2048)
     options = parser.parse_args()
