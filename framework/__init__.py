@@ -17,12 +17,17 @@ if TYPE_CHECKING:
     from framework.functions.adapters import Adapter, lora_init, lora_merge, lora_unmerge
     from framework.functions.checkpoints import restore, save, steps
     from framework.functions.coupling import additive_coupling
+    from framework.functions.eager import eager, eager_weights
+    from framework.functions.eager_scan import eager_scan
     from framework.functions.frozen import FrozenBufferError, check_frozen
     from framework.functions.interpreter import AdapterError
     from framework.functions.nf4 import QuantizedMatrix, lora_quantize
     from framework.functions.partition import Partition, combine, differentiate, partition
     from framework.functions.reconstruction import reconstruction_error
     from framework.functions.reversible import reversible_scan
+    from framework.functions.stream import stream
+    from framework.functions.trained import Trained
+    from framework.functions.value_and_update import value_and_update
     from framework.functions.with_lora import with_lora
     from framework.program.program import Program
     from framework.run.job import RunError
@@ -40,6 +45,7 @@ __all__ = [
     "Program",
     "QuantizedMatrix",
     "RunError",
+    "Trained",
     "TrainedRun",
     "additive_coupling",
     "check_frozen",
@@ -47,6 +53,9 @@ __all__ = [
     "component",
     "config_for",
     "differentiate",
+    "eager",
+    "eager_scan",
+    "eager_weights",
     "load",
     "load_config",
     "lora_init",
@@ -61,7 +70,9 @@ __all__ = [
     "reversible_scan",
     "save",
     "steps",
+    "stream",
     "train",
+    "value_and_update",
     "with_lora",
 ]
 
@@ -79,6 +90,7 @@ _MODULES = {
     "Program": "framework.program.program",
     "QuantizedMatrix": "framework.functions.nf4",
     "RunError": "framework.run.job",
+    "Trained": "framework.functions.trained",
     "TrainedRun": "framework.api.runs",
     "additive_coupling": "framework.functions.coupling",
     "check_frozen": "framework.functions.frozen",
@@ -86,6 +98,9 @@ _MODULES = {
     "component": "framework.config",
     "config_for": "framework.config",
     "differentiate": "framework.functions.partition",
+    "eager": "framework.functions.eager",
+    "eager_scan": "framework.functions.eager_scan",
+    "eager_weights": "framework.functions.eager",
     "load": "framework.api.model",
     "load_config": "framework.api.configs",
     "lora_init": "framework.functions.adapters",
@@ -100,7 +115,9 @@ _MODULES = {
     "reversible_scan": "framework.functions.reversible",
     "save": "framework.functions.checkpoints",
     "steps": "framework.functions.checkpoints",
+    "stream": "framework.functions.stream",
     "train": "framework.api.runs",
+    "value_and_update": "framework.functions.value_and_update",
     "with_lora": "framework.functions.with_lora",
 }
 

@@ -1,1 +1,1 @@
-"""Functions for programs of your own, which need no config and no trainer: they work on any pytree."""
+"""Functions for JAX code of one's own: they work on any pytree, and need no config and no trainer."""

@@ -53,7 +53,7 @@ def keeps_apart(optimizer: Any, specs: Nested) -> bool:
     if len(traced.jaxpr.outvars) != len(result_owners):
         # The state changes its structure: the results cannot be matched with their owners.
         return False
-    for owner, inputs in zip(result_owners, _dependence(traced.jaxpr), strict=True):
+    for owner, inputs in zip(result_owners, dependence_of_results(traced.jaxpr), strict=True):
         for number, input_owner in enumerate(input_owners):
             # Everything may read a shared counter. That none takes anything from a gradient is seen where the counter
             # is a result, whose owner is None.
@@ -63,7 +63,7 @@ def keeps_apart(optimizer: Any, specs: Nested) -> bool:
     return True
 
 
-def _dependence(jaxpr: Jaxpr) -> list[Inputs]:
+def dependence_of_results(jaxpr: Jaxpr) -> list[Inputs]:
     """For each result, the inputs that a path leads from."""
     inputs_of_var: dict[Any, Inputs] = {}
     for number, var in enumerate(jaxpr.invars):
@@ -82,7 +82,7 @@ def _dependence(jaxpr: Jaxpr) -> list[Inputs]:
             inner = eqn.params.get("jaxpr")
         if inner is not None:
             # The results of a function that is called may each depend on some of the arguments only.
-            results = [_through(inputs, operands) for inputs in _dependence(inner.jaxpr)]
+            results = [_through(inputs, operands) for inputs in dependence_of_results(inner.jaxpr)]
         else:
             union = 0
             for operand in operands:

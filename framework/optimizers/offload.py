@@ -63,7 +63,7 @@ def offload_optimizer(
         return updates, _moved(new_state, pattern, offload_dst)
 
     def partition(specs: Nested) -> Any:
-        return _tagged(inner.partition(specs), pattern, offload_dst)
+        return tagged(inner.partition(specs), pattern, offload_dst)
 
     def partition_of_unit(specs: Nested) -> Any:
         return _tagged_if_matching(inner_at_rest.partition(specs), pattern, offload_dst)
@@ -99,13 +99,13 @@ def _offloaded_of_specs(
 
 
 def _tagged_if_matching(specs: Any, pattern: str, kind: MemoryKind) -> Any:
-    """`_tagged` for one unit, which need not hold what matches in the whole model."""
+    """`tagged` for one unit, which need not hold what matches in the whole model."""
     if any(re.search(pattern, path) for path in flatten(specs)):
-        return _tagged(specs, pattern, kind)
+        return tagged(specs, pattern, kind)
     return specs
 
 
-def _tagged(specs: Any, pattern: str, kind: MemoryKind) -> Any:
+def tagged(specs: Any, pattern: str, kind: MemoryKind) -> Any:
     """State specs with the memory kind `kind` where the path matches and the leaf is large.
 
     Raises:
@@ -127,7 +127,7 @@ def _moved(state: Any, pattern: str, kind: MemoryKind) -> Any:
     # They are decided from paths and shapes, as the partition is: a tracer does not know its sharding, so a move that
     # is decided from that silently does nothing.
     state_specs = jax.tree.map(lambda x: TensorSpec(x.shape, x.dtype), state)
-    host_specs = _tagged(state_specs, pattern, "pinned_host")
+    host_specs = tagged(state_specs, pattern, "pinned_host")
 
     def move(spec: TensorSpec, x: jax.Array) -> jax.Array:
         return x if spec.memory_kind == "device" else jax.device_put(x, _SPACES[kind])

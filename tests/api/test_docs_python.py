@@ -1,5 +1,5 @@
-"""docs/python.md and its notebook: what they show runs, on a small config in the place of the one that they name, and
-as it is written in a process with one device. And docs/functions_lora.md, whose functions need no config."""
+"""docs/python.md, its notebook and the pages of functions: what they show runs, as it is written in a process with one
+device, and what names a config on a small one in its place."""
 
 import json
 import os
@@ -86,6 +86,19 @@ def test_a_loop_of_ones_own_goes_on_where_it_was_saved(capsys: pytest.CaptureFix
     step, loss = last.split()
     assert step == "40"
     assert float(loss) < losses[-1]
+
+
+@pytest.mark.parametrize("name", ["functions_eager", "functions_stream"])
+def test_the_pages_of_functions_train(name: str, capsys: pytest.CaptureFixture) -> None:
+    [source] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL)
+    exec(source, {})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    losses = [float(line[0]) for line in lines]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > losses[-1]
+    if name == "functions_stream":
+        assert [line[1] for line in lines] == ["pinned_host"] * 3
 
 
 @pytest.mark.pairs

@@ -1,0 +1,164 @@
+"""Chunks of an optimizer's update: one parameter, or a slice of its first axis, with the state that belongs to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+from framework.functions.encoding import Tree
+from framework.functions.mixing import influence
+from framework.layout import TensorSpec, flatten
+from framework.optimizers.offload import tagged
+from framework.optimizers.reach import Reach, probe
+
+# Leaves of a state, or their specs, by path.
+Leaves = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One parameter, and how its update is cut.
+
+    Attributes:
+      number: of the parameter, in the order of the leaves.
+      slices: how many slices are updated one after the other.
+      slice_shape: of the parameter.
+      state_structure: the treedef of the state of an optimizer that has this parameter alone.
+      state_paths: where the leaves of that state are in the whole one.
+      state_slice_shapes: by path, for those of them that are cut along with the parameter; counters are not.
+    """
+
+    number: int
+    slices: int
+    slice_shape: tuple[int, ...]
+    state_structure: Any
+    state_paths: tuple[str, ...]
+    state_slice_shapes: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an update goes.
+
+    Attributes:
+      specs: TensorSpecs of the state by path, with the memory kind of each.
+      chunks: in the order of the parameters.
+    """
+
+    specs: Leaves
+    chunks: list[Chunk]
+
+
+class Planner:
+    """Plans the updates of one optimizer.
+
+    Attributes:
+      optimizer: the transformation.
+      pattern: a regex on the paths of the state, for what is in host memory.
+      chunk_bytes: a parameter with more is cut, where it may be.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformationExtraArgs, pattern: str, chunk_bytes: int):
+        self.optimizer = optimizer
+        self.pattern = pattern
+        self.chunk_bytes = chunk_bytes
+        # The results of trials, by the shape of the parameter: a trial compiles.
+        self._reaches: dict[tuple[int, ...], Reach] = {}
+
+    def plan(self, params: Tree) -> Plan:
+        """The plan for parameters of these shapes.
+
+        Raises:
+            ValueError: the pattern matches nothing, or the optimizer looks at several tensors together.
+        """
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        state = jax.eval_shape(self.optimizer.init, shapes)
+        specs = flatten(tagged(jax.tree.map(_spec, state), self.pattern, "pinned_host"))
+        chunks = [self._chunk(shapes, number) for number in range(len(jax.tree.leaves(shapes)))]
+        self._check(shapes, state, chunks)
+        return Plan(specs, chunks)
+
+    def _chunk(self, shapes: Tree, number: int) -> Chunk:
+        param = jax.tree.leaves(shapes)[number]
+        state = self._state_of(shapes, number, param)
+        whole = Chunk(number, 1, param.shape, jax.tree.structure(state), tuple(flatten(state)), {})
+        if len(param.shape) < 2 or _num_bytes(param) <= self.chunk_bytes:
+            return whole
+        reach = self._reach(param)
+        if reach not in ("element", "row"):
+            return whole
+        slice_shape = _slice_shape(param, self.chunk_bytes, by_element=reach == "element")
+        slice_state = self._state_of(shapes, number, jax.ShapeDtypeStruct(slice_shape, param.dtype))
+        if jax.tree.structure(slice_state) != whole.state_structure:
+            return whole
+        state_shapes = {path: leaf.shape for path, leaf in flatten(state).items()}
+        slice_shapes = {path: leaf.shape for path, leaf in flatten(slice_state).items()}
+        cut_shapes = {path: shape for path, shape in slice_shapes.items() if shape != state_shapes[path]}
+        slices = math.prod(param.shape) // math.prod(slice_shape)
+        return replace(whole, slices=slices, slice_shape=slice_shape, state_slice_shapes=cut_shapes)
+
+    def _state_of(self, shapes: Tree, number: int, param: Any) -> Tree:
+        """The state where all parameters but one are left out."""
+        return jax.eval_shape(self.optimizer.init, alone(shapes, number, param))
+
+    def _reach(self, param: Any) -> Reach:
+        if param.shape not in self._reaches:
+            self._reaches[param.shape] = probe(self.optimizer, {"parameter": TensorSpec(param.shape, param.dtype)})
+        return self._reaches[param.shape]
+
+    def _check(self, shapes: Tree, state: Tree, chunks: list[Chunk]) -> None:
+        """Raises ValueError when chunks cannot be updated one after the other."""
+
+        def update(params: Tree, gradients: Tree, state: Tree) -> tuple[Tree, Tree]:
+            return self.optimizer.update(gradients, state, params)
+
+        reaching = influence(update, shapes, state)
+        number_of_chunks = dict.fromkeys(flatten(state), 0)
+        for chunk in chunks:
+            for path in chunk.state_paths:
+                number_of_chunks[path] += 1
+        reaching_state = dict(zip(flatten(state), reaching.state, strict=True))
+        is_shared_and_reached = any(count != 1 and reaching_state[path] for path, count in number_of_chunks.items())
+        if reaching.mixes or is_shared_and_reached:
+            raise ValueError(
+                "stream: the optimizer looks at several tensors together, as clipping by the global norm does, and "
+                "would see one at a time; leave the clip out, and give its factor to `update` as gradient_factor"
+            )
+
+
+def alone(tree: Tree, number: int, leaf: Any) -> Tree:
+    """The tree with one leaf, and None in the place of all others."""
+    structure = jax.tree.structure(tree)
+    leaves = [leaf if index == number else None for index in range(structure.num_leaves)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _spec(leaf: Any) -> TensorSpec:
+    return TensorSpec(leaf.shape, leaf.dtype)
+
+
+def _num_bytes(param: Any) -> int:
+    return math.prod(param.shape) * param.dtype.itemsize
+
+
+def _slice_shape(param: Any, max_bytes: int, *, by_element: bool) -> tuple[int, ...]:
+    """The shape of the largest slices that have no more bytes, or of the smallest there are.
+
+    They are of the first axis; where the optimizer works by element, a large index of it is cut along the second.
+    """
+    first, second = param.shape[:2]
+    row_bytes = _num_bytes(param) // first
+    rows = _largest_divisor(first, max_bytes // row_bytes)
+    if rows > 1 or not by_element or len(param.shape) < 3:
+        return (rows, *param.shape[1:])
+    columns = _largest_divisor(second, max_bytes // (row_bytes // second))
+    return (1, columns, *param.shape[2:])
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a number that is no larger than a limit; one if there is none."""
+    return max(divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor <= max(limit, 1))

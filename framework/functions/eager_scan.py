@@ -1,0 +1,236 @@
+"""Updates inside the backward pass of a loop over stacked layers, with no second copy of the stack.
+
+An `eager` piece inside `jax.lax.scan` is right, but the transposed loop reads one stack and writes another. One
+`jax.custom_vjp` is put around the whole loop instead, whose backward loop carries weights and state, and writes each
+layer's new ones into the place of the old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from framework.functions.encoding import Tree, decoded, encoded, with_static
+from framework.functions.marker import marked, tied
+from framework.functions.pull_back import Cotangents, Residuals
+from framework.functions.rules import BareRule
+from framework.functions.trained import Trained, Updater, with_arrays
+from framework.functions.uses import USES
+
+# layer(weights, carry, x, *shared) -> (carry, y)
+Layer = Callable[..., tuple[Tree, Tree]]
+
+
+class _Kept(NamedTuple):
+    """What the forward loop leaves to the backward one.
+
+    Attributes:
+      trained: the stack.
+      xs: what each layer was given.
+      shared: what all layers were given.
+      residuals: of each layer's pull-back, stacked.
+    """
+
+    trained: Trained
+    xs: Tree
+    shared: Tree
+    residuals: Residuals
+
+
+class _BackwardCarry(NamedTuple):
+    """What the backward loop carries: the stack, and the cotangents of the layer's input and of the shared inputs."""
+
+    trained: Trained
+    cotangent: Cotangents
+    shared_cotangents: Cotangents
+
+
+class EagerStack:
+    """Stacked layers that are updated in the backward pass; made by `eager_scan`."""
+
+    def __init__(self, layer: Layer, updater: Updater):
+        self.name = updater.name
+        self._layer = layer
+        self._updater = updater
+        apply = jax.custom_vjp(self._forward)
+        apply.defvjp(self._forward_with_residuals, self._backward)
+        self._apply = apply
+
+    def init(self, stacked_weights: Tree, state: Tree | None = None) -> Trained:
+        """The stack with the first state of its optimizer, which each layer has for itself.
+
+        Args:
+            stacked_weights: any pytree whose arrays are [L, ...], of L layers.
+            state: stacked likewise, where it is not the first.
+
+        Raises:
+            ValueError: see `EagerPiece.init`; or the arrays are not of the same number of layers.
+        """
+        encoded_weights, floats = self._updater.checked_floats(stacked_weights)
+        _num_layers(self.name, encoded_weights)
+        if state is None:
+            state = jax.vmap(self._updater.rule.initial_state)(floats)
+        state = with_arrays(state)
+        trained = Trained(encoded_weights, encoded(state), self.name)
+        _num_layers(self.name, trained)
+        layer_floats, layer_state = jax.eval_shape(lambda tree: _layer_at(tree, 0), (floats, state))
+        self._updater.check_rule(layer_floats, layer_state)
+        return trained
+
+    def __call__(self, trained: Trained, carry: Tree, xs: Tree = None, *shared: Tree) -> tuple[Tree, Tree]:
+        """Runs the layers, one after the other, as `jax.lax.scan` does.
+
+        Args:
+            trained: of `init`, or of the update before.
+            carry: the first layer's input.
+            xs: arrays [L, ...], of which each layer gets its own, such as PRNG keys; None for nothing.
+            shared: what all layers get, such as a mask.
+
+        Returns:
+            (the last layer's carry, each layer's `y`, stacked).
+
+        Raises:
+            TypeError: `trained` is not of `init`.
+            ValueError: the same weights are used twice in a function that is being differentiated, or `xs` are of
+                another number of layers.
+        """
+        if not isinstance(trained, Trained):
+            raise TypeError(f"{self.name}: expected the Trained of `init`, given {type(trained).__name__}")
+        USES.note(trained, self.name)
+        _num_layers(self.name, (trained, xs))
+        return self._apply(trained, carry, xs, with_static(shared))
+
+    def _forward(self, trained: Trained, carry: Tree, xs: Tree, shared: Tree) -> tuple[Tree, Tree]:
+        def turn(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, Tree]:
+            index, x = item
+            layer = _layer_at(trained, index)
+            return self._layer(layer.weights, carry, x, *decoded(shared))
+
+        return jax.lax.scan(turn, carry, (_indices(trained), xs))
+
+    def _forward_with_residuals(
+        self, trained: Trained, carry: Tree, xs: Tree, shared: Tree
+    ) -> tuple[tuple[Tree, Tree], _Kept]:
+        def turn(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, tuple[Tree, Residuals]]:
+            index, x = item
+            layer = _layer_at(trained, index)
+
+            def of_floats(floats: Tree, carry: Tree, x: Tree, shared: Tree) -> tuple[Tree, Tree]:
+                return self._layer(layer.weights_with(floats), carry, x, *decoded(shared))
+
+            floats = layer.floats
+            (carry, y), pull_back = jax.vjp(of_floats, floats, carry, x, shared)
+            return carry, (y, Residuals.of(pull_back, (floats, x, shared)))
+
+        carry, (ys, residuals) = jax.lax.scan(turn, carry, (_indices(trained), xs))
+        return (carry, ys), _Kept(trained, xs, shared, residuals)
+
+    def _backward(self, kept: _Kept, cotangents: tuple[Tree, Tree]) -> tuple[Trained, Tree, Tree, Tree]:
+        carry_cotangent, ys_cotangents = cotangents
+
+        def turn(carry: _BackwardCarry, item: Any) -> tuple[_BackwardCarry, Cotangents]:
+            index, x, residuals, y_cotangents = item
+            layer = _layer_at(carry.trained, index)
+            pull_back = residuals.pull_back((layer.floats, x, kept.shared))
+            gradient, cotangent, x_cotangents, shared_cotangents = pull_back(
+                (carry.cotangent.restored(), y_cotangents.of_turn())
+            )
+            new_layer = self._updater.updated(layer, gradient)
+            # The layer before waits for the update, so that only one layer's gradients are there.
+            new_layer, cotangent, x_cotangents = tied((new_layer, cotangent, x_cotangents))
+            summed = jax.tree.map(jnp.add, carry.shared_cotangents, Cotangents.of(shared_cotangents))
+            stack = _with_layer(carry.trained, new_layer, index)
+            new_carry = _BackwardCarry(stack, Cotangents.of(cotangent), summed)
+            return new_carry, Cotangents.of(x_cotangents)
+
+        first = _BackwardCarry(kept.trained, Cotangents.of(carry_cotangent), _zeros(kept.shared))
+        items = (_indices(kept.trained), kept.xs, kept.residuals, Cotangents.of(ys_cotangents))
+        last, xs_cotangents = jax.lax.scan(turn, first, items, reverse=True)
+        length = _num_layers(self.name, kept.trained)
+        return (
+            marked(last.trained, self.name),
+            last.cotangent.restored(),
+            xs_cotangents.of_all_turns(length),
+            last.shared_cotangents.restored(),
+        )
+
+
+def eager_scan(
+    layer: Layer,
+    optimizer_or_rule: Any | BareRule,
+    *,
+    name: str,
+    skip_nonfinite: bool = True,
+    max_update_rms: float | None = None,
+    mixes: bool = False,
+) -> EagerStack:
+    """Makes a loop over stacked layers, each of which is updated inside the backward pass.
+
+        stack = pl.eager_scan(layer, optax.adamw(1e-3), name="stack")
+        trained = stack.init(stacked_weights)
+        y, ys = stack(trained, x, keys)
+
+    The forward pass keeps of each layer what `jax.vjp` of it keeps, except for weights and `xs`, which are at hand. A
+    layer in `jax.checkpoint` keeps its input alone.
+
+    Args:
+        layer: `layer(weights, carry, x, *shared) -> (carry, y)`, as for `jax.lax.scan`.
+        optimizer_or_rule: each layer has a state of its own, as if it were alone; see `eager`.
+        name, skip_nonfinite, max_update_rms, mixes: of each layer; see `eager`, which also says what is raised.
+    """
+    updater = Updater.make(
+        optimizer_or_rule,
+        name,
+        skip_nonfinite=skip_nonfinite,
+        max_update_rms=max_update_rms,
+        mixes=mixes,
+    )
+    return EagerStack(layer, updater)
+
+
+def _num_layers(name: str, stack: Tree) -> int:
+    """How many layers a stack has.
+
+    Raises:
+        ValueError: its arrays do not agree, or one has no axis of layers.
+    """
+    leaves = jax.tree.leaves(stack)
+    lengths = {leaf.shape[:1] for leaf in leaves}
+    if len(lengths) != 1 or () in lengths:
+        shapes = [leaf.shape for leaf in leaves]
+        raise ValueError(
+            f"{name}: expected arrays with a first axis of layers, of one length, given the shapes {shapes[:8]}"
+        )
+    return leaves[0].shape[0]
+
+
+def _indices(trained: Trained) -> jax.Array:
+    return jnp.arange(_num_layers(trained.name, trained))
+
+
+def _layer_at(stack: Any, index: Any) -> Any:
+    """One layer of a stack."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
+
+
+def _with_layer(stack: Trained, layer: Trained, index: jax.Array) -> Trained:
+    """The stack with another layer in the place of one."""
+
+    def written(stack_leaf: jax.Array, leaf: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stack_leaf, leaf, index, 0)
+
+    return jax.tree.map(written, stack, layer)
+
+
+def _zeros(tree: Tree) -> Cotangents:
+    """Cotangents that are zero."""
+
+    def zero(leaf: Any) -> Any:
+        has_cotangent = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.zeros_like(leaf) if has_cotangent else np.zeros(leaf.shape, jax.dtypes.float0)
+
+    return Cotangents.of(jax.tree.map(zero, tree))

@@ -1,0 +1,131 @@
+"""Trees whose arrays are all floats, so that a new value may stand in the place of a cotangent.
+
+JAX demands that the cotangent of a float array has its shape and dtype, and that of any other array is `float0`, which
+holds nothing. An optimizer's state has counters and keys too: they are held as floats of the same value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# A pytree of anything.
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Encoded:
+    """An array of bools, integers or PRNG keys, held as floats.
+
+    Attributes:
+      floats: 32 and 64 bits are cut into pieces of 16 along a last axis, in float32; 16 bits are float32, fewer are
+        bfloat16, whose integers are exact up to 256.
+      dtype: of the array; of a key, that of its words.
+      key_impl: the implementation of a key; None for other arrays.
+    """
+
+    floats: jax.Array
+    dtype: str = field(metadata={"static": True})
+    key_impl: Any = field(metadata={"static": True})
+
+    def decoded(self) -> jax.Array:
+        """The array."""
+        dtype = jnp.dtype(self.dtype)
+        if _is_cut(dtype):
+            pieces = self.floats.astype(jnp.uint16)
+            array = jax.lax.bitcast_convert_type(pieces, dtype)
+        else:
+            array = self.floats.astype(dtype)
+        if self.key_impl is None:
+            return array
+        return jax.random.wrap_key_data(array, impl=self.key_impl)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Static:
+    """A leaf that is no array, such as the activation function in an equinox module; it must have a hash."""
+
+    value: Any
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, or the shape of one; Python's own numbers are not."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf is an array of real floats."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_held(node: Any) -> bool:
+    """Whether a node stands for one leaf of the tree that was encoded."""
+    return isinstance(node, (Encoded, Static))
+
+
+def encoded(tree: Tree) -> Tree:
+    """The tree with an `Encoded` for each array that is not of floats, and a `Static` for what is no array.
+
+    Raises:
+        ValueError: an array is complex.
+    """
+    return jax.tree.map(_encoded_leaf, tree)
+
+
+def decoded(tree: Tree) -> Tree:
+    """The inverse of `encoded`."""
+
+    def leaf(node: Any) -> Any:
+        if isinstance(node, Encoded):
+            return node.decoded()
+        return node.value if isinstance(node, Static) else node
+
+    return jax.tree.map(leaf, tree, is_leaf=is_held)
+
+
+def with_static(tree: Tree) -> Tree:
+    """The tree with a `Static` for what is no array; arrays of any dtype stay. `decoded` is the inverse."""
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else Static(leaf), tree)
+
+
+def float_part(encoded_tree: Tree) -> Tree:
+    """The floats of an encoded tree, with None, a node without leaves, in the place of all else."""
+    return jax.tree.map(lambda node: None if is_held(node) else node, encoded_tree, is_leaf=is_held)
+
+
+def with_floats(encoded_tree: Tree, floats: Tree) -> Tree:
+    """The encoded tree with other floats: those of a tree as `float_part` makes it."""
+    new_floats = iter(jax.tree.leaves(floats))
+    return jax.tree.map(lambda node: node if is_held(node) else next(new_floats), encoded_tree, is_leaf=is_held)
+
+
+def _encoded_leaf(leaf: Any) -> Any:
+    if not is_array(leaf):
+        return Static(leaf)
+    if is_float(leaf):
+        return jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        words = jax.random.key_data(leaf)
+        return Encoded(_as_floats(words), str(words.dtype), jax.random.key_impl(leaf))
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise ValueError(f"an array of {leaf.dtype}: expected floats, integers, bools or PRNG keys")
+    array = jnp.asarray(leaf)
+    return Encoded(_as_floats(array), str(array.dtype), None)
+
+
+def _as_floats(array: jax.Array) -> jax.Array:
+    if _is_cut(array.dtype):
+        pieces = jax.lax.bitcast_convert_type(array, jnp.uint16)
+        return pieces.astype(jnp.float32)
+    return array.astype(jnp.float32 if array.dtype.itemsize == 2 else jnp.bfloat16)
+
+
+def _is_cut(dtype: Any) -> bool:
+    """Whether arrays of a dtype are cut into pieces of 16 bits."""
+    return dtype.itemsize > 2

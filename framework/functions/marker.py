@@ -1,0 +1,67 @@
+"""The primitive through which new weights and state leave a backward pass: an identity that is seen in a program.
+
+`origins` finds it in the traced backward pass. It has no derivative and no batched form, so that second derivatives and
+`jax.vmap` over the backward pass raise an error that names the piece, where they would silently be wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from framework.functions.encoding import Tree
+
+update_p = Primitive("plimsoll_update")
+update_p.multiple_results = True
+
+
+def marked(new: Tree, name: str) -> Tree:
+    """The new weights and state of a piece, as they are.
+
+    Raises:
+        ValueError: later, when what this is a part of is differentiated or batched.
+    """
+    leaves, structure = jax.tree.flatten(new)
+    return jax.tree.unflatten(structure, update_p.bind(*leaves, piece=name))
+
+
+def tied(tree: Tree) -> Tree:
+    """The tree through a barrier: whatever needs one of its arrays waits for all of them."""
+    leaves, structure = jax.tree.flatten(tree)
+    # Cotangents of integers hold nothing, and are no arrays of a program.
+    arrays = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
+    waiting = iter(jax.lax.optimization_barrier(arrays))
+    tied_leaves = [leaf if leaf.dtype == jax.dtypes.float0 else next(waiting) for leaf in leaves]
+    return jax.tree.unflatten(structure, tied_leaves)
+
+
+def _unchanged(*arrays: Any, piece: str) -> list[Any]:
+    return list(arrays)
+
+
+def _lowered(context: Any, *arrays: Any, piece: str) -> Any:
+    return arrays
+
+
+def _no_derivative(primals: Any, tangents: Any, *, piece: str) -> Any:
+    raise ValueError(
+        f"{piece}: it is updated in the backward pass, which has no derivative of its own; take second derivatives of "
+        "the plain function"
+    )
+
+
+def _no_batch(operands: Any, axes: Any, *, piece: str) -> Any:
+    raise ValueError(
+        f"{piece}: jax.vmap over its backward pass would make an update for each row of the batch; call jax.vmap "
+        "inside the piece, whose weights then get the sum of the rows' gradients"
+    )
+
+
+update_p.def_impl(_unchanged)
+update_p.def_abstract_eval(_unchanged)
+mlir.register_lowering(update_p, _lowered)
+ad.primitive_jvps[update_p] = _no_derivative
+batching.primitive_batchers[update_p] = _no_batch

@@ -1,0 +1,104 @@
+"""Whether a rule of update looks at several tensors together, read off its traced program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from framework.functions.encoding import Tree
+from framework.functions.rules import OptaxRule, Rule
+from framework.optimizers.dependence import Inputs, dependence_of_results
+
+# (weights, gradient, state) -> (new weights, new state)
+Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
+@dataclass(frozen=True)
+class Influence:
+    """Which tensors' gradients reach the results of an update, however many steps it takes: a bit for each tensor.
+
+    Attributes:
+      weights: of each tensor, in the order of the leaves.
+      state: of each leaf of the state.
+    """
+
+    weights: list[Inputs]
+    state: list[Inputs]
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the update of a tensor may depend on the gradient of another one."""
+        return any(reaching & ~(1 << number) for number, reaching in enumerate(self.weights))
+
+
+def influence(update: Update, weights: Tree, state: Tree) -> Influence:
+    """Follows gradients through an update and, by way of the state, through those after it.
+
+    A path of the program counts as an influence even where it carries nothing (`x * 0`).
+
+    Args:
+        update: a function of arrays.
+        weights, state: arrays or their shapes.
+    """
+    shapes = jax.tree.map(_shape, (weights, weights, state))
+    traced = jax.make_jaxpr(update)(*shapes)
+    inputs_of_results = dependence_of_results(traced.jaxpr)
+    num_weights = len(jax.tree.leaves(weights))
+    own_bits = [1 << number for number in range(num_weights)]
+    num_state = len(inputs_of_results) - num_weights
+    reaching_state = [0] * num_state
+    while True:
+        # Weights carry what their own gradients did to them in the steps before.
+        reaching_inputs = [*own_bits, *own_bits, *reaching_state]
+        reaching_results = [_union(inputs, reaching_inputs) for inputs in inputs_of_results]
+        new_reaching_state = reaching_results[num_weights:]
+        if new_reaching_state == reaching_state:
+            return Influence(reaching_results[:num_weights], reaching_state)
+        reaching_state = [old | new for old, new in zip(reaching_state, new_reaching_state, strict=True)]
+
+
+def refuse_mixing(rule: Rule, weights: Tree, state: Tree, name: str) -> None:
+    """Checks that a rule updates each tensor of a piece by that tensor's gradient.
+
+    A tensor that is alone in its piece is given company of its own shape, under an optax transformation; in a function
+    of the caller's what is alone cannot be told from what looks at all tensors.
+
+    Raises:
+        ValueError: the rule looks at several tensors together.
+    """
+    mixes = influence(rule.update, weights, state).mixes
+    if not mixes and len(jax.tree.leaves(weights)) == 1 and isinstance(rule, OptaxRule):
+        mixes = _mixes_in_company(rule, weights)
+    if mixes:
+        raise ValueError(
+            f"{name}: the rule looks at several tensors together, as clipping by the global norm does, and would see "
+            "those of this piece alone; clip by tensor (optax.clip_by_block_rms, max_update_rms), or say mixes=True "
+            "if the piece is all that it should see"
+        )
+
+
+def _mixes_in_company(rule: OptaxRule, weights: Tree) -> bool:
+    shapes = jax.tree.map(_shape, weights)
+    company = {"piece": shapes, "beside": shapes}
+    try:
+        state = jax.eval_shape(rule.initial_state, company)
+        return influence(rule.update, company, state).mixes
+    except (TypeError, ValueError):
+        # A transformation that is made for one structure (a tree of labels) takes no other.
+        return False
+
+
+def _shape(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+
+def _union(inputs: Inputs, reaching_inputs: list[Inputs]) -> Inputs:
+    """All tensors that reach any of a set of inputs."""
+    union = 0
+    for number, reaching in enumerate(reaching_inputs):
+        if inputs >> number & 1:
+            union |= reaching
+    return union

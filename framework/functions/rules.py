@@ -1,0 +1,102 @@
+"""Rules of update: an optax transformation, or a function `(weights, gradient, state) -> (weights, state)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from framework.functions.encoding import Tree
+from framework.optimizers.clipping import limit_update_rms
+
+# A rule that is a plain function.
+BareRule = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
+class Rule(Protocol):
+    """How the weights of a piece are updated. Weights that are no floats are None in all trees."""
+
+    def initial_state(self, weights: Tree) -> Tree:
+        """The state before the first update."""
+        ...
+
+    def update(self, weights: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """(new weights, new state)."""
+        ...
+
+
+@dataclass(frozen=True)
+class OptaxRule:
+    """The rule of an optax transformation.
+
+    Attributes:
+      optimizer: the transformation.
+      max_update_rms: each tensor's update is scaled down to this root mean square; None for no limit.
+    """
+
+    optimizer: optax.GradientTransformation
+    max_update_rms: float | None
+
+    def initial_state(self, weights: Tree) -> Tree:
+        """See `Rule`."""
+        return self.optimizer.init(weights)
+
+    def update(self, weights: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """See `Rule`."""
+        updates, new_state = self.optimizer.update(gradient, state, weights)
+        if self.max_update_rms is not None:
+            # The limit is one of the updates as they are, so the learning rate that it is relative to is one.
+            updates = limit_update_rms(updates, self.max_update_rms, 1.0)
+        return optax.apply_updates(weights, updates), new_state
+
+
+@dataclass(frozen=True)
+class FunctionRule:
+    """The rule of a plain function, which begins with no state, `()`, where it is given none."""
+
+    function: BareRule
+
+    def initial_state(self, weights: Tree) -> Tree:
+        """See `Rule`."""
+        return ()
+
+    def update(self, weights: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """See `Rule`."""
+        return self.function(weights, gradient, state)
+
+
+def as_rule(optimizer_or_rule: Any, name: str, max_update_rms: float | None) -> Rule:
+    """The rule of an optax transformation or of a function.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it draws noise by a seed that only a whole run has, or a function's updates are to be limited.
+    """
+    if hasattr(optimizer_or_rule, "init") and hasattr(optimizer_or_rule, "update"):
+        # framework.optimizers.partition: the update takes a seed of its own for each layer.
+        if getattr(optimizer_or_rule, "draws", False):
+            raise ValueError(
+                f"{name}: this optimizer draws noise by a seed that plimsoll's learner gives it; expected one without"
+            )
+        return OptaxRule(optimizer_or_rule, max_update_rms)
+    if not callable(optimizer_or_rule):
+        raise TypeError(
+            f"{name}: expected an optax transformation or a function (weights, gradient, state) -> (weights, state), "
+            f"given {optimizer_or_rule!r}"
+        )
+    if max_update_rms is not None:
+        raise ValueError(
+            f"{name}: max_update_rms = {max_update_rms} with a rule that is a function: its updates are not seen; "
+            "limit them in the function, or give an optax transformation"
+        )
+    return FunctionRule(cast(BareRule, optimizer_or_rule))
+
+
+def all_finite(gradient: Tree) -> jax.Array:
+    """Whether a gradient has neither infinities nor NaN, bool scalar."""
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient)]
+    return jnp.stack(finite).all()

@@ -1,0 +1,56 @@
+"""Which weights have been used in a function that is being differentiated, to refuse a second use."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import jax
+
+from framework.functions.trained import Trained
+
+# The classes of the arrays that a differentiated function sees. A jitted one sees others, in which a second use may
+# be right (an evaluation), so those are left alone.
+_DIFFERENTIATED = {"JVPTracer", "LinearizeTracer"}
+
+
+class Uses:
+    """The traced arrays that were used, each by the piece that did; they are forgotten with their trace."""
+
+    def __init__(self) -> None:
+        # By identity: arrays of a trace have no hash.
+        self._piece_of_array: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+    def note(self, trained: Trained, name: str) -> None:
+        """Notes a use.
+
+        Raises:
+            ValueError: the same weights were used before, in the same differentiated function.
+        """
+        for leaf in jax.tree.leaves(trained):
+            if type(leaf).__name__ not in _DIFFERENTIATED:
+                continue
+            reference, first_name = self._piece_of_array.get(id(leaf), (None, ""))
+            if reference is not None and reference() is leaf:
+                raise ValueError(used_twice(trained.name, {first_name, name}))
+            self._piece_of_array[id(leaf)] = (weakref.ref(leaf, self._forget(id(leaf))), name)
+
+    def _forget(self, key: int) -> Any:
+        def forget(reference: Any) -> None:
+            # The number may be another array's by now.
+            if self._piece_of_array.get(key, (None, ""))[0] is reference:
+                del self._piece_of_array[key]
+
+        return forget
+
+
+def used_twice(name: str, pieces: set[str]) -> str:
+    """The message for weights that are used more than once."""
+    by = "" if pieces == {name} else f", by {', '.join(sorted(pieces))}"
+    return (
+        f"the piece {name!r} is used twice{by}: each use would update the weights by its own part of the gradient, and "
+        "JAX would add the results; take the weights once with eager_weights, and use them as often as you like"
+    )
+
+
+USES = Uses()

@@ -1,0 +1,93 @@
+"""`value_and_update`: `jax.value_and_grad` of trees with trained pieces, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from framework.functions.encoding import Tree
+from framework.functions.origins import Origin, origins_of
+from framework.functions.trained import Trained
+from framework.functions.uses import used_twice
+
+
+def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Tree]]:
+    """Makes a function of the loss's arguments that returns its value and its first argument after the update.
+
+        value, params = pl.value_and_update(loss)(params, batch)
+
+    In the returned tree a `Trained` is the one after the update; any other leaf is the gradient, as from
+    `jax.value_and_grad`. The traced backward pass is read before it runs, so a piece that would be updated wrongly is
+    refused by its name: where its weights are used twice, are read beside its call, or do not reach the loss.
+
+    Args:
+        loss: `loss(params, *args, **kwargs) -> scalar`, or (scalar, auxiliary outputs) with `has_aux`.
+        has_aux: as of `jax.value_and_grad`.
+
+    Raises:
+        ValueError: by the function that is returned, see above.
+    """
+    value_and_grad = jax.value_and_grad(loss, has_aux=has_aux)
+
+    def checked(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        def of_params(params: Tree) -> tuple[Any, Tree]:
+            return value_and_grad(params, *args, **kwargs)
+
+        program, shapes = jax.make_jaxpr(of_params, return_shape=True)(params)
+        num_params = len(jax.tree.leaves(params))
+        # The value and auxiliary outputs come first.
+        origins = origins_of(program.jaxpr)[-num_params:]
+        _check(jax.tree.unflatten(jax.tree.structure(params), origins))
+        results = jaxpr_as_fun(program)(*jax.tree.leaves(params))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return checked
+
+
+def _check(origins: Tree) -> None:
+    """Raises ValueError unless each `Trained` is the result of one update; the tree has origins for leaves."""
+    nodes = jax.tree.leaves(origins, is_leaf=lambda node: isinstance(node, Trained))
+    for node in nodes:
+        if isinstance(node, Trained):
+            leaf_origins = jax.tree.leaves(node)
+            _check_use(node.name, leaf_origins)
+            for origin in leaf_origins:
+                _check_leaf(node.name, origin)
+
+
+def _check_use(name: str, origins: list[Origin]) -> None:
+    """Raises ValueError where no leaf of a piece comes from an update."""
+    if all(origin.is_zero for origin in origins):
+        raise ValueError(
+            f"the piece {name!r} is not used: the loss does not depend on it, and zeros would be returned for its "
+            "weights; take it out of the parameters that are trained"
+        )
+    if not any(origin.pieces for origin in origins):
+        raise ValueError(
+            f"the piece {name!r} is not used by an eager call: its gradient comes from {_listed(origins)}; call the "
+            "piece, or take the weights by eager_weights"
+        )
+
+
+def _check_leaf(name: str, origin: Origin) -> None:
+    """Raises ValueError where a leaf is not what one update made."""
+    if origin.is_in_some_branches:
+        raise ValueError(
+            f"the piece {name!r} is used in some branches of a condition: where another one is taken, zeros would be "
+            "returned for its weights; put the condition inside the piece"
+        )
+    if len(origin.pieces) > 1:
+        raise ValueError(used_twice(name, set(origin.pieces)))
+    if origin.others or not origin.pieces:
+        raise ValueError(
+            f"the piece {name!r} is used beside its eager call: to the new weights JAX would add a gradient that comes "
+            f"from {_listed([origin])}; take the weights once with eager_weights, and use them as often as you like"
+        )
+
+
+def _listed(origins: list[Origin]) -> str:
+    """The operations that a gradient comes from."""
+    return ", ".join(sorted({operation for origin in origins for operation in origin.others}))

@@ -1,0 +1,156 @@
+"""Layers of `eager_scan` end where `jax.grad` of a scan and optax end, in float64, each with a state of its own."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import framework as pl
+from tests.support.eager import DIM, OPTIMIZERS, X, assert_equal, dense, eager_steps, random
+
+LAYERS = 3
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def stacked_weights() -> dict[str, jax.Array]:
+    return {"kernel": random(0, LAYERS, DIM, DIM), "bias": random(1, LAYERS, DIM)}
+
+
+def dropout_layer(weights: Any, carry: Any, x: Any, scale: jax.Array) -> tuple[Any, Any]:
+    """A layer with a key, a number of its own, a shared scale, an integer in its carry and outputs beside it."""
+    hidden, count = carry
+    key, offset = x
+    kept = jax.random.bernoulli(key, 0.7, hidden.shape)
+    y = dense(weights, jnp.where(kept, hidden, 0)) * scale + offset
+    return (y, count + kept.sum(dtype="int32")), {"mean": y.mean(), "kept": kept.sum()}
+
+
+def inputs() -> tuple[Any, Any, jax.Array]:
+    """(carry, xs, shared scale)."""
+    xs = (jax.random.split(jax.random.key(5), LAYERS), random(6, LAYERS))
+    return (jnp.asarray(X), jnp.int32(0)), xs, jnp.asarray(1.3)
+
+
+def scanned(layer: Callable[..., Any], weights: Any, carry: Any, xs: Any, scale: jax.Array) -> tuple[Any, Any]:
+    def turn(carry: Any, item: Any) -> tuple[Any, Any]:
+        layer_weights, x = item
+        return layer(layer_weights, carry, x, scale)
+
+    return jax.lax.scan(turn, carry, (weights, xs))
+
+
+def loss_of(outputs: tuple[Any, Any]) -> jax.Array:
+    (hidden, _), ys = outputs
+    return jnp.sum(jnp.sin(hidden)) + ys["mean"].sum()
+
+
+def steps_by_layer(loss: Callable[..., jax.Array], optimizer: Any, weights: Any) -> tuple[Any, Any]:
+    """Three steps of `jax.grad`, and of optax for each layer by itself."""
+
+    # Jitted as the loop is: optax has powers of the count in float32, which XLA rounds in its own way.
+    @jax.jit
+    def updated(layer: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
+        updates, new_state = optimizer.update(gradient, state, layer)
+        return optax.apply_updates(layer, updates), new_state
+
+    layers = unstacked(weights)
+    states = [optimizer.init(layer) for layer in layers]
+    for _ in range(3):
+        gradients = unstacked(jax.jit(jax.grad(loss))(stacked(layers)))
+        pairs = [updated(*arguments) for arguments in zip(layers, gradients, states, strict=True)]
+        layers, states = map(list, zip(*pairs, strict=True))
+    return stacked(layers), stacked(states)
+
+
+def unstacked(tree: Any) -> list[Any]:
+    leaves, structure = jax.tree.flatten(tree)
+    return [jax.tree.unflatten(structure, [leaf[index] for leaf in leaves]) for index in range(LAYERS)]
+
+
+def stacked(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_stack_ends_where_optax_ends(name: str, is_checkpointed: bool) -> None:
+    optimizer = OPTIMIZERS[name]()
+    layer = jax.checkpoint(dropout_layer) if is_checkpointed else dropout_layer
+    stack = pl.eager_scan(layer, optimizer, name="stack")
+    weights = stacked_weights()
+    trained = {"stack": stack.init(weights)}
+    new_weights, new_state = eager_steps(lambda trained: loss_of(stack(trained["stack"], *inputs())), trained)
+    expected = steps_by_layer(lambda weights: loss_of(scanned(dropout_layer, weights, *inputs())), optimizer, weights)
+    assert_equal((new_weights["stack"], new_state["stack"]), expected)
+
+
+def test_outputs_and_gradients_of_the_inputs_are_those_of_a_scan() -> None:
+    stack = pl.eager_scan(dropout_layer, optax.sgd(0.1), name="stack")
+    weights = stacked_weights()
+    trained = stack.init(weights)
+    (hidden, count), (keys, offsets), scale = inputs()
+    assert_equal(
+        stack(trained, (hidden, count), (keys, offsets), scale),
+        scanned(dropout_layer, weights, (hidden, count), (keys, offsets), scale),
+    )
+
+    def of_stack(hidden: jax.Array, offsets: jax.Array, scale: jax.Array) -> jax.Array:
+        return loss_of(stack(trained, (hidden, count), (keys, offsets), scale))
+
+    def of_scan(hidden: jax.Array, offsets: jax.Array, scale: jax.Array) -> jax.Array:
+        return loss_of(scanned(dropout_layer, weights, (hidden, count), (keys, offsets), scale))
+
+    arguments = (hidden, offsets, scale)
+    assert_equal(jax.grad(of_stack, (0, 1, 2))(*arguments), jax.grad(of_scan, (0, 1, 2))(*arguments))
+
+
+def test_a_layer_whose_gradient_is_not_finite_stays_alone() -> None:
+    def layer(weights: Any, carry: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return carry, jnp.sum(weights * factor)
+
+    stack = pl.eager_scan(layer, optax.adam(0.1), name="stack")
+    trained = stack.init(jnp.ones((LAYERS, DIM)))
+    factors = jnp.array([1.0, jnp.inf, 1.0])
+    new = jax.grad(lambda trained: stack(trained, jnp.zeros(()), factors)[1].sum())(trained)
+    np.testing.assert_array_equal(new.state[0].count, [1, 0, 1])
+    np.testing.assert_allclose(new.weights[:, 0], [0.9, 1.0, 0.9], rtol=1e-6)
+
+
+def test_a_scan_of_an_eager_piece_gives_the_same() -> None:
+    """The memory differs, not the result."""
+    optimizer = optax.adamw(0.01)
+    stack = pl.eager_scan(dropout_layer, optimizer, name="stack")
+    piece = pl.eager(dropout_layer, optimizer, name="stack")
+    trained = stack.init(stacked_weights())
+    of_stack = jax.grad(lambda trained: loss_of(stack(trained, *inputs())))(trained)
+    _, of_scan = pl.value_and_update(lambda trained: loss_of(scanned(piece, trained, *inputs())))(trained)
+    assert_equal(of_scan, of_stack)
+
+
+def test_the_forward_pass_keeps_no_copy_of_weights_or_of_what_all_layers_get() -> None:
+    stack = pl.eager_scan(jax.checkpoint(dropout_layer), optax.sgd(0.1), name="stack")
+    trained = stack.init(stacked_weights())
+    carry, xs, scale = inputs()
+    program = jax.make_jaxpr(jax.grad(lambda trained: loss_of(stack(trained, carry, xs, scale))))(trained)
+    forward = next(eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan")
+    shapes = [var.aval.shape for var in forward.outvars[forward.params["num_carry"] :]]
+    # Of each layer: two outputs, and the layer's input.
+    assert sorted(shapes) == [(LAYERS,), (LAYERS,), (LAYERS, *X.shape)]
+
+
+def test_stacks_must_agree_on_their_length() -> None:
+    stack = pl.eager_scan(dropout_layer, optax.sgd(0.1), name="stack")
+    with pytest.raises(ValueError, match="stack: expected arrays with a first axis of layers"):
+        stack.init({"kernel": random(0, 3, DIM, DIM), "bias": random(0, 2, DIM)})
+    carry, xs, scale = inputs()
+    with pytest.raises(ValueError, match="stack: expected arrays with a first axis of layers"):
+        stack(stack.init(stacked_weights()), carry, jax.tree.map(lambda x: x[:2], xs), scale)
