@@ -132,9 +132,9 @@ MIXING = {
 def test_a_rule_that_looks_at_all_parameters(name: str, weights: Any) -> None:
     with pytest.raises(ValueError, match="dense: the rule looks at several tensors together"):
         pl.eager(dense, MIXING[name], name="dense").init(weights)
+    # The rule is looked at before the layer, which returns no pair, is called.
+    layer: Any = dense
     with pytest.raises(ValueError, match="dense: the rule looks at several tensors together"):
-        # The rule is looked at before the layer, which returns no pair, is called.
-        layer: Any = dense
         pl.eager_scan(layer, MIXING[name], name="dense").init(jax.tree.map(lambda leaf: leaf[None], weights))
     pl.eager(dense, MIXING[name], name="dense", mixes=True).init(weights)
 
