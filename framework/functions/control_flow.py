@@ -34,6 +34,16 @@ def _call(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     return runner.run(closed.jaxpr, closed.consts, operands)
 
 
+def _jit(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
+    """`jax.jit`, with the shardings that its results were given."""
+    results = _call(runner, equation, operands)
+    placed = []
+    for result, sharding in zip(results, equation.params["out_shardings"], strict=True):
+        is_given = isinstance(sharding, jax.sharding.Sharding) and not isinstance(result, Factored)
+        placed.append(lax.with_sharding_constraint(result, sharding) if is_given else result)
+    return placed
+
+
 def _checkpoint(runner: Runner, equation: JaxprEqn, operands: Values) -> Values:
     """`jax.checkpoint`, with the same policy."""
 
@@ -168,8 +178,8 @@ RULES: dict[str, _Rule] = {
     "core_call": _call,
     "custom_jvp_call": _call,
     "custom_vjp_call": _call,
-    "jit": _call,
-    "pjit": _call,
+    "jit": _jit,
+    "pjit": _jit,
     "remat2": _checkpoint,
     "checkpoint": _checkpoint,
     "scan": _scan,

@@ -150,6 +150,56 @@ def test_it_is_exact(name: str):
     assert_equals_merged(loss, params(), adapters, x(), tolerance=tolerance)
 
 
+# In these the function itself makes an array of that size: a cast, a product with a number, the layout in which XLA
+# multiplies a whole stack, and what JAX keeps of a loop that indexes a stack (a scan over it keeps nothing).
+COSTLY = {"cast", "times a number", "einsum over a stack", "vmap over a stack", "for"}
+
+
+@pytest.mark.once("right", "heads", "lookup", "scan", "cond", "checkpoint", "custom_vjp", "for")
+@pytest.mark.parametrize("name", PATHS)
+def test_it_makes_nothing_of_the_size_of_the_matrix(name: str):
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(PATHS[name](p, x)))
+
+    # No other array has 60, 36, 180 or 108 elements.
+    adapters = pl.lora_init(jax.random.key(0), params(), ".", rank=2)
+    step = jax.jit(jax.value_and_grad(pl.with_lora(loss), argnums=1))
+    if name in COSTLY:
+        with pytest.raises(pl.FrozenBufferError):
+            pl.check_frozen(step, params(), adapters, x(), frozen="^p/")
+    else:
+        pl.check_frozen(step, params(), adapters, x(), frozen="^p/")
+
+
+QUANTIZED_PATHS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
+    "right": lambda p, x: x @ p["matrix"],
+    "left": lambda p, x: p["matrix"].T @ x.T,
+    "cast and heads": lambda p, x: jnp.einsum("bi,ihd->bhd", x, p["matrix"].astype("float64").reshape(64, 2, 5)),
+    "halves": lambda p, x: sum(x @ part for part in jnp.split(p["matrix"], 2, axis=1)),
+    "a layer by number": lambda p, x: x @ p["stack"][1],
+    "a layer by computed number": lambda p, x: x @ lax.dynamic_index_in_dim(p["stack"], jnp.argmax(x[0]) % 3, 0, False),
+    "scan": lambda p, x: lax.scan(lambda c, layer: (c + x @ layer, None), jnp.zeros((4, 10)), p["stack"])[0],
+    "vmap": lambda p, x: jax.vmap(lambda layer: x @ layer)(p["stack"]),
+    "cond": lambda p, x: lax.cond(x[0, 0] > 0, lambda y: y @ p["matrix"], lambda y: 2 * y[:, :10], x),
+    "checkpoint": lambda p, x: jax.checkpoint(lambda matrix, y: jnp.sin(y @ matrix))(p["matrix"], x),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED_PATHS)
+def test_it_is_exact_in_4_bits(name: str):
+    function = QUANTIZED_PATHS[name]
+    path = "stack" if "layer" in name or name in ("scan", "vmap") else "matrix"
+    shape = (LAYERS, 64, 10) if path == "stack" else (64, 10)
+    arrays = {path: jax.random.normal(jax.random.key(0), shape, "float64")}
+    stored = pl.lora_quantize(arrays, path)
+    rows = jax.random.normal(jax.random.key(1), (4, 64), "float64") / 8
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(function(p, x)))
+
+    assert_equals_merged(loss, stored, random_adapters(stored, path), rows)
+
+
 def test_all_transformations_around_it():
     p = params()
     adapters = random_adapters(p, "matrix")
@@ -239,6 +289,12 @@ def test_another_use_is_refused_by_name_or_materialized_if_that_is_asked_for(nam
 
     tolerance = 0.2 if name == "fewer bits" else TOLERANCE
     assert_equals_merged(loss, params(), adapters, x(), tolerance=tolerance, materialize=".")
+
+
+def test_inputs_of_a_matrix_in_4_bits_are_not_cut():
+    stored = pl.lora_quantize({"w": jnp.ones((128, 4))}, "w")
+    with pytest.raises(pl.AdapterError, match="w: the matrix reaches `slice`"):
+        pl.with_lora(lambda p, x: x @ p["w"][:64])(stored, {}, jnp.ones((2, 64)))
 
 
 def test_rows_of_a_matrix_in_4_bits_are_refused():
