@@ -117,8 +117,9 @@ def eager(
 
     `jax.grad` sees nothing of a piece that the loss does not depend on: its result is then zeros, not the old weights.
     Nor does it see two uses of the same weights in a loop, under `jax.jit` or `jax.checkpoint`; those that it is called
-    on directly are refused. `value_and_update` finds all of this before anything runs. No gradient may be scaled: a
-    factor of the loss (loss scaling, the mean over devices or microbatches) goes into the loss itself.
+    on directly are refused. `value_and_update` finds all of this before anything runs. What is done to a gradient after
+    `jax.grad` (unscaling, a mean over microbatches or over the devices of a shard_map) comes too late: do it in the
+    loss or in the rule.
 
     Args:
         piece: `piece(weights, *inputs) -> outputs`, pytrees. Of its weights, arrays of floats are trained.

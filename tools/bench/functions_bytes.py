@@ -3,9 +3,9 @@
     python -m tools.bench.functions_bytes [sgd adalomo adamw] [--tokens 2048]
 
 The target's compiler compiles the step, at batch 1, in bfloat16; nothing is run. SGD and AdaLomo are compiled for a
-v5e, AdamW, whose moments are bfloat16 as well, for a v5p. The last line of each report has the peak, and its ratio to
-weights and state, one layer's gradient, and the inputs of all layers, without and with what one layer's pull-back
-holds.
+v5e, AdamW, whose moments are bfloat16 as well, for a v5p. The last line of each report has the peak and its ratio to
+weights and state, to these with one layer's gradient and the inputs of all layers, and to these with what one layer's
+pull-back holds.
 """
 
 from __future__ import annotations
