@@ -26,7 +26,7 @@ ROOMS = {
     "schedules": "config devices layers layout learner models optimizers",
     "program": "config data devices layers layout learner models optimizers processes schedules terminal",
     "inference": "data layers layout metrics program terminal",
-    "plan": "checkpoint config data devices layers layout metrics models optimizers program schedules terminal",
+    "plan": "checkpoint config data devices layers layout learner metrics models optimizers program schedules terminal",
     "functions": "checkpoint layers layout optimizers plan processes",
     "weights": "config files layers layout models program schedules terminal",
     "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "
