@@ -29,6 +29,7 @@ def float64() -> Iterator[None]:
         yield
 
 
+@pytest.mark.once("none-adafactor", "inside-muon", "outside-adamw", "none-momentum", "inside-lion", "outside-adalomo")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("checkpoint", ["none", "inside", "outside"])
 def test_two_layers_end_where_optax_ends(name: str, checkpoint: str) -> None:

@@ -80,6 +80,7 @@ def stacked(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
+@pytest.mark.once("False-adafactor", "True-muon", "True-adamw")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_a_stack_ends_where_optax_ends(name: str, is_checkpointed: bool) -> None:
