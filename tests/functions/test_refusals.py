@@ -5,16 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import framework as pl
 from tests.support.eager import X, dense
 
-WEIGHTS = {"kernel": jnp.eye(6), "bias": jnp.zeros(6)}
+# No arrays of JAX: they would stay on the device while other tests count what lives there.
+WEIGHTS = {"kernel": np.eye(6, dtype=np.float32), "bias": np.zeros(6, np.float32)}
 LAYER = pl.eager(dense, optax.sgd(0.1), name="dense")
 OTHER = pl.eager(dense, optax.sgd(0.1), name="other")
-INPUT = jnp.asarray(X, jnp.float32)
+INPUT = np.asarray(X, np.float32)
 STACK = pl.eager_scan(lambda weights, x, _: (dense(weights, x), None), optax.sgd(0.1), name="stack")
 
 
@@ -128,7 +130,7 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-@pytest.mark.parametrize("weights", [WEIGHTS, {"kernel": jnp.eye(6)}], ids=["two tensors", "one tensor"])
+@pytest.mark.parametrize("weights", [WEIGHTS, {"kernel": np.eye(6, dtype=np.float32)}], ids=["two tensors", "one tensor"])
 def test_a_rule_that_looks_at_all_parameters(name: str, weights: Any) -> None:
     with pytest.raises(ValueError, match="dense: the rule looks at several tensors together"):
         pl.eager(dense, MIXING[name], name="dense").init(weights)
