@@ -73,10 +73,10 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
     """Compiles a step, and raises an error if it allocates a buffer of the size of a frozen leaf beside the leaf.
 
     Such a buffer is a gradient, a cast, a transposed copy or a result. Nothing is run. Sizes are numbers of elements,
-    whatever the dtype. Vectors have the size of many other things, so only leaves with two axes longer
-    than 1 are looked at. Of a stack [layers, in, out], one layer at a time may be copied, or
-    dequantized if it is a `QuantizedMatrix`; of those, only stacks are looked at. A frozen leaf that a TPU
-    reads ahead into the fast memory on its chip is no buffer.
+    whatever the dtype. Vectors have the size of many other things, so only leaves with two axes longer than 1 are
+    looked at. Of a stack [layers, in, out], one layer at a time may be copied, or dequantized if it is a
+    `QuantizedMatrix`; of those, only stacks are looked at. A frozen leaf that a TPU reads ahead into the fast memory on
+    its chip is no buffer.
 
     Args:
         step: a jitted function (also of `equinox.filter_jit`), or any function, which is then jitted.
@@ -245,4 +245,7 @@ def _operation(module: Module, instruction: Instruction) -> str:
 
 def _source(module: Module, instruction: Instruction) -> str:
     line = module.source(instruction)
-    return f"{Path(line.file).name}:{line.line}" if line is not None else ""
+    # This file has compiled the step, and computes nothing.
+    if line is None or line.file == __file__:
+        return ""
+    return f"{Path(line.file).name}:{line.line}"

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import framework as pl
 from tests.support.adapters import TOLERANCE, assert_close, assert_equals_merged, random_adapters
@@ -137,16 +139,21 @@ PATHS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
 }
 
 
+def used_matrices(loss: Callable[..., jax.Array]) -> str:
+    """A regex of the matrices on which a function of `params()` depends."""
+    gradient = jax.jit(jax.grad(loss))(params(), x())
+    return f"^({'|'.join(path for path in params() if jnp.any(gradient[path]))})$"
+
+
 @pytest.mark.parametrize("name", PATHS)
 def test_it_is_exact(name: str):
     def loss(p: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(PATHS[name](p, x)))
 
-    gradient = jax.jit(jax.grad(loss))(params(), x())
-    used = [path for path in params() if jnp.any(gradient[path])]
+    used = used_matrices(loss)
     # In float32 the products themselves are rounded.
     tolerance = 1e-5 if name == "cast" else TOLERANCE
-    adapters = random_adapters(params(), f"^({'|'.join(used)})$")
+    adapters = random_adapters(params(), used)
     assert_equals_merged(loss, params(), adapters, x(), tolerance=tolerance)
 
 
@@ -161,14 +168,14 @@ def test_it_makes_nothing_of_the_size_of_the_matrix(name: str):
     def loss(p: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(PATHS[name](p, x)))
 
-    # No other array has 60, 36, 180 or 108 elements.
-    adapters = pl.lora_init(jax.random.key(0), params(), ".", rank=2)
+    used = used_matrices(loss)
+    adapters = pl.lora_init(jax.random.key(0), params(), used, rank=2)
     step = jax.jit(jax.value_and_grad(pl.with_lora(loss), argnums=1))
     if name in COSTLY:
         with pytest.raises(pl.FrozenBufferError):
-            pl.check_frozen(step, params(), adapters, x(), frozen="^p/")
+            pl.check_frozen(step, params(), adapters, x(), frozen=used.replace("^", "^p/"))
     else:
-        pl.check_frozen(step, params(), adapters, x(), frozen="^p/")
+        pl.check_frozen(step, params(), adapters, x(), frozen=used.replace("^", "^p/"))
 
 
 QUANTIZED_PATHS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
@@ -180,7 +187,7 @@ QUANTIZED_PATHS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
     "a layer by computed number": lambda p, x: x @ lax.dynamic_index_in_dim(p["stack"], jnp.argmax(x[0]) % 3, 0, False),
     "scan": lambda p, x: lax.scan(lambda c, layer: (c + x @ layer, None), jnp.zeros((4, 10)), p["stack"])[0],
     "vmap": lambda p, x: jax.vmap(lambda layer: x @ layer)(p["stack"]),
-    "cond": lambda p, x: lax.cond(x[0, 0] > 0, lambda y: y @ p["matrix"], lambda y: 2 * y[:, :10], x),
+    "cond": lambda p, x: lax.cond(x[0, 0] < 9, lambda y: y @ p["matrix"], lambda y: 2 * y[:, :10], x),
     "checkpoint": lambda p, x: jax.checkpoint(lambda matrix, y: jnp.sin(y @ matrix))(p["matrix"], x),
 }
 
@@ -227,6 +234,14 @@ def test_all_transformations_around_it():
         jax.tree.leaves(second), jax.tree.leaves(curvature(lambda one: jnp.sum(merged(one, x())))), strict=True
     ):
         assert_close(given, wanted)
+
+
+def test_results_of_an_inner_jit_are_where_it_says():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    by_rows = NamedSharding(mesh, P("data"))
+    inner = jax.jit(lambda matrix, x: x @ matrix, out_shardings=by_rows)
+    step = jax.jit(pl.with_lora(lambda p, x: inner(p["matrix"], x)))
+    assert step(params(), random_adapters(params(), "matrix"), x()).sharding.is_equivalent_to(by_rows, 2)
 
 
 def weight_gradient(function: Callable[..., jax.Array]) -> jax.Array:
