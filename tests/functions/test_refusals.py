@@ -130,7 +130,9 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-@pytest.mark.parametrize("weights", [WEIGHTS, {"kernel": np.eye(6, dtype=np.float32)}], ids=["two tensors", "one tensor"])
+@pytest.mark.parametrize(
+    "weights", [WEIGHTS, {"kernel": np.eye(6, dtype=np.float32)}], ids=["two tensors", "one tensor"]
+)
 def test_a_rule_that_looks_at_all_parameters(name: str, weights: Any) -> None:
     with pytest.raises(ValueError, match="dense: the rule looks at several tensors together"):
         pl.eager(dense, MIXING[name], name="dense").init(weights)
