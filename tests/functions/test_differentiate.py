@@ -22,7 +22,7 @@ def loss(tree: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(activation(x @ tree["layer"]["weight"]) + tree["others"][0] ** 2)
 
 
-X = np.asarray([0.1, -0.2], np.float32)
+X: Any = np.asarray([0.1, -0.2], np.float32)
 
 
 def test_the_gradient_has_the_trained_leaves_alone_and_those_of_jax():

@@ -13,10 +13,10 @@ import framework as pl
 from tests.support.eager import X, dense
 
 # No arrays of JAX: they would stay on the device while other tests count what lives there.
-WEIGHTS = {"kernel": np.eye(6, dtype=np.float32), "bias": np.zeros(6, np.float32)}
+WEIGHTS: Any = {"kernel": np.eye(6, dtype=np.float32), "bias": np.zeros(6, np.float32)}
 LAYER = pl.eager(dense, optax.sgd(0.1), name="dense")
 OTHER = pl.eager(dense, optax.sgd(0.1), name="other")
-INPUT = np.asarray(X, np.float32)
+INPUT: Any = np.asarray(X, np.float32)
 STACK = pl.eager_scan(lambda weights, x, _: (dense(weights, x), None), optax.sgd(0.1), name="stack")
 
 
