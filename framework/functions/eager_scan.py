@@ -25,7 +25,7 @@ from framework.functions.uses import USES
 Layer = Callable[..., tuple[Tree, Tree]]
 
 
-class _Kept(NamedTuple):
+class _ForwardResults(NamedTuple):
     """What the forward loop leaves to the backward one.
 
     Attributes:
@@ -114,7 +114,7 @@ class EagerStack:
 
     def _forward_with_residuals(
         self, trained: Trained, carry: Tree, xs: Tree, shared: Tree
-    ) -> tuple[tuple[Tree, Tree], _Kept]:
+    ) -> tuple[tuple[Tree, Tree], _ForwardResults]:
         def turn(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, tuple[Tree, Residuals]]:
             index, x = item
             layer = _layer_at(trained, index)
@@ -127,15 +127,17 @@ class EagerStack:
             return carry, (y, Residuals.of(pull_back, (floats, x, shared)))
 
         carry, (ys, residuals) = jax.lax.scan(turn, carry, (_indices(trained), xs))
-        return (carry, ys), _Kept(trained, xs, shared, residuals)
+        return (carry, ys), _ForwardResults(trained, xs, shared, residuals)
 
-    def _backward(self, kept: _Kept, cotangents: tuple[Tree, Tree]) -> tuple[Trained, Tree, Tree, Tree]:
+    def _backward(
+        self, forward_results: _ForwardResults, cotangents: tuple[Tree, Tree]
+    ) -> tuple[Trained, Tree, Tree, Tree]:
         carry_cotangent, ys_cotangents = cotangents
 
         def turn(carry: _BackwardCarry, item: Any) -> tuple[_BackwardCarry, Cotangents]:
             index, x, residuals, y_cotangents = item
             layer = _layer_at(carry.trained, index)
-            pull_back = residuals.pull_back((layer.floats, x, kept.shared))
+            pull_back = residuals.pull_back((layer.floats, x, forward_results.shared))
             gradient, cotangent, x_cotangents, shared_cotangents = pull_back(
                 (carry.cotangent.restored(), y_cotangents.of_turn())
             )
@@ -147,10 +149,15 @@ class EagerStack:
             new_carry = _BackwardCarry(stack, Cotangents.of(cotangent), summed)
             return new_carry, Cotangents.of(x_cotangents)
 
-        first = _BackwardCarry(kept.trained, Cotangents.of(carry_cotangent), _zeros(kept.shared))
-        items = (_indices(kept.trained), kept.xs, kept.residuals, Cotangents.of(ys_cotangents))
+        first = _BackwardCarry(forward_results.trained, Cotangents.of(carry_cotangent), _zeros(forward_results.shared))
+        items = (
+            _indices(forward_results.trained),
+            forward_results.xs,
+            forward_results.residuals,
+            Cotangents.of(ys_cotangents),
+        )
         last, xs_cotangents = jax.lax.scan(turn, first, items, reverse=True)
-        length = _num_layers(self.name, kept.trained)
+        length = _num_layers(self.name, forward_results.trained)
         return (
             marked(last.trained, self.name),
             last.cotangent.restored(),

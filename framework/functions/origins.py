@@ -54,14 +54,14 @@ class _Operand:
 
 def origins_of(jaxpr: Jaxpr) -> list[Origin]:
     """The origin of each result of a program."""
-    return [_as_origin(found) for found in _found(jaxpr)]
+    return [_as_origin(source) for source in _results_of(jaxpr)]
 
 
-def _as_origin(found: Origin | _Operand) -> Origin:
-    return found if isinstance(found, Origin) else Origin(others=("an argument",))
+def _as_origin(source: Origin | _Operand) -> Origin:
+    return source if isinstance(source, Origin) else Origin(others=("an argument",))
 
 
-def _found(jaxpr: Jaxpr) -> list[Origin | _Operand]:
+def _results_of(jaxpr: Jaxpr) -> list[Origin | _Operand]:
     """For each result its origin, or the operand that it is."""
     search = _Search(jaxpr)
     return [search.origin(var) for var in jaxpr.outvars]
@@ -96,20 +96,20 @@ class _Search:
         if name in _ZEROS and isinstance(equation.invars[0], Literal):
             return _ZERO
         if name in _CALLS:
-            return self._of_operand(_found(_program(equation.params["jaxpr"]))[position], equation.invars)
+            return self._of_operand(_results_of(_program(equation.params["jaxpr"]))[position], equation.invars)
         if name == "scan":
             return self._of_loop(equation, position)
         if name == "cond":
             return self._of_branches(equation, position)
         return Origin(others=(name,))
 
-    def _of_operand(self, found: Origin | _Operand, operands: Any) -> Origin | _Operand:
+    def _of_operand(self, source: Origin | _Operand, operands: Any) -> Origin | _Operand:
         """What a called program says of a result, in terms of its caller."""
-        return self.origin(operands[found.number]) if isinstance(found, _Operand) else found
+        return self.origin(operands[source.number]) if isinstance(source, _Operand) else source
 
     def _of_loop(self, equation: Any, position: int) -> Origin:
         """The origin of a loop's result."""
-        origin = _as_origin(_found(_program(equation.params["jaxpr"]))[position])
+        origin = _as_origin(_results_of(_program(equation.params["jaxpr"]))[position])
         # What is stacked has one turn's in each place; what is carried is a sum over all turns.
         is_stacked = position >= equation.params["num_carry"]
         if is_stacked or not origin.pieces:
@@ -120,9 +120,9 @@ class _Search:
         """The origin that all branches have, or what one of them has."""
         origins = []
         for branch in equation.params["branches"]:
-            found = _found(_program(branch))[position]
+            source = _results_of(_program(branch))[position]
             # The first operand is the number of the branch.
-            origins.append(_as_origin(self._of_operand(found, equation.invars[1:])))
+            origins.append(_as_origin(self._of_operand(source, equation.invars[1:])))
         if len(set(origins)) == 1:
             return origins[0]
         pieces = {piece for origin in origins for piece in origin.pieces}
