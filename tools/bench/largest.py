@@ -1,8 +1,9 @@
 """The largest Llama 3 that one device carries with its host, by the compiler, with three optimizers.
 
-    python -m tools.bench.largest [MACHINE ...] [--estimate] [--jsonl=FILE] [--page=FILE]
+    python -m tools.bench.largest [MACHINE ...] [--missing] [--estimate] [--jsonl=FILE] [--page=FILE]
 
-Without names, all machines whose compiler is installed; a machine that is asked for again replaces its rows. AdamW
+Without names, all machines whose compiler is installed; a machine that is asked for again replaces its rows, unless only
+those that are missing are asked for. AdamW
 trains as the config says: bfloat16 weights with a float32 master copy, float32 moments. The other two keep the weights
 in bfloat16 alone, rounded at random. One row of 8192 tokens.
 """
@@ -146,6 +147,7 @@ def main() -> None:
     """Looks for the largest sizes, and writes rows and page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("machines", nargs="*", metavar="MACHINE", help=", ".join(MACHINES))
+    parser.add_argument("--missing", action="store_true", help="leave the rows that are there as they are")
     parser.add_argument("--estimate", action="store_true", help="do not compile")
     parser.add_argument("--jsonl", type=Path, default=Path("docs/benchmarks/largest.jsonl"))
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks/largest.md"))
@@ -161,6 +163,8 @@ def main() -> None:
         rows = {(row["machine"], row["optimizer"]): row for row in stored_rows}
     for name in names:
         for optimizer in OPTIMIZERS:
+            if args.missing and (name, optimizer) in rows:
+                continue
             print(f"{name}, {optimizer}", flush=True)
             rows[name, optimizer] = row_of(name, optimizer, estimate=args.estimate).to_json()
             # Each row at once: a later one may take minutes, or fail.
