@@ -41,7 +41,10 @@ class Execution(ABC):
       parts: in which the running state has its stacks.
       jit: jax.jit with the compiler's options.
       first_values: what the state holds at step 0.
+      takes_slices: whether the programs take slices of leaves in host memory.
     """
+
+    takes_slices: bool
 
     def __init__(
         self,
@@ -57,7 +60,8 @@ class Execution(ABC):
         self.parts = Parts((), {})
         if layout is None:
             self.parts = self.parts_of(experiment)
-            layout = StateLayout(self.parts.specs(checkpoint_layout.specs), self.mesh)
+            specs = self.parts.specs(checkpoint_layout.specs)
+            layout = StateLayout(specs, self.mesh, takes_slices=self.takes_slices)
         self.layout = layout
         self.rows = rows
         self.ahead = ahead
@@ -197,7 +201,8 @@ class Execution(ABC):
 
     def restored(self, stored: State) -> State:
         """The state that a checkpoint's arrays make. `stored` is gone afterwards."""
-        state = self.parts.cut(stored, self.layout)
+        cut_state = self.parts.cut(stored, self.layout)
+        state = self.layout.with_tiles(cut_state, self.layout.kept)
         return {**state, **self.scratch_jit()}
 
     @property

@@ -40,6 +40,8 @@ class Layerwise(Execution):
         ValueError: learner, memory or model want what a step in layers cannot give.
     """
 
+    takes_slices = False
+
     def __init__(
         self,
         experiment: Experiment,
