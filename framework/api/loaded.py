@@ -1,7 +1,7 @@
 """The weights of a run or of a published model, ready on the devices, for whoever trains nothing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,8 @@ def _restored(checkpointer: Any, program: Any, step: int | None, averaged: bool)
     specs = {group: program.layout.specs[group] for group in groups}
     abstract = program.layout.abstract(specs)
     if step is None:
-        restored = checkpointer.restore_latest(abstract, groups=groups)
-    else:
-        restored = checkpointer.restore(step, abstract, groups=groups)
-    return replace(restored, state=program.layout.with_tiles(restored.state, specs))
+        return checkpointer.restore_latest(abstract, groups=groups)
+    return checkpointer.restore(step, abstract, groups=groups)
 
 
 def _name_tokenizer_file(config: Config, workdir: Path) -> None:

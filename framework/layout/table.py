@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from framework.layout.moves import fetch_leaf, store_leaf
@@ -26,7 +25,6 @@ from framework.layout.specs import (
     ParameterSpec,
     TensorSpec,
 )
-from framework.layout.tiles import tiled, with_tiles
 from framework.layout.trees import Nested, flatten
 
 
@@ -46,17 +44,15 @@ class StateLayout:
     Args:
         specs: nested dict; first level the groups, below it any pytree with TensorSpec leaves.
         mesh: the devices.
-        takes_slices: whether programs read and write slices of leaves in host memory, rather than whole leaves.
 
     Raises:
         ValueError: a mesh axis does not divide the dimension of a parameter that it shards.
     """
 
-    def __init__(self, specs: Nested, mesh: Mesh, *, takes_slices: bool = False):
+    def __init__(self, specs: Nested, mesh: Mesh):
         unknown_groups = set(specs) - set(GROUPS)
         assert not unknown_groups, f"unknown groups {unknown_groups}"
         self.mesh = mesh
-        self._takes_slices = takes_slices
         self.specs: Nested = jax.tree.map(self._fitting, specs)
         # Parameters first: an error about a dimension that does not divide then names the
         # parameter, not a moment of it.
@@ -111,28 +107,19 @@ class StateLayout:
         partition = PartitionSpec(*spec.mesh_axes)
         return NamedSharding(self.mesh, partition, memory_kind=spec.memory_kind)
 
-    def place(self, spec: TensorSpec) -> NamedSharding | Format:
-        """Returns the sharding of one leaf, with its tiles where they are not the compiler's choice."""
-        sharding = self.sharding(spec)
-        return tiled(spec, sharding) if self._takes_slices else sharding
-
     def shardings(self, specs: Any = None) -> Any:
-        """Returns the tree of places, for jit's in_shardings and out_shardings."""
+        """Returns the tree of shardings, for jit's in_shardings and out_shardings."""
         specs = self.specs if specs is None else specs
-        return jax.tree.map(self.place, specs)
-
-    def with_tiles(self, arrays: Any, specs: Any) -> Any:
-        """Returns arrays that were made elsewhere, such as by a checkpoint, in the tiles that programs take."""
-        return jax.tree.map(lambda spec, array: with_tiles(array, self.place(spec)), specs, arrays)
+        return jax.tree.map(self.sharding, specs)
 
     def abstract(self, specs: Any = None) -> Any:
-        """Returns the tree of ShapeDtypeStructs with places.
+        """Returns the tree of ShapeDtypeStructs with shardings.
 
         Ahead-of-time compilation and restoring take it in place of the arrays.
         """
 
         def abstract_array(spec: TensorSpec) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self.place(spec))
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self.sharding(spec))
 
         specs = self.specs if specs is None else specs
         return jax.tree.map(abstract_array, specs)

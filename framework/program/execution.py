@@ -41,10 +41,7 @@ class Execution(ABC):
       parts: in which the running state has its stacks.
       jit: jax.jit with the compiler's options.
       first_values: what the state holds at step 0.
-      takes_slices: whether the programs take slices of leaves in host memory.
     """
-
-    takes_slices: bool
 
     def __init__(
         self,
@@ -60,8 +57,7 @@ class Execution(ABC):
         self.parts = Parts((), {})
         if layout is None:
             self.parts = self.parts_of(experiment)
-            specs = self.parts.specs(checkpoint_layout.specs)
-            layout = StateLayout(specs, self.mesh, takes_slices=self.takes_slices)
+            layout = StateLayout(self.parts.specs(checkpoint_layout.specs), self.mesh)
         self.layout = layout
         self.rows = rows
         self.ahead = ahead
@@ -201,8 +197,7 @@ class Execution(ABC):
 
     def restored(self, stored: State) -> State:
         """The state that a checkpoint's arrays make. `stored` is gone afterwards."""
-        cut_state = self.parts.cut(stored, self.layout)
-        state = self.layout.with_tiles(cut_state, self.layout.kept)
+        state = self.parts.cut(stored, self.layout)
         return {**state, **self.scratch_jit()}
 
     @property

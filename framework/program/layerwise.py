@@ -40,8 +40,6 @@ class Layerwise(Execution):
         ValueError: learner, memory or model want what a step in layers cannot give.
     """
 
-    takes_slices = False
-
     def __init__(
         self,
         experiment: Experiment,

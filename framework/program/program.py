@@ -80,7 +80,7 @@ class Program:
         # Where nothing is trained, stacks are whole.
         layout = None if training else self.checkpoint_layout
         if hosted_stack:
-            layout = StateLayout(_with_hosted_stack(specs), self.mesh, takes_slices=True)
+            layout = StateLayout(_with_hosted_stack(specs), self.mesh)
         self.execution: Execution = kind(experiment, self.checkpoint_layout, self._rows, self.ahead, layout)
 
     @property

@@ -50,8 +50,6 @@ class Running(NamedTuple):
 class Whole(Execution):
     """One program for each of: the first values, the step, and the evaluation of a batch."""
 
-    takes_slices = True
-
     @staticmethod
     def parts_of(experiment: Experiment) -> Parts:
         """The sections of the stacks, where these are cut."""
