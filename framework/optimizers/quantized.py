@@ -35,13 +35,15 @@ from framework.layout import (
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.offload import partitioned_chain
 from framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
+from framework.optimizers.words import pack, packed_shape, unpack
 
 # The upper ends of the decades, from 1e-6 to 1.
 _SCALES = [10.0**i for i in range(-6, 1)]
 
 
 class Moment(NamedTuple):
-    """A quantized moment. codes: uint8 in the parameter's shape; scale: the largest magnitude of each block."""
+    """A quantized moment. codes: uint8 in the parameter's shape, four to a word of 32 bits; scale: the largest magnitude
+    of each block."""
 
     codes: Any
     scale: Any
@@ -160,11 +162,18 @@ class _Blocks(NamedTuple):
         padded = x.reshape(*shape[:axis], -1, *shape[axis + 1 :])
         return jax.lax.slice_in_dim(padded, 0, shape[axis], axis=axis)
 
-    def load(self, moment: Moment, dtype: Any, *, signed: bool) -> jax.Array:
-        """A moment in blocks, [..., blocks, size, ...] in `dtype`."""
+    def load(
+        self,
+        moment: Moment,
+        shape: tuple[int, ...],
+        dtype: Any,
+        *,
+        signed: bool,
+    ) -> jax.Array:
+        """A moment of a parameter of this shape in blocks, [..., blocks, size, ...] in `dtype`."""
         scale = jnp.expand_dims(moment.scale.astype(dtype), self.axis)
         # Padding is the code of 0, so that it does not decide a block's largest magnitude.
-        codes = self.split(moment.codes, _levels(signed).zero)
+        codes = self.split(unpack(moment.codes, shape[-2]), _levels(signed).zero)
         return decode(codes, dtype, signed=signed) * scale
 
     def store(
@@ -179,7 +188,7 @@ class _Blocks(NamedTuple):
         largest = jnp.max(jnp.abs(x), axis=self.axis)
         scale = jnp.maximum(largest, jnp.finfo(x.dtype).tiny)
         codes = encode(x / jnp.expand_dims(scale, self.axis), signed=signed)
-        return Moment(self.join(codes, shape), scale)
+        return Moment(pack(self.join(codes, shape)), scale)
 
 
 @component
@@ -241,7 +250,7 @@ class _BlockRule:
         blocks = self.blocks_of(keypath, param.shape)
         if blocks is None:
             return make(param.shape, dtype)
-        codes = make(param.shape, jnp.uint8)
+        codes = make(packed_shape(param.shape), jnp.uint32)
         scale = make(blocks.shape(param.shape), dtype)
         return Moment(codes, scale)
 
@@ -277,8 +286,8 @@ class _Adam(NamedTuple):
         if blocks is not None:
             # Gradient and moments are cut alike: the arithmetic between is elementwise.
             grad = blocks.split(grad)
-            mu = blocks.load(mu, dtype, signed=True)
-            nu = blocks.load(nu, dtype, signed=False)
+            mu = blocks.load(mu, g.shape, dtype, signed=True)
+            nu = blocks.load(nu, g.shape, dtype, signed=False)
         mu = self.b1 * mu + (1 - self.b1) * grad
         nu = self.b2 * nu + (1 - self.b2) * jnp.square(grad)
         mean = mu / (1 - jnp.asarray(self.b1, dtype) ** count)

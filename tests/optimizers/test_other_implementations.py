@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from framework.optimizers.quantized import encode
+from framework.optimizers.words import unpack
 from tools.peers import optimizer_cases as cases
 
 LIVE = [
@@ -51,7 +52,7 @@ def test_parameters_after_training(name, theirs):
 def test_moments_in_8_bits(theirs):
     expected, (_, state) = theirs("adamw8bit"), cases.ours("adamw8bit")
     for part, moment in (("mu", state[0].mu["mlp.weight"]), ("nu", state[0].nu["mlp.weight"])):
-        codes = np.asarray(moment.codes).T.astype(int)
+        codes = np.asarray(unpack(moment.codes, rows=512)).T.astype(int)
         different = codes != expected[f"{part}/codes"]
         # A number that lies halfway between two, and a last bit: it is rounded up by one side, and down by the other.
         assert different.mean() < 1e-3

@@ -149,7 +149,7 @@ def test_a_dtype_for_moments_is_for_the_precise_ones_and_the_scales():
     made = learner(moment_dtype="bfloat16")
     kept = updates.ours(made, params, grads)[-1]
     dtypes = {path.split("/")[-1]: leaf.dtype for path, leaf in flatten(kept.optimizer["stack"]).items()}
-    assert dtypes["codes"] == jnp.uint8
+    assert dtypes["codes"] == jnp.uint32
     assert dtypes["scale"] == dtypes["bias"] == jnp.bfloat16
     precise = updates.ours(learner(), params, grads)[-1]
     params, precise_params, kept_params = jax.device_get((params, precise.params, kept.params))

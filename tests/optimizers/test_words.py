@@ -1,0 +1,32 @@
+"""Codes of 8 bits in words: every code comes back, from where NumPy finds it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.optimizers.words import pack, packed_shape, unpack
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 20, 32, 33, 64, 600])
+def test_codes_come_back(rows):
+    codes = np.random.default_rng(rows).integers(0, 256, (2, rows, 5), np.uint8)
+    words = jax.jit(pack)(codes)
+    assert words.dtype == jnp.uint32
+    assert words.shape == packed_shape(codes.shape)
+    np.testing.assert_array_equal(jax.jit(unpack, static_argnames="rows")(words, rows=rows), codes)
+
+
+def test_a_word_holds_the_codes_of_four_tiles():
+    """Row 8 t + r of each 32 rows is byte t of word r, the lowest byte first."""
+    codes = np.random.default_rng(0).integers(0, 256, (64, 7), np.uint8)
+    words = np.asarray(pack(jnp.asarray(codes))).reshape(2, 8, 7)
+    theirs = codes.reshape(2, 4, 8, 7).transpose(0, 2, 3, 1).copy().view("<u4")[..., 0]
+    np.testing.assert_array_equal(words, theirs)
+
+
+def test_words_take_no_more_bytes_than_codes_where_rows_fill_tiles():
+    assert packed_shape((3, 4096, 11)) == (3, 1024, 11)
+    # 1600 rows are 50 groups of 32; 50257 fill the last of 1571 by less than the half.
+    assert packed_shape((1600, 6400)) == (400, 6400)
+    assert packed_shape((50257, 8)) == (12568, 8)
