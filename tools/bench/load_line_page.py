@@ -17,8 +17,7 @@ search with switches for all layers at once, and beside the best of a sweep of a
 `tools/bench/load_line.py` says what it has. `python -m tools.bench.load_line` wrote this on {day}: two CPU cores with
 other work, {versions}; the GPU rows are from an environment with the `plan-gpu` extra. Bytes are those of the target's
 compiler. Seconds of a step are those of the closed form, by which both sides are ranked; no step ran. Where nothing has
-to move, less than 92% may be used: the next faster setting is too big. The seconds of 8b-v5e-1 are too low: of 8-bit
-state in host memory the TPU's final program moves far more than the closed form counts.
+to move, less than 92% may be used: the next faster setting is too big.
 
 """
 _CHOICES = """| pair | allowed | device | of its limit | host | a step | pass the link | search | again | choice |
