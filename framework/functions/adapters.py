@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from framework.functions.leaves import is_array, is_float
 from framework.functions.nf4 import is_quantized, named_arrays
-from framework.functions.paths import is_array, is_float, matching_paths, nearest_paths
+from framework.functions.paths import matching_paths, nearest_paths
 from framework.layout import fold_in_name, path_name
 
 

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from framework.functions.leaves import is_array
 from framework.functions.nf4 import is_quantized, named_arrays
-from framework.functions.paths import is_array, matching_paths
+from framework.functions.paths import matching_paths
 from framework.plan.hlo.arrays import VMEM, Array, placed
 from framework.plan.hlo.computations import Instruction
 from framework.plan.hlo.module import Module

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.functions.paths import is_array, is_float, matching_paths
+from framework.functions.leaves import is_array, is_float
+from framework.functions.paths import matching_paths
 from framework.layers.quantize import BLOCK, dequantize, quantize
 from framework.layout import path_name
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from framework.functions.paths import is_float, matching_paths, named_leaves
+from framework.functions.leaves import is_float
+from framework.functions.paths import matching_paths, named_leaves
 
 
 class Partition(NamedTuple):

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from framework.functions.adapters import Adapters, check_adapters
 from framework.functions.factored import Factored, factored
 from framework.functions.interpreter import Interpreter
+from framework.functions.leaves import is_array
 from framework.functions.nf4 import QuantizedMatrix, is_quantized
-from framework.functions.paths import is_array
 from framework.layout import path_name
 
 
