@@ -88,6 +88,8 @@ def lora_init(
 ) -> Adapters:
     """Draws adapters for the matrices whose path matches. The product of each is zero at first.
 
+    Complexity: rank (n + m) numbers for each matrix [n, m], also of a stack.
+
     Args:
         key: of jax.random; each adapter's own key is folded with its path, so that another target changes none.
         params: any pytree, of arrays or of their shapes. Its float leaves of two axes or more are matrices, and those
@@ -133,7 +135,8 @@ def lora_init(
 def lora_merge(params: Any, adapters: Adapters) -> Any:
     """The parameters with W + scale * A B in the place of each W that has an adapter.
 
-    This is computed in float32, or in float64 where W is, and cast to W's dtype. A QuantizedMatrix with an adapter
+    This is computed in float32, or in float64 where W is, and cast to W's dtype: 2 rank n m operations for a matrix
+    [n, m], and a second array of its size, two while it is made. A QuantizedMatrix with an adapter
     becomes an array of the dtype that it had; one without an adapter stays.
 
     Raises:

@@ -79,6 +79,8 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
     `QuantizedMatrix`; of those, only stacks are looked at. A frozen leaf that a TPU reads ahead into the fast memory on
     its chip is no buffer.
 
+    Complexity: the time that the target's compiler takes, and a walk through its program's text.
+
     Args:
         step: a jitted function (also of `equinox.filter_jit`), or any function, which is then jitted.
         arguments: its positional arguments: trees of arrays or of `jax.ShapeDtypeStruct`s.
