@@ -120,12 +120,12 @@ def test_what_is_refused() -> None:
         stack.init(weights())
 
     def zeros(params: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, "int32"), params)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, "int64"), params)
 
     def counted(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return updates, jax.tree.map(lambda leaf: leaf + 1, state)
 
     integers = optax.GradientTransformation(zeros, counted)
     stack = pl.eager_scan(layer, pl.stream(integers), name="stack")
-    with pytest.raises(ValueError, match=r"stack: its state (up|down) is of int32, which a piece holds as floats"):
+    with pytest.raises(ValueError, match=r"stack: its state (up|down) is of int64, which a piece holds as floats"):
         stack.init(weights())
