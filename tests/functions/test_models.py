@@ -139,7 +139,7 @@ def test_a_transformer_of_equinox(name: str) -> None:
     model = Block(attention, mlp, eqx.nn.LayerNorm(DIM, dtype=jnp.float64))
     optimizer = OPTIMIZERS[name]()
     x = random(0, 3, TOKENS, DIM)
-    layer = pl.eager(jax.checkpoint(lambda model, x: jax.vmap(model)(x)), optimizer, name="block")
+    layer = pl.eager(eqx.filter_checkpoint(lambda model, x: jax.vmap(model)(x)), optimizer, name="block")
     trained = layer.init(model)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     step = jax.jit(jax.grad(lambda trained: jnp.sin(layer(trained, x)).sum()))
