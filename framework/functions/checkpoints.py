@@ -25,9 +25,9 @@ from framework.checkpoint.directory import (
     mismatch_table,
     put_aside,
 )
+from framework.functions.leaves import is_key
 from framework.functions.stored_leaves import (
     Note,
-    is_key,
     records,
     restored_leaf,
     sharding_of,

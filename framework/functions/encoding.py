@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from framework.functions.leaves import is_array, is_real_float
+from framework.functions.leaves import is_array, is_key, is_real_float
 
 # A pytree of anything.
 Tree = Any
@@ -101,7 +101,7 @@ def _encoded_leaf(leaf: Any) -> Any:
         return Static(leaf)
     if is_real_float(leaf):
         return jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         words = jax.random.key_data(leaf)
         return Encoded(_as_floats(words), str(words.dtype), jax.random.key_impl(leaf))
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

@@ -24,3 +24,8 @@ def is_float(leaf: Any) -> bool:
 def is_real_float(leaf: Any) -> bool:
     """Whether a leaf is an array of real floating-point numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed keys (jax.random.key), or the spec of one."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

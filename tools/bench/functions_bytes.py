@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import framework as pl
 from framework.optimizers.adalomo import adalomo
+from framework.plan import targets
 from tools.bench.hand_llama import Llama
 
 LLAMA2_7B = Llama(layers=32, dim=4096, heads=32, hidden=11008, vocab=32000, dtype=jnp.bfloat16)
@@ -122,27 +123,34 @@ def pull_back_bytes(model: Llama, tokens: int) -> int:
 def report(name: str, target: str | None, num_tokens: int) -> None:
     """Prints the figures of a setting."""
     optimizer, own_target = SETTINGS[name]
+    target = target or own_target
+    # Before JAX has looked for devices.
+    targets.environment(target)
     model = LLAMA2_7B
     made = training(model, optimizer())
+    hosted = num_bytes(made.trained, "host")
+    if hosted and targets.resolve(target).platform != "tpu":
+        # The program would be traced as if all of it were on the device.
+        print(f"{name} on {target}: not planned, as JAX knows of no host memory of a GPU that is not there")
+        return
     tokens = jax.ShapeDtypeStruct((num_tokens + 1,), jnp.int32)
     plan = pl.plan_function(
         made.step,
         (made.trained, tokens),
-        target or own_target,
+        target,
         donate=(0,),
         out_shardings=(None, jax.tree.map(lambda leaf: leaf.sharding or PartitionSpec(), made.trained)),
         name=name,
     )
     print(plan)
     state = num_bytes(made.trained)
-    hosted = num_bytes(made.trained, "host")
     weights = num_bytes([piece.encoded_weights for piece in made.trained.values()])
     gradient = num_bytes(model.layer_shapes())
     inputs = model.layers * num_tokens * model.dim * 2
     held = pull_back_bytes(model, num_tokens)
     peak = plan.peak_bytes
     print(
-        f"{name} on {target or own_target}: peak {peak / MIB:.0f} MiB ({peak / MIB / 1024:.2f} GiB); weights "
+        f"{name} on {target}: peak {peak / MIB:.0f} MiB ({peak / MIB / 1024:.2f} GiB); weights "
         f"{weights / MIB:.0f}, state {(state - weights) / MIB:.0f}, on the host {hosted / MIB:.0f}, a layer's gradient "
         f"{gradient / MIB:.0f}, inputs of layers {inputs / MIB:.0f}, held by a pull-back {held / MIB:.0f} MiB; peak / "
         f"(weights, state) {peak / state:.3f}, with gradient and inputs {peak / (state + gradient + inputs):.3f}, with "
