@@ -18,7 +18,7 @@ from framework.functions.encoding import Tree, decoded, encoded, with_static
 from framework.functions.marker import marked
 from framework.functions.pull_back import Cotangents, Residuals
 from framework.functions.rules import BareRule
-from framework.functions.stacks import layer_at, num_layers
+from framework.functions.stacks import num_layers, weights_at
 from framework.functions.trained import Trained
 from framework.functions.update_options import UpdateOptions, updater_of
 from framework.functions.updater import Updater
@@ -104,7 +104,7 @@ class EagerStack:
     def _forward(self, trained: Trained, carry: Tree, xs: Tree, shared: Tree) -> tuple[Tree, Tree]:
         def turn(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, Tree]:
             index, x = item
-            layer = _weights_at(trained, index)
+            layer = weights_at(trained, index)
             return self._layer(layer.weights, carry, x, *decoded(shared))
 
         return jax.lax.scan(turn, carry, (_indices(trained), xs))
@@ -114,7 +114,7 @@ class EagerStack:
     ) -> tuple[tuple[Tree, Tree], _ForwardResults]:
         def turn(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, tuple[Tree, Residuals]]:
             index, x = item
-            layer = _weights_at(trained, index)
+            layer = weights_at(trained, index)
 
             def of_floats(floats: Tree, carry: Tree, x: Tree, shared: Tree) -> tuple[Tree, Tree]:
                 return self._layer(layer.weights_with(floats), carry, x, *decoded(shared))
@@ -133,14 +133,14 @@ class EagerStack:
 
         def turn(carry: _BackwardCarry, item: Any) -> tuple[_BackwardCarry, Cotangents]:
             index, x, residuals, y_cotangents = item
-            layer = _weights_at(carry.trained, index)
+            layer = self._updater.layer_of(carry.trained, index)
             pull_back = residuals.pull_back((layer.floats, x, forward_results.shared))
             gradient, cotangent, x_cotangents, shared_cotangents = pull_back(
                 (carry.cotangent.restored(), y_cotangents.of_turn())
             )
             # The layer before waits for the update, so that only one layer's gradients are there.
             later = (cotangent, x_cotangents)
-            stack, later = self._updater.updated_layer(carry.trained, index, gradient, later)
+            stack, later = self._updater.updated_layer(carry.trained, index, layer, gradient, later)
             cotangent, x_cotangents = later
             summed = jax.tree.map(jnp.add, carry.shared_cotangents, Cotangents.of(shared_cotangents))
             new_carry = _BackwardCarry(stack, Cotangents.of(cotangent), summed)
@@ -191,11 +191,6 @@ def eager_scan(
 
 def _indices(trained: Trained) -> jax.Array:
     return jnp.arange(num_layers(trained.name, trained))
-
-
-def _weights_at(stack: Trained, index: jax.Array) -> Trained:
-    """One layer without its state."""
-    return Trained(layer_at(stack.encoded_weights, index), (), stack.name)
 
 
 def _zeros(tree: Tree) -> Cotangents:

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from framework.functions.trained import Trained
+
 
 def num_layers(name: str, stack: Any) -> int:
     """How many layers a stack has.
@@ -26,6 +28,11 @@ def num_layers(name: str, stack: Any) -> int:
 def layer_at(stack: Any, index: Any) -> Any:
     """One layer of a stack, [...] for each array."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
+
+
+def weights_at(stack: Trained, index: Any) -> Trained:
+    """One layer of a stack without its state."""
+    return Trained(layer_at(stack.encoded_weights, index), (), stack.name)
 
 
 def with_layer(stack: Any, layer: Any, index: Any) -> Any:

@@ -12,7 +12,7 @@ from framework.functions.encoding import Tree, encoded, with_floats
 from framework.functions.leaves import is_real_float
 from framework.functions.marker import tied
 from framework.functions.rules import OptaxRule, all_finite
-from framework.functions.stacks import layer_at, with_layer
+from framework.functions.stacks import layer_at, weights_at, with_layer
 from framework.functions.stream import Stream
 from framework.functions.streamed_update import the_update
 from framework.functions.trained import Trained
@@ -61,12 +61,17 @@ class StreamedUpdater(Updater):
         new_floats, later = tied((new_floats, later))
         return Trained(with_floats(trained.encoded_weights, new_floats), encoded(new_state), trained.name), later
 
-    def updated_layer(self, stack: Trained, index: jax.Array, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
+    def layer_of(self, stack: Trained, index: jax.Array) -> Trained:
+        """See `Updater.layer_of`: the weights alone."""
+        return weights_at(stack, index)
+
+    def updated_layer(
+        self, stack: Trained, index: jax.Array, layer: Trained, gradient: Tree, later: Tree
+    ) -> tuple[Trained, Tree]:
         """See `Updater.updated_layer`."""
-        floats = stack.floats
-        new_floats, new_state = self._new_parts(layer_at(floats, index), gradient, stack.state, index)
+        new_floats, new_state = self._new_parts(layer.floats, gradient, stack.state, index)
         new_floats, later = tied((new_floats, later))
-        new_weights = with_floats(stack.encoded_weights, with_layer(floats, new_floats, index))
+        new_weights = with_floats(stack.encoded_weights, with_layer(stack.floats, new_floats, index))
         return Trained(new_weights, encoded(new_state), stack.name), later
 
     def _new_parts(self, floats: Tree, gradient: Tree, state: Tree, index: Any) -> tuple[Tree, Tree]:

@@ -108,16 +108,23 @@ class Updater:
         """
         return tied((self._new(trained, gradient), later))
 
-    def updated_layer(self, stack: Trained, index: jax.Array, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
+    def layer_of(self, stack: Trained, index: jax.Array) -> Trained:
+        """One layer of a stack, with that of its state which the update reads on the device."""
+        return layer_at(stack, index)
+
+    def updated_layer(
+        self, stack: Trained, index: jax.Array, layer: Trained, gradient: Tree, later: Tree
+    ) -> tuple[Trained, Tree]:
         """The stack with the new weights and state of one layer in the place of the old, and `later`.
 
         Args:
             stack: weights and state [L, ...] of all layers.
             index: of the layer, an integer.
+            layer: of `layer_of`.
             gradient: of the layer.
             later: see `updated`.
         """
-        new_layer, later = tied((self._new(layer_at(stack, index), gradient), later))
+        new_layer, later = self.updated(layer, gradient, later)
         return with_layer(stack, new_layer, index), later
 
     def _new(self, trained: Trained, gradient: Tree) -> Trained:

@@ -139,7 +139,8 @@ def report(name: str, target: str | None, num_tokens: int) -> None:
         (made.trained, tokens),
         target,
         donate=(0,),
-        out_shardings=(None, jax.tree.map(lambda leaf: leaf.sharding or PartitionSpec(), made.trained)),
+        # Of what is on the device nothing is said: XLA would choose other layouts, for 346 MiB more of AdamW's peak.
+        out_shardings=(None, jax.tree.map(lambda leaf: leaf.sharding, made.trained)),
         name=name,
     )
     print(plan)
