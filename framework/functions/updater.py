@@ -128,6 +128,23 @@ class Updater:
         return with_layer(stack, new_layer, index), later
 
     def _new(self, trained: Trained, gradient: Tree) -> Trained:
+        """The weights and the state after the update, or as they are."""
+        if not self.skip_nonfinite:
+            return self._of_rule(trained, gradient)
+        is_finite = all_finite(gradient)
+
+        def selected(trained: Trained, gradient: Tree) -> Trained:
+            new = self._of_rule(trained, gradient)
+            return jax.tree.map(lambda new_leaf, leaf: jnp.where(is_finite, new_leaf, leaf), new, trained)
+
+        def branched(trained: Trained, gradient: Tree) -> Trained:
+            return jax.lax.cond(is_finite, self._of_rule, lambda trained, _: trained, trained, gradient)
+
+        # XLA for CPU drops barriers, and would update the weights while it reads the state out of the stack that it is
+        # about to write: it would copy whole stacks for every layer. It fuses nothing with a branch.
+        return jax.lax.platform_dependent(trained, gradient, cpu=branched, default=selected)
+
+    def _of_rule(self, trained: Trained, gradient: Tree) -> Trained:
         floats = trained.floats
         state = trained.state
         with jax.named_scope(f"update_{self.name}"):
@@ -139,10 +156,7 @@ class Updater:
                 encoded(new_state),
                 trained.name,
             )
-            if not self.skip_nonfinite:
-                return new
-            is_finite = all_finite(gradient)
-            return jax.tree.map(lambda new_leaf, leaf: jnp.where(is_finite, new_leaf, leaf), new, trained)
+            return new
 
     def _alike(self, new: Tree, old: Tree, what: str) -> Tree:
         """The new tree in the dtypes of the old one.

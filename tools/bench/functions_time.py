@@ -197,18 +197,18 @@ def drawn(shapes: Any, seed: int) -> Any:
     return jax.tree.unflatten(structure, [draw(*pair) for pair in zip(leaves, keys, strict=True)])
 
 
-def contestants(race: Race) -> dict[str, Contestant]:
-    """By name."""
+def makers(race: Race) -> dict[str, Callable[[], Contestant]]:
+    """By name, what makes a contestant."""
     return {
-        "list": race.plain("list", race.weights(is_listed=True), race.list_loss),
-        "eager, value_and_update": race.eager(pl.value_and_update),
-        "eager, jax.value_and_grad": race.eager(jax.value_and_grad),
-        "scan": race.plain("scan", race.weights(), race.scan_loss),
-        "eager_scan": race.eager_scan(race.optimizer),
-        "stream": race.plain("scan", race.weights(), race.scan_loss, pl.stream(race.optimizer)),
-        "stream in eager_scan": race.eager_scan(pl.stream(race.optimizer)),
-        "lora by hand": race.lora("lora by hand"),
-        "with_lora": race.lora("with_lora"),
+        "list": lambda: race.plain("list", race.weights(is_listed=True), race.list_loss),
+        "eager, value_and_update": lambda: race.eager(pl.value_and_update),
+        "eager, jax.value_and_grad": lambda: race.eager(jax.value_and_grad),
+        "scan": lambda: race.plain("scan", race.weights(), race.scan_loss),
+        "eager_scan": lambda: race.eager_scan(race.optimizer),
+        "stream": lambda: race.plain("scan", race.weights(), race.scan_loss, pl.stream(race.optimizer)),
+        "stream in eager_scan": lambda: race.eager_scan(pl.stream(race.optimizer)),
+        "lora by hand": lambda: race.lora("lora by hand"),
+        "with_lora": lambda: race.lora("with_lora"),
     }
 
 
@@ -222,9 +222,8 @@ def main() -> None:
     hidden = options.dim * 8 // 3 // 64 * 64
     model = Llama(options.layers, options.dim, options.dim // 64, hidden, 4096, jnp.float32)
     tokens = jax.random.randint(jax.random.key(1), (options.tokens + 1,), 0, model.vocab)
-    racing = contestants(Race(model, optax.adamw(1e-3)))
-    if options.only:
-        racing = {name: racing[name] for name in options.only}
+    makers_of_all = makers(Race(model, optax.adamw(1e-3)))
+    racing = {name: makers_of_all[name]() for name in options.only or makers_of_all}
     for contestant in racing.values():
         # The first step compiles, and the second once more where the first has moved the state to a device.
         for _ in range(2):
