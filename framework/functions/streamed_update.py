@@ -170,7 +170,8 @@ class StreamedUpdate:
 
     def _slice_shape(self, chunk: Chunk, path: str) -> tuple[int, ...]:
         """The shape of the part of a leaf of the state that goes with one slice; of one that is not cut, of all."""
-        return chunk.state_slice_shapes.get(path, self.plan.specs[path].shape)
+        is_cut = path in chunk.state_slice_shapes
+        return chunk.state_slice_shapes[path] if is_cut else self.plan.specs[path].shape
 
     def _is_hosted(self, path: str) -> bool:
         return self.plan.specs[path].memory_kind != "device"

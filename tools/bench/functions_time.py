@@ -137,7 +137,7 @@ class Race:
     def lora(self, name: str) -> Contestant:
         """Adapters of all matrices of the stack, by `with_lora`, or by hand inside of the layer."""
         weights = self.weights()
-        adapters = pl.lora_init(jax.random.key(0), weights, "stack/(q|k|v|out|gate|up|down)", rank=RANK)
+        adapters: Any = pl.lora_init(jax.random.key(0), weights, "stack/(q|k|v|out|gate|up|down)", rank=RANK)
 
         def by_hand(adapters: Any, tokens: jax.Array, weights: Any) -> jax.Array:
             stack = {
