@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from framework.functions.leaves import is_array, is_float
 from framework.functions.nf4 import is_quantized, named_arrays
-from framework.functions.paths import is_array, is_float, matching_paths, nearest_paths
+from framework.functions.paths import matching_paths, nearest_paths
 from framework.layout import fold_in_name, path_name
 
 
@@ -87,6 +88,8 @@ def lora_init(
 ) -> Adapters:
     """Draws adapters for the matrices whose path matches. The product of each is zero at first.
 
+    Complexity: rank (n + m) numbers for each matrix [n, m], also of a stack.
+
     Args:
         key: of jax.random; each adapter's own key is folded with its path, so that another target changes none.
         params: any pytree, of arrays or of their shapes. Its float leaves of two axes or more are matrices, and those
@@ -132,7 +135,8 @@ def lora_init(
 def lora_merge(params: Any, adapters: Adapters) -> Any:
     """The parameters with W + scale * A B in the place of each W that has an adapter.
 
-    This is computed in float32, or in float64 where W is, and cast to W's dtype. A QuantizedMatrix with an adapter
+    This is computed in float32, or in float64 where W is, and cast to W's dtype: 2 rank n m operations for a matrix
+    [n, m], and a second array of its size, two while it is made. A QuantizedMatrix with an adapter
     becomes an array of the dtype that it had; one without an adapter stays.
 
     Raises:

@@ -25,9 +25,9 @@ from framework.checkpoint.directory import (
     mismatch_table,
     put_aside,
 )
+from framework.functions.leaves import is_key
 from framework.functions.stored_leaves import (
     Note,
-    is_key,
     records,
     restored_leaf,
     sharding_of,
@@ -74,6 +74,9 @@ def save(
 
     A process that is killed meanwhile leaves the earlier steps as they were; the next save removes what it left.
 
+    Complexity, of B bytes in a process's shards: each is read once for its checksum, and written once. On a CPU a copy
+    of B is held until they are written; of a device's arrays the host holds what is on its way to the disk.
+
     Args:
         directory: local, made if it is not there; or of an object store (gs://, s3://).
         step: at least 0.
@@ -113,6 +116,9 @@ def restore(
     step: int | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Restores a tree that `save` or a `Checkpointer` has saved, on any mesh. Every process of a job calls it.
+
+    Complexity: each process reads the bytes of its own shards, at most 256 MiB of them at a time, or two of the largest
+    leaf, and then computes their checksums.
 
     Args:
         directory: as `save` had it.

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import core
 
+from framework.functions.leaves import is_array
 from framework.layout import filled, floats
 
 
@@ -67,7 +68,7 @@ def arrays_of(tree: Any) -> Any:
     """The tree with None in place of what is no array, such as an activation function in an equinox module."""
 
     def array_or_none(leaf: Any) -> Any:
-        return leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
+        return leaf if is_array(leaf) else None
 
     return jax.tree.map(array_or_none, tree)
 
@@ -76,6 +77,6 @@ def constants_of(tree: Any) -> Any:
     """The tree with None in place of its arrays."""
 
     def constant_or_none(leaf: Any) -> Any:
-        return None if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf
+        return None if is_array(leaf) else leaf
 
     return jax.tree.map(constant_or_none, tree)

@@ -8,14 +8,16 @@ one line around a part of a forward pass. Nothing is said of checkpointing: `jax
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
 from framework.functions.encoding import Tree, decoded, encoded, with_static
-from framework.functions.marker import marked, tied
+from framework.functions.marker import marked
 from framework.functions.rules import BareRule
-from framework.functions.trained import Trained, Updater, with_arrays
+from framework.functions.trained import Trained
+from framework.functions.update_options import UpdateOptions, updater_of
+from framework.functions.updater import Updater
 from framework.functions.uses import USES
 
 # The floats of a `Trained`, and inputs -> outputs: what is differentiated.
@@ -42,10 +44,7 @@ class _Eager:
                 together (see `mixes` of `eager`).
         """
         encoded_weights, floats = self._updater.checked_floats(weights)
-        if state is None:
-            state = self._updater.rule.initial_state(floats)
-        state = with_arrays(state)
-        self._updater.check_rule(floats, state)
+        state = self._updater.state_of(floats, state)
         return Trained(encoded_weights, encoded(state), self.name)
 
     def _used(self, trained: Trained) -> Trained:
@@ -102,11 +101,7 @@ class EagerWeights(_Eager):
 def eager(
     piece: Callable[..., Tree],
     optimizer_or_rule: Any | BareRule,
-    *,
-    name: str,
-    skip_nonfinite: bool = True,
-    max_update_rms: float | None = None,
-    mixes: bool = False,
+    **options: Unpack[UpdateOptions],
 ) -> EagerPiece:
     """Makes a piece of a forward pass whose weights are updated inside the backward pass.
 
@@ -121,55 +116,33 @@ def eager(
     `jax.grad` (unscaling, a mean over microbatches or over the devices of a shard_map) comes too late: do it in the
     loss or in the rule.
 
+    Complexity: the arithmetic of `jax.grad` and of the optimizer. Of pieces with P bytes of weights and S of state,
+    used one after the other and donated, a step holds P + S, the gradient of the largest piece, and what the forward
+    pass keeps; `jax.grad` followed by optax holds the gradients of all, 2 P + S.
+
     Args:
         piece: `piece(weights, *inputs) -> outputs`, pytrees. Of its weights, arrays of floats are trained.
-        optimizer_or_rule: an optax transformation, or a function `(weights, gradient, state) -> (weights, state)`.
-            Weights that are no floats are None in all three.
-        name: of the piece, in errors, profiles and plans.
-        skip_nonfinite: a gradient with infinities or NaN leaves weights and state as they are.
-        max_update_rms: the largest root mean square of a tensor's update, as optax has it (Shazeer and Stern 2018,
-            arXiv 1804.04235, section 6); None for no limit.
-        mixes: the rule may look at several tensors of the piece together, which is refused otherwise: it would be
-            wrong for a rule that should see all parameters of the model.
+        optimizer_or_rule: an optax transformation, a `stream`, whose state stays on the host, or a function
+            `(weights, gradient, state) -> (weights, state)`. Weights that are no floats are None in all three.
+        options: `name`, `skip_nonfinite`, `max_update_rms` and `mixes`, see `UpdateOptions`.
 
     Raises:
-        TypeError: `optimizer_or_rule` is neither of the two.
+        TypeError: `optimizer_or_rule` is none of the three, or there is no such option.
         ValueError: the optimizer needs a seed, or `max_update_rms` is given with a function.
     """
-    updater = Updater.make(
-        optimizer_or_rule,
-        name,
-        skip_nonfinite=skip_nonfinite,
-        max_update_rms=max_update_rms,
-        mixes=mixes,
-    )
-    return EagerPiece(piece, updater)
+    return EagerPiece(piece, updater_of(optimizer_or_rule, **options))
 
 
-def eager_weights(
-    optimizer_or_rule: Any | BareRule,
-    *,
-    name: str,
-    skip_nonfinite: bool = True,
-    max_update_rms: float | None = None,
-    mixes: bool = False,
-) -> EagerWeights:
+def eager_weights(optimizer_or_rule: Any | BareRule, **options: Unpack[UpdateOptions]) -> EagerWeights:
     """Makes weights that several parts of a forward pass share, and that are updated once, by the sum of the gradients.
 
         shared = pl.eager_weights(optax.adamw(1e-3), name="embedding")
         weights = shared(shared.init(weights))   # use it as often as you like
 
-    Their gradient is held from their last use in the forward pass to the first one. The arguments, and what is raised,
-    are those of `eager`.
+    Their gradient is held from their last use in the forward pass to the first one. The arguments, the complexity, and
+    what is raised, are those of `eager`.
     """
-    updater = Updater.make(
-        optimizer_or_rule,
-        name,
-        skip_nonfinite=skip_nonfinite,
-        max_update_rms=max_update_rms,
-        mixes=mixes,
-    )
-    return EagerWeights(updater)
+    return EagerWeights(updater_of(optimizer_or_rule, **options))
 
 
 def _updating(forward: Forward, updater: Updater) -> Callable[[Trained, Tree], Tree]:
@@ -189,9 +162,8 @@ def _updating(forward: Forward, updater: Updater) -> Callable[[Trained, Tree], T
     def apply_backward(residuals: Any, cotangents: Tree) -> tuple[Trained, Tree]:
         trained, pull_back = residuals
         gradient, input_cotangents = pull_back(cotangents)
-        new = updater.updated(trained, gradient)
         # What is before the piece waits for the update, so that gradients do not pile up.
-        new, input_cotangents = tied((new, input_cotangents))
+        new, input_cotangents = updater.updated(trained, gradient, input_cotangents)
         return marked(new, updater.name), input_cotangents
 
     apply.defvjp(apply_forward, apply_backward)

@@ -8,17 +8,20 @@ layer's new ones into the place of the old.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from framework.functions.encoding import Tree, decoded, encoded, with_static
-from framework.functions.marker import marked, tied
+from framework.functions.marker import marked
 from framework.functions.pull_back import Cotangents, Residuals
 from framework.functions.rules import BareRule
-from framework.functions.trained import Trained, Updater, with_arrays
+from framework.functions.stacks import num_layers, weights_at
+from framework.functions.trained import Trained
+from framework.functions.update_options import UpdateOptions, updater_of
+from framework.functions.updater import Updater
 from framework.functions.uses import USES
 
 # layer(weights, carry, x, *shared) -> (carry, y)
@@ -71,15 +74,9 @@ class EagerStack:
             ValueError: see `EagerPiece.init`; or the arrays are not of the same number of layers.
         """
         encoded_weights, floats = self._updater.checked_floats(stacked_weights)
-        _num_layers(self.name, encoded_weights)
-        if state is None:
-            state = jax.vmap(self._updater.rule.initial_state)(floats)
-        state = with_arrays(state)
-        trained = Trained(encoded_weights, encoded(state), self.name)
-        _num_layers(self.name, trained)
-        layer_floats, layer_state = jax.eval_shape(lambda tree: _layer_at(tree, 0), (floats, state))
-        self._updater.check_rule(layer_floats, layer_state)
-        return trained
+        num_layers(self.name, encoded_weights)
+        state = self._updater.state_of_stack(floats, state)
+        return Trained(encoded_weights, encoded(state), self.name)
 
     def __call__(self, trained: Trained, carry: Tree, xs: Tree = None, *shared: Tree) -> tuple[Tree, Tree]:
         """Runs the layers, one after the other, as `jax.lax.scan` does.
@@ -101,13 +98,13 @@ class EagerStack:
         if not isinstance(trained, Trained):
             raise TypeError(f"{self.name}: expected the Trained of `init`, given {type(trained).__name__}")
         USES.note(trained, self.name)
-        _num_layers(self.name, (trained, xs))
+        num_layers(self.name, (trained, xs))
         return self._apply(trained, carry, xs, with_static(shared))
 
     def _forward(self, trained: Trained, carry: Tree, xs: Tree, shared: Tree) -> tuple[Tree, Tree]:
         def turn(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, Tree]:
             index, x = item
-            layer = _layer_at(trained, index)
+            layer = weights_at(trained, index)
             return self._layer(layer.weights, carry, x, *decoded(shared))
 
         return jax.lax.scan(turn, carry, (_indices(trained), xs))
@@ -117,7 +114,7 @@ class EagerStack:
     ) -> tuple[tuple[Tree, Tree], _ForwardResults]:
         def turn(carry: Tree, item: tuple[jax.Array, Tree]) -> tuple[Tree, tuple[Tree, Residuals]]:
             index, x = item
-            layer = _layer_at(trained, index)
+            layer = weights_at(trained, index)
 
             def of_floats(floats: Tree, carry: Tree, x: Tree, shared: Tree) -> tuple[Tree, Tree]:
                 return self._layer(layer.weights_with(floats), carry, x, *decoded(shared))
@@ -136,16 +133,16 @@ class EagerStack:
 
         def turn(carry: _BackwardCarry, item: Any) -> tuple[_BackwardCarry, Cotangents]:
             index, x, residuals, y_cotangents = item
-            layer = _layer_at(carry.trained, index)
+            layer = self._updater.layer_of(carry.trained, index)
             pull_back = residuals.pull_back((layer.floats, x, forward_results.shared))
             gradient, cotangent, x_cotangents, shared_cotangents = pull_back(
                 (carry.cotangent.restored(), y_cotangents.of_turn())
             )
-            new_layer = self._updater.updated(layer, gradient)
             # The layer before waits for the update, so that only one layer's gradients are there.
-            new_layer, cotangent, x_cotangents = tied((new_layer, cotangent, x_cotangents))
+            later = (cotangent, x_cotangents)
+            stack, later = self._updater.updated_layer(carry.trained, index, layer, gradient, later)
+            cotangent, x_cotangents = later
             summed = jax.tree.map(jnp.add, carry.shared_cotangents, Cotangents.of(shared_cotangents))
-            stack = _with_layer(carry.trained, new_layer, index)
             new_carry = _BackwardCarry(stack, Cotangents.of(cotangent), summed)
             return new_carry, Cotangents.of(x_cotangents)
 
@@ -157,7 +154,7 @@ class EagerStack:
             Cotangents.of(ys_cotangents),
         )
         last, xs_cotangents = jax.lax.scan(turn, first, items, reverse=True)
-        length = _num_layers(self.name, forward_results.trained)
+        length = num_layers(self.name, forward_results.trained)
         return (
             marked(last.trained, self.name),
             last.cotangent.restored(),
@@ -169,11 +166,7 @@ class EagerStack:
 def eager_scan(
     layer: Layer,
     optimizer_or_rule: Any | BareRule,
-    *,
-    name: str,
-    skip_nonfinite: bool = True,
-    max_update_rms: float | None = None,
-    mixes: bool = False,
+    **options: Unpack[UpdateOptions],
 ) -> EagerStack:
     """Makes a loop over stacked layers, each of which is updated inside the backward pass.
 
@@ -184,53 +177,20 @@ def eager_scan(
     The forward pass keeps of each layer what `jax.vjp` of it keeps, except for weights and `xs`, which are at hand. A
     layer in `jax.checkpoint` keeps its input alone.
 
+    Complexity, of L layers with P bytes of weights, S of state and X of input each: the arithmetic of `jax.grad` of a
+    `jax.lax.scan`, and of the optimizer. Donated, and with the layer in `jax.checkpoint`, a step holds L (P + S + X),
+    one layer's gradient P, and what one layer keeps. With a `stream` L S is on the host, and a chunk on the device.
+
     Args:
         layer: `layer(weights, carry, x, *shared) -> (carry, y)`, as for `jax.lax.scan`.
         optimizer_or_rule: each layer has a state of its own, as if it were alone; see `eager`.
-        name, skip_nonfinite, max_update_rms, mixes: of each layer; see `eager`, which also says what is raised.
+        options: of each layer; see `eager`, which also says what is raised.
     """
-    updater = Updater.make(
-        optimizer_or_rule,
-        name,
-        skip_nonfinite=skip_nonfinite,
-        max_update_rms=max_update_rms,
-        mixes=mixes,
-    )
-    return EagerStack(layer, updater)
-
-
-def _num_layers(name: str, stack: Tree) -> int:
-    """How many layers a stack has.
-
-    Raises:
-        ValueError: its arrays do not agree, or one has no axis of layers.
-    """
-    leaves = jax.tree.leaves(stack)
-    lengths = {leaf.shape[:1] for leaf in leaves}
-    if len(lengths) != 1 or () in lengths:
-        shapes = [leaf.shape for leaf in leaves]
-        raise ValueError(
-            f"{name}: expected arrays with a first axis of layers, of one length, given the shapes {shapes[:8]}"
-        )
-    return leaves[0].shape[0]
+    return EagerStack(layer, updater_of(optimizer_or_rule, **options))
 
 
 def _indices(trained: Trained) -> jax.Array:
-    return jnp.arange(_num_layers(trained.name, trained))
-
-
-def _layer_at(stack: Any, index: Any) -> Any:
-    """One layer of a stack."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
-
-
-def _with_layer(stack: Trained, layer: Trained, index: jax.Array) -> Trained:
-    """The stack with another layer in the place of one."""
-
-    def written(stack_leaf: jax.Array, leaf: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stack_leaf, leaf, index, 0)
-
-    return jax.tree.map(written, stack, layer)
+    return jnp.arange(num_layers(trained.name, trained))
 
 
 def _zeros(tree: Tree) -> Cotangents:

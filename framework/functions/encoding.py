@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from framework.functions.leaves import is_array, is_key, is_real_float
 
 # A pytree of anything.
 Tree = Any
@@ -52,16 +53,6 @@ class Static:
     """A leaf that is no array, such as the activation function in an equinox module; it must have a hash."""
 
     value: Any
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, or the shape of one; Python's own numbers are not."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
-
-
-def is_float(leaf: Any) -> bool:
-    """Whether a leaf is an array of real floats."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def is_held(node: Any) -> bool:
@@ -108,9 +99,9 @@ def with_floats(encoded_tree: Tree, floats: Tree) -> Tree:
 def _encoded_leaf(leaf: Any) -> Any:
     if not is_array(leaf):
         return Static(leaf)
-    if is_float(leaf):
+    if is_real_float(leaf):
         return jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         words = jax.random.key_data(leaf)
         return Encoded(_as_floats(words), str(words.dtype), jax.random.key_impl(leaf))
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

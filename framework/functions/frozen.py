@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from framework.functions.leaves import is_array
 from framework.functions.nf4 import is_quantized, named_arrays
-from framework.functions.paths import is_array, matching_paths
+from framework.functions.paths import matching_paths
 from framework.plan.hlo.arrays import VMEM, Array, placed
 from framework.plan.hlo.computations import Instruction
 from framework.plan.hlo.module import Module
@@ -77,6 +78,8 @@ def check_frozen(step: Callable[..., Any], *arguments: Any, frozen: Any, target:
     looked at. Of a stack [layers, in, out], one layer at a time may be copied, or dequantized if it is a
     `QuantizedMatrix`; of those, only stacks are looked at. A frozen leaf that a TPU reads ahead into the fast memory on
     its chip is no buffer.
+
+    Complexity: the time that the target's compiler takes, and a walk through its program's text.
 
     Args:
         step: a jitted function (also of `equinox.filter_jit`), or any function, which is then jitted.

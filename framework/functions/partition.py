@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from framework.functions.paths import is_float, matching_paths, named_leaves
+from framework.functions.leaves import is_float
+from framework.functions.paths import matching_paths, named_leaves
 
 
 class Partition(NamedTuple):
     """A tree in two, both of its structure, with None in the place of each leaf that is in the other.
 
-    `jax.tree.map`, optax and `jax.jit` see no leaf in a None.
+    `jax.tree.map`, optax and `jax.jit` see no leaf in a None. No array is copied.
     """
 
     trained: Any
@@ -87,6 +88,9 @@ def differentiate(
         loss, gradient = loss_and_gradient(pl.combine(trained, frozen), batch)
         updates, moments = optimizer.update(gradient, moments, trained)
         trained = optax.apply_updates(trained, updates)
+
+    Complexity: that of `jax.value_and_grad` of the trained leaves. Nothing is computed or held of the frozen leaves'
+    gradients, and of the activations what the trained leaves' gradients need.
 
     Args:
         function: `function(params, *arguments)` returns a scalar of a float dtype, or (scalar, auxiliary results).

@@ -11,22 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from framework.layout import path_name
-
-_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array or the shape of one; the activation function in an equinox module is neither."""
-    return isinstance(leaf, _ARRAY_TYPES)
-
-
-def is_float(leaf: Any) -> bool:
-    """Whether a leaf is an array that has a gradient: of real or complex floating-point numbers."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A pull-back of `jax.vjp` without the arrays that are at hand anyway, so that a loop stacks no copies of them."""
+"""What a loop hands from a forward pass to its backward pass: the residuals of pull-backs, and cotangents."""
 
 from __future__ import annotations
 
@@ -10,23 +10,7 @@ import jax
 import numpy as np
 
 from framework.functions.encoding import Tree
-
-# A pull-back: the cotangents of the arguments, from those of the outputs.
-PullBack = Callable[[Tree], tuple[Tree, ...]]
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """What of a pull-back is no array.
-
-    Attributes:
-      sources: for each array that it holds, which leaf of the arguments it is; None for a residual.
-      structure: the treedef of the pull-back.
-    """
-
-    sources: tuple[int | None, ...]
-    # It holds jaxprs, which equal nothing but themselves. The turns of a loop are alike.
-    structure: Any = field(compare=False, repr=False)
+from framework.layers.pull_back import PullBack
 
 
 @jax.tree_util.register_dataclass
@@ -35,32 +19,17 @@ class Residuals:
     """A pytree of what a pull-back holds besides the arguments; it may be stacked by a loop and sliced again."""
 
     arrays: list[Any]
-    frame: _Frame = field(metadata={"static": True})
+    frame: PullBack = field(metadata={"static": True})
 
     @staticmethod
-    def of(pull_back: PullBack, arguments: Tree) -> Residuals:
-        """Takes a pull-back apart.
+    def of(pull_back: Callable[[Tree], Tree], arguments: Tree) -> Residuals:
+        """Takes a pull-back of `jax.vjp` apart; see `PullBack.split`."""
+        frame, arrays = PullBack.split(pull_back, arguments)
+        return Residuals(arrays, frame)
 
-        Args:
-            pull_back: of jax.vjp, whose result is a pytree.
-            arguments: the same arrays, not equal ones, are found in it.
-        """
-        leaves, structure = jax.tree.flatten(pull_back)
-        # jax.vjp keeps an argument as it is, so it is the same object among the pull-back's leaves.
-        number_of_argument = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(arguments))}
-        sources = tuple(number_of_argument.get(id(leaf)) for leaf in leaves)
-        arrays = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
-        return Residuals(arrays, _Frame(sources, structure))
-
-    def pull_back(self, arguments: Tree) -> PullBack:
+    def pull_back(self, arguments: Tree) -> Callable[[Tree], Tree]:
         """The pull-back, from the arguments as they were."""
-        argument_leaves = jax.tree.leaves(arguments)
-        next_residual = iter(self.arrays)
-        leaves = []
-        for source in self.frame.sources:
-            leaf = next(next_residual) if source is None else argument_leaves[source]
-            leaves.append(leaf)
-        return jax.tree.unflatten(self.frame.structure, leaves)
+        return self.frame.joined(arguments, self.arrays)
 
 
 @jax.tree_util.register_static

@@ -26,6 +26,8 @@ def reconstruction_error(
     Layers in bfloat16 drift: what additive couplings subtract was rounded away when it was added. The usual remedy is
     streams in float32 with branches in bfloat16.
 
+    Complexity: each layer once forward and once back; memory for x, y and one layer, whatever the number of layers.
+
     Args:
         forward, inverse, weights, x, xs: as `reversible_scan` has them.
 

@@ -52,9 +52,13 @@ def reversible_scan(
 
     Returns:
         The last layer's output, like x. Integers, booleans and keys may be among weights, x and xs; they have no
-        gradient. The gradient's memory is that of one layer, beside the arguments, their gradients and the output. With
-        the pair of `additive_coupling` the backward pass evaluates and differentiates each branch once; with any other
-        pair it evaluates the inverse, and evaluates and differentiates `forward`.
+        gradient.
+
+    Complexity, of L layers whose forward function takes time T and whose pull-back keeps K bytes: the gradient holds K
+    and x beside the arguments, their gradients and the output, whatever L is; `jax.lax.scan` holds L K, and L x where
+    each layer is in `jax.checkpoint`. It takes L times 4 T with the pair of `additive_coupling`, as with
+    `jax.checkpoint`: each branch is evaluated forward, and once more on the way back, where it is differentiated (2 T).
+    With any other pair the time of L inverses comes on top.
 
     Raises:
         ValueError: the arrays of weights and xs do not have the same L, or there are none; `forward` or `inverse`

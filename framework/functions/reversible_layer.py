@@ -12,6 +12,7 @@ from jax import lax
 
 from framework.functions.closures import arrays_of, constants_of, hoisted, vjp_of_floats
 from framework.functions.coupling import added, coupling_of, subtracted
+from framework.functions.leaves import is_float
 from framework.layout import filled
 
 # (what the layers share, arrays of a layer, x) -> a tree of arrays.
@@ -69,7 +70,7 @@ class _AnyLayer:
         _, pull = vjp_of_floats(self.forward_function, forward_shared, layer_arrays, x)
         forward_ct, layer_ct, x_ct = pull(y_ct)
         # The gradient is that of `forward`: its inverse does not depend on anything of its own.
-        inverse_ct = [jnp.zeros_like(value) if _is_float(value) else None for value in inverse_shared]
+        inverse_ct = [jnp.zeros_like(value) if is_float(value) else None for value in inverse_shared]
         return Undone(x, x_ct, layer_ct, (forward_ct, inverse_ct))
 
 
@@ -151,10 +152,6 @@ def layer_of(
 
 def _first_layer(stacks: Any) -> Any:
     return jax.tree.map(lambda stack: stack[0], stacks)
-
-
-def _is_float(value: jax.Array) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def _cast(ct: Any, branch: Any) -> Any:

@@ -48,10 +48,14 @@ class OptaxRule:
     def update(self, weights: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
         """See `Rule`."""
         updates, new_state = self.optimizer.update(gradient, state, weights)
+        return self.applied(weights, updates), new_state
+
+    def applied(self, weights: Tree, updates: Tree) -> Tree:
+        """The weights after the optimizer's updates."""
         if self.max_update_rms is not None:
             # The limit is one of the updates as they are, so the learning rate that it is relative to is one.
             updates = limit_update_rms(updates, self.max_update_rms, 1.0)
-        return optax.apply_updates(weights, updates), new_state
+        return optax.apply_updates(weights, updates)
 
 
 @dataclass(frozen=True)

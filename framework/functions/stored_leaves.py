@@ -17,6 +17,7 @@ from jax import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from framework.checkpoint.directory import LeafRecord
+from framework.functions.leaves import is_key
 
 Kind = Literal["key", "words", "scalar", "function"]
 
@@ -127,11 +128,6 @@ def records(stored: Mapping[str, LeafRecord], notes: Mapping[str, Note]) -> dict
 def shown(name: str) -> str:
     """A leaf's path as a message has it: that of a tree that is one leaf is empty."""
     return name or "the tree itself"
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed keys (jax.random.key), or the spec of one."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def key_implementation(leaf: Any) -> str:

@@ -23,6 +23,9 @@ def value_and_update(loss: Callable[..., Any], has_aux: bool = False) -> Callabl
     `jax.value_and_grad`. The traced backward pass is read before it runs, so a piece that would be updated wrongly is
     refused by its name: where its weights are used twice, are read beside its call, or do not reach the loss.
 
+    Complexity: what is computed is that of `jax.value_and_grad`. Reading takes time in proportion to the number of the
+    program's operations, whenever it is traced; under `jax.jit` that is once.
+
     Args:
         loss: `loss(params, *args, **kwargs) -> scalar`, or (scalar, auxiliary outputs) with `has_aux`.
         has_aux: as of `jax.value_and_grad`.

@@ -1,7 +1,6 @@
 """docs/python.md, its notebook and the pages of functions: what they show runs, as it is written in a process with one
 device, and what names a config on a small one in its place."""
 
-import json
 import os
 import re
 import subprocess
@@ -11,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.support import notebooks
 from tests.support.runs import CONFIG, ROOT, write_text
 
 FIRST, OWN_LOOP = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
 LORA, LORA_EQUINOX, TRAINED_PART = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs" / "functions_lora.md").read_text(), re.DOTALL
 )
-NOTEBOOK = json.loads((ROOT / "docs" / "notebooks" / "first_run.ipynb").read_text())
-CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+CELLS = notebooks.code_cells("first_run.ipynb")
 WRITTEN = "nanogpt-cpu"  # the config that all of them name
 SMALL = f"{CONFIG}:tiny"
 
@@ -41,22 +40,12 @@ def python(folder: Path, source: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def executed(source: str, names: dict[str, Any]) -> Any:
-    """Executes a cell; the value of its last line if that is an expression, as a notebook shows it."""
-    *lines, last = source.splitlines()
-    try:
-        expression = compile(last, "cell", "eval")
-    except SyntaxError:
-        exec(compile(source, "cell", "exec"), names)
-        return None
-    exec(compile("\n".join(lines), "cell", "exec"), names)
-    return eval(expression, names)
-
-
-def test_the_notebook_is_well_formed() -> None:
-    assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
-    assert len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])
-    for cell in NOTEBOOK["cells"]:
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_a_notebook_is_well_formed(name: str) -> None:
+    notebook = notebooks.notebook(name)
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    for cell in notebook["cells"]:
         kind = cell["cell_type"]
         results = {"outputs": [], "execution_count": None} if kind == "code" else {}
         assert cell == {"cell_type": kind, "id": cell["id"], "metadata": {}, "source": cell["source"], **results}
@@ -65,7 +54,7 @@ def test_the_notebook_is_well_formed() -> None:
 @pytest.mark.pairs
 def test_the_cells_of_the_notebook_run_and_show_pictures(capsys: pytest.CaptureFixture) -> None:
     names: dict[str, Any] = {}
-    _, plan, run, losses, _, bits_per_byte = [executed(cell.replace(WRITTEN, SMALL), names) for cell in CELLS]
+    _, plan, run, losses, _, bits_per_byte = [notebooks.executed(cell.replace(WRITTEN, SMALL), names) for cell in CELLS]
     assert "<iframe" in plan._repr_html_()
     assert "image/png" in run._repr_html_()
     assert losses.shape == run.metrics["train/loss"].steps.shape

@@ -355,7 +355,9 @@ def test_a_changed_scalar_is_noticed(tmp_path: Path) -> None:
 
 
 SAVER = """
-import sys
+import faulthandler, sys
+# A process that hangs ends with the stacks of its threads; the test then reads the end of its output.
+faulthandler.dump_traceback_later(300, exit=True)
 import jax.numpy as jnp
 import framework as pl
 directory = sys.argv[1]
@@ -385,6 +387,8 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_steps(seed: int, tmp_
             # Orbax's name of what is not complete.
             while not list(tmp_path.glob("00000003.orbax-checkpoint-tmp*")):
                 assert not (tmp_path / "00000003").exists(), "the save was over before it was seen"
+                # One that has died leaves nothing to wait for.
+                assert job.poll() is None
         else:
             time.sleep(random.Random(seed).random() * 0.05)
     finally:

@@ -72,6 +72,41 @@ def test_weights_and_state_are_there_once(model: Any, chip: NamedSharding) -> No
     assert needed <= 1.10 * num_bytes(trained)
 
 
+def test_a_stack_whose_state_is_streamed(chip: NamedSharding) -> None:
+    """AdamW's moments of 512 MiB of weights are on the host; on the device there is a layer's gradient, and a chunk."""
+    layers = pl.eager_scan(lambda weights, x, _: (layer(weights, x), None), pl.stream(optax.adamw(1e-3)), name="stack")
+    weights = jax.ShapeDtypeStruct((LAYERS, DIM, DIM), jnp.bfloat16)
+    program, trained = jax.make_jaxpr(layers.init, return_shape=True)(weights)
+    host = chip.with_memory_kind("pinned_host")
+    places = [host if result.memory_space == jax.memory.Space.Host else chip for result in program.out_avals]
+    leaves, structure = jax.tree.flatten(trained)
+    shapes = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for leaf, place in zip(leaves, places, strict=True)
+    ]
+    x = jax.ShapeDtypeStruct((128, DIM), jnp.bfloat16, sharding=chip)
+
+    def loss(trained: Any, x: jax.Array) -> jax.Array:
+        return layers(trained, x)[0].astype(jnp.float32).sum()
+
+    step = jax.jit(pl.value_and_update(loss), donate_argnums=0, out_shardings=(chip, structure.unflatten(places)))
+    memory = step.lower(structure.unflatten(shapes), x).compile().memory_analysis()
+    assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes == 1024 * MIB
+    assert memory.host_temp_size_in_bytes == 0
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    print("streamed", needed / MIB)
+    assert needed <= (512 + 192) * MIB
+
+
+def test_a_streamed_state_is_made_layer_by_layer(chip: NamedSharding) -> None:
+    """All layers' first moments at once would be 1 GiB beside the weights."""
+    layers = pl.eager_scan(lambda weights, x, _: (layer(weights, x), None), pl.stream(optax.adamw(1e-3)), name="stack")
+    weights = jax.ShapeDtypeStruct((LAYERS, DIM, DIM), jnp.bfloat16, sharding=chip)
+    memory = jax.jit(layers.init, donate_argnums=0).lower(weights).compile().memory_analysis()
+    print("init", memory.temp_size_in_bytes / MIB, memory.host_output_size_in_bytes / MIB)
+    assert memory.temp_size_in_bytes <= 128 * MIB
+    assert memory.host_output_size_in_bytes == 1024 * MIB
+
+
 def whole(optimizer: optax.GradientTransformation) -> Any:
     """The optimizer with all of its state on the host, fetched before the update."""
 

@@ -1,16 +1,29 @@
-"""The pages on functions: what they show runs, and prints what they say, in a process with one device."""
+"""The pages on functions and their notebook: what they show runs, and prints what they say."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.support import notebooks
 from tests.support.pages import python_block, text_lines
 from tests.support.runs import ROOT
 
 REVERSIBLE = "docs/functions_reversible.md"
 CHECKPOINTS = "docs/functions_checkpoints.md"
+CELLS = notebooks.code_cells("functions.ipynb")
+# What each public thread asked for, by the page and a part of its example.
+EXAMPLES = {
+    "Zygote.jl#1541": ("docs/functions_eager.md", 'name="dense"'),
+    "jax#23316, 34 layers": ("docs/functions_lora.md", "(34, 1024, 4096)"),
+    "jax#23316, equinox": ("docs/functions_lora.md", "eqx.nn.MLP"),
+    "axlearn#867": ("docs/functions_stream.md", "pl.stream"),
+}
 
 
 def printed(folder: Path, source: str) -> list[str]:
@@ -47,3 +60,39 @@ def test_the_page_on_checkpoints(tmp_path: Path) -> None:
     resumed, last = printed(tmp_path, source.replace("101", "121"))
     assert resumed == "went on from step 100 {'loader': [0, 800]}"
     assert last.startswith("[80, 100, 120] [")
+
+
+def num_lines(source: str) -> int:
+    """The lines of code, without blank ones, comments and imports."""
+    imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    lines = [line.strip() for line in source.splitlines()]
+    return sum(bool(line) and not line.startswith("#") for line in lines) - len(imports)
+
+
+@pytest.mark.parametrize("thread", EXAMPLES)
+def test_an_example_of_a_thread_is_short(thread: str) -> None:
+    """`tests/api/test_docs_python.py` runs them."""
+    page, part = EXAMPLES[thread]
+    assert num_lines(python_block(page, part)) <= 15
+
+
+def test_the_cells_of_the_notebook_are_short() -> None:
+    assert max(map(num_lines, CELLS)) <= 15
+
+
+def test_the_cells_of_the_notebook_run_and_show_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("equinox")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    _, _, losses, refusal, lora, equinox, stream, eager, depth, restored = [
+        notebooks.executed(cell, names) for cell in CELLS
+    ]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > losses[-1]
+    assert "'dense' is used twice" in refusal or "'branch' is used twice" in refusal
+    assert lora["up"].a == (34, 64, 4)
+    assert lora["down"].b == (34, 4, 64)
+    assert equinox == [f"layers/{number}/weight" for number in range(5)]
+    assert stream == eager == "pinned_host"
+    assert depth[16] == depth[256]
+    assert restored == ("pinned_host", 1, {"loader": [0, 8]})

@@ -61,9 +61,12 @@ def test_jax_grad_alone_returns_the_new_weights_and_the_inputs_gradient() -> Non
     assert_equal((new.weights, new.state, of_input), (optax.apply_updates(weights, updates), state, expected))
 
 
-def test_a_layer_in_two_branches_is_updated_once_by_the_sum() -> None:
+@pytest.mark.once("adamw", "adafactor")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_layer_in_two_branches_is_updated_once_by_the_sum(name: str) -> None:
     """FluxML/Zygote.jl#1541."""
-    shared = pl.eager_weights(optax.adamw(0.01), name="shared")
+    optimizer = OPTIMIZERS[name]()
+    shared = pl.eager_weights(optimizer, name="shared")
     weights = {"shared": dense_weights(0)}
 
     def branches(weights: Any) -> jax.Array:
@@ -72,7 +75,7 @@ def test_a_layer_in_two_branches_is_updated_once_by_the_sum() -> None:
     actual = eager_steps(
         lambda trained: branches(shared(trained["shared"])), {"shared": shared.init(weights["shared"])}
     )
-    expected = plain_steps(lambda weights: branches(weights["shared"]), optax.adamw(0.01), weights)
+    expected = plain_steps(lambda weights: branches(weights["shared"]), optimizer, weights)
     assert_equal(actual, expected)
 
 

@@ -1,4 +1,4 @@
-"""Models of other people's: a transformer block by hand, of flax and of equinox, end where `jax.grad` and optax end."""
+"""Models of other people's: a transformer by hand, of flax and of equinox, end where `jax.grad` and optax end."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import framework as pl
-from tests.support.eager import assert_equal, eager_steps, plain_steps, random
+from tests.support.eager import OPTIMIZERS, assert_equal, eager_steps, plain_steps, random
 
 DIM, HEADS, TOKENS, VOCAB = 8, 2, 5, 11
 BATCH = np.random.default_rng(0).integers(0, VOCAB, (3, TOKENS))
@@ -44,9 +44,11 @@ def cross_entropy(logits: jax.Array, tokens: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
 
-def test_a_transformer_by_hand_with_a_tied_table() -> None:
+@pytest.mark.once("adamw", "muon")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_transformer_by_hand_with_a_tied_table(name: str) -> None:
     """The table embeds the tokens and is the head: its gradient is the sum of both."""
-    optimizer = optax.adamw(0.01)
+    optimizer = OPTIMIZERS[name]()
     layers = {name: pl.eager(jax.checkpoint(block), optimizer, name=name) for name in ("block0", "block1")}
     table = pl.eager_weights(optimizer, name="table")
     weights = {"table": 0.3 * random(0, VOCAB, DIM), "block0": block_weights(1), "block1": block_weights(9)}
@@ -64,17 +66,38 @@ def test_a_transformer_by_hand_with_a_tied_table() -> None:
     assert_equal(dict(sorted(actual[1].items())), dict(sorted(expected[1].items())))
 
 
-def test_flax_linen() -> None:
+@pytest.mark.once("lion")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_transformer_of_flax_linen(name: str) -> None:
+    """Two blocks, one of them under flax's own remat, between a tied embedding and its head."""
     nn = pytest.importorskip("flax.linen")
-    module = nn.Dense(DIM, param_dtype=jnp.float64)
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    x = random(0, 3, DIM)
-    weights = {"dense": module.init(jax.random.key(0), x)}
-    layer = pl.eager(module.apply, optimizer, name="dense")
-    trained = {"dense": layer.init(weights["dense"])}
-    actual = eager_steps(lambda t: jnp.tanh(layer(t["dense"], x)).sum(), trained)
-    expected = plain_steps(lambda w: jnp.tanh(module.apply(w["dense"], x)).sum(), optimizer, weights)
-    assert_equal(actual, expected)
+    dtypes = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
+            attention = nn.MultiHeadDotProductAttention(num_heads=HEADS, **dtypes)
+            x = x + attention(nn.LayerNorm(**dtypes)(x), mask=mask)
+            return x + nn.Dense(DIM, **dtypes)(nn.gelu(nn.Dense(4 * DIM, **dtypes)(nn.LayerNorm(**dtypes)(x))))
+
+    modules = {"block0": Block(), "block1": nn.remat(Block)()}
+    optimizer = OPTIMIZERS[name]()
+    x = random(0, *BATCH.shape, DIM)
+    weights = {key: module.init(jax.random.key(1), x) for key, module in modules.items()}
+    weights["table"] = 0.3 * random(3, VOCAB, DIM)
+    layers = {key: pl.eager(module.apply, optimizer, name=key) for key, module in modules.items()}
+    table = pl.eager_weights(optimizer, name="table")
+    trained = {key: piece.init(weights[key]) for key, piece in {**layers, "table": table}.items()}
+
+    def loss(rows: jax.Array, apply: Any) -> jax.Array:
+        x = apply("block1", apply("block0", rows[BATCH]))
+        return cross_entropy(x @ rows.T, BATCH)
+
+    actual = eager_steps(lambda t: loss(table(t["table"]), lambda key, x: layers[key](t[key], x)), trained)
+    expected = plain_steps(lambda w: loss(w["table"], lambda key, x: modules[key].apply(w[key], x)), optimizer, weights)
+    for one, other in zip(actual, expected, strict=True):
+        assert_equal(dict(sorted(one.items())), dict(sorted(other.items())))
 
 
 def test_flax_nnx() -> None:
@@ -94,21 +117,38 @@ def test_flax_nnx() -> None:
     assert_equal(actual, expected)
 
 
-def test_equinox() -> None:
+@pytest.mark.once("momentum", "adafactor")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_transformer_of_equinox(name: str) -> None:
     """A module with an activation function and sizes, which are no arrays."""
     eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(DIM, DIM, 16, 2, activation=jnp.tanh, key=jax.random.key(0))
-    optimizer = optax.adamw(0.01)
-    x = random(0, 3, DIM)
-    layer = pl.eager(lambda model, x: jax.vmap(model)(x), optimizer, name="mlp")
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    class Block(eqx.Module):
+        attention: Any
+        mlp: Any
+        norm: Any
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            normed = jax.vmap(self.norm)(x)
+            x = x + self.attention(normed, normed, normed, mask=jnp.tril(jnp.ones((TOKENS, TOKENS), bool)))
+            return x + jax.vmap(self.mlp)(jax.vmap(self.norm)(x))
+
+    attention = eqx.nn.MultiheadAttention(HEADS, DIM, key=keys[0], dtype=jnp.float64)
+    mlp = eqx.nn.MLP(DIM, DIM, 16, 2, activation=jnp.tanh, key=keys[1], dtype=jnp.float64)
+    model = Block(attention, mlp, eqx.nn.LayerNorm(DIM, dtype=jnp.float64))
+    optimizer = OPTIMIZERS[name]()
+    x = random(0, 3, TOKENS, DIM)
+    layer = pl.eager(eqx.filter_checkpoint(lambda model, x: jax.vmap(model)(x)), optimizer, name="block")
     trained = layer.init(model)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    step = jax.jit(jax.grad(lambda trained: jnp.sin(layer(trained, x)).sum()))
+    gradient_of = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sin(jax.vmap(model)(x)).sum()))
     for _ in range(3):
-        trained = jax.jit(jax.grad(lambda trained: jnp.sin(layer(trained, x)).sum()))(trained)
-        gradient = eqx.filter_grad(lambda model: jnp.sin(jax.vmap(model)(x)).sum())(model)
-        updates, state = optimizer.update(gradient, state, eqx.filter(model, eqx.is_inexact_array))
+        trained = step(trained)
+        updates, state = optimizer.update(gradient_of(model), state, eqx.filter(model, eqx.is_inexact_array))
         model = eqx.apply_updates(model, updates)
-    assert trained.weights.activation is model.activation
+    assert trained.weights.mlp.activation is model.mlp.activation
     actual = eqx.filter(trained.weights, eqx.is_inexact_array)
     assert_equal(jax.tree.leaves(actual), jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
     assert_equal(jax.tree.leaves(trained.state), jax.tree.leaves(state))

@@ -17,7 +17,23 @@ WEIGHTS: Any = {"kernel": np.eye(6, dtype=np.float32), "bias": np.zeros(6, np.fl
 LAYER = pl.eager(dense, optax.sgd(0.1), name="dense")
 OTHER = pl.eager(dense, optax.sgd(0.1), name="other")
 INPUT: Any = np.asarray(X, np.float32)
+SHARED = pl.eager_weights(optax.sgd(0.1), name="shared")
 STACK = pl.eager_scan(lambda weights, x, _: (dense(weights, x), None), optax.sgd(0.1), name="stack")
+
+
+KINDS = {"piece": LAYER, "shared weights": SHARED, "stack": STACK}
+
+
+def weights_of(layer: Any) -> Any:
+    """The weights, as a stack of one layer where the layer is a stack."""
+    return jax.tree.map(lambda leaf: leaf[None], WEIGHTS) if layer is STACK else WEIGHTS
+
+
+def output(layer: Any, trained: pl.Trained, x: jax.Array) -> jax.Array:
+    """What a piece, a stack, or a dense layer with shared weights makes of x."""
+    if layer is SHARED:
+        return dense(SHARED(trained), x)
+    return jax.tree.leaves(layer(trained, x))[0]
 
 
 def once(trained: pl.Trained) -> jax.Array:
@@ -71,15 +87,15 @@ def test_one_use_is_accepted_wherever_it_is(loss: Callable[..., jax.Array]) -> N
     assert not jnp.array_equal(new.weights["kernel"], WEIGHTS["kernel"])
 
 
-@pytest.mark.parametrize("layer", [LAYER, STACK], ids=["piece", "stack"])
-def test_jax_grad_refuses_a_second_use_that_it_sees(layer: Any) -> None:
-    weights = WEIGHTS if layer is LAYER else jax.tree.map(lambda leaf: leaf[None], WEIGHTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_jax_grad_refuses_a_second_use_that_it_sees(kind: str) -> None:
+    layer = KINDS[kind]
 
     def loss(trained: pl.Trained) -> jax.Array:
-        outputs = [jax.tree.leaves(layer(trained, INPUT))[0].sum() for _ in range(2)]
+        outputs = [output(layer, trained, INPUT).sum() for _ in range(2)]
         return outputs[0] * outputs[1]
 
-    trained = layer.init(weights)
+    trained = layer.init(weights_of(layer))
     with pytest.raises(ValueError, match=f"{layer.name!r} is used twice"):
         jax.grad(loss)(trained)
     # An evaluation may use it as often as it likes, jitted or not.
@@ -87,39 +103,38 @@ def test_jax_grad_refuses_a_second_use_that_it_sees(layer: Any) -> None:
     assert jnp.isfinite(jax.jit(loss)(trained))
 
 
-def test_shared_weights_are_taken_once() -> None:
-    shared = pl.eager_weights(optax.sgd(0.1), name="table")
-    trained = shared.init(WEIGHTS)
-    with pytest.raises(ValueError, match="'table' is used twice"):
-        jax.grad(lambda trained: dense(shared(trained), INPUT).sum() + dense(shared(trained), INPUT).sum())(trained)
-
-
-@pytest.mark.parametrize("layer", [LAYER, STACK], ids=["piece", "stack"])
-def test_vmap_over_the_backward_pass(layer: Any) -> None:
-    weights = WEIGHTS if layer is LAYER else jax.tree.map(lambda leaf: leaf[None], WEIGHTS)
-    trained = layer.init(weights)
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_over_the_backward_pass(kind: str) -> None:
+    layer = KINDS[kind]
+    trained = layer.init(weights_of(layer))
 
     def loss(trained: pl.Trained, x: jax.Array) -> jax.Array:
-        return jax.tree.leaves(layer(trained, x))[0].sum()
+        return output(layer, trained, x).sum()
 
     # The forward pass of a batch is what vmap makes of it.
     assert jax.vmap(loss, (None, 0))(trained, INPUT).shape == (4,)
     with pytest.raises(ValueError, match=f"{layer.name}: jax.vmap over its backward pass"):
         jax.vmap(jax.grad(loss), (None, 0))(trained, INPUT)
-    with pytest.raises(ValueError, match=f"{layer.name}: jax.vmap over its backward pass"):
-        jax.grad(lambda trained: jax.vmap(loss, (None, 0))(trained, INPUT).sum())(trained)
+    if layer is not SHARED:
+        # Shared weights are used by all rows, and updated once.
+        with pytest.raises(ValueError, match=f"{layer.name}: jax.vmap over its backward pass"):
+            jax.grad(lambda trained: jax.vmap(loss, (None, 0))(trained, INPUT).sum())(trained)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_jitted", [False, True])
-def test_second_derivatives(is_jitted: bool) -> None:
-    trained = LAYER.init(WEIGHTS)
-    of_input = jax.grad(lambda x, trained: jnp.square(LAYER(trained, x)).sum())
-    of_weights = jax.grad(lambda trained, x: jnp.square(LAYER(trained, x)).sum())
+def test_second_derivatives(is_jitted: bool, kind: str) -> None:
+    layer = KINDS[kind]
+    trained = layer.init(weights_of(layer))
+
+    def loss(trained: pl.Trained, x: jax.Array) -> jax.Array:
+        return jnp.square(output(layer, trained, x)).sum()
 
     def twice(x: jax.Array) -> jax.Array:
-        return of_weights(trained, x).weights["kernel"].sum() + of_input(x, trained).sum()
+        of_weights, of_input = jax.grad(loss, (0, 1))(trained, x)
+        return of_weights.weights["kernel"].sum() + of_input.sum()
 
-    with pytest.raises(ValueError, match="dense: it is updated in the backward pass, which has no derivative"):
+    with pytest.raises(ValueError, match=f"{layer.name}: it is updated in the backward pass, which has no derivative"):
         jax.grad(jax.jit(twice) if is_jitted else twice)(INPUT)
 
 

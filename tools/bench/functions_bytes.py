@@ -1,10 +1,11 @@
-"""What a hand-written Llama 2 7B needs on one chip when it is trained by `pl.eager` and `pl.eager_scan`.
+"""What a hand-written Llama 2 7B needs on one device when it is trained by `pl.eager` and `pl.eager_scan`.
 
-    python -m tools.bench.functions_bytes [sgd adalomo adamw] [--tokens 2048]
+    python -m tools.bench.functions_bytes [sgd adalomo adamw streamed] [--target h200x1] [--tokens 2048]
 
-The target's compiler compiles the step, at batch 1, in bfloat16; nothing is run. SGD and AdaLomo are compiled for a
-v5e, AdamW, whose moments are bfloat16 as well, for a v5p. The last line of each report has the peak and its ratio to
-weights and state, to these with one layer's gradient and the inputs of all layers, and to these with what one layer's
+The target's compiler compiles the step, at batch 1, with weights in bfloat16; nothing is run. Without --target SGD,
+AdaLomo and streamed AdamW are compiled for a v5e, resident AdamW for a v5p. Moments are bfloat16 in `adamw`, and
+float32 in the host's memory in `streamed`. The last line of each report has the peak and its ratio to weights and state
+on the device, to these with one layer's gradient and the inputs of all layers, and to these with what one layer's
 pull-back holds.
 """
 
@@ -19,60 +20,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import framework as pl
 from framework.optimizers.adalomo import adalomo
+from framework.plan import targets
+from tools.bench.hand_llama import Llama
 
-LAYERS, DIM, HEADS, HIDDEN, VOCAB = 32, 4096, 32, 11008, 32000
+LLAMA2_7B = Llama(layers=32, dim=4096, heads=32, hidden=11008, vocab=32000, dtype=jnp.bfloat16)
 MIB = 1 << 20
+HOST = NamedSharding(AbstractMesh((1,), ("devices",)), PartitionSpec(), memory_kind="pinned_host")
+
+
+def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer with its state, and what it computes, in float32."""
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+    def init(params: Any) -> Any:
+        return optimizer.init(wide(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return optimizer.update(wide(updates), state, wide(params))
+
+    return optax.GradientTransformation(init, update)
+
+
 # By name: the optimizer, and the target that its weights and state fit.
 SETTINGS: dict[str, tuple[Callable[[], optax.GradientTransformation], str]] = {
     "sgd": (lambda: optax.sgd(1e-2), "v5e-1"),
     "adalomo": (lambda: adalomo(learning_rate=1e-2), "v5e-1"),
     "adamw": (lambda: optax.adamw(1e-4), "v5p-8"),
+    "streamed": (lambda: pl.stream(in_float32(optax.adamw(1e-4))), "v5e-1"),
 }
-
-
-def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """RMSNorm over the last axis, in float32."""
-    wide = x.astype(jnp.float32)
-    root = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-5)
-    return (wide * root).astype(x.dtype) * scale
-
-
-def rotated(x: jax.Array) -> jax.Array:
-    """Rotary positions of [tokens, heads, size]."""
-    half = x.shape[-1] // 2
-    rates = 1e4 ** (-jnp.arange(half) / half)
-    angles = (jnp.arange(x.shape[0])[:, None] * rates)[:, None, :]
-    left, right = x[..., :half], x[..., half:]
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-
-
-def layer(weights: Any, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-    """One layer: [tokens, dim] -> the same."""
-    tokens = x.shape[0]
-    normed = norm(x, weights["norm1"])
-    queries, keys, values = ((normed @ weights[name]).reshape(tokens, HEADS, -1) for name in ("q", "k", "v"))
-    mixed = jax.nn.dot_product_attention(rotated(queries), rotated(keys), values, is_causal=True)
-    x = x + mixed.reshape(tokens, DIM) @ weights["out"]
-    normed = norm(x, weights["norm2"])
-    return x + (jax.nn.silu(normed @ weights["gate"]) * (normed @ weights["up"])) @ weights["down"], None
-
-
-def layer_shapes() -> dict[str, Any]:
-    """The weights of one layer."""
-    shapes = dict.fromkeys(("q", "k", "v", "out"), (DIM, DIM))
-    shapes |= {"gate": (DIM, HIDDEN), "up": (DIM, HIDDEN), "down": (HIDDEN, DIM), "norm1": (DIM,), "norm2": (DIM,)}
-    return {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-
-
-def head_loss(weights: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
-    """The mean cross-entropy."""
-    logits = norm(x, weights["norm"]) @ weights["head"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-    return losses.mean()
 
 
 @dataclass(frozen=True)
@@ -81,74 +62,100 @@ class Training:
 
     Attributes:
       step: (trained, tokens) -> (loss, trained).
-      trained: shapes of weights and state.
+      trained: shapes of weights and state, of which some are in host memory.
     """
 
     step: Callable[..., Any]
     trained: dict[str, Any]
 
 
-def training(optimizer: optax.GradientTransformation) -> Training:
-    """Llama 2 7B whose pieces are all updated in the backward pass."""
+def training(model: Llama, optimizer: optax.GradientTransformation) -> Training:
+    """A Llama whose pieces are all updated in the backward pass."""
     table = pl.eager(lambda weights, tokens: weights[tokens], optimizer, name="table")
-    stack = pl.eager_scan(jax.checkpoint(layer), optimizer, name="stack")
-    head = pl.eager(head_loss, optimizer, name="head")
+    stack = pl.eager_scan(jax.checkpoint(model.layer), optimizer, name="stack")
+    head = pl.eager(model.head_loss, optimizer, name="head")
 
     def loss(trained: dict[str, Any], tokens: jax.Array) -> jax.Array:
         x = table(trained["table"], tokens[:-1])
         x, _ = stack(trained["stack"], x)
         return head(trained["head"], x, tokens[1:])
 
-    def stacked(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct((LAYERS, *leaf.shape), leaf.dtype)
-
-    table_shape = jax.ShapeDtypeStruct((VOCAB, DIM), jnp.bfloat16)
-    head_shapes = {
-        "norm": jax.ShapeDtypeStruct((DIM,), jnp.bfloat16),
-        "head": jax.ShapeDtypeStruct((DIM, VOCAB), jnp.bfloat16),
-    }
     trained = {
-        "table": jax.eval_shape(table.init, table_shape),
-        "stack": jax.eval_shape(stack.init, jax.tree.map(stacked, layer_shapes())),
-        "head": jax.eval_shape(head.init, head_shapes),
+        "table": shapes_of(table.init, model.table_shape()),
+        "stack": shapes_of(stack.init, model.stack_shapes()),
+        "head": shapes_of(head.init, model.head_shapes()),
     }
     return Training(pl.value_and_update(loss), trained)
 
 
-def num_bytes(tree: Any) -> int:
-    """The bytes of arrays or their shapes."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def shapes_of(init: Callable[..., Any], weights: Any) -> Any:
+    """The shapes of what `init` makes of weights, with a sharding for what it puts into host memory."""
+    program, shapes = jax.make_jaxpr(init, return_shape=True)(weights)
+    leaves, structure = jax.tree.flatten(shapes)
+    placed = []
+    for leaf, result in zip(leaves, program.out_avals, strict=True):
+        is_hosted = getattr(result, "memory_space", None) == jax.memory.Space.Host
+        placed.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HOST if is_hosted else None))
+    return jax.tree.unflatten(structure, placed)
 
 
-def pull_back_bytes(tokens: int) -> int:
+def num_bytes(tree: Any, kind: str = "device") -> int:
+    """The bytes of shapes that are on the device, or those on the host."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        is_hosted = leaf.sharding is not None
+        if is_hosted == (kind == "host"):
+            total += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return total
+
+
+def pull_back_bytes(model: Llama, tokens: int) -> int:
     """What the pull-back of one layer holds besides its weights."""
-    x = jax.ShapeDtypeStruct((tokens, DIM), jnp.bfloat16)
-    weights = layer_shapes()
+    x = jax.ShapeDtypeStruct((tokens, model.dim), model.dtype)
+    weights = model.layer_shapes()
 
     def pull_back(weights: Any, x: jax.Array) -> Any:
-        return jax.vjp(lambda weights, x: layer(weights, x, None)[0], weights, x)[1]
+        return jax.vjp(lambda weights, x: model.layer(weights, x, None)[0], weights, x)[1]
 
     return num_bytes(jax.eval_shape(pull_back, weights, x)) - num_bytes(weights)
 
 
-def report(name: str, num_tokens: int) -> None:
+def report(name: str, target: str | None, num_tokens: int) -> None:
     """Prints the figures of a setting."""
-    optimizer, target = SETTINGS[name]
-    made = training(optimizer())
+    optimizer, own_target = SETTINGS[name]
+    target = target or own_target
+    # Before JAX has looked for devices.
+    targets.environment(target)
+    model = LLAMA2_7B
+    made = training(model, optimizer())
+    hosted = num_bytes(made.trained, "host")
+    if hosted and targets.resolve(target).platform != "tpu":
+        # The program would be traced as if all of it were on the device.
+        print(f"{name} on {target}: not planned, as JAX knows of no host memory of a GPU that is not there")
+        return
     tokens = jax.ShapeDtypeStruct((num_tokens + 1,), jnp.int32)
-    plan = pl.plan_function(made.step, (made.trained, tokens), target, donate=(0,), name=name)
+    plan = pl.plan_function(
+        made.step,
+        (made.trained, tokens),
+        target,
+        donate=(0,),
+        # Of what is on the device nothing is said: XLA would choose other layouts, for 346 MiB more of AdamW's peak.
+        out_shardings=(None, jax.tree.map(lambda leaf: leaf.sharding, made.trained)),
+        name=name,
+    )
     print(plan)
     state = num_bytes(made.trained)
     weights = num_bytes([piece.encoded_weights for piece in made.trained.values()])
-    gradient = num_bytes(layer_shapes())
-    inputs = LAYERS * num_tokens * DIM * 2
-    held = pull_back_bytes(num_tokens)
+    gradient = num_bytes(model.layer_shapes())
+    inputs = model.layers * num_tokens * model.dim * 2
+    held = pull_back_bytes(model, num_tokens)
+    peak = plan.peak_bytes
     print(
-        f"{name} on {target}: peak {plan.peak_bytes / MIB:.0f} MiB; weights {weights / MIB:.0f}, state "
-        f"{(state - weights) / MIB:.0f}, a layer's gradient {gradient / MIB:.0f}, inputs of layers {inputs / MIB:.0f}, "
-        f"held by a pull-back {held / MIB:.0f} MiB; peak / (weights, state) {plan.peak_bytes / state:.3f}, with "
-        f"gradient and inputs {plan.peak_bytes / (state + gradient + inputs):.3f}, with the pull-back "
-        f"{plan.peak_bytes / (state + gradient + inputs + held):.3f}"
+        f"{name} on {target}: peak {peak / MIB:.0f} MiB ({peak / MIB / 1024:.2f} GiB); weights "
+        f"{weights / MIB:.0f}, state {(state - weights) / MIB:.0f}, on the host {hosted / MIB:.0f}, a layer's gradient "
+        f"{gradient / MIB:.0f}, inputs of layers {inputs / MIB:.0f}, held by a pull-back {held / MIB:.0f} MiB; peak / "
+        f"(weights, state) {peak / state:.3f}, with gradient and inputs {peak / (state + gradient + inputs):.3f}, with "
+        f"the pull-back {peak / (state + gradient + inputs + held):.3f}"
     )
 
 
@@ -156,10 +163,11 @@ def main() -> None:
     """Prints the figures of the settings that are named."""
     parser = argparse.ArgumentParser(description="Bytes of a hand-written Llama 2 7B.")
     parser.add_argument("names", nargs="*", default=list(SETTINGS), help=f"of {', '.join(SETTINGS)}")
+    parser.add_argument("--target", help="one device, such as v5e-1, v5p-8 or h200x1; by default each setting's own")
     parser.add_argument("--tokens", type=int, default=2048)
     options = parser.parse_args()
     for name in options.names:
-        report(name, options.tokens)
+        report(name, options.target, options.tokens)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,31 @@
+"""What a leaf of any pytree is: an array, an array of floats, or something else, such as an activation function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array or the shape of one; Python's own numbers are neither."""
+    return isinstance(leaf, _ARRAY_TYPES)
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf is an array that has a gradient: of real or complex floating-point numbers."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def is_real_float(leaf: Any) -> bool:
+    """Whether a leaf is an array of real floating-point numbers."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed keys (jax.random.key), or the spec of one."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

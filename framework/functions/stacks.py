@@ -1,0 +1,44 @@
+"""Stacked layers: trees of arrays [L, ...] for L layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from framework.functions.trained import Trained
+
+
+def num_layers(name: str, stack: Any) -> int:
+    """How many layers a stack has.
+
+    Raises:
+        ValueError: its arrays do not agree, or one has no axis of layers; begins with `name`.
+    """
+    leaves = jax.tree.leaves(stack)
+    lengths = {leaf.shape[:1] for leaf in leaves}
+    if len(lengths) != 1 or () in lengths:
+        shapes = [leaf.shape for leaf in leaves]
+        raise ValueError(
+            f"{name}: expected arrays with a first axis of layers, of one length, given the shapes {shapes[:8]}"
+        )
+    return leaves[0].shape[0]
+
+
+def layer_at(stack: Any, index: Any) -> Any:
+    """One layer of a stack, [...] for each array."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
+
+
+def weights_at(stack: Trained, index: Any) -> Trained:
+    """One layer of a stack without its state."""
+    return Trained(layer_at(stack.encoded_weights, index), (), stack.name)
+
+
+def with_layer(stack: Any, layer: Any, index: Any) -> Any:
+    """The stack with another layer in the place of one."""
+
+    def written(stack_leaf: jax.Array, leaf: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stack_leaf, leaf, index, 0)
+
+    return jax.tree.map(written, stack, layer)

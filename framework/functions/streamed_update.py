@@ -1,0 +1,191 @@
+"""One update of parameters whose optimizer's state is in host memory: a chunk of it is on the device at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from framework.functions.chunks import Chunk, Leaves, Plan, alone
+from framework.functions.encoding import Tree
+from framework.layout import fetch_leaf, flatten, store_leaf
+
+# (parameter, update) -> an array of their shape.
+Result = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def the_update(param: jax.Array, update: jax.Array) -> jax.Array:
+    """A `Result`: the update itself."""
+    return update
+
+
+class _ChunkCarry(NamedTuple):
+    """What the loop over the slices of a parameter carries.
+
+    Attributes:
+      gradient: [slices, *slice]; of the slices that were updated, the result, where the dtypes agree.
+      update: likewise, where they do not agree; else None.
+      state: the leaves that are the chunk's, by path; [slices, *slice], or [1, ...] of one that is not cut. Of stacked
+        layers, [layers * slices, *slice] or [layers, ...].
+    """
+
+    gradient: jax.Array
+    update: jax.Array | None
+    state: Leaves
+
+
+@dataclass(frozen=True)
+class StreamedUpdate:
+    """One update of all parameters, or of those of one layer, whose state is a layer of a stack.
+
+    Attributes:
+      optimizer, plan: what is computed, and in which chunks.
+      params: the parameters.
+      gradient_factor: what gradients are multiplied by; None for one.
+      extra_args: of the optimizer's update.
+      layer: an integer, which layer of the state it is; 0 where the state is no stack.
+      is_applied: a bool scalar, whether the state becomes the new one; None: it does.
+      result: (parameter, update) -> what `run` returns of them, slice by slice.
+    """
+
+    optimizer: optax.GradientTransformationExtraArgs
+    plan: Plan
+    params: Tree
+    gradient_factor: jax.Array | float | None
+    extra_args: dict[str, Any]
+    layer: jax.Array | int = 0
+    is_applied: jax.Array | None = None
+    result: Result = the_update
+
+    def run(self, gradients: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """(updates, or what `result` makes of them; new state)."""
+        gradient_leaves, structure = jax.tree.flatten(gradients)
+        old_leaves = flatten(state)
+        new_leaves = dict(old_leaves)
+        updates = []
+        for chunk in self.plan.chunks:
+            # Each chunk reads the old counters, whatever the chunks before made of them.
+            chunk_leaves = {path: old_leaves[path] for path in chunk.state_paths}
+            update, new_chunk_leaves = self._updated(chunk, gradient_leaves[chunk.number], chunk_leaves)
+            updates.append(update)
+            new_leaves |= new_chunk_leaves
+        new_state = jax.tree.unflatten(jax.tree.structure(state), new_leaves.values())
+        return jax.tree.unflatten(structure, updates), new_state
+
+    def _updated(self, chunk: Chunk, gradient: jax.Array, state: Leaves) -> tuple[jax.Array, Leaves]:
+        """A parameter's update and its new state."""
+        param = jax.tree.leaves(self.params)[chunk.number]
+        stacks = {path: _cut(leaf, self._slice_shape(chunk, path)) for path, leaf in state.items()}
+        if chunk.slices == 1 and not any(self._is_hosted(path) for path in state):
+            layer_state = {path: _slice(stack, self.layer) for path, stack in stacks.items()}
+            update, new_state = self._update_of(chunk, gradient, layer_state, param)
+            new_stacks = {path: _with_slice(stack, new_state[path], self.layer) for path, stack in stacks.items()}
+        else:
+            update, new_stacks = self._updated_by_slices(chunk, gradient, stacks, param)
+        return update, {path: stack.reshape(state[path].shape) for path, stack in new_stacks.items()}
+
+    def _updated_by_slices(
+        self, chunk: Chunk, gradient: jax.Array, stacks: Leaves, param: jax.Array
+    ) -> tuple[jax.Array, Leaves]:
+        gradient_slices = _cut(gradient, chunk.slice_shape)
+        param_slices = _cut(param, chunk.slice_shape)
+        update_dtype = self._update_dtype(chunk, gradient, param)
+        update = None
+        if update_dtype != gradient.dtype:
+            update = jnp.zeros(gradient_slices.shape, update_dtype)
+
+        def turn(index: jax.Array, carry: _ChunkCarry) -> _ChunkCarry:
+            return self._turn(chunk, param_slices, stacks, index, carry)
+
+        # A loop keeps the compiler from fetching the state of all chunks before the first is updated. It would take a
+        # loop of one turn apart, so it is not to know that there is one.
+        turns = chunk.slices if chunk.slices > 1 else jax.lax.optimization_barrier(jnp.int32(1))
+        carry = jax.lax.fori_loop(0, turns, turn, _ChunkCarry(gradient_slices, update, stacks))
+        result = carry.gradient if carry.update is None else carry.update
+        return result.reshape(gradient.shape), carry.state
+
+    def _turn(
+        self,
+        chunk: Chunk,
+        params: jax.Array,
+        old_stacks: Leaves,
+        index: jax.Array,
+        carry: _ChunkCarry,
+    ) -> _ChunkCarry:
+        """Updates one slice: fetches its state, and writes it back."""
+
+        def place(path: str) -> Any:
+            return self.layer * chunk.slices + index if path in chunk.state_slice_shapes else self.layer
+
+        # What is not sliced is read as it was before the first slice.
+        state = {}
+        for path, leaf in carry.state.items():
+            stack = leaf if chunk.slices == 1 or path in chunk.state_slice_shapes else old_stacks[path]
+            state[path] = fetch_leaf(self.plan.specs[path], _slice(stack, place(path)))
+        gradient = _slice(carry.gradient, index)
+        update, new_state = self._update_of(chunk, gradient, state, _slice(params, index))
+        new_leaves = {}
+        for path, leaf in new_state.items():
+            stored = store_leaf(self.plan.specs[path], leaf)
+            new_leaves[path] = _with_slice(carry.state[path], stored, place(path))
+        if carry.update is None:
+            return _ChunkCarry(_with_slice(carry.gradient, update, index), None, new_leaves)
+        return _ChunkCarry(carry.gradient, _with_slice(carry.update, update, index), new_leaves)
+
+    def _update_of(
+        self, chunk: Chunk, gradient: jax.Array, state: Leaves, param: jax.Array
+    ) -> tuple[jax.Array, Leaves]:
+        """The result for one parameter or slice, which the optimizer sees alone; the state is on the device."""
+        if self.gradient_factor is not None:
+            gradient = gradient * jnp.asarray(self.gradient_factor, gradient.dtype)
+        chunk_state = jax.tree.unflatten(chunk.state_structure, [state[path] for path in chunk.state_paths])
+        updates, new_state = self.optimizer.update(
+            alone(self.params, chunk.number, gradient),
+            chunk_state,
+            alone(self.params, chunk.number, param),
+            **self.extra_args,
+        )
+        new_leaves = {}
+        for path, leaf in flatten(new_state).items():
+            new_leaf = leaf.astype(state[path].dtype)
+            if self.is_applied is not None:
+                new_leaf = jnp.where(self.is_applied, new_leaf, state[path])
+            new_leaves[path] = new_leaf
+        [update] = jax.tree.leaves(updates)
+        return self.result(param, update), new_leaves
+
+    def _update_dtype(self, chunk: Chunk, gradient: jax.Array, param: jax.Array) -> Any:
+        # Shapes, unlike the arrays, are in no memory.
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+        state = {path: shape(self.plan.specs[path]) for path in chunk.state_paths}
+        update, _ = jax.eval_shape(partial(self._update_of, chunk), shape(gradient), state, shape(param))
+        return update.dtype
+
+    def _slice_shape(self, chunk: Chunk, path: str) -> tuple[int, ...]:
+        """The shape of the part of a leaf of the state that goes with one slice; of one that is not cut, of all."""
+        is_cut = path in chunk.state_slice_shapes
+        return chunk.state_slice_shapes[path] if is_cut else self.plan.specs[path].shape
+
+    def _is_hosted(self, path: str) -> bool:
+        return self.plan.specs[path].memory_kind != "device"
+
+
+def _cut(leaf: jax.Array, slice_shape: tuple[int, ...]) -> jax.Array:
+    """An array as [slices, *slice_shape], which moves nothing."""
+    # TPU slices host memory in one dimension only: a slice is an index of the first axis.
+    return leaf.reshape(-1, *slice_shape)
+
+
+def _slice(leaf: jax.Array, index: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+
+def _with_slice(leaf: jax.Array, part: jax.Array, index: Any) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(leaf, part, index, 0)

@@ -1,0 +1,91 @@
+"""The update of a piece whose optimizer is a `stream`: the state of the piece, or of all layers, stays on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from framework.functions.encoding import Tree, encoded, with_floats
+from framework.functions.leaves import is_real_float
+from framework.functions.marker import tied
+from framework.functions.rules import OptaxRule, all_finite
+from framework.functions.stacks import layer_at, weights_at, with_layer
+from framework.functions.stream import Stream
+from framework.functions.streamed_update import the_update
+from framework.functions.trained import Trained
+from framework.functions.updater import Updater
+
+
+@dataclass(frozen=True)
+class StreamedUpdater(Updater):
+    """An `Updater` that fetches a chunk of the state after the other, and writes it back.
+
+    Attributes:
+      rule: that of the optimizer inside of the stream, which says what is computed.
+      stream: where its state lives.
+    """
+
+    rule: OptaxRule
+    stream: Stream
+
+    def _first_state(self, floats: Tree) -> Tree:
+        self._check_dtypes(floats)
+        return self.stream.init(floats)
+
+    def _first_state_of_stack(self, floats: Tree) -> Tree:
+        self._check_dtypes(jax.eval_shape(lambda stack: layer_at(stack, 0), floats))
+        # A layer at a time is made on the device.
+        return jax.lax.map(self.stream.init, floats)
+
+    def _placed(self, floats: Tree, state: Tree) -> Tree:
+        self._check_dtypes(floats)
+        return self.stream.placed(floats, state)
+
+    def _check_dtypes(self, floats: Tree) -> None:
+        """Raises ValueError: what would be on the host is no array of floats."""
+        for path, spec in self.stream.planner.plan(floats).specs.items():
+            is_held = not is_real_float(jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+            if spec.memory_kind != "device" and is_held:
+                raise ValueError(
+                    f"{self.name}: its state {path} is of {spec.dtype}, which a piece holds as floats, and not in host "
+                    "memory; expected a pattern= of `stream` without it"
+                )
+
+    def updated(self, trained: Trained, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
+        """See `Updater.updated`."""
+        new_floats, new_state = self._new_parts(trained.floats, gradient, trained.state, 0)
+        # What is on the host goes through no barrier.
+        new_floats, later = tied((new_floats, later))
+        return Trained(with_floats(trained.encoded_weights, new_floats), encoded(new_state), trained.name), later
+
+    def layer_of(self, stack: Trained, index: jax.Array) -> Trained:
+        """See `Updater.layer_of`: the weights alone."""
+        return weights_at(stack, index)
+
+    def updated_layer(
+        self, stack: Trained, index: jax.Array, layer: Trained, gradient: Tree, later: Tree
+    ) -> tuple[Trained, Tree]:
+        """See `Updater.updated_layer`."""
+        new_floats, new_state = self._new_parts(layer.floats, gradient, stack.state, index)
+        new_floats, later = tied((new_floats, later))
+        new_weights = with_floats(stack.encoded_weights, with_layer(stack.floats, new_floats, index))
+        return Trained(new_weights, encoded(new_state), stack.name), later
+
+    def _new_parts(self, floats: Tree, gradient: Tree, state: Tree, index: Any) -> tuple[Tree, Tree]:
+        """(new floats of one layer, the state of all layers with that layer's new one)."""
+        is_applied = all_finite(gradient) if self.skip_nonfinite else None
+
+        def new_float(param: jax.Array, update: jax.Array) -> jax.Array:
+            new_param = self.rule.applied(param, update)
+            return new_param if is_applied is None else jnp.where(is_applied, new_param, param)
+
+        # What is limited by the size of a whole tensor's update cannot be applied to a slice of it.
+        is_sliced = self.rule.max_update_rms is None
+        with jax.named_scope(f"update_{self.name}"):
+            result = new_float if is_sliced else the_update
+            results, new_state = self.stream.update_layer(gradient, state, floats, index, is_applied, result)
+            new_floats = results if is_sliced else jax.tree.map(new_float, floats, results)
+            return new_floats, new_state

@@ -1,0 +1,193 @@
+"""`Updater`: makes the first state of a piece's optimizer, and new weights and state from a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from framework.functions.encoding import Tree, encoded, float_part, with_floats
+from framework.functions.marker import tied
+from framework.functions.mixing import refuse_mixing
+from framework.functions.rules import Rule, all_finite
+from framework.functions.stacks import layer_at, num_layers, with_layer
+from framework.functions.trained import Trained
+
+
+@dataclass(frozen=True)
+class Updater:
+    """The update of a piece by its gradient.
+
+    Attributes:
+      name: of the piece.
+      rule: see `Rule`.
+      skip_nonfinite: whether a gradient with infinities or NaN leaves weights and state as they are.
+      mixes: whether the rule may look at several tensors of the piece together.
+    """
+
+    name: str
+    rule: Rule
+    skip_nonfinite: bool
+    mixes: bool
+
+    # --- the beginning of training -----------------------------------------------------------------------------------
+
+    def checked_floats(self, weights: Tree) -> tuple[Tree, Tree]:
+        """(the weights encoded, those that are floats).
+
+        Raises:
+            ValueError: there are no floats, a weight is complex, or a part of the weights is trained already.
+        """
+        for node in jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Trained)):
+            if isinstance(node, Trained):
+                raise ValueError(
+                    f"{self.name}: its weights hold {node.name!r}, which is trained already; give that one to the "
+                    "piece as an input"
+                )
+        try:
+            encoded_weights = encoded(weights)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: its weights have {error}") from None
+        floats = float_part(encoded_weights)
+        if not jax.tree.leaves(floats):
+            raise ValueError(f"{self.name}: its weights have no array of floats, so there is nothing to train")
+        return encoded_weights, floats
+
+    def state_of(self, floats: Tree, state: Tree | None) -> Tree:
+        """The state before the first update: the given one, or the optimizer's first.
+
+        Raises:
+            ValueError: the rule looks at several tensors together, and was not allowed to.
+        """
+        if state is None:
+            self._check_rule(floats, jax.eval_shape(self.rule.initial_state, floats))
+            return _with_arrays(self._first_state(floats))
+        given_state = _with_arrays(state)
+        self._check_rule(floats, given_state)
+        return self._placed(floats, given_state)
+
+    def state_of_stack(self, floats: Tree, state: Tree | None) -> Tree:
+        """The same of stacked layers, each of which has a state of its own: trees of arrays [L, ...]."""
+        layer_floats = jax.eval_shape(lambda stack: layer_at(stack, 0), floats)
+        if state is None:
+            self._check_rule(layer_floats, jax.eval_shape(self.rule.initial_state, layer_floats))
+            return _with_arrays(self._first_state_of_stack(floats))
+        given_state = _with_arrays(state)
+        num_layers(self.name, (floats, given_state))
+        self._check_rule(layer_floats, jax.eval_shape(lambda stack: layer_at(stack, 0), given_state))
+        return self._placed(layer_floats, given_state)
+
+    def _first_state(self, floats: Tree) -> Tree:
+        return self.rule.initial_state(floats)
+
+    def _first_state_of_stack(self, floats: Tree) -> Tree:
+        return jax.vmap(self.rule.initial_state)(floats)
+
+    def _placed(self, floats: Tree, state: Tree) -> Tree:
+        """A state that was given, of a piece or of a stack with layers like `floats`, where it is to live."""
+        return state
+
+    def _check_rule(self, floats: Tree, state: Tree) -> None:
+        if not self.mixes:
+            refuse_mixing(self.rule, floats, state, self.name)
+
+    # --- the update --------------------------------------------------------------------------------------------------
+
+    def updated(self, trained: Trained, gradient: Tree, later: Tree) -> tuple[Trained, Tree]:
+        """The weights and the state after one update.
+
+        Args:
+            trained: what is updated.
+            gradient: as `trained.floats`.
+            later: arrays; what needs them is to wait for the update.
+
+        Returns:
+            (the new weights and state, `later`).
+        """
+        return tied((self._new(trained, gradient), later))
+
+    def layer_of(self, stack: Trained, index: jax.Array) -> Trained:
+        """One layer of a stack, with that of its state which the update reads on the device."""
+        return layer_at(stack, index)
+
+    def updated_layer(
+        self, stack: Trained, index: jax.Array, layer: Trained, gradient: Tree, later: Tree
+    ) -> tuple[Trained, Tree]:
+        """The stack with the new weights and state of one layer in the place of the old, and `later`.
+
+        Args:
+            stack: weights and state [L, ...] of all layers.
+            index: of the layer, an integer.
+            layer: of `layer_of`.
+            gradient: of the layer.
+            later: see `updated`.
+        """
+        new_layer, later = self.updated(layer, gradient, later)
+        return with_layer(stack, new_layer, index), later
+
+    def _new(self, trained: Trained, gradient: Tree) -> Trained:
+        """The weights and the state after the update, or as they are."""
+        if not self.skip_nonfinite:
+            return self._of_rule(trained, gradient)
+        is_finite = all_finite(gradient)
+
+        def selected(trained: Trained, gradient: Tree) -> Trained:
+            new = self._of_rule(trained, gradient)
+            return jax.tree.map(lambda new_leaf, leaf: jnp.where(is_finite, new_leaf, leaf), new, trained)
+
+        def branched(trained: Trained, gradient: Tree) -> Trained:
+            return jax.lax.cond(is_finite, self._of_rule, lambda trained, _: trained, trained, gradient)
+
+        # XLA for CPU drops barriers, and would update the weights while it reads the state out of the stack that it is
+        # about to write: it would copy whole stacks for every layer. It fuses nothing with a branch.
+        return jax.lax.platform_dependent(trained, gradient, cpu=branched, default=selected)
+
+    def _of_rule(self, trained: Trained, gradient: Tree) -> Trained:
+        floats = trained.floats
+        state = trained.state
+        with jax.named_scope(f"update_{self.name}"):
+            new_floats, new_state = self.rule.update(floats, gradient, state)
+            new_floats = self._alike(new_floats, floats, "weights")
+            new_state = self._alike(new_state, state, "state")
+            new = Trained(
+                with_floats(trained.encoded_weights, new_floats),
+                encoded(new_state),
+                trained.name,
+            )
+            return new
+
+    def _alike(self, new: Tree, old: Tree, what: str) -> Tree:
+        """The new tree in the dtypes of the old one.
+
+        Raises:
+            ValueError: the rule changed the structure of the tree, or a shape.
+        """
+        if jax.tree.structure(new) != jax.tree.structure(old):
+            raise ValueError(
+                f"{self.name}: the rule returned {what} of another structure: {jax.tree.structure(new)}, where it was "
+                f"given {jax.tree.structure(old)}"
+            )
+
+        def alike(new_leaf: Any, old_leaf: Any) -> Any:
+            if not hasattr(old_leaf, "dtype"):
+                return old_leaf
+            new_array = jnp.asarray(new_leaf)
+            if new_array.shape != old_leaf.shape:
+                raise ValueError(
+                    f"{self.name}: the rule returned {what} of the shape {new_array.shape}, where it was given "
+                    f"{old_leaf.shape}"
+                )
+            return new_array.astype(old_leaf.dtype)
+
+        return jax.tree.map(alike, new, old)
+
+
+def _with_arrays(state: Tree) -> Tree:
+    """An optimizer's state with arrays in the place of Python's numbers, so that they are no constants."""
+
+    def as_array(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float)) else leaf
+
+    return jax.tree.map(as_array, state)
