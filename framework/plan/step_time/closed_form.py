@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from framework.devices.accelerators import AcceleratorSpec
+from framework.layers.base import batch_shards
 from framework.layout import GROUPS, StateLayout
 from framework.models.causal_lm import CausalLM
 from framework.plan.calibration.rates import DeviceRates
@@ -113,7 +114,7 @@ def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int
     layers = sum(stack.num_units * len(stack.unit.layers) for stack in model.stacks.values())
     sums = 2 * layers * (2 if experiment.memory.remat in ("none", "dots") else 3)
     data = experiment.data
-    positions = data.global_batch_size * data.seq_len // (sizes["data"] * sizes["fsdp"] * sizes["seq"])
+    positions = data.global_batch_size * data.seq_len // (batch_shards(sizes) * sizes["seq"])
     activation_bytes = positions * model.dim * jnp.dtype(model.compute_dtype).itemsize
     # In a ring a sum moves everything twice: parts are added up, and then passed on.
     return round(2 * (shards - 1) / shards * sums * activation_bytes)
