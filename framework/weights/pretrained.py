@@ -52,8 +52,8 @@ class Source:
     """The tensor of a directory that holds one layer's parameter, alone or with others; or one of each expert.
 
     Args:
-        name: of the tensor; `{layer}` stands for the layer's number. With `{expert}` there is a tensor for each index of
-            the parameter's first axis, and the other fields are about one expert's.
+        name: of the tensor; `{layer}` stands for the layer's number. With `{expert}` there is a tensor for each index
+            of the parameter's first axis, and the other fields are about one expert's.
         transpose: torch's Linear keeps [out, in], we keep [in, out].
         piece: (i, n): the i-th of n equal parts of the last axis, of a fused matrix.
     """

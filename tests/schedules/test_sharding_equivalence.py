@@ -5,7 +5,9 @@ import numpy as np
 import optax
 import pytest
 
+from configs.parts import mixture
 from framework.config import config_for
+from framework.layers.mlp import MLP
 from tests.support import small
 
 MODELS = {
@@ -13,6 +15,8 @@ MODELS = {
     "gpt2": lambda: small.gpt2(head__chunk_tokens=8),
     # Grouped queries, rotary positions, a table of its own, both layers in the open.
     "llama": lambda: small.llama(stack__unroll=0, embed__dropout=0.1, head__z_loss=1e-3),
+    "mixture": lambda: mixture_model(None),
+    "capacity": lambda: mixture_model(0.75),
 }
 MESHES = [
     ("gpt2", {"data": 8, "fsdp": 1}),
@@ -22,6 +26,28 @@ MESHES = [
     ("llama", {"data": 2, "fsdp": 2, "model": 2}),
     ("llama", {"fsdp": 2, "seq": 2, "model": 2}),
 ]
+# Experts are cut alone, beside all other axes, and into one for each device.
+EXPERT_MESHES = [
+    ("mixture", {"data": 2, "fsdp": 1, "expert": 4}),
+    ("mixture", {"fsdp": 2, "expert": 2, "model": 2}),
+    ("mixture", {"fsdp": 2, "expert": 2, "seq": 2}),
+    ("mixture", {"expert": 8, "fsdp": 1}),
+    ("mixture", {"data": 2, "fsdp": 2, "model": 2}),
+    ("capacity", {"fsdp": 2, "expert": 2, "model": 2}),
+    ("capacity", {"fsdp": 1, "expert": 4, "seq": 2}),
+]
+
+
+def mixture_model(capacity: float | None):
+    """A Llama with 8 experts and one that all tokens are given to, every loss, and noise."""
+    model = small.llama(embed__dropout=0.1)
+    moe = mixture(experts=8, top_k=3, hidden=16, balance=0.5)
+    moe.router.z = 0.1
+    moe.router.jitter = 0.2
+    moe.experts.capacity = capacity
+    moe.shared = config_for(MLP, hidden=24, activation="silu", gated=True)
+    small.block(model).mlp = moe
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +78,16 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh):
     small.assert_close(grads, expected, 1e-5)
     largest = {path: np.abs(value).max() for path, value in grads.items()}
     assert all(size > 1e-3 for path, size in largest.items() if not path.endswith("key/bias")), largest
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [pytest.param(*case, marks=() if case in EXPERT_MESHES[1::4] else pytest.mark.pairs) for case in EXPERT_MESHES],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_mixtures_do_not_depend_on_the_mesh(one_device, model, mesh):
+    """Tokens travel to the devices of their experts, and what no expert is computes each sequence once."""
+    test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh)
 
 
 def test_first_states_and_whole_steps_do_not_depend_on_the_mesh():
