@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from framework.data.tokenizers import Tokenizer
 from framework.inference.sampling import Sampling, choose, row_keys
 from framework.layers.base import BATCH_AXES, Context, Out, batch_shards
-from framework.layout import Nested
+from framework.layout import Nested, merge
 from framework.program.program import Program
 from framework.terminal.phases import SHORT, phase
 
@@ -278,7 +278,8 @@ def _decode(
     }
     ctx = _context(forward, batch)
     params, buffers = arrays
-    buffers = {**buffers, "stack": cache}
+    # Beside the cache, the layers' own buffers.
+    buffers = {**buffers, "stack": merge(buffers.get("stack", {}), cache)}
     x_B1D, head, outs = forward((params, buffers), ctx)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Mixtures of experts in float64 against a plain loop over experts, and their losses against sums over tokens."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -169,12 +170,12 @@ def test_gradients_are_those_of_every_expert_on_every_token(case: str, implement
     direction = np.random.default_rng(1).normal(size=x_BSD.shape)
 
     def sparse_sum(weights: Any, x_BSD: jax.Array) -> jax.Array:
-        choice = moe.router(weights["router"], x_BSD, context()).choice
+        choice = moe.router(weights["router"], x_BSD, context(), {}).choice
         y_BSD, _ = moe.experts(weights["experts"], x_BSD, choice, context())
         return jnp.sum(y_BSD * direction)
 
     def dense_sum(weights: Any, x_BSD: jax.Array) -> jax.Array:
-        choice = moe.router(weights["router"], x_BSD, context()).choice
+        choice = moe.router(weights["router"], x_BSD, context(), {}).choice
         # What is chosen is tested above; here its shares are spread over all experts.
         shares_BSE = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(choice.experts_BSK, EXPERTS), choice.shares_BSK)
         return jnp.sum(dense(weights["experts"], x_BSD, shares_BSE) * direction)
@@ -289,6 +290,39 @@ def test_a_bias_moves_the_choice_and_not_the_shares():
     np.testing.assert_allclose(moved.shares_BSK.ravel(), jax.nn.sigmoid(jnp.asarray([-1.0, 2.0])))
 
 
+def test_the_bias_moves_once_a_step_towards_the_experts_that_were_chosen_less():
+    """Two steps of one and of three microbatches: the same biases; and evaluation has the last step's update in it."""
+    rate, steps = 0.05, 3
+    moe = layer({"score": "sigmoid", "bias_rate": rate, "balance": 0.0})
+    weights, x_BSD = arrays(moe, "plain")
+    logits = x_BSD @ weights["router"]["weight"]
+    found = 1.0 / (1.0 + np.exp(-logits))
+    ctx = context(training=True)
+    counted = np.asarray(ctx.batch["weights"])
+    expected = np.zeros(EXPERTS)
+    first = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in moe.router.own_buffers().items()}
+    whole = parts = {"router": first}
+    for _ in range(steps):
+        order = np.argsort(-(found + expected), axis=-1, kind="stable")[..., :2]
+        loads = np.array([(counted * (order == expert).sum(-1)).sum() for expert in range(EXPERTS)])
+        whole = moe.apply(weights, x_BSD, ctx, whole)[1].layer_state
+        np.testing.assert_allclose(whole["router"]["loads"], loads)
+        for row in range(BATCH):
+            rows = slice(row, row + 1)
+            batch = {name: x[rows] for name, x in ctx.batch.items()}
+            part_ctx = replace(ctx, batch=batch, rows=ctx.rows[rows])
+            parts = moe.apply(weights, x_BSD[rows], part_ctx, parts)[1].layer_state
+        np.testing.assert_array_equal(parts["router"]["loads"], whole["router"]["loads"])
+        np.testing.assert_allclose(whole["router"]["bias"], expected, atol=1e-7)
+        np.testing.assert_array_equal(parts["router"]["bias"], whole["router"]["bias"])
+        expected = expected + rate * np.sign(loads.mean() - loads)
+    assert len(set(np.round(expected, 6))) > 2
+    routing = moe.router(weights["router"], x_BSD, context(), whole["router"])
+    order = np.argsort(-(found + expected), axis=-1, kind="stable")[..., :2]
+    np.testing.assert_array_equal(routing.choice.experts_BSK, order)
+    assert routing.buffers is whole["router"], "evaluation changes nothing"
+
+
 def test_jitter_is_of_training_alone_and_goes_by_the_row_of_the_global_batch():
     moe = layer({"jitter": 0.3})
     weights, x_BSD = arrays(moe, "plain")
@@ -298,25 +332,14 @@ def test_jitter_is_of_training_alone_and_goes_by_the_row_of_the_global_batch():
     whole, out = moe.apply(weights, x_BSD, ctx, {})
     assert not np.allclose(whole, still)
     rows = slice(1, 3)
-    batch = {name: x[rows] for name, x in ctx.batch.items()}
-    part_ctx = Context(
-        batch, ctx.rng, rows=ctx.rows[rows], num_targets=ctx.num_targets, training=True, compute_dtype=jnp.float64
-    )
-    part, part_out = moe.apply(weights, x_BSD[rows], part_ctx, {})
+
+    def part_of(rows: slice) -> Any:
+        batch = {name: x[rows] for name, x in ctx.batch.items()}
+        return moe.apply(weights, x_BSD[rows], replace(ctx, batch=batch, rows=ctx.rows[rows]), {})
+
+    part, part_out = part_of(rows)
     np.testing.assert_allclose(part, whole[rows], **TOLERANCE)
-    _, first_out = moe.apply(
-        weights,
-        x_BSD[:1],
-        Context(
-            {name: x[:1] for name, x in ctx.batch.items()},
-            ctx.rng,
-            rows=ctx.rows[:1],
-            num_targets=ctx.num_targets,
-            training=True,
-            compute_dtype=jnp.float64,
-        ),
-        {},
-    )
+    _, first_out = part_of(slice(1))
     # The losses of microbatches add up to the batch's.
     np.testing.assert_allclose(first_out.loss + part_out.loss, out.loss, rtol=1e-12)
 
@@ -325,7 +348,7 @@ def test_the_router_is_in_float32_whatever_the_compute_dtype():
     moe = layer()
     weights, x_BSD = arrays(moe, "plain")
     small = jnp.asarray(x_BSD, jnp.bfloat16)
-    shares = moe.router(jax.tree.map(jnp.float32, weights["router"]), small, context()).choice.shares_BSK
+    shares = moe.router(jax.tree.map(jnp.float32, weights["router"]), small, context(), {}).choice.shares_BSK
     assert shares.dtype == jnp.float32
     half = jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), weights)
     assert moe.apply(half, small, context(), {})[0].dtype == jnp.bfloat16

@@ -71,7 +71,7 @@ class MoE(Layer):
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """x_BSD -> [B, S, D]; the router's losses leave as loss, what it says of the load as metrics."""
         with jax.named_scope("router"):
-            routing = self.router(weights["router"], carry, ctx)
+            routing = self.router(weights["router"], carry, ctx, layer_state.get("router", {}))
         with jax.named_scope("experts"):
             y_BSD, is_kept_BSK = self.experts(weights["experts"], carry, routing.choice, ctx)
         metrics = dict(routing.metrics)
@@ -79,7 +79,8 @@ class MoE(Layer):
             is_dropped_BS = 1.0 - jnp.mean(is_kept_BSK, axis=-1, dtype=jnp.float32)
             weights_BS = ctx.batch["weights"]
             metrics["dropped"] = jnp.sum(is_dropped_BS * weights_BS) / ctx.num_targets
-        out = Out(loss=routing.loss, metrics=metrics)
+        new_state = {"router": routing.buffers} if routing.buffers else {}
+        out = Out(loss=routing.loss, metrics=metrics, layer_state=new_state)
         if self.shared is not None:
             with jax.named_scope("shared"):
                 shared_BSD, shared_out = self.shared.apply(weights["shared"], carry, ctx.fold("shared"), {})

@@ -12,7 +12,7 @@ from framework.config import Config, FiniteNonNegative, Fraction, PositiveFloat,
 from framework.layers.base import Context, Layer
 from framework.layers.experts import scores
 from framework.layers.experts.scores import Choice, Scope, Score
-from framework.layout import ParameterSpec, fold_in_name
+from framework.layout import Nested, ParameterSpec, TensorSpec, fold_in_name
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,13 @@ class Routing:
         loss: scalar, the balance and z losses with their coefficients, divided by ctx.num_targets; None outside of
             training, and without coefficients.
         metrics: scalars by name, means over counted targets; {} outside of training.
+        buffers: new values of the router's buffers.
     """
 
     choice: Choice
     loss: jax.Array | None
     metrics: dict[str, jax.Array]
+    buffers: Nested
 
 
 @component
@@ -50,6 +52,9 @@ class Router(Layer):
         balance_over: what must be balanced, each "sequence" or the "batch". A batch is one microbatch of all devices,
             so with learner.accumulate only the first is the same loss as without.
         z: coefficient of the z loss, the mean of logsumexp(logits)^2.
+        bias_rate: after each step the bias of an expert, by which it is chosen, moves by this: up where the step's batch
+            chose it less than the mean, else down (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3 has 0.001 beside
+            score = sigmoid). None means that there is no bias.
         expert_metrics: also report each expert's share of the choices, as load/0, load/1, ...
         init: initializer of the weight.
     """
@@ -67,6 +72,7 @@ class Router(Layer):
         balance: FiniteNonNegative = 0.01,
         balance_over: Scope = "sequence",
         z: FiniteNonNegative = 0.0,
+        bias_rate: PositiveFloat | None = None,
         expert_metrics: bool = False,
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
     ):
@@ -82,6 +88,7 @@ class Router(Layer):
         self.balance = balance
         self.balance_over: Scope = balance_over
         self.z = z
+        self.bias_rate = bias_rate
         self.expert_metrics = expert_metrics
         self._init = init.instantiate()
 
@@ -96,23 +103,58 @@ class Router(Layer):
         )
         return {"weight": weight}
 
-    def __call__(self, weights: dict[str, jax.Array], x_BSD: jax.Array, ctx: Context) -> Routing:
-        """Routes the tokens x_BSD."""
+    def own_buffers(self) -> dict[str, TensorSpec]:
+        """bias [E], which the last step but one has left, and loads [E], of the last step; none without a bias."""
+        if self.bias_rate is None:
+            return {}
+        return {name: TensorSpec((self.num_experts,), "float32") for name in ("bias", "loads")}
+
+    def _bias(self, buffers: Nested, ctx: Context) -> jax.Array | None:
+        """The bias [E] with the update of the last step in it; None where there is none."""
+        if self.bias_rate is None:
+            return None
+        # The loads are complete when the next step begins, whatever the number of microbatches: so the update is made
+        # there, by the first microbatch. The others find it made, and loads that are theirs.
+        missing = jnp.mean(buffers["loads"]) - buffers["loads"]
+        updated = buffers["bias"] + self.bias_rate * jnp.sign(missing)
+        return jnp.where(self._begins_a_step(ctx), updated, buffers["bias"])
+
+    @staticmethod
+    def _begins_a_step(ctx: Context) -> jax.Array | bool:
+        """Whether nothing of the loads is of the present step: the first microbatch has the batch's first row."""
+        if not ctx.training:
+            return True
+        assert ctx.rows is not None, "a bias needs row indices"
+        return ctx.rows[0] == 0
+
+    def _new_buffers(self, bias_E: jax.Array | None, experts_BSK: jax.Array, buffers: Nested, ctx: Context) -> Nested:
+        if bias_E is None or not ctx.training:
+            # A cache for generation has no place for what does not change.
+            return {} if ctx.cache else buffers
+        loads_BE = scores.loads(experts_BSK, ctx.batch["weights"], self.num_experts)
+        loads_E = jnp.sum(loads_BE, axis=0).astype(jnp.float32)
+        earlier_E = jnp.where(self._begins_a_step(ctx), 0.0, buffers["loads"])
+        return {"bias": bias_E, "loads": earlier_E + loads_E}
+
+    def __call__(self, weights: dict[str, jax.Array], x_BSD: jax.Array, ctx: Context, buffers: Nested) -> Routing:
+        """Routes the tokens x_BSD; `buffers` are as `own_buffers`."""
         wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
         inputs_BSD = self._jittered(x_BSD.astype(wide), ctx)
         logits_BSE = inputs_BSD @ weights["weight"].astype(wide)
+        bias_E = self._bias(buffers, ctx)
         choice = scores.choose(
             logits_BSE,
-            None,
+            bias_E,
             top_k=self.top_k,
             score=self.score,
             normalize=self.normalize,
             scale=self.scale,
         )
+        new_buffers = self._new_buffers(bias_E, choice.experts_BSK, buffers, ctx)
         if not ctx.training:
-            return Routing(choice, None, {})
+            return Routing(choice, None, {}, new_buffers)
         loss, metrics = self._judged(logits_BSE, choice, ctx)
-        return Routing(choice, loss, metrics)
+        return Routing(choice, loss, metrics, new_buffers)
 
     def _jittered(self, x_BSD: jax.Array, ctx: Context) -> jax.Array:
         if self.jitter == 0.0 or not ctx.training:
