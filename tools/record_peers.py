@@ -3,7 +3,8 @@
     python -m tools.record_peers [--seed=N] [--out=FOLDER] [--family=NAME ...]
 
 Writes one file per family (tools/peers/families.py), the rotary tables, and `recorded.json`: versions, seed, command,
-date, the configs, and what float32 rounding costs torch itself. With --family, those alone: the rest stays. Needs the `peers` extra (torch, transformers).
+date, the configs, and what float32 rounding costs torch itself. With --family, the files of those alone. Needs the
+`peers` extra (torch, transformers).
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class Router(Layer):
         balance_over: what must be balanced, each "sequence" or the "batch". A batch is one microbatch of all devices,
             so with learner.accumulate only the first is the same loss as without.
         z: coefficient of the z loss, the mean of logsumexp(logits)^2.
-        bias_rate: after each step the bias of an expert, by which it is chosen, moves by this: up where the step's batch
-            chose it less than the mean, else down (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3 has 0.001 beside
+        bias_rate: after each step the bias of an expert, by which it is chosen, moves by this: up where the batch chose
+            it less than the mean expert, else down (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3 has 0.001 beside
             score = sigmoid). None means that there is no bias.
         expert_metrics: also report each expert's share of the choices, as load/0, load/1, ...
         init: initializer of the weight.
