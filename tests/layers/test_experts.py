@@ -47,7 +47,7 @@ def arrays(moe: MoE, case: str) -> tuple[Any, np.ndarray]:
     router = weights["router"]["weight"]
     if case == "one expert":
         x_BSD[..., 0] = np.abs(x_BSD[..., 0]) + 1.0
-        router[0, 2] = 1e3
+        router[0, 2] = 30.0
     if case == "empty experts":
         x_BSD[..., 0] = np.abs(x_BSD[..., 0]) + 1.0
         router[0, [0, 4]] = -1e3
@@ -316,7 +316,7 @@ def test_the_bias_moves_once_a_step_towards_the_experts_that_were_chosen_less():
         np.testing.assert_allclose(whole["router"]["bias"], expected, atol=1e-7)
         np.testing.assert_array_equal(parts["router"]["bias"], whole["router"]["bias"])
         expected = expected + rate * np.sign(loads.mean() - loads)
-    assert len(set(np.round(expected, 6))) > 2
+    assert np.ptp(expected) > rate, "biases that moved apart"
     routing = moe.router(weights["router"], x_BSD, context(), whole["router"])
     order = np.argsort(-(found + expected), axis=-1, kind="stable")[..., :2]
     np.testing.assert_array_equal(routing.choice.experts_BSK, order)
