@@ -7,6 +7,7 @@ import pytest
 
 from configs.parts import mixture
 from framework.config import config_for
+from framework.layers.linear import Linear
 from framework.layers.mlp import MLP
 from tests.support import small
 
@@ -45,7 +46,10 @@ def mixture_model(capacity: float | None):
     moe.router.z = 0.1
     moe.router.jitter = 0.2
     moe.experts.capacity = capacity
-    moe.shared = config_for(MLP, hidden=24, activation="silu", gated=True)
+    # At the usual size, what two layers of small experts say would be lost among the rest.
+    moe.experts.init.stddev = 0.3
+    linear = config_for(Linear, init=moe.experts.init)
+    moe.shared = config_for(MLP, hidden=24, activation="silu", gated=True, linear=linear)
     small.block(model).mlp = moe
     return model
 

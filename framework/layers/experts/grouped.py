@@ -17,7 +17,7 @@ import numpy as np
 
 Implementation = Literal["auto", "ragged", "blocks"]
 # Rows of a block, the large ones first: many rows make a fast product, few rows waste little at an expert's end.
-BLOCKS = (128, 32)
+BLOCKS = (256, 64, 16)
 
 
 def choose_implementation(implementation: Implementation, platform: str) -> Literal["ragged", "blocks"]:
@@ -29,7 +29,8 @@ def choose_implementation(implementation: Implementation, platform: str) -> Lite
 
 def spare_rows(implementation: Literal["ragged", "blocks"]) -> int:
     """How many rows there have to be behind those of the last expert."""
-    return max(BLOCKS) if implementation == "blocks" else 0
+    # Large blocks are full always.
+    return BLOCKS[-1] if implementation == "blocks" else 0
 
 
 def grouped_dot(
@@ -80,7 +81,7 @@ def _over_blocks(
     smallest = BLOCKS[-1]
     for block in BLOCKS:
         rows_left = end - start
-        # The last large block may be partly empty, if small ones would not do it in fewer rows.
+        # Only the last of the smallest blocks may be partly empty.
         count = rows_left // block if block != smallest else (rows_left + block - 1) // block
         one_block = partial(_one_block, body, start, block)
         carry = jax.lax.fori_loop(0, count, one_block, carry)
@@ -135,13 +136,13 @@ def _weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array) -
         def product(row: jax.Array, block: int, total_IO: jax.Array) -> jax.Array:
             x_block = jax.lax.dynamic_slice_in_dim(x_NI, row, block)
             grad_block = jax.lax.dynamic_slice_in_dim(grad_NO, row, block)
-            # The rows of the next expert are none of this one's.
-            is_own = row + jnp.arange(block) < end
-            own_rows = jnp.where(is_own[:, None], x_block, 0)
-            own_grads = jnp.where(is_own[:, None], grad_block, 0)
+            if block == BLOCKS[-1]:
+                # The rows of the next expert are none of this one's.
+                is_own = row + jnp.arange(block) < end
+                grad_block = jnp.where(is_own[:, None], grad_block, 0)
             block_grad = jax.lax.dot_general(
-                own_rows,
-                own_grads,
+                x_block,
+                grad_block,
                 (((0,), (0,)), ((), ())),
                 preferred_element_type=wide,
             )
