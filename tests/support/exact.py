@@ -140,11 +140,14 @@ def tied(*layers: type | None, shared: tuple[int, ...] = ()) -> Config:
 
 
 def experts() -> Config:
-    """Blocks with mixtures of experts, whose router has all that may thread through a schedule: losses and noise."""
+    """Blocks with mixtures of experts, whose router has all that may thread through a schedule: losses, noise, and a bias
+    that each step moves."""
     config = tied(None)
     moe = mixture(experts=4, top_k=2, hidden=24, balance=0.3)
     moe.router.z = 0.03
     moe.router.jitter = 0.1
+    moe.router.score = "sigmoid"
+    moe.router.bias_rate = 0.05
     config.stack.pattern[0].mlp = moe
     return config
 
@@ -155,7 +158,7 @@ MODELS = {  # and a clip that is active in some steps and not in others
     "twins": (tied(Twins), 1.5),
     "shared": (tied(None, None, shared=(1,)), 7.3),
     "streams": (tied(None, None, shared=(1,)), 7.5),
-    "experts": (experts(), 4.5),
+    "experts": (experts(), 3.0),
 }
 MODELS["streams"][0].stack.streams = "float32"  # which in float64 are float64
 

@@ -75,11 +75,16 @@ def _over_blocks(
     body: Callable[[jax.Array, int, Any], Any],
     start: jax.Array,
     end: jax.Array,
+    num_rows: int,
     carry: Any,
 ) -> Any:
-    """Calls carry = body(first row, number of rows, carry) for the blocks that cover the rows from start to end."""
+    """Calls carry = body(first row, number of rows, carry) for the blocks that cover the rows from start to end, of
+    `num_rows` rows that there are."""
     smallest = BLOCKS[-1]
     for block in BLOCKS:
+        # No expert has so many rows.
+        if block > num_rows:
+            continue
         rows_left = end - start
         # Only the last of the smallest blocks may be partly empty.
         count = rows_left // block if block != smallest else (rows_left + block - 1) // block
@@ -118,7 +123,7 @@ def _rows_times_weights(
             y_block = jax.lax.dot_general(x_block, weight_IO, (((1,), (contracted,)), ((), ())))
             return jax.lax.dynamic_update_slice_in_dim(y, y_block, row, axis=0)
 
-        return _over_blocks(product, end - size, end, y), None
+        return _over_blocks(product, end - size, end, x_NI.shape[0], y), None
 
     zeros = jnp.zeros((x_NI.shape[0], num_outputs), x_NI.dtype)
     y, _ = jax.lax.scan(expert, zeros, (weight_EIO, sizes_E, ends_E))
@@ -149,7 +154,7 @@ def _weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array) -
             return total_IO + block_grad
 
         zeros = jnp.zeros((x_NI.shape[1], grad_NO.shape[1]), wide)
-        total_IO = _over_blocks(product, end - size, end, zeros)
+        total_IO = _over_blocks(product, end - size, end, x_NI.shape[0], zeros)
         return None, total_IO.astype(x_NI.dtype)
 
     _, weight_grads = jax.lax.scan(expert, None, (sizes_E, ends_E))
