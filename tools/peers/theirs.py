@@ -62,7 +62,8 @@ def build(family: Family, seed: int) -> Model:
 def _empty(family: Family) -> Model:
     # A copy: transformers completes the dict of the rotary scaling in place.
     config = transformers.AutoConfig.for_model(**copy.deepcopy(family.facts))
-    # Eager: attention written out, rather than one fused operation.
+    # Eager: attention written out, rather than one fused operation; and experts one after the other.
+    config._experts_implementation = "eager"
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
