@@ -217,5 +217,6 @@ class Experts(Layer):
 def _weighted_sum(y_TKD: jax.Array, shares_TK: jax.Array) -> jax.Array:
     """The sum over K by shares, in float32 at least, [..., D] in y's dtype."""
     wide = jnp.promote_types(y_TKD.dtype, jnp.float32)
-    total = jnp.einsum("...kd,...k->...d", y_TKD.astype(wide), shares_TK.astype(wide))
+    # Not a product of matrices: XLA would make one of a single row for each token.
+    total = jnp.sum(y_TKD.astype(wide) * shares_TK.astype(wide)[..., None], axis=-2)
     return total.astype(y_TKD.dtype)
