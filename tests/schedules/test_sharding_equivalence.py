@@ -94,6 +94,32 @@ def test_mixtures_do_not_depend_on_the_mesh(one_device, model, mesh):
     test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh)
 
 
+def test_experts_that_the_mesh_does_not_divide_are_refused():
+    model = small.llama()
+    small.block(model).mlp = mixture(experts=6, top_k=2, hidden=16)
+    with pytest.raises(ValueError, match=r"mesh\.expert = 4 does not divide num_experts = 6; nearest that do: \["):
+        small.program(small.experiment(model, mesh={"fsdp": 2, "expert": 4}))
+    with pytest.raises(
+        ValueError, match=r"mesh\.data \* mesh\.fsdp \* mesh\.expert = 8 does not divide the 4 sequences"
+    ):
+        small.program(small.experiment(MODELS["mixture"](), batch=4, mesh={"fsdp": 2, "expert": 4}))
+
+
+@pytest.mark.parametrize(
+    ("model", "operations"),
+    [("mixture", ("all-gather", "reduce-scatter")), ("capacity", ("all-to-all",))],
+)
+def test_how_tokens_travel_to_their_experts(model, operations):
+    """And no device ever holds the weights of experts that are not its own."""
+    program = small.program(config(model, {"expert": 8, "fsdp": 1}))
+    text = program.compiled_step.as_text()
+    for operation in operations:
+        assert f"{operation}(" in text or f"{operation}-start(" in text, operation
+    width, hidden = 32, 16
+    for shape in (f"[8,{width},{hidden}]", f"[8,{hidden},{width}]", f"[2,8,{width},{hidden}]"):
+        assert f"f32{shape}" not in text, shape
+
+
 def test_first_states_and_whole_steps_do_not_depend_on_the_mesh():
     """Clipping, averages and counters included. SGD, as Adam makes whole updates of the rounding of a zero gradient."""
     fields = {"ema": 0.9, "clip": 0.5, "optimizer": config_for(optax.sgd, learning_rate=0.3, momentum=0.9)}
