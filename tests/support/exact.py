@@ -140,8 +140,8 @@ def tied(*layers: type | None, shared: tuple[int, ...] = ()) -> Config:
 
 
 def experts() -> Config:
-    """Blocks with mixtures of experts, whose router has all that may thread through a schedule: losses, noise, and a bias
-    that each step moves."""
+    """Blocks with mixtures of experts, whose router has all that may thread through a schedule: losses, noise, and a
+    bias that each step moves."""
     config = tied(None)
     moe = mixture(experts=4, top_k=2, hidden=24, balance=0.3)
     moe.router.z = 0.03
