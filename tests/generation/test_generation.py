@@ -101,11 +101,6 @@ def test_a_padded_batch_equals_each_alone_without_a_cache(name: str) -> None:
     assert len({*got[0], *got[1], *got[2]}) > 3, "nearly constant output shows little"
 
 
-def test_experts_on_a_mesh_equal_one_device() -> None:
-    """A token at a time cannot be cut over positions, which prompts are."""
-    test_a_mesh_equals_one_device({"fsdp": 2, "expert": 2, "seq": 2}, 1.0, "experts")
-
-
 def test_bfloat16_cache() -> None:
     one = program(small.llama(compute_dtype="bfloat16"))
     generator = Generator(one, one.init())
@@ -118,9 +113,17 @@ def test_bfloat16_cache() -> None:
     assert shapes == {((2, 3, bucket(20), 2, 8), "bfloat16")}
 
 
-@pytest.mark.once("mesh0-1.0")
-@pytest.mark.parametrize(("mesh", "temperature"), [(SHARDED, 1.0), ({"fsdp": 4, "seq": 2}, 0.0)])
-def test_a_mesh_equals_one_device(mesh: dict[str, int], temperature: float, model: str = "shared") -> None:
+@pytest.mark.once("shared-mesh0-1.0", "experts-mesh2-1.0")
+@pytest.mark.parametrize(
+    ("model", "mesh", "temperature"),
+    [
+        ("shared", SHARDED, 1.0),
+        ("shared", {"fsdp": 4, "seq": 2}, 0.0),
+        # A token at a time cannot be cut over positions, which prompts are.
+        ("experts", {"fsdp": 2, "expert": 2, "seq": 2}, 1.0),
+    ],
+)
+def test_a_mesh_equals_one_device(model: str, mesh: dict[str, int], temperature: float) -> None:
     sampling = Sampling(NEW, temperature, seed=4)
     one, many = started(model)[2], started(model, frozenset(mesh.items()))[2]
     assert many(PROMPTS, sampling) == one(PROMPTS, sampling)
