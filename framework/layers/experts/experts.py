@@ -121,7 +121,7 @@ class Experts(Layer):
         on_device = jax.shard_map(
             partial(self._on_device, ctx=ctx, gathers=True),
             mesh=mesh,
-            in_specs=(weight_specs, token_spec, Choice(token_spec, token_spec)),
+            in_specs=(weight_specs, token_spec, token_spec),
             out_specs=token_spec,
             check_vma=False,
         )

@@ -76,6 +76,7 @@ class MoE(Layer):
             y_BSD, is_kept_BSK = self.experts(weights["experts"], carry, routing.choice, ctx)
         metrics = dict(routing.metrics)
         if ctx.training and is_kept_BSK is not None:
+            assert ctx.num_targets is not None, "metrics are means over targets"
             is_dropped_BS = 1.0 - jnp.mean(is_kept_BSK, axis=-1, dtype=jnp.float32)
             weights_BS = ctx.batch["weights"]
             metrics["dropped"] = jnp.sum(is_dropped_BS * weights_BS) / ctx.num_targets

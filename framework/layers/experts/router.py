@@ -174,6 +174,7 @@ class Router(Layer):
         self, logits_BSE: jax.Array, choice: Choice, ctx: Context
     ) -> tuple[jax.Array | None, dict[str, jax.Array]]:
         """(the losses with their coefficients, metrics), both divided by ctx.num_targets."""
+        assert ctx.num_targets is not None, "losses are means over targets"
         weights_BS = ctx.batch["weights"].astype(logits_BSE.dtype)
         probabilities_BSE = scores.probabilities(logits_BSE, self.score)
         loads_BE = scores.loads(choice.experts_BSK, weights_BS, self.num_experts)
