@@ -13,6 +13,7 @@ from framework.config import config_for
 from framework.layers.base import Context
 from framework.layers.experts import scores
 from framework.layers.experts.experts import Experts
+from framework.layers.experts.grouped import grouped_dot, spare_rows
 from framework.layers.experts.moe import MoE
 from framework.layers.experts.router import Router
 from framework.layers.mlp import MLP
@@ -365,3 +366,31 @@ def test_more_choices_than_experts_are_refused():
         layer({"top_k": 6})
     with pytest.raises(ValueError, match=r"score.*softmax_chosen"):
         layer({"score": "softmaxx"})
+
+
+@pytest.mark.parametrize(("argnum", "kept"), [(0, [(5, 4, 3), (5,)]), (1, [(46, 4), (5,)])])
+def test_what_does_not_learn_keeps_nothing(argnum: int, kept: list[tuple[int, ...]]):
+    """Of frozen experts no rows are kept, and of rows without a gradient no weights."""
+    sizes = jnp.asarray([0, 7, 16, 5, 2], jnp.int32)
+    rows = 30 + spare_rows("blocks")
+    arguments = [jnp.ones((rows, 4)), jnp.ones((5, 4, 3))]
+
+    def product(varied: jax.Array) -> jax.Array:
+        given = [varied if index == argnum else x for index, x in enumerate(arguments)]
+        return grouped_dot(given[0], given[1], sizes, "blocks")
+
+    _, pull = jax.vjp(product, arguments[argnum])
+    assert [leaf.shape for leaf in jax.tree.leaves(pull)] == kept
+
+
+def test_shards_of_experts_add_up_and_rows_of_others_are_none():
+    """As on a mesh: each half of the experts on all tokens, and no rows but for its own choices."""
+    moe = layer({"top_k": 2})
+    weights, x_BSD = arrays(moe, "plain")
+    choice = moe.router(weights["router"], x_BSD, context(), {}).choice
+    whole, _ = moe.experts(weights["experts"], x_BSD, choice, context())
+    total = jnp.zeros_like(whole)
+    for first, last in ((0, 1), (1, EXPERTS)):
+        own = {name: leaf[first:last] for name, leaf in weights["experts"].items()}
+        total += moe.experts._of_tokens(own, jnp.asarray(x_BSD), choice, context(), first, shards=2)
+    np.testing.assert_allclose(total, whole, **TOLERANCE)

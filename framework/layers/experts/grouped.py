@@ -57,18 +57,28 @@ def _by_blocks(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array) -> ja
     return _rows_times_weights(x_NI, weight_EIO, sizes_E)
 
 
-def _by_blocks_forward(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, Any]:
-    return _by_blocks(x_NI, weight_EIO, sizes_E), (x_NI, weight_EIO, sizes_E)
+def _by_blocks_forward(x: Any, weight: Any, sizes: Any) -> tuple[jax.Array, Any]:
+    """The product, and what the gradients need: of weights that do not learn, no rows."""
+    # With symbolic_zeros each argument says whether it is differentiated.
+    weight_residual = weight.value if x.perturbed else None
+    x_residual = x.value if weight.perturbed else None
+    return _by_blocks(x.value, weight.value, sizes.value), (x_residual, weight_residual, sizes.value)
 
 
-def _by_blocks_backward(residuals: Any, grad_NO: jax.Array) -> tuple[Any, Any, Any]:
+def _by_blocks_backward(residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
     x_NI, weight_EIO, sizes_E = residuals
-    x_grad = _rows_times_weights(grad_NO, weight_EIO, sizes_E, transpose=True)
-    weight_grad = _weight_gradients(x_NI, grad_NO, sizes_E)
+    if isinstance(grad_NO, jax.custom_derivatives.SymbolicZero):
+        grad_NO = jnp.zeros(grad_NO.shape, grad_NO.dtype)
+    x_grad = None
+    weight_grad = None
+    if weight_EIO is not None:
+        x_grad = _rows_times_weights(grad_NO, weight_EIO, sizes_E, transpose=True)
+    if x_NI is not None:
+        weight_grad = _weight_gradients(x_NI, grad_NO, sizes_E)
     return x_grad, weight_grad, np.zeros(sizes_E.shape, jax.dtypes.float0)
 
 
-_by_blocks.defvjp(_by_blocks_forward, _by_blocks_backward)
+_by_blocks.defvjp(_by_blocks_forward, _by_blocks_backward, symbolic_zeros=True)
 
 
 def _over_blocks(
