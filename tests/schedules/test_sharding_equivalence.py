@@ -42,7 +42,7 @@ EXPERT_MESHES = [
 def mixture_model(capacity: float | None):
     """A Llama with 8 experts and one that all tokens are given to, every loss, and noise."""
     model = small.llama(embed__dropout=0.1)
-    moe = mixture(experts=8, top_k=3, hidden=16, balance=0.5)
+    moe = mixture(experts=8, top_k=3, hidden=20, balance=0.5)
     moe.router.z = 0.1
     moe.router.jitter = 0.2
     moe.experts.capacity = capacity
@@ -115,7 +115,7 @@ def test_how_tokens_travel_to_their_experts(model, operations):
     text = program.compiled_step.as_text()
     for operation in operations:
         assert f"{operation}(" in text or f"{operation}-start(" in text, operation
-    width, hidden = 32, 16
+    width, hidden = 32, 20
     for shape in (f"[8,{width},{hidden}]", f"[8,{hidden},{width}]", f"[2,8,{width},{hidden}]"):
         assert f"f32{shape}" not in text, shape
 
