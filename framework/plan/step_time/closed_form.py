@@ -81,9 +81,7 @@ def work_of(
     microbatch = traced_work(traced)
     parameter_bytes = layout.bytes_per_device("parameter")
     received = experiment.learner.accumulate * microbatch.received_bytes
-    data = sizes["data"]
-    # Replicas add up their gradients; what is cut over other axes is cut already.
-    received += round(2 * parameter_bytes * (data - 1) / data)
+    received += _replica_bytes(layout, sizes)
     received += _tensor_parallel_bytes(experiment, sizes)
     hosted_bytes = layout.bytes_per_device(memory_kind="pinned_host")
     device_bytes = layout.bytes_per_device(memory_kind="device")
@@ -99,6 +97,20 @@ def work_of(
         pass_host_bytes=passes.beside,
         waited_host_bytes=passes.waited,
     )
+
+
+def _replica_bytes(layout: StateLayout, sizes: dict[str, int]) -> int:
+    """Bytes that a device receives in a step because replicas add up their gradients.
+
+    What is cut over other axes than `data` is cut already; along `expert` all but experts have replicas.
+    """
+    received = 0.0
+    for leaf in layout:
+        if leaf.group != "parameter":
+            continue
+        replicas = sizes["data"] * (1 if "expert" in leaf.spec.mesh_axes else sizes["expert"])
+        received += 2 * leaf.bytes_per_device * (replicas - 1) / replicas
+    return round(received)
 
 
 def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
