@@ -68,7 +68,8 @@ def _by_blocks_forward(x: Any, weight: Any, sizes: Any) -> tuple[jax.Array, Any]
 def _by_blocks_backward(residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
     x_NI, weight_EIO, sizes_E = residuals
     if isinstance(grad_NO, jax.custom_derivatives.SymbolicZero):
-        grad_NO = jnp.zeros(grad_NO.shape, grad_NO.dtype)
+        zero: Any = grad_NO
+        grad_NO = jnp.zeros(zero.shape, zero.dtype)
     x_grad = None
     weight_grad = None
     if weight_EIO is not None:
