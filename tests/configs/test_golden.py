@@ -122,7 +122,9 @@ def test_norms_biases_and_positions_do_not_decay(resolved, name):
     for group in experiment.learner.groups:
         groups[group.label] |= {f"{group.stage}/{path}" for path in group.paths}
     decaying = groups["default"]
-    assert all(path.endswith(("weight", "token", "table")) for path in decaying)
+    # The matrices of experts have no layer of their own below the mixture.
+    experts = ("experts/gate", "experts/up", "experts/down")
+    assert all(path.endswith(("weight", "token", "table", *experts)) for path in decaying)
     rest = set(flatten(experiment.model.parameter_specs())) - decaying
     assert groups["rule0"] == rest
     assert all(path.endswith(("scale", "bias", "position")) for path in rest)
