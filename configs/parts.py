@@ -15,6 +15,9 @@ from framework.devices.mesh import MeshShape
 from framework.layers.attention import Attention
 from framework.layers.block import Block
 from framework.layers.embedding import Embedding
+from framework.layers.experts.experts import Experts
+from framework.layers.experts.moe import MoE
+from framework.layers.experts.router import Router
 from framework.layers.head import LMHead
 from framework.layers.linear import Linear
 from framework.layers.mlp import MLP
@@ -89,6 +92,24 @@ def llama_model(
         vocab_size=vocab_size,
         stack=config_for(Stack, num_layers=layers, pattern=[block]),
         head=config_for(LMHead, norm=norm, tied=tied),
+    )
+
+
+def mixture(
+    *,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    activation: str = "silu",
+    normalize: bool = True,
+    balance: float = 0.01,
+) -> Config:
+    """A mixture of gated experts of width `hidden` (Mixtral, arXiv 2401.04088), in the place of a block's MLP."""
+    return config_for(
+        MoE,
+        num_experts=experts,
+        router=config_for(Router, top_k=top_k, normalize=normalize, balance=balance),
+        experts=config_for(Experts, hidden=hidden, activation=activation),
     )
 
 

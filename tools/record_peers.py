@@ -1,9 +1,10 @@
 """Records what torch and transformers compute for small random models, so that `make test` needs neither.
 
-    python -m tools.record_peers [--seed=N] [--out=FOLDER]
+    python -m tools.record_peers [--seed=N] [--out=FOLDER] [--family=NAME ...]
 
 Writes one file per family (tools/peers/families.py), the rotary tables, and `recorded.json`: versions, seed, command,
-date, the configs, and what float32 rounding costs torch itself. Needs the `peers` extra (torch, transformers).
+date, the configs, and what float32 rounding costs torch itself. With --family, the files of those alone. Needs the
+`peers` extra (torch, transformers).
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from tools.peers.families import FAMILIES, ROTARY
 from tools.peers.recording import FOLDER, Inputs, save
 
 
-def record(out: Path, seed: int) -> dict[str, Any]:
-    """Writes the array files; returns what the JSON says about them."""
+def record(out: Path, seed: int, names: list[str]) -> dict[str, Any]:
+    """Writes the array files of these families; returns what the JSON says about them."""
     families = {}
     for index, (name, family) in enumerate(FAMILIES.items()):
+        if name not in names:
+            continue
         inputs = Inputs.draw(seed + index)
         model = theirs.build(family, seed + index)
         rounding = theirs.rounding(family, model, inputs)
@@ -49,9 +52,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Records what torch and transformers compute for small random models.")
     parser.add_argument("--seed", type=int, default=20_260)
     parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--family", action="append", choices=list(FAMILIES))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    families = record(args.out, args.seed)
+    file = args.out / "recorded.json"
+    families = json.loads(file.read_text())["families"] if args.family else {}
+    families |= record(args.out, args.seed, args.family or list(FAMILIES))
     about = {
         "command": f"python -m tools.record_peers --seed={args.seed}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -59,7 +65,7 @@ def main() -> None:
         "versions": theirs.versions(),
         "families": families,
     }
-    (args.out / "recorded.json").write_text(json.dumps(about, indent=2) + "\n")
+    file.write_text(json.dumps(about, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ from configs.families.facts import Facts, float_dtype, refuse_unread
 from configs.families.gemma import Gemma2
 from configs.families.gpt2 import GPT2
 from configs.families.llama import Llama
+from configs.families.mixtures import Mixtral, Qwen3MoE
 from configs.families.published import model_at
 from framework.config import Config, ConfigError, config_for
 from framework.files import hub_models
 from framework.files.hub_names import is_hub_url
 from framework.weights.pretrained import Directory, Family
 
-FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2]
+FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE]
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -27,6 +28,8 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "Gemma2ForCausalLM": "gemma2",
     "GPT2LMHeadModel": "gpt2",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 
@@ -206,6 +209,11 @@ _TRAINING = (
     "implementation",
     "depth_scaled_init",
     "dtype",
+    "router.balance",
+    "router.balance_over",
+    "router.expert_metrics",
+    "router.jitter",
+    "router.z",
 )
 
 

@@ -86,8 +86,8 @@ def activation_fact(ours: str) -> str:
     raise ValueError(f"mlp.activation = {ours}")
 
 
-def rope(facts: Facts) -> tuple[float, Config | None]:
-    """Returns (theta, scaling) of a config.json.
+def rope(facts: Facts, default_theta: float = 10_000.0) -> tuple[float, Config | None]:
+    """Returns (theta, scaling) of a config.json; the theta that it does not state is `default_theta`.
 
     transformers 4 writes `rope_scaling` and `rope_theta`, transformers 5 `rope_parameters`.
 
@@ -103,7 +103,7 @@ def rope(facts: Facts) -> tuple[float, Config | None]:
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise ValueError(f"config.json: rope_parameters = {scaling.values}; expected the same for all layers")
     theta_facts = scaling if "rope_theta" in scaling.values else facts
-    theta = theta_facts.number("rope_theta", 10_000.0)
+    theta = theta_facts.number("rope_theta", default_theta)
     for part in (scaling, facts):
         if part.any("partial_rotary_factor", None) not in (None, 1):
             raise part.error("partial_rotary_factor", "1: all elements of a head are turned")
@@ -160,14 +160,14 @@ def rope_facts(rotary: Config) -> dict[str, Any]:
     return facts
 
 
-def _shortest_period(windows: list[int | None]) -> int:
-    """Returns the number of layers after which the windows repeat."""
-    count = len(windows)
+def shortest_period(layers: list[Any]) -> int:
+    """Returns the number of layers after which they, or what is said of them, repeat."""
+    count = len(layers)
     for period in range(1, count + 1):
         if count % period:
             continue
         repeats = count // period
-        if windows == windows[:period] * repeats:
+        if layers == layers[:period] * repeats:
             return period
     return count
 
@@ -175,7 +175,7 @@ def _shortest_period(windows: list[int | None]) -> int:
 def with_windows(model: Config, windows: list[int | None]) -> Config:
     """Lets layer i of a model attend to windows[i] positions, and returns the model."""
     # The shorter the pattern, the fewer blocks a stack compiles.
-    period = _shortest_period(windows)
+    period = shortest_period(windows)
     blocks = [model.stack.pattern[0].copy() for _ in range(period)]
     for block, window in zip(blocks, windows, strict=False):
         block.attention.window = window
@@ -189,9 +189,15 @@ def windows_of(model: Config) -> list[int | None]:
     return pattern * (model.stack.num_layers // len(pattern))
 
 
-def common_facts(model: Config) -> dict[str, Any]:
-    """Returns the fields of config.json that all models of these families have."""
+def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str, Any]:
+    """Returns the fields of config.json that all models of these families have.
+
+    Args:
+        model: ours.
+        feed_forward: whose width and activation are stated; that of the first layer by default.
+    """
     block = model.stack.pattern[0]
+    mlp = feed_forward or block.mlp
     attention = block.attention
     heads = attention.num_heads
     windows = windows_of(model)
@@ -203,14 +209,14 @@ def common_facts(model: Config) -> dict[str, Any]:
     facts = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
-        "intermediate_size": block.mlp.hidden,
+        "intermediate_size": mlp.hidden,
         "num_hidden_layers": model.stack.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": attention.num_kv_heads or heads,
         "head_dim": attention.head_dim or model.dim // heads,
         "rms_norm_eps": block.norm.eps,
         "tie_word_embeddings": model.head.tied,
-        "hidden_act": activation_fact(block.mlp.activation),
+        "hidden_act": activation_fact(mlp.activation),
         "sliding_window": sliding_window,
         "layer_types": kinds,
     }

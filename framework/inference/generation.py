@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from framework.data.tokenizers import Tokenizer
 from framework.inference.sampling import Sampling, choose, row_keys
-from framework.layers.base import BATCH_AXES, Context, Out
-from framework.layout import Nested
+from framework.layers.base import BATCH_AXES, Context, Out, batch_shards
+from framework.layout import Nested, merge
 from framework.program.program import Program
 from framework.terminal.phases import SHORT, phase
 
@@ -183,7 +183,7 @@ class Generator:
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """The prompts, padded on the left: int32 [B, S], and where each begins: int32 [B]."""
         mesh_shape = self._program.mesh.shape
-        shards = mesh_shape["data"] * mesh_shape["fsdp"]
+        shards = batch_shards(mesh_shape)
         # The mesh must divide the rows: the last prompt is repeated.
         num_extra = -len(prompts) % shards
         rows = [*prompts, *[prompts[-1]] * num_extra]
@@ -278,7 +278,8 @@ def _decode(
     }
     ctx = _context(forward, batch)
     params, buffers = arrays
-    buffers = {**buffers, "stack": cache}
+    # Beside the cache, the layers' own buffers.
+    buffers = {**buffers, "stack": merge(buffers.get("stack", {}), cache)}
     x_B1D, head, outs = forward((params, buffers), ctx)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:

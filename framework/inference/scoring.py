@@ -15,6 +15,7 @@ import numpy as np
 from framework.data.packing import num_windows, pack
 from framework.data.tokenizers import Tokenizer
 from framework.inference.generation import Forward, bucket
+from framework.layers.base import batch_shards
 from framework.layout import Nested
 from framework.program.program import Program
 from framework.terminal.phases import SHORT, phase
@@ -62,7 +63,7 @@ class Scorer:
         weights = program.weights(state, averaged=averaged)
         self._arrays = (weights, state["buffer"])
         self.seq_len = program.experiment.data.seq_len
-        shards = program.mesh.shape["data"] * program.mesh.shape["fsdp"]
+        shards = batch_shards(program.mesh.shape)
         # Rounded up, as the mesh must divide the rows.
         self._rows = -(-batch_size // shards) * shards
         forward = Forward(program, weights)

@@ -41,8 +41,9 @@ def dot_product_attention(
         scale: of logits, before the cap; None means H ** -0.5.
         implementation: "xla", "splash", "cudnn", or "auto": splash on TPU, cuDNN on GPU, each if it can serve the
             call; else xla.
-        mesh: the devices that the arrays are spread over, by axes data, fsdp, expert, seq, model: batch over data and
-            fsdp, positions over seq, heads over model. "auto" goes by its platform. None means JAX's default device.
+        mesh: the devices that the arrays are spread over, by axes data, fsdp, expert, seq, model: batch over data,
+            fsdp and expert, positions over seq, heads over model. "auto" goes by its platform. None means JAX's
+            default device.
         splash: how that kernel cuts its work.
 
     Returns:

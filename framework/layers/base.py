@@ -7,6 +7,7 @@ This division lets a schedule differentiate, move or rebuild weights apart from 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,11 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from framework.layout import MeshAxes, Nested, ParameterSpec, TensorSpec, fold_in_name
 
-BATCH_AXES = ("data", "fsdp")
+# The mesh axes that cut the sequences of a batch. Along `expert` too, or its devices would all compute the same of what
+# is no expert.
+BATCH_AXES = ("data", "fsdp", "expert")
+
+
+def batch_shards(sizes: Mapping[str, int]) -> int:
+    """The number of parts that the sequences of a batch are in, on a mesh with axes of these sizes."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, TensorSpec]:
-    """The layout of a batch's arrays [B, ...], given as (shape, dtype): B over data and fsdp, S of [B, S] over seq."""
+    """The layout of a batch's arrays [B, ...], given as (shape, dtype): B over BATCH_AXES, S of [B, S] over seq."""
 
     def spec(shape: tuple[int, ...], dtype: str) -> TensorSpec:
         inner_axes: list[str | None]
@@ -57,6 +65,16 @@ class Kernels(Protocol):
         vocab_axis: str | None,
     ) -> jax.Array:
         """As `framework.layers.lookup.look_up`."""
+        ...
+
+    def grouped_dot(
+        self,
+        x_NI: jax.Array,
+        weight_EIO: jax.Array,
+        *,
+        rows: int,
+    ) -> jax.Array:
+        """As `framework.layers.experts.grouped.grouped_dot`, of which `rows` rows are computed, as an estimate."""
         ...
 
 
@@ -151,7 +169,7 @@ class Context:
         return _gathered(weight, self.mesh, mesh_axes, gathered_axes)
 
     def constrain_hidden(self, x_BSD: jax.Array) -> jax.Array:
-        """The layout of activations between layers: batch over data and fsdp, positions over seq."""
+        """The layout of activations between layers: batch over BATCH_AXES, positions over seq."""
         return self.constrain(x_BSD, BATCH_AXES, "seq", None)
 
 

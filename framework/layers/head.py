@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from framework.config import Config, NonNegativeFloat, PositiveFloat, PositiveInt, component, config_for
-from framework.layers.base import BATCH_AXES, Context, Layer, Out, prepare_own
+from framework.layers.base import BATCH_AXES, Context, Layer, Out, batch_shards, prepare_own
 from framework.layers.norm import RMSNorm
 from framework.layout import Nested, ParameterSpec
 
@@ -136,8 +136,8 @@ class LMHead(Layer):
         number of groups divides that of chunks and keeps a device's tokens per group under `gradient_tokens`.
         """
         shards = {} if ctx.mesh is None else ctx.mesh.shape
-        batch_shards = shards.get("data", 1) * shards.get("fsdp", 1)
-        local_batch = max(1, batch // batch_shards)
+        num_shards = batch_shards(shards) if shards else 1
+        local_batch = max(1, batch // num_shards)
         local_length = max(1, length // shards.get("seq", 1))
         tokens = local_batch * local_length
         count = 1

@@ -96,7 +96,8 @@ class AttentionCall:
         for what, size, axes in cuts:
             shards = self.shards(*axes)
             if size % shards:
-                return f"mesh {' x '.join(axes)} = {shards} does not divide the {size} {what}"
+                cutting_axes = [axis for axis in axes if self.shards(axis) > 1]
+                return f"mesh {' x '.join(cutting_axes)} = {shards} does not divide the {size} {what}"
         return None
 
 

@@ -115,7 +115,7 @@ def shard_gradient(
         # Indices from the shard's first row on. Those of other shards fall outside, and are left
         # out of the sum.
         indices = indices - jax.lax.axis_index(vocab_axis) * shard[0]
-    token_axes = tuple(axis for axis in ("data", "seq") if mesh.shape[axis] > 1)
+    token_axes = tuple(axis for axis in (*_TOKEN_AXES[0], "seq") if mesh.shape[axis] > 1)
     if not token_axes:
         return summed(indices, rows_grad, shape=shard, over_devices=lambda sums: sums)
     over_devices = partial(jax.lax.psum, axis_name=token_axes)

@@ -16,6 +16,7 @@ from framework.config import Config, DType, PositiveInt, component, config_for
 from framework.layers.attention import Attention
 from framework.layers.base import Context, Out
 from framework.layers.embedding import Embedding
+from framework.layers.experts.moe import MoE
 from framework.layers.head import LMHead
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, nearest_divisors
@@ -77,7 +78,7 @@ class CausalLM(Chain):
         vocab_size = data.tokenizer.vocab_size
         self.embed.check_length(seq_len)
         for layer in self.stack.unit.walk():
-            if isinstance(layer, Attention):
+            if isinstance(layer, Attention | MoE):
                 layer.check_mesh(mesh)
         # An axis that no parameter uses would let devices compute the same thing.
         if mesh.shape["expert"] > 1 and not _uses_axis(self.parameter_specs(), "expert"):

@@ -65,10 +65,11 @@ def _blocks(spec: ParameterSpec) -> _Blocks:
         return _Blocks(table_axes)
     if spec.num_heads is not None:
         return _Blocks((roles.index("heads"),), spec.num_heads)
-    if kind(spec) == "matrix":
+    if kind(spec) in ("matrix", "experts"):
         # Weights are [in, out] here: without roles, an output neuron is a column.
-        output_axis = roles.index("out") if "out" in roles else 1
-        return _Blocks((output_axis,))
+        output_axis = roles.index("out") if "out" in roles else len(roles) - 1
+        # Each expert has output neurons of its own.
+        return _Blocks((*range(len(roles) - 2), output_axis))
     return _Blocks(())
 
 

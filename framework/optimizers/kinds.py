@@ -1,4 +1,4 @@
-"""Kinds of parameters (matrix, table, other), by the roles of their axes, for optimizers that treat them apart."""
+"""Kinds of parameters (matrix, table, ...), by the roles of their axes, for optimizers that treat them apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from framework.layout import Nested, ParameterSpec, flatten
 
-Kind = Literal["matrix", "table", "other"]
+Kind = Literal["matrix", "experts", "table", "other"]
 # The roles of an axis that make a parameter a table.
 TABLE_ROLES = {"vocab", "position"}
 
@@ -15,10 +15,12 @@ def kind(spec: ParameterSpec) -> Kind:
     """The kind of a parameter.
 
     A "table" has a row for each token or position (embedding, head). A "matrix" is any other parameter with two axes.
-    Vectors, and parameters with more axes, are "other".
+    "experts" are as many matrices as the first axis is long. Vectors, and parameters with more axes, are "other".
     """
     if TABLE_ROLES & {*spec.roles}:
         return "table"
+    if spec.roles[:1] == ("expert",) and len(spec.shape) == 3:
+        return "experts"
     return "matrix" if len(spec.shape) == 2 else "other"
 
 

@@ -37,7 +37,8 @@ def muon(
     b1: Fraction = 0.9,
     b2: Fraction = 0.999,
 ) -> PartitionedGradientTransformation:
-    """optax.contrib.muon (Jordan et al. 2024): one moment per matrix, whose singular values are made equal.
+    """optax.contrib.muon (Jordan et al. 2024): one moment per matrix, whose singular values are made equal. Each expert
+    of a mixture has its own matrices.
 
     Args:
         learning_rate: as AdamW's, with `consistent_rms`.
@@ -54,9 +55,11 @@ def muon(
         beta=beta,
         weight_decay=weight_decay,
         consistent_rms=consistent_rms,
+        # Axes before the last two count matrices.
+        muon_weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1),
     )
     adamw = optax.adamw(adam_learning_rate, b1, b2, weight_decay=weight_decay)
-    return _by_kind(matrix_muon, adamw, {})
+    return _by_kind(matrix_muon, adamw, {}, ("matrix", "experts"))
 
 
 @component
@@ -100,13 +103,14 @@ def galore(
 
     safe_galore = optax.GradientTransformation(matrix_galore.init, update)
     adamw = optax.adamw(learning_rate, b1, b2, weight_decay=weight_decay)
-    return _by_kind(safe_galore, adamw, {})
+    return _by_kind(safe_galore, adamw, {}, ("matrix",))
 
 
 def _by_kind(
     matrix_optimizer: Any,
     other_optimizer: Any,
     kind_by_path: dict[str, Kind],
+    matrix_kinds: tuple[Kind, ...],
 ) -> PartitionedGradientTransformation:
     """One transformation for matrices and another for all other parameters; neither keeps state for the other's.
 
@@ -114,12 +118,13 @@ def _by_kind(
         matrix_optimizer: the transformation for matrices.
         other_optimizer: that for the other parameters.
         kind_by_path: the kinds of parameters; where a path is missing, the number of axes decides.
+        matrix_kinds: those that the transformation for matrices takes.
     """
 
     def label(keypath: Any, param: jax.Array) -> str:
         kind = kind_of(kind_by_path, path_name(keypath), len(param.shape))
         # The labels name parts of the state, in checkpoints too.
-        return "matrix" if kind == "matrix" else "rest"
+        return "matrix" if kind in matrix_kinds else "rest"
 
     optimizers: Any = {"matrix": matrix_optimizer, "rest": other_optimizer}
     derived = partitioned(optax.partition(optimizers, lambda tree: tree_map_with_path(label, tree)))
@@ -140,6 +145,6 @@ def _by_kind(
         return tree_map_with_path(cut, derived.partition(specs))
 
     def of_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _by_kind(matrix_optimizer, other_optimizer, kinds(specs))
+        return _by_kind(matrix_optimizer, other_optimizer, kinds(specs), matrix_kinds)
 
     return derived._replace(partition=partition, of_specs=of_specs)

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from framework.layers.base import batch_shards
 from framework.layout import Leaf, StateLayout
 from framework.models.causal_lm import CausalLM
 from framework.plan.liveness import Rules, most_held, on_host
@@ -151,7 +152,7 @@ class BackwardPass:
             return 1.0
         if len(aval.shape) <= 2 or aval.shape in self.taken_shares:
             return 0.0
-        num_batch_shards = self.sizes["data"] * self.sizes["fsdp"] * self.sizes["seq"]
+        num_batch_shards = batch_shards(self.sizes) * self.sizes["seq"]
         itemsize = getattr(aval.dtype, "itemsize", 4)
         # Small arrays, of less than 1 MiB in one unit on all devices, stay on the device.
         unit_bytes = math.prod(aval.shape[1:]) * num_batch_shards * itemsize

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh
 
 from framework.devices.accelerators import AcceleratorSpec
-from framework.layers.base import batch_specs
+from framework.layers.base import batch_shards, batch_specs
 from framework.layout import MemoryKind, StateLayout
 from framework.plan.backward_bytes import BackwardPass, backward_bytes, stacked_bytes
 from framework.plan.jaxprs import FlopCount, flops
@@ -148,7 +148,7 @@ def least_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
 def _check(experiment: Experiment, mesh: Any, sizes: dict[str, int]) -> None:
     """Raises ValueError where model and batch do not divide over the mesh."""
     experiment.model.check(mesh, experiment.data)
-    num_batch_shards = experiment.learner.accumulate * sizes["data"] * sizes["fsdp"]
+    num_batch_shards = experiment.learner.accumulate * batch_shards(sizes)
     if experiment.data.global_batch_size % num_batch_shards:
         # This check says what is wrong. It takes too long to be done each time.
         experiment.check(mesh)

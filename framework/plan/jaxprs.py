@@ -61,8 +61,9 @@ _CUDNN = {
     "dot_product_attention_fwd_wrapper": _FORWARD_PRODUCTS,
     "dot_product_attention_bwd_wrapper": _BACKWARD_PRODUCTS,
 }
-# The primitive that stands for a kernel in framework.plan.local_step.
+# The primitives that stand for kernels in framework.plan.local_step.
 LOCAL_ATTENTION = "attention_kernel"
+LOCAL_GROUPED = "grouped_products"
 
 
 def _flops_of(eqn: JaxprEqn) -> FlopCount:
@@ -88,9 +89,25 @@ def _flops_of(eqn: JaxprEqn) -> FlopCount:
         products = _BACKWARD_PRODUCTS if len(eqn.invars) > 3 else _FORWARD_PRODUCTS
         key_length = shapes[1][2]
         return FlopCount(2 * products * math.prod(shapes[0]) * key_length)
+    if name == LOCAL_GROUPED:
+        return FlopCount(params["flops"])
+    if name == "ragged_dot_general":
+        return FlopCount(_ragged_flops(params["ragged_dot_dimension_numbers"], shapes))
     if name == "pallas_call" and params["cost_estimate"] is not None:
         return FlopCount(int(params["cost_estimate"].flops))
     return _flops_inside(name, params)
+
+
+def _ragged_flops(dimensions: Any, shapes: list[Any]) -> int:
+    """A product of rows with the weight of each row's group: of one group for each row, on all rows that there are."""
+    (contracted_axes, _), _ = dimensions.dot_dimension_numbers
+    rows, weights = shapes[:2]
+    result = shapes[-1]
+    # In the gradient of the weights the rows are summed over, and the result has an axis of groups.
+    if set(dimensions.lhs_ragged_dimensions) & set(contracted_axes):
+        return 2 * math.prod(rows) * math.prod(weights) // rows[contracted_axes[0]]
+    contracted_size = math.prod(rows[axis] for axis in contracted_axes)
+    return 2 * math.prod(result) * contracted_size
 
 
 def _flops_inside(name: str, params: dict[str, Any]) -> FlopCount:

@@ -28,13 +28,17 @@ from framework.layers.kernels_call import SAVED_NAME, AttentionCall
 from framework.layers.stack import Stack
 from framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, flatten, merge
 from framework.models.causal_lm import CausalLM
-from framework.plan.jaxprs import LOCAL_ATTENTION
+from framework.plan.jaxprs import LOCAL_ATTENTION, LOCAL_GROUPED
 from framework.plan.sectioned import Sectioned
 
 # Stands for flash attention, forward or backward: it has operands and results, and nothing inside.
 KERNEL = Primitive(LOCAL_ATTENTION)
 KERNEL.multiple_results = True
 KERNEL.def_abstract_eval(lambda *operands, results: list(results))
+# Stands for products of rows with their experts' weights, forward or backward. What it computes follows from how many
+# rows there are on average, not from how many there is room for.
+GROUPED = Primitive(LOCAL_GROUPED)
+GROUPED.def_abstract_eval(lambda *operands, result, flops: result)
 
 
 @jax.tree_util.register_dataclass
@@ -325,6 +329,10 @@ class _LocalKernels:
         rows.defvjp(lambda table, indices: (rows(table, indices), indices), backward)
         return rows(table_VD, jax.lax.all_gather(indices_BS, "fsdp", tiled=True))
 
+    def grouped_dot(self, x_NI: jax.Array, weight_EIO: jax.Array, *, rows: int) -> jax.Array:
+        """`grouped.grouped_dot` on shards."""
+        return _grouped(rows)(x_NI, weight_EIO)
+
     def attention(
         self,
         query_BSNH: jax.Array,
@@ -400,3 +408,25 @@ def _fused(parts: int) -> Callable[..., jax.Array]:
     attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
     attend.defvjp(forward, backward)
     return attend
+
+
+def _grouped(rows: int) -> Callable[..., jax.Array]:
+    """Grouped products of `rows` rows; each of the two gradients is one more."""
+
+    def bound(result: Any, x: jax.Array, y: jax.Array, weight: Any) -> jax.Array:
+        inputs, outputs = weight.shape[1:]
+        return GROUPED.bind(x, y, result=result, flops=2 * rows * inputs * outputs)
+
+    def product(x_NI: jax.Array, weight_EIO: jax.Array) -> jax.Array:
+        result = jax.typeof(x_NI[:, :1] + weight_EIO[:1, 0, :])
+        return bound(result, x_NI, weight_EIO, weight_EIO)
+
+    def backward(saved: Any, grad_NO: jax.Array) -> Any:
+        x_NI, weight_EIO = saved
+        x_grad = bound(jax.typeof(x_NI), grad_NO, weight_EIO, weight_EIO)
+        weight_grad = bound(jax.typeof(weight_EIO), x_NI, grad_NO, weight_EIO)
+        return x_grad, weight_grad
+
+    grouped = jax.custom_vjp(product)
+    grouped.defvjp(lambda x, weight: (product(x, weight), (x, weight)), backward)
+    return grouped

@@ -13,6 +13,7 @@ from framework.config import Config, ConfigError, component, config_for, target_
 from framework.data.batches import Pipeline
 from framework.devices.compiler import Compiler
 from framework.devices.mesh import MeshShape
+from framework.layers.base import batch_shards
 from framework.layout import Nested, TensorSpec, move_to_host, nearest_divisors
 from framework.learner.learner import Learner
 from framework.learner.units import ALL_STAGES
@@ -138,7 +139,7 @@ class Experiment:
         batch = self.data.global_batch_size
         accumulate = self.learner.accumulate
         # The axes that split a batch; the others split the tensors of a model.
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        shards = batch_shards(mesh.shape)
         if batch % accumulate:
             raise ValueError(
                 f"learner.accumulate = {accumulate} does not divide data.global_batch_size = {batch}; "
@@ -151,8 +152,9 @@ class Experiment:
             above = -(-batch // step) * step
             # The next multiple below may be zero, which is no batch.
             nearest_sizes = [size for size in (below, above) if size]
+            axes = "mesh.data * mesh.fsdp" + (" * mesh.expert" if mesh.shape["expert"] > 1 else "")
             raise ValueError(
-                f"mesh.data * mesh.fsdp = {shards} does not divide the {microbatch} sequences of a "
+                f"{axes} = {shards} does not divide the {microbatch} sequences of a "
                 f"microbatch (data.global_batch_size = {batch}, learner.accumulate = {accumulate}); "
                 f"nearest global_batch_size: {nearest_sizes}"
             )

@@ -33,12 +33,12 @@ Files = Mapping[str, bytes]
 class _Part(NamedTuple):
     """A part of a tensor of a file: one layer's parameter.
 
-    `path` is that of our parameter, `unit` the layer's index in the stack (None for a parameter that is not stacked),
-    `source` says where in the tensor it lies.
+    `path` is that of our parameter; `indices` are the layer's index in the stack, where the parameter is stacked, and
+    the expert's, where each has a tensor of its own; `source` says where in the tensor it lies.
     """
 
     path: str
-    unit: int | None
+    indices: tuple[int, ...]
     source: Source
 
 
@@ -71,10 +71,13 @@ def export_model(
     """
     tensors: dict[str, Parts] = {}
     for path, sources in family.places(model).items():
-        is_stacked = model.base_specs[path].num_layers is not None
+        spec = model.base_specs[path]
         for unit, source in enumerate(sources):
-            part = _Part(path, unit if is_stacked else None, source)
-            tensors.setdefault(source.name, []).append(part)
+            units = (unit,) if spec.num_layers is not None else ()
+            for expert, (part_source, ours) in enumerate(source.parts(layer_shape(spec))):
+                experts = (expert,) if ours != layer_shape(spec) else ()
+                part = _Part(path, units + experts, part_source)
+                tensors.setdefault(part_source.name, []).append(part)
     shards = _shards(model, tensors, shard_bytes)
     with _appearing(to, beside) as folder:
         _write_weights(folder, model, flatten(params), tensors, shards)
@@ -134,7 +137,9 @@ def _shards(
     shards: list[list[str]] = [[]]
     size = 0
     for name, parts in tensors.items():
-        num_elements = sum(math.prod(layer_shape(model.base_specs[part.path])) for part in parts)
+        num_elements = 0
+        for part in parts:
+            num_elements += math.prod(model.base_specs[part.path].shape[len(part.indices) :])
         num_bytes = num_elements * model.param_dtype.itemsize
         # A tensor that is larger than a file may be has one of its own.
         if shards[-1] and size + num_bytes > shard_bytes:
@@ -219,7 +224,7 @@ def _tensor(
 ) -> np.ndarray:
     """A tensor as it is in a file, joined from its parts."""
     ordered_parts = sorted(parts, key=lambda part: part.source.piece)
-    pieces = [_layer(model, flat_params, part.path, part.unit) for part in ordered_parts]
+    pieces = [_layer(model, flat_params, part.path, part.indices) for part in ordered_parts]
     tensor = pieces[0]
     if len(pieces) > 1:
         tensor = np.concatenate(pieces, axis=-1)
@@ -233,15 +238,15 @@ def _layer(
     model: CausalLM,
     flat_params: dict[str, jax.Array],
     path: str,
-    unit: int | None,
+    indices: tuple[int, ...],
 ) -> np.ndarray:
-    """One layer's parameter in `model.param_dtype`, with its adapter merged into it.
+    """One layer's parameter, or one expert's, in `model.param_dtype`, with its adapter merged into it.
 
     Args:
         model: the model.
         flat_params: its parameters, by path.
         path: the parameter's path.
-        unit: the layer's index in the stack; None for a parameter that is not stacked.
+        indices: of `_Part`.
     """
     parent, name = path.rsplit("/", 1)
     prefix = f"{parent}/"
@@ -249,8 +254,8 @@ def _layer(
     # A weight is merged with the adapter's leaves beside it; all else is as it is. A quantized weight is two leaves.
     if name != "weight" or "lora_a" not in leaves:
         leaves = {key: x for key, x in leaves.items() if key.partition("/")[0] == name}
-    if unit is not None:
-        leaves = {key: x[unit] for key, x in leaves.items()}
+    if indices:
+        leaves = {key: x[indices] for key, x in leaves.items()}
     merged = merge_adapters(model, unflatten(leaves))
     return np.asarray(merged[name].astype(model.param_dtype))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,9 @@ from framework.schedules.step import State
 from framework.terminal.board import Phase
 from framework.terminal.phases import SHORT, phase
 
-# Stands for the layer's number in the names of a family.
+# Stand for the layer's and the expert's number in the names of a family.
 LAYER = "{layer}"
+EXPERT = "{expert}"
 _HEAD = "lm_head.weight"
 # safetensors' names of the dtypes that weights may be stored in.
 _FLOATS = ("F32", "BF16", "F16", "F64")
@@ -48,10 +49,11 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """The tensor of a directory that holds one layer's parameter, alone or with others.
+    """The tensor of a directory that holds one layer's parameter, alone or with others; or one of each expert.
 
     Args:
-        name: of the tensor; `{layer}` stands for the layer's number.
+        name: of the tensor; `{layer}` stands for the layer's number. With `{expert}` there is a tensor for each index
+            of the parameter's first axis, and the other fields are about one expert's.
         transpose: torch's Linear keeps [out, in], we keep [in, out].
         piece: (i, n): the i-th of n equal parts of the last axis, of a fused matrix.
     """
@@ -63,6 +65,26 @@ class Source:
     def of(self, layer: int) -> Source:
         """This source with the layer's number in its name."""
         return replace(self, name=self.name.replace(LAYER, str(layer)))
+
+    def parts(self, ours: tuple[int, ...]) -> list[SourcePart]:
+        """The tensors of a parameter of shape `ours`, in the order of its experts; one where there are none."""
+        if EXPERT not in self.name:
+            return [SourcePart(self, ours)]
+        names = [self.name.replace(EXPERT, str(expert)) for expert in range(ours[0])]
+        return [SourcePart(replace(self, name=name), ours[1:]) for name in names]
+
+    def read(
+        self,
+        tensor_of: Callable[[str], Any],
+        ours: tuple[int, ...],
+        index: Index,
+    ) -> np.ndarray:
+        """A slice of the parameter, of one tensor or of those of its experts; `tensor_of` gives a tensor by its name,
+        the other arguments are as for `take`."""
+        if EXPERT not in self.name:
+            return self.take(tensor_of(self.name), ours, index)
+        experts = self.parts(ours)[index[0]]
+        return np.stack([part.source.take(tensor_of(part.source.name), part.ours, index[1:]) for part in experts])
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole tensor in a file, for a parameter of shape `ours`."""
@@ -92,6 +114,13 @@ class Source:
         slices = tuple(slice(start, stop) for start, stop in bounds)
         array = tensor[slices]
         return array.T if self.transpose else array
+
+
+class SourcePart(NamedTuple):
+    """A tensor, and the shape of what it holds of our parameter: all of it, or one expert's."""
+
+    source: Source
+    ours: tuple[int, ...]
 
 
 class Family:
@@ -365,7 +394,10 @@ def checked(
             head has other weights than the embedding that config.json ties it to.
     """
     places = family.places(model)
-    names = {source.name for sources in places.values() for source in sources}
+    names = set()
+    for path, sources in places.items():
+        for source in sources:
+            names |= {part.source.name for part in source.parts(layer_shape(model.base_specs[path]))}
     # A prefix is of the model without its head.
     names.discard(_HEAD)
     if not names & directory.home.keys():
@@ -376,11 +408,12 @@ def checked(
     used_names = set()
     for path, sources in places.items():
         for source in sources:
-            used_names.add(source.name)
-            expected_shape = source.shape(layer_shape(model.base_specs[path]))
-            row = _error_row(directory, source.name, expected_shape)
-            if row is not None:
-                rows.append(row)
+            for part in source.parts(layer_shape(model.base_specs[path])):
+                name = part.source.name
+                used_names.add(name)
+                row = _error_row(directory, name, part.source.shape(part.ours))
+                if row is not None:
+                    rows.append(row)
     # A directory may hold the tied head a second time.
     ignored = f"{family.ignored}|^lm_head.weight$" if model.ties else family.ignored
     ignored_pattern = re.compile(ignored)
@@ -474,8 +507,7 @@ def _value(
         axes = spec.mesh_axes[1:]
 
     def read_layer(source: Source, index: Index) -> np.ndarray:
-        tensor = directory.tensor(source.name)
-        return np.ascontiguousarray(source.take(tensor, shape, index))
+        return np.ascontiguousarray(source.read(directory.tensor, shape, index))
 
     def read(index: Any) -> np.ndarray:
         if not is_stacked:

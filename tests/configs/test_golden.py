@@ -33,9 +33,11 @@ PUBLISHED = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-32b": 32_763_876_352,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 FLOWS = {"digits-glow", "digits-realnvp", "digits-nice", "digits-residual", "images-glow"}
-OURS = {"stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
+OURS = {"moe-tiny", "stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
 LARGE = sorted(set(NAMES) - OURS)
 
 
@@ -120,7 +122,9 @@ def test_norms_biases_and_positions_do_not_decay(resolved, name):
     for group in experiment.learner.groups:
         groups[group.label] |= {f"{group.stage}/{path}" for path in group.paths}
     decaying = groups["default"]
-    assert all(path.endswith(("weight", "token", "table")) for path in decaying)
+    # The matrices of experts have no layer of their own below the mixture.
+    experts = ("experts/gate", "experts/up", "experts/down")
+    assert all(path.endswith(("weight", "token", "table", *experts)) for path in decaying)
     rest = set(flatten(experiment.model.parameter_specs())) - decaying
     assert groups["rule0"] == rest
     assert all(path.endswith(("scale", "bias", "position")) for path in rest)

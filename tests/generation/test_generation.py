@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from configs.parts import mixture
 from framework.config import Config, config_for
 from framework.inference.generation import Generator, bucket
 from framework.inference.sampling import Sampling
@@ -37,12 +38,24 @@ def shared() -> Config:
     return model
 
 
+def experts() -> Config:
+    """A mixture in every second layer, whose router has buffers beside the cache."""
+    model = small.llama(stack__num_layers=4)
+    dense, sparse = small.block(model).copy(), small.block(model).copy()
+    sparse.mlp = mixture(experts=4, top_k=2, hidden=24)
+    sparse.mlp.experts.init.stddev = 0.3
+    sparse.mlp.router.bias_rate = 0.1
+    model.stack.pattern = [dense, sparse]
+    return model
+
+
 MODELS = {
     "gpt2": small.gpt2,
     "llama-gqa": small.llama,
     "window": lambda: small.llama(stack__pattern__0__attention__window=5),
     "alternating": alternating,
     "shared": shared,
+    "experts": experts,
     "qk-norm": lambda: small.llama(stack__pattern__0__attention__qk_norm=config_for(RMSNorm)),
     "lora-nf4": lambda: small.llama(dim=64, stack__pattern__0__mlp__hidden=64, lora=config_for(LoRA, base="nf4")),
 }
@@ -67,7 +80,7 @@ def started(name: str, mesh: frozenset[tuple[str, int]] | None = None) -> tuple[
 def without_cache(program: Program, state: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy, whole sequences through the model for each token."""
     rows, model = [list(prompt) for prompt in prompts], program.experiment.model
-    logits = jax.jit(lambda params, x: model.logits(params, program.evaluation_context({"tokens": x}), {}))
+    logits = jax.jit(lambda params, x: model.logits(params, program.evaluation_context({"tokens": x}), state["buffer"]))
     weights = program.weights(state)
     for _ in range(count):
         window = np.zeros((len(rows), 32), np.int32)
@@ -100,11 +113,19 @@ def test_bfloat16_cache() -> None:
     assert shapes == {((2, 3, bucket(20), 2, 8), "bfloat16")}
 
 
-@pytest.mark.once("mesh0-1.0")
-@pytest.mark.parametrize(("mesh", "temperature"), [(SHARDED, 1.0), ({"fsdp": 4, "seq": 2}, 0.0)])
-def test_a_mesh_equals_one_device(mesh: dict[str, int], temperature: float) -> None:
+@pytest.mark.once("shared-mesh0-1.0", "experts-mesh2-1.0")
+@pytest.mark.parametrize(
+    ("model", "mesh", "temperature"),
+    [
+        ("shared", SHARDED, 1.0),
+        ("shared", {"fsdp": 4, "seq": 2}, 0.0),
+        # A token at a time cannot be cut over positions, which prompts are.
+        ("experts", {"fsdp": 2, "expert": 2, "seq": 2}, 1.0),
+    ],
+)
+def test_a_mesh_equals_one_device(model: str, mesh: dict[str, int], temperature: float) -> None:
     sampling = Sampling(NEW, temperature, seed=4)
-    one, many = started("shared")[2], started("shared", frozenset(mesh.items()))[2]
+    one, many = started(model)[2], started(model, frozenset(mesh.items()))[2]
     assert many(PROMPTS, sampling) == one(PROMPTS, sampling)
 
 

@@ -107,6 +107,12 @@ WHOLE = (
         files={"my.py": "class ScaleNorm"},
         prints=(r"step +2/2\b", r"1 agree, 0 refused, 0 disagree"),
     ),
+    Recipe(
+        "docs/experts.md",
+        ("plimsoll train --config=moe-tiny",),
+        replaced={"--workdir=runs/moe": f"{STEPS} --workdir=runs/moe"},
+        prints=(r"step +2/2\b", r"num_experts", r"verdict"),
+    ),
     Recipe("docs/benchmarks/optimizers.md", ("python -m tools.bench.optimizers",), prints=(r"\| AdamW \| 8 \|",)),
     Recipe(
         "docs/checkpoints.md",

@@ -48,7 +48,10 @@ def their_logits(model) -> np.ndarray:
 def loaded(folder: Path):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    # As in `theirs.build`: experts one after the other, whose sums are rounded alike.
+    model.config._experts_implementation = "eager"
+    return model
 
 
 @pytest.mark.parametrize("name", FAMILIES)

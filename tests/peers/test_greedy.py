@@ -35,7 +35,7 @@ def test_greedy(name: str, theirs) -> None:
         return out[:, length:].tolist()
 
     program = ours.program_of(ours.experiment(family))
-    weights = {key: value.detach().numpy() for key, value in model.named_parameters()}
+    weights = theirs.weights_of(model)
     params = jax.device_put(ours.parameters(family, program.experiment.model, weights), program.replicated)
     state = {"parameter": params, "frozen": {}, "buffer": {}}
     got = Generator(program, state)(PROMPTS, Sampling(NEW))

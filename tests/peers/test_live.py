@@ -48,7 +48,7 @@ def test_float32(name, theirs):
 def test_float64(name, theirs):
     family, inputs = FAMILIES[name], Inputs.draw(SEED)
     model = theirs.build(family, SEED)
-    weights = {name: tensor.double().detach().numpy() for name, tensor in model.named_parameters()}
+    weights = {name: tensor.astype(np.float64) for name, tensor in theirs.weights_of(model).items()}
     expected = Results.of_gradients(weights, *theirs.compute_wide(model, family, inputs))
     with jax.enable_x64(True):
         config = ours.experiment(family)

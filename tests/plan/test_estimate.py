@@ -1,5 +1,7 @@
 """The estimate: sums by hand, XLA's own count for programs whose fusion is not in doubt, and compiled steps."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -153,6 +155,8 @@ def test_score_matrices_count_where_no_kernel_serves():
         ("nanogpt-cpu", 1, ["model.stack.num_layers=2"]),
         ("nanogpt-cpu", 4, ["model.stack.unroll=1", "mesh.data=2", "mesh.fsdp=2", "data.global_batch_size=64"]),
         ("stdlib-tiny", 2, ["mesh.data=1", "mesh.model=2", "learner.accumulate=2", "model.stack.unroll=1"]),
+        ("moe-tiny", 1, ["model.stack.unroll=1", "model.stack.num_layers=2"]),
+        ("moe-tiny", 4, ["model.stack.unroll=1", "mesh.data=1", "mesh.fsdp=2", "mesh.expert=2"]),
     ],
 )
 def test_the_compiler_agrees(name, devices, settings):
@@ -203,6 +207,18 @@ def test_what_is_recomputed_counts_as_the_compiler_counts_it(remat, monkeypatch)
     program = Program(experiment, jax.devices()[:1])
     by_xla = program.traced_step.lower().compile().cost_analysis()["flops"]
     assert of(experiment, 1, "cpu").flops.flops == pytest.approx(by_xla, rel=0.03)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"expert": 4}, {"fsdp": 2, "expert": 2, "model": 2}])
+def test_of_a_mixture_the_active_experts_count(mesh):
+    """Whatever there is room for: rows that an even router fills."""
+    devices = math.prod(mesh.values())
+    settings = [f"mesh.{axis}={size}" for axis, size in {"data": 1, **mesh}.items()]
+    experiment = load("moe-tiny", "data.global_batch_size=16", "model.stack.unroll=1", *settings)
+    data = experiment.data
+    expected = experiment.model.flops_per_token(data.seq_len) * data.global_batch_size * data.seq_len
+    # Every device of the axis `model` routes all tokens of its group; the formula has attention without its mask.
+    assert of(experiment, devices, "cpu").flops.flops == pytest.approx(expected, rel=0.1)
 
 
 def test_recomputation_is_the_products_of_the_stack_without_the_last():

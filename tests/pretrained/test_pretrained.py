@@ -33,8 +33,9 @@ def directory(folder: Path, name: str = "gemma2", *, dtype=np.float32, shards: i
     for path, sources in family.places(model).items():
         spec = model.base_specs[path]
         shape = spec.shape if spec.num_layers is None else spec.shape[1:]
-        for source in sources:
-            tensors[source.name] = rng.standard_normal(source.shape(shape)).astype(np.float32).astype(dtype)
+        for part in [part for source in sources for part in source.parts(shape)]:
+            values = rng.standard_normal(part.source.shape(part.ours))
+            tensors[part.source.name] = values.astype(np.float32).astype(dtype)
     files, names = [f"model-{i}.safetensors" for i in range(shards)], list(tensors)
     for i, file in enumerate(files):
         save_file({name: tensors[name] for name in names[i::shards]}, folder / file)

@@ -35,6 +35,9 @@ PAIRS = [
     Case(memory="in_backward_ahead", placement="state", mesh="eight", precision="bfloat16"),
     Case(optimizer="adafactor", memory="in_backward_ahead", placement="state+weights", remat="full"),
     Case(model="streams", memory="in_backward_ahead", placement="state", remat="invert"),
+    Case(model="experts", memory="two_pass_ahead", placement="all", remat="none", mesh="eight"),
+    Case(model="experts", memory="in_backward", placement="state", remat="save:attention", mesh="eight"),
+    Case(model="experts", memory="streamed", placement="all", remat="sqrt", mesh="eight"),
 ]
 UNLIKE = [
     Case(memory="hosted_gradients", placement="all", remat="save:attention", layers="unlike", microbatches=2),
@@ -45,6 +48,7 @@ UNLIKE = [
     Case(model="twins", memory="in_backward_ahead", placement="all", remat="full", layers="unlike", mesh="eight"),
     Case(model="recurrent", memory="streamed", placement="weights", layers="unlike"),
     Case(optimizer="muon", memory="streamed", placement="state", layers="unlike", precision="float32"),
+    Case(model="experts", memory="hosted_gradients", placement="all", remat="full", layers="unlike", mesh="eight"),
 ]
 SLOW = set(exact.every(**AXES)).difference(ONCE, PAIRS)
 

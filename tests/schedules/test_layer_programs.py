@@ -46,6 +46,10 @@ CASES += [
     Case(model="twins", memory="layers_hosted_gradients", placement="all", remat="sqrt", layers="unlike", mesh="eight"),
     Case(memory="layers_at_once", placement="all", remat="save:attention", layers="unlike", precision="bfloat16"),
 ]
+CASES += [
+    Case(model="experts", memory="layers", placement="all", remat="full"),
+    Case(model="experts", memory="layers_at_once", placement="state", remat="save:attention", mesh="eight"),
+]
 STREAMS = [
     Case("streams", memory=memory, placement=placement, mesh=mesh, remat="invert")
     for memory, placement, mesh in [

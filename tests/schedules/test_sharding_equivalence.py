@@ -5,7 +5,10 @@ import numpy as np
 import optax
 import pytest
 
+from configs.parts import mixture
 from framework.config import config_for
+from framework.layers.linear import Linear
+from framework.layers.mlp import MLP
 from tests.support import small
 
 MODELS = {
@@ -13,6 +16,8 @@ MODELS = {
     "gpt2": lambda: small.gpt2(head__chunk_tokens=8),
     # Grouped queries, rotary positions, a table of its own, both layers in the open.
     "llama": lambda: small.llama(stack__unroll=0, embed__dropout=0.1, head__z_loss=1e-3),
+    "mixture": lambda: mixture_model(None),
+    "capacity": lambda: mixture_model(0.75),
 }
 MESHES = [
     ("gpt2", {"data": 8, "fsdp": 1}),
@@ -22,6 +27,31 @@ MESHES = [
     ("llama", {"data": 2, "fsdp": 2, "model": 2}),
     ("llama", {"fsdp": 2, "seq": 2, "model": 2}),
 ]
+# Experts are cut alone, beside all other axes, and into one for each device.
+EXPERT_MESHES = [
+    ("mixture", {"data": 2, "fsdp": 1, "expert": 4}),
+    ("mixture", {"fsdp": 2, "expert": 2, "model": 2}),
+    ("mixture", {"fsdp": 2, "expert": 2, "seq": 2}),
+    ("mixture", {"expert": 8, "fsdp": 1}),
+    ("mixture", {"data": 2, "fsdp": 2, "model": 2}),
+    ("capacity", {"fsdp": 2, "expert": 2, "model": 2}),
+    ("capacity", {"fsdp": 1, "expert": 4, "seq": 2}),
+]
+
+
+def mixture_model(capacity: float | None):
+    """A Llama with 8 experts and one that all tokens are given to, every loss, and noise."""
+    model = small.llama(embed__dropout=0.1)
+    moe = mixture(experts=8, top_k=3, hidden=20, balance=0.5)
+    moe.router.z = 0.1
+    moe.router.jitter = 0.2
+    moe.experts.capacity = capacity
+    # At the usual size, what two layers of small experts say would be lost among the rest.
+    moe.experts.init.stddev = 0.3
+    linear = config_for(Linear, init=moe.experts.init)
+    moe.shared = config_for(MLP, hidden=24, activation="silu", gated=True, linear=linear)
+    small.block(model).mlp = moe
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +82,42 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh):
     small.assert_close(grads, expected, 1e-5)
     largest = {path: np.abs(value).max() for path, value in grads.items()}
     assert all(size > 1e-3 for path, size in largest.items() if not path.endswith("key/bias")), largest
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [pytest.param(*case, marks=() if case in EXPERT_MESHES[1::4] else pytest.mark.pairs) for case in EXPERT_MESHES],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_mixtures_do_not_depend_on_the_mesh(one_device, model, mesh):
+    """Tokens travel to the devices of their experts, and what no expert is computes each sequence once."""
+    test_loss_and_gradients_do_not_depend_on_the_mesh(one_device, model, mesh)
+
+
+def test_experts_that_the_mesh_does_not_divide_are_refused():
+    model = small.llama()
+    small.block(model).mlp = mixture(experts=6, top_k=2, hidden=16)
+    with pytest.raises(ValueError, match=r"mesh\.expert = 4 does not divide num_experts = 6; nearest that do: \["):
+        small.program(small.experiment(model, mesh={"fsdp": 2, "expert": 4}))
+    with pytest.raises(
+        ValueError, match=r"mesh\.data \* mesh\.fsdp \* mesh\.expert = 8 does not divide the 4 sequences"
+    ):
+        small.program(small.experiment(MODELS["mixture"](), batch=4, mesh={"fsdp": 2, "expert": 4}))
+
+
+@pytest.mark.parametrize(
+    ("model", "operations"),
+    [("mixture", ("all-gather", "reduce-scatter")), ("capacity", ("all-to-all",))],
+)
+def test_how_tokens_travel_to_their_experts(model, operations):
+    """And no device ever holds the weights of experts that are not its own."""
+    program = small.program(config(model, {"expert": 8, "fsdp": 1}))
+    text = program.compiled_step.as_text()
+    for operation in operations:
+        assert f"{operation}(" in text or f"{operation}-start(" in text, operation
+    width, hidden = 32, 20
+    for shape in (f"[8,{width},{hidden}]", f"[8,{hidden},{width}]", f"[2,8,{width},{hidden}]"):
+        assert f"f32{shape}" not in text, shape
 
 
 def test_first_states_and_whole_steps_do_not_depend_on_the_mesh():

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from configs.parts import mixture
 from framework import layout
 from framework.config import Config, config_for
 from framework.layers.base import Context
@@ -69,6 +70,8 @@ PLACEMENTS |= {"state+weights": PLACEMENTS["all"][:2], "weights+boundaries": PLA
 PLACEMENTS |= {"state+boundaries": PLACEMENTS["all"][::2]}
 REMATS = ("none", "full", "save:attention", "sqrt", "offload", "invert")
 MESHES = {"one": None, "eight": {"data": 2, "fsdp": 2, "model": 2}}
+# The eight devices of models that have more to cut.
+MODEL_MESHES = {"experts": {"fsdp": 2, "expert": 2, "model": 2}}
 
 # Dtypes of parameters and master copy, and by how much parameters may differ, see `differences`.
 # The model computes in float64 always: what is compared is the update, and 20 steps make much of the rounding of a
@@ -136,12 +139,26 @@ def tied(*layers: type | None, shared: tuple[int, ...] = ()) -> Config:
     return config
 
 
+def experts() -> Config:
+    """Blocks with mixtures of experts, whose router has all that may thread through a schedule: losses, noise, and a
+    bias that each step moves."""
+    config = tied(None)
+    moe = mixture(experts=4, top_k=2, hidden=24, balance=0.3)
+    moe.router.z = 0.03
+    moe.router.jitter = 0.1
+    moe.router.score = "sigmoid"
+    moe.router.bias_rate = 0.05
+    config.stack.pattern[0].mlp = moe
+    return config
+
+
 MODELS = {  # and a clip that is active in some steps and not in others
     "tied": (tied(None), 4.5),
     "recurrent": (tied(Recurrent), 1.1),
     "twins": (tied(Twins), 1.5),
     "shared": (tied(None, None, shared=(1,)), 7.3),
     "streams": (tied(None, None, shared=(1,)), 7.5),
+    "experts": (experts(), 3.0),
 }
 MODELS["streams"][0].stack.streams = "float32"  # which in float64 are float64
 
@@ -187,9 +204,10 @@ class Case(NamedTuple):
         if self.layers == "unlike":
             memory = self._by_layer(memory, len(model.stack.pattern))
         optimizer = (OPTIMIZERS | SMALL)[self.optimizer].copy()
-        return small.program(
-            small.experiment(model, mesh=MESHES[self.mesh], memory=memory, optimizer=optimizer, **learner)
-        )
+        mesh = MESHES[self.mesh]
+        if mesh is not None:
+            mesh = MODEL_MESHES.get(self.model, mesh)
+        return small.program(small.experiment(model, mesh=mesh, memory=memory, optimizer=optimizer, **learner))
 
     def _by_layer(self, memory: dict[str, Any], unit_layers: int) -> dict[str, Any]:
         """The fields of config.memory with each placement on another number of the UNITS units."""

@@ -124,6 +124,32 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+_MIXTURES = (
+    _llama(
+        "mixtral",
+        "MixtralForCausalLM",
+        intermediate_size=24,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=7,
+    ),
+    _llama(
+        "qwen3-moe",
+        "Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        head_dim=16,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_experts=5,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        **_QWEN,
+    ),
+)
+FAMILIES |= {family.name: family for family in _MIXTURES}
+
 # Rotary tables are compared at the shapes of published models: {name: (head_dim, theta, rope_scaling)}.
 ROTARY: dict[str, tuple[int, float, dict[str, Any] | None]] = {
     "plain": (64, 10_000.0, None),

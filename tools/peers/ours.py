@@ -40,10 +40,11 @@ def to_ours(family: Family, tensors: Tensors) -> Nested:
     for path, sources in family.places.items():
         shape = specs[path].shape if specs[path].num_layers is None else specs[path].shape[1:]
         whole = tuple(slice(None) for _ in shape)
-        parts = [source.take(tensors[source.name], shape, whole) for source in sources]
+        parts = [source.read(tensors.__getitem__, shape, whole) for source in sources]
         flat[path] = parts[0] if specs[path].num_layers is None else np.stack(parts)
         for source in sources:
-            pieces[source.name] += 1 / source.piece[1]
+            for part in source.parts(shape):
+                pieces[part.source.name] += 1 / source.piece[1]
     wrong = [name for name, share in pieces.items() if not np.isclose(share, 1.0)]
     if wrong:
         raise ValueError(f"these tensors of transformers do not end up once each in our parameters: {wrong}")

@@ -44,7 +44,10 @@ def build(family: Family, seed: int) -> Model:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 2:
+            if parameter.ndim == 3:
+                # Experts, each [out, in].
+                value = noise * 1.2 / math.sqrt(parameter.shape[2])
+            elif parameter.ndim == 2:
                 # Rows of embeddings are small, so that the norms' eps shows; logits of attention are of order one.
                 is_table = any(part in name for part in ("embed", "wte", "wpe", "lm_head"))
                 value = noise * (0.1 if is_table else 1.2 / math.sqrt(parameter.shape[0]))
@@ -59,7 +62,8 @@ def build(family: Family, seed: int) -> Model:
 def _empty(family: Family) -> Model:
     # A copy: transformers completes the dict of the rotary scaling in place.
     config = transformers.AutoConfig.for_model(**copy.deepcopy(family.facts))
-    # Eager: attention written out, rather than one fused operation.
+    # Eager: attention written out, rather than one fused operation; and experts one after the other.
+    config._experts_implementation = "eager"
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
@@ -90,11 +94,11 @@ def compute_wide(model: Model, family: Family, inputs: Inputs) -> Gradients:
 
 def compute(model: Model, family: Family, inputs: Inputs) -> Results:
     """All that is compared. The model is trained on the way: it is not what it was afterwards."""
-    weights = _numpy(dict(model.named_parameters()))
+    weights = weights_of(model)
     logits, loss, gradients = gradients_of(model, inputs)
     packed_logits = _packed_logits(model, inputs)
     losses = _train(model, inputs)
-    moved = {name: p - weights[name] for name, p in _numpy(dict(model.named_parameters())).items()}
+    moved = {name: p - weights[name] for name, p in weights_of(model).items()}
     ours = flatten(to_ours(family, moved))
     norms = {path: np.asarray(np.linalg.norm(array.astype(np.float64)), np.float32) for path, array in ours.items()}
     return Results(weights, logits, loss, gradients, packed_logits, losses, norms)
@@ -109,7 +113,33 @@ def gradients_of(model: Model, inputs: Inputs) -> Gradients:
     out = model(input_ids=ids, labels=labels)
     out.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return out.logits[:, :SEQ_LEN].detach().numpy(), out.loss.detach().numpy(), _numpy(gradients)
+    published_gradients = _published(model, _numpy(gradients))
+    return out.logits[:, :SEQ_LEN].detach().numpy(), out.loss.detach().numpy(), published_gradients
+
+
+def weights_of(model: Model) -> Tensors:
+    """The weights by the names that published files have."""
+    return _published(model, _numpy(dict(model.named_parameters())))
+
+
+def _published(model: Model, tensors: Tensors) -> Tensors:
+    """Tensors by the names of published files: in memory transformers keeps the experts of a layer together."""
+    is_mixtral = model.config.model_type == "mixtral"
+    projections = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    published = {}
+    for name, tensor in tensors.items():
+        found = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
+        prefix, _, fused = found.rpartition(".experts.")
+        if not prefix:
+            published[found] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            # The gate's rows come before those of `up`.
+            parts = [matrix] if fused == "down_proj" else np.split(matrix, 2)
+            names = projections[2:] if fused == "down_proj" else projections[:2]
+            for projection, part in zip(names, parts, strict=True):
+                published[f"{prefix}.experts.{expert}.{projection}.weight"] = part
+    return published
 
 
 def _packed_logits(model: Model, inputs: Inputs) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from framework.layers.base import batch_shards
 from framework.plan.auto.choosing import Chooser
 from framework.plan.auto.room import Candidate
 from framework.plan.auto.settings import ACCUMULATE, BATCH, SEARCHED, Settings, changed, setting, value_of
@@ -29,7 +30,7 @@ def notes(chooser: Chooser, chosen: Candidate) -> list[str]:
 
 def _batch_shards(experiment: Experiment, chooser: Chooser) -> int:
     sizes = experiment.mesh.resolve(chooser.target.num_devices)
-    return sizes["data"] * sizes["fsdp"]
+    return batch_shards(sizes)
 
 
 def _most_rows(chooser: Chooser, shards: int) -> int:

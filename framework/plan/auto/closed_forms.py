@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr
 
 from framework.config import Config
+from framework.layers.base import batch_shards
 from framework.plan.auto.settings import Settings, with_settings
 from framework.plan.estimate import estimate
 from framework.plan.local_step import trace
@@ -119,7 +120,7 @@ class ClosedForms:
         """The trace of an experiment, or of another one that is traced alike."""
         experiment = sectioned.experiment
         memory = experiment.memory
-        rows = experiment.data.global_batch_size // (experiment.learner.accumulate * sizes["data"] * sizes["fsdp"])
+        rows = experiment.data.global_batch_size // (experiment.learner.accumulate * batch_shards(sizes))
         cuts = tuple(size for axis, size in sizes.items() if axis != "data")
         # Where layers are placed by their number, a stack is traced in sections.
         placements = (memory.gradients, memory.optimizer_state, memory.activations)

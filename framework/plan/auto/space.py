@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from framework.config import Config
+from framework.layers.base import batch_shards
 from framework.models.causal_lm import CausalLM
 from framework.plan.auto.settings import (
     ACCUMULATE,
@@ -115,9 +116,9 @@ class Space:
             return [experiment.learner.accumulate]
         sizes = experiment.mesh.resolve(self._target.num_devices)
         sizes |= {path.removeprefix("mesh."): int(text) for path, text in mesh}
-        batch_shards = sizes["data"] * sizes["fsdp"]
+        shards = batch_shards(sizes)
         batch = experiment.data.global_batch_size
-        return _divisors(batch // batch_shards) if batch % batch_shards == 0 else []
+        return _divisors(batch // shards) if batch % shards == 0 else []
 
     def remats(self) -> list[str]:
         """What may be recomputed, from the policy that is fastest to the one that keeps least."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from framework.devices.accelerators import AcceleratorSpec
+from framework.layers.base import batch_shards
 from framework.layout import GROUPS, StateLayout
 from framework.models.causal_lm import CausalLM
 from framework.plan.calibration.rates import DeviceRates
@@ -80,9 +81,7 @@ def work_of(
     microbatch = traced_work(traced)
     parameter_bytes = layout.bytes_per_device("parameter")
     received = experiment.learner.accumulate * microbatch.received_bytes
-    data = sizes["data"]
-    # Replicas add up their gradients; what is cut over other axes is cut already.
-    received += round(2 * parameter_bytes * (data - 1) / data)
+    received += _replica_bytes(layout, sizes)
     received += _tensor_parallel_bytes(experiment, sizes)
     hosted_bytes = layout.bytes_per_device(memory_kind="pinned_host")
     device_bytes = layout.bytes_per_device(memory_kind="device")
@@ -100,6 +99,20 @@ def work_of(
     )
 
 
+def _replica_bytes(layout: StateLayout, sizes: dict[str, int]) -> int:
+    """Bytes that a device receives in a step because replicas add up their gradients.
+
+    What is cut over other axes than `data` is cut already; along `expert` all but experts have replicas.
+    """
+    received = 0.0
+    for leaf in layout:
+        if leaf.group != "parameter":
+            continue
+        replicas = sizes["data"] * (1 if "expert" in leaf.spec.mesh_axes else sizes["expert"])
+        received += 2 * leaf.bytes_per_device * (replicas - 1) / replicas
+    return round(received)
+
+
 def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int:
     """Bytes that a device receives in a step because heads and hidden units are cut over the axis `model`.
 
@@ -113,7 +126,7 @@ def _tensor_parallel_bytes(experiment: Experiment, sizes: dict[str, int]) -> int
     layers = sum(stack.num_units * len(stack.unit.layers) for stack in model.stacks.values())
     sums = 2 * layers * (2 if experiment.memory.remat in ("none", "dots") else 3)
     data = experiment.data
-    positions = data.global_batch_size * data.seq_len // (sizes["data"] * sizes["fsdp"] * sizes["seq"])
+    positions = data.global_batch_size * data.seq_len // (batch_shards(sizes) * sizes["seq"])
     activation_bytes = positions * model.dim * jnp.dtype(model.compute_dtype).itemsize
     # In a ring a sum moves everything twice: parts are added up, and then passed on.
     return round(2 * (shards - 1) / shards * sums * activation_bytes)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from framework.plan.jaxprs import LOCAL_ATTENTION, inner_jaxprs
+from framework.plan.jaxprs import LOCAL_ATTENTION, LOCAL_GROUPED, inner_jaxprs
 
 # What these make is as much larger or smaller than what they take as a device receives.
 _GATHERS = ("all_gather", "reduce_scatter", "psum_scatter")
 # How often these receive the bytes that they take, in a ring of many devices.
 _RECEIVED = {"psum": 2, "psum_invariant": 2, "all_to_all": 1, "ppermute": 1}
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", LOCAL_ATTENTION)
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", LOCAL_ATTENTION, LOCAL_GROUPED)
 
 
 class TracedWork(NamedTuple):

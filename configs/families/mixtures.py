@@ -1,0 +1,227 @@
+"""Mixtral (arXiv 2401.04088) and Qwen3-MoE (arXiv 2505.09388): decoders like Llama's with mixtures of experts.
+
+The losses that keep experts evenly used are no part of what is published: transformers adds one in training where
+`output_router_logits` asks for it, of all layers together. Here they are settings of the router, and 0 at first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.families.facts import Facts
+from configs.families.llama import (
+    activation,
+    common_facts,
+    decoder_names,
+    layer_types,
+    rope,
+    shortest_period,
+    windows_of,
+)
+from configs.parts import llama_model, mixture
+from framework.config import Config, component, config_for
+from framework.layers.norm import RMSNorm
+from framework.weights.pretrained import Family, Source
+
+_LAYER = "model.layers.{layer}"
+
+
+def _mixture_names(router: str, expert: str, **projections: str) -> dict[str, Source]:
+    """Returns {our path: their tensors} of the mixture of a block.
+
+    Args:
+        router: their name of the router's weight.
+        expert: their name of one expert, with {expert} for its number.
+        projections: their names of an expert's projections, by ours.
+    """
+    names = {"mlp/router/weight": Source(f"{_LAYER}.{router}.weight", transpose=True)}
+    for ours, theirs in projections.items():
+        names[f"mlp/experts/{ours}"] = Source(f"{_LAYER}.{expert}.{theirs}.weight", transpose=True)
+    return names
+
+
+def _num_experts(facts: Facts, default: int) -> int:
+    """Returns the number of experts, which goes by two names."""
+    names = ("num_local_experts", "num_experts")
+    if any(name in facts.values for name in names):
+        return facts.size_by_names(*names)
+    return default
+
+
+def _refuse_losses(facts: Facts) -> None:
+    """Raises ValueError for what transformers adds to the loss, or to what experts see, in training."""
+    if facts.flag("output_router_logits", False):
+        raise facts.error("output_router_logits", "false: the balance loss is a setting of training, router.balance")
+    if facts.any("router_jitter_noise", 0.0) != 0:
+        raise facts.error("router_jitter_noise", "0: noise is a setting of training, router.jitter")
+
+
+def _window_of_all(facts: Facts, window: int | None) -> int | None:
+    """Returns the window, which all layers have. Raises ValueError where layer_types says otherwise."""
+    kinds = layer_types(facts)
+    kind = "full_attention" if window is None else "sliding_attention"
+    if kinds not in (None, [kind] * facts.size("num_hidden_layers")):
+        raise facts.error("layer_types", f"{kind} in all layers")
+    return window
+
+
+def _decoder(facts: Facts, *, kv_heads: int, hidden: int, theta: float, scaling: Config | None, eps: float) -> Config:
+    """Returns a Llama of these sizes, whose layers have no mixtures yet."""
+    heads = facts.size("num_attention_heads")
+    model = llama_model(
+        layers=facts.size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=None if kv_heads == heads else kv_heads,
+        dim=facts.size("hidden_size"),
+        hidden=hidden,
+        vocab_size=facts.size("vocab_size"),
+        theta=theta,
+        eps=eps,
+        tied=facts.flag("tie_word_embeddings", False),
+        rope_scaling=scaling,
+    )
+    model.stack.pattern[0].attention.output_bias = False
+    return model
+
+
+def _set_head_dim(model: Config, head_dim: int | None) -> None:
+    attention = model.stack.pattern[0].attention
+    # Written down only where it is not the width divided by the heads, which is our default.
+    if head_dim is not None and head_dim * attention.num_heads != model.dim:
+        attention.head_dim = head_dim
+
+
+@component
+class Mixtral(Family):
+    """MixtralForCausalLM."""
+
+    architectures = ("MixtralForCausalLM",)
+    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | _mixture_names(
+        "block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", gate="w1", up="w3", down="w2"
+    )
+
+    def model(self, facts: dict[str, Any]) -> Config:
+        """As Family.model."""
+        fields = Facts(facts)
+        _refuse_losses(fields)
+        theta, scaling = rope(fields, 1_000_000.0)
+        heads = fields.size("num_attention_heads")
+        hidden = fields.size("intermediate_size")
+        model = _decoder(
+            fields,
+            kv_heads=fields.size("num_key_value_heads", 8, null=True) or heads,
+            hidden=hidden,
+            theta=theta,
+            scaling=scaling,
+            eps=fields.number("rms_norm_eps", 1e-5),
+        )
+        _set_head_dim(model, fields.size("head_dim", None, null=True))
+        block = model.stack.pattern[0]
+        block.attention.window = _window_of_all(fields, fields.size("sliding_window", None, null=True))
+        block.mlp = mixture(
+            experts=_num_experts(fields, 8),
+            top_k=fields.size("num_experts_per_tok", 2),
+            hidden=hidden,
+            activation=activation(fields, "hidden_act", "silu"),
+            balance=0.0,
+        )
+        return model
+
+    def facts(self, model: Config) -> dict[str, Any]:
+        """As Family.facts."""
+        moe = model.stack.pattern[0].mlp
+        facts = common_facts(model, moe.experts)
+        del facts["layer_types"]
+        return facts | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": moe.num_experts,
+            "num_experts_per_tok": moe.router.top_k,
+        }
+
+
+@component
+class Qwen3MoE(Family):
+    """Qwen3MoeForCausalLM: norms of queries and keys, and layers without a mixture where config.json says so."""
+
+    architectures = ("Qwen3MoeForCausalLM",)
+    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | _mixture_names(
+        "mlp.gate", "mlp.experts.{expert}", gate="gate_proj", up="up_proj", down="down_proj"
+    )
+
+    def model(self, facts: dict[str, Any]) -> Config:
+        """As Family.model."""
+        fields = Facts(facts)
+        _refuse_losses(fields)
+        theta, scaling = rope(fields)
+        eps = fields.number("rms_norm_eps", 1e-6)
+        model = _decoder(
+            fields,
+            kv_heads=fields.size("num_key_value_heads", 4),
+            hidden=fields.size("intermediate_size", 6144),
+            theta=theta,
+            scaling=scaling,
+            eps=eps,
+        )
+        # Unlike other families, transformers takes no null here.
+        _set_head_dim(model, fields.size("head_dim") if "head_dim" in facts else None)
+        block = model.stack.pattern[0]
+        block.attention.qk_norm = config_for(RMSNorm, eps=eps)
+        biases = fields.flag("attention_bias", False)
+        block.attention.linear.bias = biases
+        block.attention.output_bias = biases
+        window = None
+        if fields.flag("use_sliding_window", False):
+            window = fields.size("sliding_window", 4096, null=True)
+        block.attention.window = _window_of_all(fields, window)
+        block.mlp.activation = activation(fields, "hidden_act", "silu")
+        sparse_block = block.copy()
+        sparse_block.mlp = mixture(
+            experts=_num_experts(fields, 128),
+            top_k=fields.size("num_experts_per_tok", 8),
+            hidden=fields.size("moe_intermediate_size", 768),
+            activation=block.mlp.activation,
+            normalize=fields.flag("norm_topk_prob", False),
+            balance=0.0,
+        )
+        blocks = [sparse_block if is_sparse else block for is_sparse in _sparse_layers(fields)]
+        # The shorter the pattern, the fewer blocks a stack compiles.
+        model.stack.pattern = [one.copy() for one in blocks[: shortest_period(blocks)]]
+        return model
+
+    def facts(self, model: Config) -> dict[str, Any]:
+        """As Family.facts."""
+        pattern = model.stack.pattern
+        mixtures = [block.mlp for block in pattern if block.mlp.takes("num_experts")]
+        dense = [block.mlp for block in pattern if not block.mlp.takes("num_experts")]
+        if not mixtures:
+            raise ValueError("no layer has a mixture of experts")
+        attention = pattern[0].attention
+        facts = common_facts(model, dense[0] if dense else mixtures[0].experts)
+        del facts["layer_types"]
+        layers = list(pattern) * (model.stack.num_layers // len(pattern))
+        return facts | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "attention_bias": attention.linear.bias,
+            "use_sliding_window": windows_of(model)[0] is not None,
+            "num_experts": mixtures[0].num_experts,
+            "num_experts_per_tok": mixtures[0].router.top_k,
+            "moe_intermediate_size": mixtures[0].experts.hidden,
+            "norm_topk_prob": mixtures[0].router.normalize,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i, block in enumerate(layers) if not block.mlp.takes("num_experts")],
+        }
+
+
+def _sparse_layers(facts: Facts) -> list[bool]:
+    """Returns for each layer whether it has a mixture. Raises ValueError: mlp_only_layers is no list of integers."""
+    step = facts.size("decoder_sparse_step", 1)
+    dense_layers = facts.any("mlp_only_layers", None)
+    if dense_layers is None:
+        dense_layers = []
+    is_list = isinstance(dense_layers, list)
+    if not is_list or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in dense_layers):
+        raise facts.error("mlp_only_layers", "a list of numbers of layers")
+    layers = range(facts.size("num_hidden_layers"))
+    return [layer not in dense_layers and (layer + 1) % step == 0 for layer in layers]

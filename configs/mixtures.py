@@ -1,0 +1,87 @@
+"""Mixtures of experts: one that a laptop's CPU trains in minutes, Mixtral 8x7B and Qwen3 30B-A3B.
+
+Shapes of the large ones from the published config.json files, and with them the coefficients of the balance loss.
+Learning rates and batches are ours (the reports do not state them); no run of these sizes was made here.
+"""
+
+from __future__ import annotations
+
+from configs.parts import large, llama_model, mixture
+from configs.tiny import stdlib_tiny
+from framework.config import Config, config_for
+from framework.layers.norm import RMSNorm
+from framework.optimizers import matrices
+
+
+def moe_tiny() -> Config:
+    """stdlib-tiny with 8 experts in each layer, of which a token is given to 2: 3.4M parameters, 1.8M of them active.
+
+    The two experts of a token are together as wide as stdlib-tiny's MLP. Minutes on 2 CPU cores.
+    """
+    config = stdlib_tiny()
+    block = config.model.stack.pattern[0]
+    block.mlp = mixture(experts=8, top_k=2, hidden=172)
+    block.mlp.router.expert_metrics = True
+    # A matrix of each expert is one of its own for Muon, which optax's takes matrices alone for.
+    schedule = config.learner.optimizer.learning_rate
+    config.learner.optimizer = config_for(
+        matrices.muon,
+        learning_rate=schedule,
+        weight_decay=0.01,
+        consistent_rms=None,
+    )
+    # The router chooses by small differences: it learns as slowly as AdamW elsewhere has it.
+    router_rule = config.learner.rules[-1].copy()
+    router_rule.pattern = "router"
+    router_rule.optimizer.learning_rate.peak_value = 0.003
+    config.learner.rules = [router_rule, *config.learner.rules]
+    return config
+
+
+def mixtral_8x7b() -> Config:
+    """Mixtral 8x7B: 32 layers of 8 experts, 2 for a token, width 4096; 46.7B parameters, 12.9B of them active.
+
+    Published as mistralai/Mixtral-8x7B-v0.1 (arXiv 2401.04088).
+    """
+    model = llama_model(
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        dim=4096,
+        hidden=14336,
+        vocab_size=32000,
+        theta=1_000_000.0,
+        eps=1e-5,
+    )
+    model.stack.pattern[0].mlp = mixture(experts=8, top_k=2, hidden=14336, balance=0.02)
+    return large(model, seq_len=4096, batch=1024, peak=2e-4, steps=500_000)
+
+
+def qwen3_30b_a3b() -> Config:
+    """Qwen3 30B-A3B: 48 layers of 128 experts, 8 for a token, width 2048; 30.5B parameters, 3.3B of them active.
+
+    Published as Qwen/Qwen3-30B-A3B (arXiv 2505.09388).
+    """
+    eps = 1e-6
+    model = llama_model(
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        dim=2048,
+        hidden=6144,
+        vocab_size=151936,
+        theta=1_000_000.0,
+        eps=eps,
+    )
+    block = model.stack.pattern[0]
+    block.attention.head_dim = 128
+    block.attention.qk_norm = config_for(RMSNorm, eps=eps)
+    block.mlp = mixture(experts=128, top_k=8, hidden=768, balance=0.001)
+    return large(model, seq_len=4096, batch=1024, peak=3e-4, steps=500_000)
+
+
+CONFIGS = {
+    "moe-tiny": moe_tiny,
+    "mixtral-8x7b": mixtral_8x7b,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
+}

@@ -1,0 +1,77 @@
+"""Experts with a fixed number of places: what finds no place is dropped (Lepikhin et al. 2020, arXiv 2006.16668).
+
+Every sequence has places of its own, so what is dropped depends neither on the other sequences of a batch nor on how
+they are spread over devices and microbatches. C is the number of an expert's places in a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Places:
+    """Which place each choice has.
+
+    Attributes:
+        places_BSK: int32, e * C + c; E * C for a dropped choice.
+        tokens_BEC: int32, the token of each place; S for an empty one.
+        is_kept_BSK: bool.
+    """
+
+    places_BSK: jax.Array
+    tokens_BEC: jax.Array
+    is_kept_BSK: jax.Array
+
+
+def places(experts_BSK: jax.Array, num_experts: int, capacity: float) -> Places:
+    """Gives out places: first choices come before second ones, and earlier tokens before later ones.
+
+    Args:
+        experts_BSK: int32, the choices.
+        num_experts: E.
+        capacity: C is this times K * S / E, rounded up, and S at most.
+    """
+    batch, length, top_k = experts_BSK.shape
+    count = min(length, math.ceil(capacity * top_k * length / num_experts))
+    # In the order in which places are given out.
+    experts_BN = experts_BSK.swapaxes(1, 2).reshape(batch, top_k * length)
+    chosen_BNE = jax.nn.one_hot(experts_BN, num_experts, dtype=jnp.int32)
+    before_BNE = jnp.cumsum(chosen_BNE, axis=1) - chosen_BNE
+    queue_BN = jnp.sum(before_BNE * chosen_BNE, axis=-1)
+    is_kept_BN = queue_BN < count
+    places_BN = jnp.where(is_kept_BN, experts_BN * count + queue_BN, num_experts * count)
+    tokens_N = jnp.tile(jnp.arange(length, dtype=jnp.int32), top_k)
+
+    def tokens_of_places(places_N: jax.Array) -> jax.Array:
+        empty = jnp.full(num_experts * count, length, jnp.int32)
+        # Dropped choices have a place behind the last one.
+        return empty.at[places_N].set(tokens_N, mode="drop")
+
+    tokens_BEC = jax.vmap(tokens_of_places)(places_BN).reshape(batch, num_experts, count)
+
+    def by_token(x_BN: jax.Array) -> jax.Array:
+        return x_BN.reshape(batch, top_k, length).swapaxes(1, 2)
+
+    return Places(by_token(places_BN), tokens_BEC, by_token(is_kept_BN))
+
+
+def dispatch(x_BSD: jax.Array, places: Places) -> jax.Array:
+    """The token of each place, [B, E, C, D]; zeros in empty ones."""
+    return jax.vmap(_rows_or_zeros)(x_BSD, places.tokens_BEC)
+
+
+def collect(y_BECD: jax.Array, places: Places) -> jax.Array:
+    """The result of each choice, [B, S, K, D]; zeros for dropped ones."""
+    batch, num_experts, count, dim = y_BECD.shape
+    y_BPD = y_BECD.reshape(batch, num_experts * count, dim)
+    return jax.vmap(_rows_or_zeros)(y_BPD, places.places_BSK)
+
+
+def _rows_or_zeros(x_MD: jax.Array, indices: jax.Array) -> jax.Array:
+    return jnp.take(x_MD, indices, axis=0, mode="fill", fill_value=0)

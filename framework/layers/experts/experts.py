@@ -1,0 +1,222 @@
+"""The experts: feed-forward layers of equal shape, of which each token is given to a few.
+
+Without a capacity no choice is dropped. Rows of tokens are sorted by expert, and each group of rows is multiplied by
+its expert's weights (Gale et al. 2022, arXiv 2211.15841). On a mesh whose axis `expert` cuts the experts, the devices
+along that axis give each other all of their tokens, each computes what its own experts have to say of them, and the
+sums over experts go back to where the tokens came from. So every token reaches its experts whatever the router does, in
+arrays of fixed size; what travels is each token once to every device of the axis, and its result once back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from framework.config import Config, PositiveFloat, PositiveInt, component, config_for
+from framework.layers.base import BATCH_AXES, Context, Layer, cast
+from framework.layers.experts import capacity as capacities
+from framework.layers.experts.grouped import Implementation, choose_implementation, grouped_dot, spare_rows
+from framework.layers.experts.groups import collect, dispatch, group
+from framework.layers.experts.scores import Choice
+from framework.layers.keeping import keeping_inputs
+from framework.layers.mlp import ACTIVATIONS
+from framework.layout import Nested, ParameterSpec
+
+
+@component
+class Experts(Layer):
+    """E feed-forward layers, down(act(gate(x)) * up(x)) or down(act(up(x))), and the sum of a token's by their shares.
+
+    Args:
+        dim: D, given by the parent.
+        num_experts: E, given by the parent.
+        top_k: K, given by the parent.
+        hidden: F, the inner width of each.
+        activation, gated: as of `framework.layers.mlp.MLP`.
+        capacity: the places of an expert in a sequence of S tokens, as a multiple of K * S / E, rounded up. Choices
+            that find no place are dropped: first choices come before second ones, earlier tokens before later ones.
+            None means a place for every choice.
+        implementation: of the products without a capacity, see `framework.layers.experts.grouped`.
+        init: initializer of each expert's weights.
+        output_init_scale: multiplies the initial `down` weights; given by the stack.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        num_experts: PositiveInt,
+        top_k: PositiveInt,
+        hidden: PositiveInt,
+        activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"] = "silu",
+        gated: bool = True,
+        capacity: PositiveFloat | None = None,
+        implementation: Implementation = "auto",
+        init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
+        output_init_scale: float = 1.0,
+    ):
+        self.dim = dim
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.hidden = hidden
+        self.activation = ACTIVATIONS[activation]
+        self.names = ("gate", "up", "down") if gated else ("up", "down")
+        self.capacity = capacity
+        self.implementation: Implementation = implementation
+        self._init = init.instantiate()
+        self._output_scale = output_init_scale
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """gate and up [E, D, F], down [E, F, D]."""
+
+        def initializer(scale: float, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            keys = jax.random.split(key, shape[0])
+            # Expert by expert, since the variance of most initializers depends on the shape of a matrix.
+            return scale * jax.vmap(lambda key: self._init(key, shape[1:], dtype))(keys)
+
+        specs = {}
+        for name in self.names:
+            is_down = name == "down"
+            shape = (self.hidden, self.dim) if is_down else (self.dim, self.hidden)
+            axes = ("model", "fsdp") if is_down else ("fsdp", "model")
+            roles = ("hidden", "out") if is_down else ("in", "hidden")
+            specs[name] = ParameterSpec(
+                (self.num_experts, *shape),
+                "float32",
+                ("expert", *axes),
+                initializer=partial(initializer, self._output_scale if is_down else 1.0),
+                roles=("expert", *roles),
+            )
+        return specs
+
+    def prepare(self, params: Nested, ctx: Context) -> Nested:
+        """The weights in the compute dtype. Without a capacity they are gathered where they are used, see `_on_device`:
+        the transpose of that sums their gradients into the shards that the update takes."""
+        if self.capacity is not None or ctx.kernels is not None:
+            return super().prepare(params, ctx)
+        return {name: cast(params[name], ctx.compute_dtype) for name in self.names}
+
+    def __call__(
+        self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """(the sum of the chosen experts' results by their shares [B, S, D], which choices were kept: bool [B, S, K],
+        or None where all were)."""
+        if self.capacity is not None:
+            return self._with_capacity(weights, x_BSD, choice, ctx)
+        mesh = ctx.mesh
+        if ctx.kernels is not None:
+            # A trace of one device's share: the arrays are that device's, and the weights gathered.
+            return self._on_device(weights, x_BSD, choice, ctx, gathers=False), None
+        if mesh is None or mesh.size == 1:
+            return self._of_tokens(weights, x_BSD, choice, ctx, first_expert=0, shards=1), None
+        # One token at a time, as in generation, cannot be cut over seq: these devices compute the same.
+        length_axis = "seq" if x_BSD.shape[1] % mesh.shape["seq"] == 0 else None
+        token_spec = PartitionSpec(BATCH_AXES, length_axis, None)
+        weight_specs = {name: PartitionSpec(*spec.mesh_axes) for name, spec in self.own_specs().items()}
+        on_device = jax.shard_map(
+            partial(self._on_device, ctx=ctx, gathers=True),
+            mesh=mesh,
+            in_specs=(weight_specs, token_spec, token_spec),
+            out_specs=token_spec,
+            check_vma=False,
+        )
+        return on_device(weights, x_BSD, choice), None
+
+    def _on_device(self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context, gathers: bool) -> jax.Array:
+        """Inside shard_map: one device's tokens, and its shard of the weights, which `gathers` puts together."""
+        assert ctx.mesh is not None
+        sizes = ctx.mesh.shape
+        if gathers and sizes["fsdp"] > 1:
+            whole_weights = {}
+            for name, weight in weights.items():
+                axis = self.own_specs()[name].mesh_axes.index("fsdp")
+                whole_weights[name] = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
+            weights = whole_weights
+        first_expert: Any = 0
+        if sizes["expert"] > 1:
+            tokens = (x_BSD, choice)
+            x_BSD, choice = jax.tree.map(lambda x: jax.lax.all_gather(x, "expert", axis=0, tiled=True), tokens)
+            first_expert = jax.lax.axis_index("expert") * weights["up"].shape[0]
+        y_BSD = self._of_tokens(weights, x_BSD, choice, ctx, first_expert, shards=sizes["expert"])
+        if sizes["model"] > 1:
+            y_BSD = jax.lax.psum(y_BSD, "model")
+        if sizes["expert"] > 1:
+            y_BSD = jax.lax.psum_scatter(y_BSD, "expert", scatter_dimension=0, tiled=True)
+        return y_BSD
+
+    def _of_tokens(
+        self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context, first_expert: Any, shards: int
+    ) -> jax.Array:
+        """The sum of what the experts here say of their tokens, [B, S, D]; the first of them is `first_expert`.
+
+        Args:
+            shards: the number of devices that the choices fall on, by which the estimate of work divides them.
+        """
+        implementation = choose_implementation(self.implementation, ctx.platform)
+        num_experts = weights["up"].shape[0]
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        top_k = choice.experts_BSK.shape[-1]
+        experts_TK = choice.experts_BSK.reshape(-1, top_k) - first_expert
+        # A token chooses an expert once, so it has no more rows than there are experts here.
+        num_rows = x_TD.shape[0] * min(top_k, num_experts) + spare_rows(implementation)
+        groups = group(experts_TK, num_experts, num_rows)
+        x_ND = dispatch(x_TD, groups)
+        dot: Any = partial(grouped_dot, sizes_E=groups.sizes_E, implementation=implementation)
+        if ctx.kernels is not None:
+            dot = partial(ctx.kernels.grouped_dot, rows=x_TD.shape[0] * top_k // shards)
+        h_NF = self._hidden(partial(dot, x_ND), weights)
+        y_ND = checkpoint_name(dot(h_NF, weights["down"]), "mlp_down")
+        y_TKD = collect(y_ND, groups)
+        y_TD = _weighted_sum(y_TKD, choice.shares_BSK.reshape(-1, top_k))
+        return y_TD.reshape(x_BSD.shape)
+
+    def _hidden(self, dot: Any, weights: Nested) -> jax.Array:
+        """The inner activations; dot(weight) is the product with x."""
+        up = checkpoint_name(dot(weights["up"]), "mlp_up")
+        if "gate" not in weights:
+            return keeping_inputs(self.activation)(up)
+        gate = checkpoint_name(dot(weights["gate"]), "mlp_gate")
+        return keeping_inputs(self._gated)(gate, up)
+
+    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return self.activation(gate) * up
+
+    def _with_capacity(
+        self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context
+    ) -> tuple[jax.Array, jax.Array]:
+        assert self.capacity is not None
+        places = capacities.places(choice.experts_BSK, self.num_experts, self.capacity)
+        x_BECD = capacities.dispatch(x_BSD, places)
+        # From here on experts are cut, no longer sequences: the partitioner makes an all-to-all of it.
+        sequence_axes = tuple(axis for axis in BATCH_AXES if axis != "expert")
+
+        def placed(x_BECD: jax.Array, last_axis: str | None) -> jax.Array:
+            return ctx.constrain(x_BECD, sequence_axes, "expert", None, last_axis)
+
+        x_BECD = placed(x_BECD, None)
+
+        def dot(x_BECI: jax.Array, weight_EIO: jax.Array) -> jax.Array:
+            return jnp.einsum("beci,eio->beco", x_BECI, weight_EIO)
+
+        h_BECF = placed(self._hidden(partial(dot, x_BECD), weights), "model")
+        y_BECD = placed(dot(h_BECF, weights["down"]), None)
+        y_BECD = checkpoint_name(y_BECD, "mlp_down")
+        y_BSKD = capacities.collect(ctx.constrain(y_BECD, BATCH_AXES, None, None, None), places)
+        return _weighted_sum(y_BSKD, choice.shares_BSK), places.is_kept_BSK
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Of the K experts that a token is given to, not of all: 2 * K * (2 or 3) * D * F."""
+        return 2.0 * self.top_k * len(self.names) * self.dim * self.hidden
+
+
+def _weighted_sum(y_TKD: jax.Array, shares_TK: jax.Array) -> jax.Array:
+    """The sum over K by shares, in float32 at least, [..., D] in y's dtype."""
+    wide = jnp.promote_types(y_TKD.dtype, jnp.float32)
+    # Not a product of matrices: XLA would make one of a single row for each token.
+    total = jnp.sum(y_TKD.astype(wide) * shares_TK.astype(wide)[..., None], axis=-2)
+    return total.astype(y_TKD.dtype)

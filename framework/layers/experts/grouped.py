@@ -1,0 +1,172 @@
+"""Products of rows with their experts' weights: row n of expert e becomes x_n @ weight_e.
+
+"ragged" is `jax.lax.ragged_dot`, for TPU and GPU. XLA for CPU computes that one as a product with every expert's
+weight, of which all but one are thrown away. "blocks" is for CPU: a loop over experts, and inside it one over blocks of
+rows. The last block of an expert reaches into the rows of the next one, which come later and overwrite it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Implementation = Literal["auto", "ragged", "blocks"]
+# Rows of a block, the large ones first: many rows make a fast product, few rows waste little at an expert's end.
+BLOCKS = (256, 64, 16)
+
+
+def choose_implementation(implementation: Implementation, platform: str) -> Literal["ragged", "blocks"]:
+    """The implementation for a platform (tpu, gpu or cpu); one that is asked for by name serves all of them."""
+    if implementation == "auto":
+        return "blocks" if platform == "cpu" else "ragged"
+    return implementation
+
+
+def spare_rows(implementation: Literal["ragged", "blocks"]) -> int:
+    """How many rows there have to be behind those of the last expert."""
+    # Large blocks are full always.
+    return BLOCKS[-1] if implementation == "blocks" else 0
+
+
+def grouped_dot(
+    x_NI: jax.Array,
+    weight_EIO: jax.Array,
+    sizes_E: jax.Array,
+    implementation: Literal["ragged", "blocks"],
+) -> jax.Array:
+    """Multiplies each row by the weight of its expert: [N, O] in x's dtype.
+
+    Args:
+        x_NI: rows, all of expert 0 first, then all of expert 1, and so on, then spare ones (`spare_rows`).
+        weight_EIO: of x's dtype.
+        sizes_E: int32, the number of each expert's rows; 0 is one.
+        implementation: how. Rows behind the last expert's are undefined in the result, and have no part in gradients.
+    """
+    if implementation == "ragged":
+        return jax.lax.ragged_dot(x_NI, weight_EIO, sizes_E)
+    return _by_blocks(x_NI, weight_EIO, sizes_E)
+
+
+@jax.custom_vjp
+def _by_blocks(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return _rows_times_weights(x_NI, weight_EIO, sizes_E)
+
+
+def _by_blocks_forward(x: Any, weight: Any, sizes: Any) -> tuple[jax.Array, Any]:
+    """The product, and what the gradients need: of weights that do not learn, no rows."""
+    # With symbolic_zeros each argument says whether it is differentiated.
+    weight_residual = weight.value if x.perturbed else None
+    x_residual = x.value if weight.perturbed else None
+    return _by_blocks(x.value, weight.value, sizes.value), (x_residual, weight_residual, sizes.value)
+
+
+def _by_blocks_backward(residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
+    x_NI, weight_EIO, sizes_E = residuals
+    if isinstance(grad_NO, jax.custom_derivatives.SymbolicZero):
+        zero: Any = grad_NO
+        grad_NO = jnp.zeros(zero.shape, zero.dtype)
+    x_grad = None
+    weight_grad = None
+    if weight_EIO is not None:
+        x_grad = _rows_times_weights(grad_NO, weight_EIO, sizes_E, transpose=True)
+    if x_NI is not None:
+        weight_grad = _weight_gradients(x_NI, grad_NO, sizes_E)
+    return x_grad, weight_grad, np.zeros(sizes_E.shape, jax.dtypes.float0)
+
+
+_by_blocks.defvjp(_by_blocks_forward, _by_blocks_backward, symbolic_zeros=True)
+
+
+def _over_blocks(
+    body: Callable[[jax.Array, int, Any], Any],
+    start: jax.Array,
+    end: jax.Array,
+    num_rows: int,
+    carry: Any,
+) -> Any:
+    """Calls carry = body(first row, number of rows, carry) for the blocks that cover the rows from start to end, of
+    `num_rows` rows that there are."""
+    smallest = BLOCKS[-1]
+    for block in BLOCKS:
+        # No expert has so many rows.
+        if block > num_rows:
+            continue
+        rows_left = end - start
+        # Only the last of the smallest blocks may be partly empty.
+        count = rows_left // block if block != smallest else (rows_left + block - 1) // block
+        one_block = partial(_one_block, body, start, block)
+        carry = jax.lax.fori_loop(0, count, one_block, carry)
+        start = start + count * block
+    return carry
+
+
+def _one_block(
+    body: Callable[[jax.Array, int, Any], Any],
+    start: jax.Array,
+    block: int,
+    number: jax.Array,
+    carry: Any,
+) -> Any:
+    return body(start + number * block, block, carry)
+
+
+def _rows_times_weights(
+    x_NI: jax.Array,
+    weight_EIO: jax.Array,
+    sizes_E: jax.Array,
+    transpose: bool = False,
+) -> jax.Array:
+    """[N, O], or with `transpose` x_NI is [N, O] and the result [N, I]."""
+    ends_E = jnp.cumsum(sizes_E)
+    contracted = 1 if transpose else 0
+    num_outputs = weight_EIO.shape[1 if transpose else 2]
+
+    def expert(y: jax.Array, xs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        weight_IO, size, end = xs
+
+        def product(row: jax.Array, block: int, y: jax.Array) -> jax.Array:
+            x_block = jax.lax.dynamic_slice_in_dim(x_NI, row, block)
+            y_block = jax.lax.dot_general(x_block, weight_IO, (((1,), (contracted,)), ((), ())))
+            return jax.lax.dynamic_update_slice_in_dim(y, y_block, row, axis=0)
+
+        return _over_blocks(product, end - size, end, x_NI.shape[0], y), None
+
+    zeros = jnp.zeros((x_NI.shape[0], num_outputs), x_NI.dtype)
+    y, _ = jax.lax.scan(expert, zeros, (weight_EIO, sizes_E, ends_E))
+    return y
+
+
+def _weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """[E, I, O], each the sum over the expert's rows of x^T grad, in the rows' dtype but summed in float32 at least."""
+    ends_E = jnp.cumsum(sizes_E)
+    wide = jnp.promote_types(x_NI.dtype, jnp.float32)
+
+    def expert(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        size, end = xs
+
+        def product(row: jax.Array, block: int, total_IO: jax.Array) -> jax.Array:
+            x_block = jax.lax.dynamic_slice_in_dim(x_NI, row, block)
+            grad_block = jax.lax.dynamic_slice_in_dim(grad_NO, row, block)
+            if block == BLOCKS[-1]:
+                # The rows of the next expert are none of this one's.
+                is_own = row + jnp.arange(block) < end
+                grad_block = jnp.where(is_own[:, None], grad_block, 0)
+            block_grad = jax.lax.dot_general(
+                x_block,
+                grad_block,
+                (((0,), (0,)), ((), ())),
+                preferred_element_type=wide,
+            )
+            return total_IO + block_grad
+
+        zeros = jnp.zeros((x_NI.shape[1], grad_NO.shape[1]), wide)
+        total_IO = _over_blocks(product, end - size, end, x_NI.shape[0], zeros)
+        return None, total_IO.astype(x_NI.dtype)
+
+    _, weight_grads = jax.lax.scan(expert, None, (sizes_E, ends_E))
+    return weight_grads

@@ -1,0 +1,90 @@
+"""MoE: a router, its experts, and shared experts that all tokens are given to. In a block it takes the MLP's place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from framework.config import Config, PositiveInt, component, config_for
+from framework.layers.base import Context, Layer, Out
+from framework.layers.experts.experts import Experts
+from framework.layers.experts.router import Router
+from framework.layers.mlp import MLP
+from framework.layout import Nested, nearest_divisors
+
+
+@component
+class MoE(Layer):
+    """A sparse mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): shared(x) + sum_k share_k expert_k(x).
+
+    Args:
+        dim: D, given by the parent.
+        num_experts: E.
+        router: config of a `Router`.
+        experts: config of `Experts`.
+        shared: config of an `MLP` that all tokens are given to (DeepSeekMoE, arXiv 2401.06066; of several shared
+            experts the hidden widths add up); none by default.
+        output_init_scale: multiplies the initial weight of each branch's last projection; given by the stack.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        num_experts: PositiveInt,
+        router: Config = config_for(Router),
+        experts: Config = config_for(Experts),
+        shared: Config | None = None,
+        output_init_scale: float = 1.0,
+    ):
+        self.router: Router = router.instantiate(dim=dim, num_experts=num_experts)
+        self.experts: Experts = experts.instantiate(
+            dim=dim,
+            num_experts=num_experts,
+            top_k=self.router.top_k,
+            output_init_scale=output_init_scale,
+        )
+        self.shared: MLP | None = None
+        if shared is not None:
+            self.shared = shared.instantiate(dim=dim, output_init_scale=output_init_scale)
+
+    def children(self) -> dict[str, Layer]:
+        """router, experts, and shared where there are any."""
+        children: dict[str, Layer] = {"router": self.router, "experts": self.experts}
+        if self.shared is not None:
+            children["shared"] = self.shared
+        return children
+
+    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
+        """Raises ValueError: the axis `expert` does not divide the number of experts."""
+        count = self.experts.num_experts
+        shards = mesh.shape["expert"]
+        if count % shards:
+            raise ValueError(
+                f"mesh.expert = {shards} does not divide num_experts = {count}; nearest that do: "
+                f"{nearest_divisors(count, shards)}"
+            )
+
+    def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
+        """x_BSD -> [B, S, D]; the router's losses leave as loss, what it says of the load as metrics."""
+        with jax.named_scope("router"):
+            routing = self.router(weights["router"], carry, ctx, layer_state.get("router", {}))
+        with jax.named_scope("experts"):
+            y_BSD, is_kept_BSK = self.experts(weights["experts"], carry, routing.choice, ctx)
+        metrics = dict(routing.metrics)
+        if ctx.training and is_kept_BSK is not None:
+            assert ctx.num_targets is not None, "metrics are means over targets"
+            is_dropped_BS = 1.0 - jnp.mean(is_kept_BSK, axis=-1, dtype=jnp.float32)
+            weights_BS = ctx.batch["weights"]
+            metrics["dropped"] = jnp.sum(is_dropped_BS * weights_BS) / ctx.num_targets
+        new_state = {"router": routing.buffers} if routing.buffers else {}
+        out = Out(loss=routing.loss, metrics=metrics, layer_state=new_state)
+        if self.shared is not None:
+            with jax.named_scope("shared"):
+                shared_BSD, shared_out = self.shared.apply(weights["shared"], carry, ctx.fold("shared"), {})
+            y_BSD = y_BSD + shared_BSD
+            assert replace(shared_out, metrics={}) == Out(), "an MLP has neither losses nor buffers"
+        return ctx.constrain_hidden(y_BSD), out

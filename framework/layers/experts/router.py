@@ -1,0 +1,208 @@
+"""The router: which experts a token is given to, and what keeps them evenly used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from framework.config import Config, FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component, config_for
+from framework.layers.base import Context, Layer
+from framework.layers.experts import scores
+from framework.layers.experts.scores import Choice, Scope, Score
+from framework.layout import Nested, ParameterSpec, TensorSpec, fold_in_name
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the router says of a batch.
+
+    Attributes:
+        choice: each token's experts and their shares.
+        loss: scalar, the balance and z losses with their coefficients, divided by ctx.num_targets; None outside of
+            training, and without coefficients.
+        metrics: scalars by name, means over counted targets; {} outside of training.
+        buffers: new values of the router's buffers.
+    """
+
+    choice: Choice
+    loss: jax.Array | None
+    metrics: dict[str, jax.Array]
+    buffers: Nested
+
+
+@component
+class Router(Layer):
+    """A linear map to one logit for each expert, in float32 whatever the compute dtype.
+
+    Losses and metrics are over counted targets, as the model's loss is: padding and prompts of no weight are left out.
+
+    Args:
+        dim: D, given by the parent.
+        num_experts: E, given by the parent.
+        top_k: K, how many experts a token is given to.
+        score: what the choice and the shares are made of, see `framework.layers.experts.scores.choose`.
+        normalize: divide the shares of the chosen experts by their sum (norm_topk_prob of a config.json).
+        scale: multiplies the shares (routed_scaling_factor).
+        jitter: in training the router's input is multiplied by random numbers from 1 - jitter to 1 + jitter (Fedus et
+            al. 2021, arXiv 2101.03961, appendix C); what the experts see is not.
+        balance: coefficient of the load-balance loss, which is 1 where all experts are used alike.
+        balance_over: what must be balanced, each "sequence" or the "batch". A batch is one microbatch of all devices,
+            so with learner.accumulate only the first is the same loss as without.
+        z: coefficient of the z loss, the mean of logsumexp(logits)^2.
+        bias_rate: after each step the bias of an expert, by which it is chosen, moves by this: up where the batch chose
+            it less than the mean expert, else down (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3 has 0.001 beside
+            score = sigmoid). None means that there is no bias.
+        expert_metrics: also report each expert's share of the choices, as load/0, load/1, ...
+        init: initializer of the weight.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        num_experts: PositiveInt,
+        top_k: PositiveInt = 2,
+        score: Score = "softmax",
+        normalize: bool = True,
+        scale: PositiveFloat = 1.0,
+        jitter: Fraction = 0.0,
+        balance: FiniteNonNegative = 0.01,
+        balance_over: Scope = "sequence",
+        z: FiniteNonNegative = 0.0,
+        bias_rate: PositiveFloat | None = None,
+        expert_metrics: bool = False,
+        init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
+    ):
+        if top_k > num_experts:
+            raise ValueError(f"top_k = {top_k} is more than num_experts = {num_experts}; expected 1 to {num_experts}")
+        self.dim = dim
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score: Score = score
+        self.normalize = normalize
+        self.scale = scale
+        self.jitter = jitter
+        self.balance = balance
+        self.balance_over: Scope = balance_over
+        self.z = z
+        self.bias_rate = bias_rate
+        self.expert_metrics = expert_metrics
+        self._init = init.instantiate()
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """weight [D, E]; E is not cut over the axis `expert`: every device routes its own tokens among all experts."""
+        weight = ParameterSpec(
+            (self.dim, self.num_experts),
+            "float32",
+            ("fsdp", None),
+            initializer=self._init,
+            roles=("in", "router"),
+        )
+        return {"weight": weight}
+
+    def own_buffers(self) -> dict[str, TensorSpec]:
+        """bias [E], which the last step but one has left, and loads [E], of the last step; none without a bias."""
+        if self.bias_rate is None:
+            return {}
+        return {name: TensorSpec((self.num_experts,), "float32") for name in ("bias", "loads")}
+
+    def _bias(self, buffers: Nested, ctx: Context) -> jax.Array | None:
+        """The bias [E] with the update of the last step in it; None where there is none."""
+        if self.bias_rate is None:
+            return None
+        # The loads are complete when the next step begins, whatever the number of microbatches: so the update is made
+        # there, by the first microbatch. The others find it made, and loads that are theirs.
+        missing = jnp.mean(buffers["loads"]) - buffers["loads"]
+        updated = buffers["bias"] + self.bias_rate * jnp.sign(missing)
+        return jnp.where(self._begins_a_step(ctx), updated, buffers["bias"])
+
+    @staticmethod
+    def _begins_a_step(ctx: Context) -> jax.Array | bool:
+        """Whether nothing of the loads is of the present step: the first microbatch has the batch's first row."""
+        if not ctx.training:
+            return True
+        assert ctx.rows is not None, "a bias needs row indices"
+        return ctx.rows[0] == 0
+
+    def _new_buffers(self, bias_E: jax.Array | None, experts_BSK: jax.Array, buffers: Nested, ctx: Context) -> Nested:
+        if bias_E is None or not ctx.training:
+            # A cache for generation has no place for what does not change.
+            return {} if ctx.cache else buffers
+        loads_BE = scores.loads(experts_BSK, ctx.batch["weights"], self.num_experts)
+        loads_E = jnp.sum(loads_BE, axis=0).astype(jnp.float32)
+        earlier_E = jnp.where(self._begins_a_step(ctx), 0.0, buffers["loads"])
+        return {"bias": bias_E, "loads": earlier_E + loads_E}
+
+    def __call__(self, weights: dict[str, jax.Array], x_BSD: jax.Array, ctx: Context, buffers: Nested) -> Routing:
+        """Routes the tokens x_BSD; `buffers` are as `own_buffers`."""
+        wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
+        inputs_BSD = self._jittered(x_BSD.astype(wide), ctx)
+        logits_BSE = inputs_BSD @ weights["weight"].astype(wide)
+        bias_E = self._bias(buffers, ctx)
+        choice = scores.choose(
+            logits_BSE,
+            bias_E,
+            top_k=self.top_k,
+            score=self.score,
+            normalize=self.normalize,
+            scale=self.scale,
+        )
+        new_buffers = self._new_buffers(bias_E, choice.experts_BSK, buffers, ctx)
+        if not ctx.training:
+            return Routing(choice, None, {}, new_buffers)
+        loss, metrics = self._judged(logits_BSE, choice, ctx)
+        return Routing(choice, loss, metrics, new_buffers)
+
+    def _jittered(self, x_BSD: jax.Array, ctx: Context) -> jax.Array:
+        if self.jitter == 0.0 or not ctx.training:
+            return x_BSD
+        assert ctx.rng is not None, "jitter needs a key"
+        assert ctx.rows is not None, "jitter needs row indices"
+        key = fold_in_name(ctx.rng, "jitter")
+
+        # A key for each global row, as for dropout: sharding and microbatching leave the draw unchanged.
+        def row_factors(row: jax.Array) -> jax.Array:
+            row_key = jax.random.fold_in(key, row)
+            return jax.random.uniform(row_key, x_BSD.shape[1:], x_BSD.dtype, 1.0 - self.jitter, 1.0 + self.jitter)
+
+        return x_BSD * jax.vmap(row_factors)(ctx.rows)
+
+    def _judged(
+        self, logits_BSE: jax.Array, choice: Choice, ctx: Context
+    ) -> tuple[jax.Array | None, dict[str, jax.Array]]:
+        """(the losses with their coefficients, metrics), both divided by ctx.num_targets."""
+        assert ctx.num_targets is not None, "losses are means over targets"
+        weights_BS = ctx.batch["weights"].astype(logits_BSE.dtype)
+        probabilities_BSE = scores.probabilities(logits_BSE, self.score)
+        loads_BE = scores.loads(choice.experts_BSK, weights_BS, self.num_experts)
+        sums = {
+            "balance": scores.balance_loss(loads_BE, probabilities_BSE, weights_BS, self.top_k, self.balance_over),
+            "z": scores.z_loss(logits_BSE, weights_BS),
+        }
+        losses = []
+        for name, coefficient in (("balance", self.balance), ("z", self.z)):
+            if coefficient:
+                losses.append(coefficient * sums[name] / ctx.num_targets)
+        loads_E = jnp.sum(loads_BE, axis=0)
+        # Times E / K: 1 is an expert's even share. Of several microbatches, the largest loads are averaged.
+        even_E = loads_E * (self.num_experts / self.top_k)
+        sums |= {
+            "entropy": scores.entropy(probabilities_BSE, weights_BS),
+            "load_max": jnp.max(even_E),
+            "load_min": jnp.min(even_E),
+        }
+        if self.expert_metrics:
+            for expert in range(self.num_experts):
+                sums[f"load/{expert}"] = even_E[expert]
+        metrics: dict[str, Any] = {}
+        for name, value in sums.items():
+            metrics[name] = jax.lax.stop_gradient(value / ctx.num_targets).astype(jnp.float32)
+        loss = sum(losses[1:], losses[0]) if losses else None
+        return loss, metrics
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """2 * D * E."""
+        return 2.0 * self.dim * self.num_experts

@@ -1,0 +1,128 @@
+"""From the router's logits to each token's experts and their shares, and what is learnt of how evenly they are used.
+
+Pure functions of arrays. E is the number of experts, K how many of them a token is given to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Score = Literal["softmax", "softmax_chosen", "sigmoid"]
+Scope = Literal["sequence", "batch"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Choice:
+    """The experts of each token.
+
+    Attributes:
+        experts_BSK: int32, which experts; in the order of their scores, and of equal scores the lower number first.
+        shares_BSK: by how much each of them counts, in the dtype of the logits.
+    """
+
+    experts_BSK: jax.Array
+    shares_BSK: jax.Array
+
+
+def choose(
+    logits_BSE: jax.Array,
+    bias_E: jax.Array | None,
+    *,
+    top_k: int,
+    score: Score,
+    normalize: bool,
+    scale: float,
+) -> Choice:
+    """Chooses each token's experts.
+
+    Args:
+        logits_BSE: float32 or wider.
+        bias_E: added to the scores by which experts are chosen, not to the shares (DeepSeek-V3, arXiv 2412.19437,
+            equation 16); None for none.
+        top_k: K.
+        score: "softmax" over all experts, before the choice (Switch, Mixtral, Qwen3-MoE); "softmax_chosen" over the
+            chosen ones (Shazeer et al. 2017, arXiv 1701.06538, equation 4; gpt-oss); "sigmoid" of each (DeepSeek-V3).
+        normalize: divide the shares by their sum.
+        scale: multiplies the shares, last.
+    """
+    scores_BSE = logits_BSE
+    if score == "softmax":
+        scores_BSE = jax.nn.softmax(logits_BSE, axis=-1)
+    elif score == "sigmoid":
+        scores_BSE = jax.nn.sigmoid(logits_BSE)
+    ranks_BSE = scores_BSE if bias_E is None else scores_BSE + bias_E.astype(scores_BSE.dtype)
+    # The choice has no gradient: it is a step function of the scores.
+    _, experts_BSK = jax.lax.top_k(jax.lax.stop_gradient(ranks_BSE), top_k)
+    shares_BSK = jnp.take_along_axis(scores_BSE, experts_BSK, axis=-1)
+    if score == "softmax_chosen":
+        shares_BSK = jax.nn.softmax(shares_BSK, axis=-1)
+    if normalize:
+        sums_BS1 = jnp.sum(shares_BSK, axis=-1, keepdims=True)
+        # Sigmoids may all underflow to 0. The smallest normal number keeps 0 / 0 away, and is lost in any other sum.
+        tiny = jnp.finfo(sums_BS1.dtype).tiny
+        shares_BSK = shares_BSK / (sums_BS1 + tiny)
+    return Choice(experts_BSK, shares_BSK * jnp.asarray(scale, shares_BSK.dtype))
+
+
+def probabilities(logits_BSE: jax.Array, score: Score) -> jax.Array:
+    """The scores of each token as a distribution over all experts, [B, S, E]: sigmoids are divided by their sum."""
+    if score == "sigmoid":
+        # By logarithms, as all sigmoids may underflow.
+        return jax.nn.softmax(jax.nn.log_sigmoid(logits_BSE), axis=-1)
+    return jax.nn.softmax(logits_BSE, axis=-1)
+
+
+def loads(experts_BSK: jax.Array, weights_BS: jax.Array, num_experts: int) -> jax.Array:
+    """How many of each sequence's tokens each expert was chosen for, by their weights: [B, E] in the weights' dtype."""
+    chosen_BSE = jnp.sum(jax.nn.one_hot(experts_BSK, num_experts, dtype=weights_BS.dtype), axis=2)
+    return jnp.einsum("bse,bs->be", chosen_BSE, weights_BS)
+
+
+def balance_loss(
+    loads_BE: jax.Array,
+    probabilities_BSE: jax.Array,
+    weights_BS: jax.Array,
+    top_k: int,
+    scope: Scope,
+) -> jax.Array:
+    """E * sum_e(f_e * P_e), times the tokens that it is of: a scalar, 1 for each token if all experts are used alike.
+
+    f_e is the share of the choices that fell on expert e, P_e its mean probability (Fedus et al. 2021, arXiv
+    2101.03961, equations 4 to 6; with K choices, each counts 1/K).
+
+    Args:
+        loads_BE: of `loads`; no gradient flows through it.
+        probabilities_BSE: of `probabilities`.
+        weights_BS: by which tokens count; 0 leaves a token out.
+        top_k: K.
+        scope: what f and P are means over: each "sequence" (DeepSeek-V3, equations 17 to 20), or all of the "batch".
+    """
+    num_experts = loads_BE.shape[-1]
+    masses_BE = jnp.einsum("bse,bs->be", probabilities_BSE, weights_BS)
+    loads_BE = jax.lax.stop_gradient(loads_BE)
+    counts_B = jnp.sum(weights_BS, axis=-1)
+    if scope == "batch":
+        loads_BE = jnp.sum(loads_BE, axis=0, keepdims=True)
+        masses_BE = jnp.sum(masses_BE, axis=0, keepdims=True)
+        counts_B = jnp.sum(counts_B, keepdims=True)
+    # A sequence without a counted token has no loads either: 0 / 1.
+    divisors_B = jnp.where(counts_B > 0, counts_B, 1.0)
+    products_B = jnp.sum(loads_BE * masses_BE, axis=-1) / divisors_B
+    return num_experts / top_k * jnp.sum(products_B)
+
+
+def z_loss(logits_BSE: jax.Array, weights_BS: jax.Array) -> jax.Array:
+    """The sum over tokens, by their weights, of logsumexp(logits)^2 (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
+    sizes_BS = jax.nn.logsumexp(logits_BSE, axis=-1)
+    return jnp.sum(jnp.square(sizes_BS) * weights_BS)
+
+
+def entropy(probabilities_BSE: jax.Array, weights_BS: jax.Array) -> jax.Array:
+    """The sum over tokens, by their weights, of the entropy of their probabilities, in nats."""
+    entropies_BS = jnp.sum(jax.scipy.special.entr(probabilities_BSE), axis=-1)
+    return jnp.sum(entropies_BS * weights_BS)
