@@ -42,8 +42,12 @@ _SCALES = [10.0**i for i in range(-6, 1)]
 
 
 class Moment(NamedTuple):
-    """A quantized moment. codes: uint8 in the parameter's shape, four to a word of 32 bits; scale: the largest magnitude
-    of each block."""
+    """A quantized moment.
+
+    Attributes:
+        codes: uint8 in the parameter's shape, four to a word of 32 bits (`framework.optimizers.words`).
+        scale: the largest magnitude of each block.
+    """
 
     codes: Any
     scale: Any

@@ -247,8 +247,8 @@ def _in_shapes(leaves: Flat, like: Flat) -> Flat:
 def _coming(specs: Flat, ahead: bool) -> Flat:
     """The specs of the leaves that are fetched a step ahead, or of the others.
 
-    Ahead come host leaves, but not those of single bytes, which some optimizers have: XLA for TPU (libtpu 0.0.42) cannot
-    read these ahead in a loop that writes them: "A cycle is detected while visiting instruction %dynamic_slice".
+    Ahead come host leaves, but not those of single bytes, which some optimizers have. XLA for TPU (libtpu 0.0.42)
+    cannot read these ahead in a loop that writes them: "A cycle is detected while visiting instruction %dynamic_slice".
     """
 
     def comes_ahead(spec: TensorSpec) -> bool:

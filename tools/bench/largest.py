@@ -2,10 +2,9 @@
 
     python -m tools.bench.largest [MACHINE ...] [--missing] [--estimate] [--jsonl=FILE] [--page=FILE]
 
-Without names, all machines whose compiler is installed; a machine that is asked for again replaces its rows, unless only
-those that are missing are asked for. AdamW
-trains as the config says: bfloat16 weights with a float32 master copy, float32 moments. The other two keep the weights
-in bfloat16 alone, rounded at random. One row of 8192 tokens.
+Without names, all machines whose compiler is installed; a machine that is asked for again replaces its rows, unless
+only those that are missing are asked for. AdamW trains as the config says: bfloat16 weights with a float32 master copy,
+float32 moments. The other two keep the weights in bfloat16 alone, rounded at random. One row of 8192 tokens.
 """
 
 from __future__ import annotations
