@@ -31,7 +31,10 @@ from configs import families
 from framework.layers.base import Context
 from framework.layout import unflatten
 from framework.models.causal_lm import CausalLM
-from framework.weights.pretrained import Directory, Family, checked, layer_shape
+from framework.weights.checked import checked
+from framework.weights.directory import Directory
+from framework.weights.family import Family
+from framework.weights.source import layer_shape
 from tools.peers.alterations import SEQ_LEN, Alteration, alterations, base_facts
 from tools.peers.families import FAMILIES, VOCAB
 from tools.peers.recording import Tensors

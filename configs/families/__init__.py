@@ -18,7 +18,8 @@ from configs.families.published import model_at
 from framework.config import Config, ConfigError, config_for
 from framework.files import hub_models
 from framework.files.hub_names import is_hub_url
-from framework.weights.pretrained import Directory, Family
+from framework.weights.directory import Directory
+from framework.weights.family import Family
 
 FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE]
 MODEL_TYPES = {

@@ -17,7 +17,7 @@ from configs.families.llama import (
 from configs.parts import llama_model
 from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
-from framework.weights.pretrained import Family
+from framework.weights.family import Family
 
 
 @component

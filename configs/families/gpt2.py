@@ -8,7 +8,8 @@ from configs.families.facts import Facts
 from configs.families.llama import activation, activation_fact
 from configs.parts import gpt2_model
 from framework.config import Config, component
-from framework.weights.pretrained import Family, Source
+from framework.weights.family import Family
+from framework.weights.source import Source
 
 _LAYER = "transformer.h.{layer}"
 

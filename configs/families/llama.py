@@ -12,7 +12,8 @@ from configs.parts import llama_model
 from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
 from framework.layers.rotary import LinearScaling, Llama3Scaling
-from framework.weights.pretrained import Family, Source
+from framework.weights.family import Family
+from framework.weights.source import Source
 
 ACTIVATIONS = {
     "silu": "silu",

@@ -21,7 +21,8 @@ from configs.families.llama import (
 from configs.parts import llama_model, mixture
 from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
-from framework.weights.pretrained import Family, Source
+from framework.weights.family import Family
+from framework.weights.source import Source
 
 _LAYER = "model.layers.{layer}"
 

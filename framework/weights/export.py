@@ -24,7 +24,8 @@ from framework.layout import Nested, flatten, unflatten
 from framework.models.causal_lm import CausalLM
 from framework.terminal import interrupts
 from framework.terminal.phases import SHORT, phase
-from framework.weights.pretrained import Family, Source, layer_shape
+from framework.weights.family import Family
+from framework.weights.source import Source, layer_shape
 
 # The contents of files, by name.
 Files = Mapping[str, bytes]

@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 
 from configs import families
 from framework.config import ConfigError
-from framework.weights.pretrained import Directory, checked
+from framework.weights.checked import checked
+from framework.weights.directory import Directory
 from tools.peers.alterations import ABSENT, DYNAMIC, LINEAR, LLAMA3, PLAIN, YARN, base_facts
 from tools.peers.families import FAMILIES
 

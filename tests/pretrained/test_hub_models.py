@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import configs
 import framework as pl
-from framework.weights.pretrained import Directory
+from framework.weights.directory import Directory
 from launch import generate, plan, train
 from tests.support.hub import COMMIT, HubServer, Repository, empty_cache, fill_cache, serving
 from tools.peers.families import FAMILIES

@@ -17,8 +17,8 @@ from framework.layers.lora import merge_adapters
 from framework.layers.quantize import dequantize
 from framework.layout import flatten
 from framework.program.program import Program
+from framework.weights.directory import Directory
 from framework.weights.export import export_adapters, export_model
-from framework.weights.pretrained import Directory
 from tools.peers.families import FAMILIES
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from configs.families import family_of
 from framework.config import Config
-from framework.weights import pretrained
+from framework.weights import family
+from framework.weights.source import Source
 
 LAYERS, VOCAB, SEQ_LEN, BATCH = 2, 96, 20, 2
 GPT2_POSITIONS = 32
@@ -33,7 +34,7 @@ class Family:
     no_gradient: tuple[str, ...] = ()
 
     @property
-    def mapping(self) -> pretrained.Family:
+    def mapping(self) -> family.Family:
         """Names of tensors."""
         return family_of(self.facts)()
 
@@ -42,7 +43,7 @@ class Family:
         return self.mapping.model(self.facts)
 
     @cached_property
-    def places(self) -> dict[str, list[pretrained.Source]]:
+    def places(self) -> dict[str, list[Source]]:
         """Where each of our parameters comes from."""
         return self.mapping.places(self.ours().instantiate())
 

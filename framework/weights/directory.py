@@ -1,0 +1,59 @@
+"""The safetensors files of a published directory. Nothing of it is ever executed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from framework.files import hub_models
+
+
+class Directory:
+    """The safetensors files of a directory. Headers are read at once, tensors when they are asked for.
+
+    Raises:
+        FileNotFoundError: no such directory, no safetensors files, or a shard of the index is missing.
+        ValueError: a file is damaged, or the index does not agree with it.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = hub_models.folder_with_weights(path)
+        index = self.path / hub_models.INDEX
+        single = self.path / hub_models.WEIGHTS
+        if single.is_file():
+            # As transformers: an index beside it is of shards that were there before.
+            self.home: dict[str, str] = dict.fromkeys(self._open(single.name).keys(), single.name)
+        elif index.is_file():
+            try:
+                self.home = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{index}: no index of shards: {error}") from None
+        else:
+            content: list[str] | str = "no such directory"
+            if self.path.is_dir():
+                content = sorted(file.name for file in self.path.glob("*"))
+            raise FileNotFoundError(f"{self.path}: neither {single.name} nor {index.name}, but: {content}")
+        for shard in sorted(set(self.home.values())):
+            listed = {name for name, file in self.home.items() if file == shard}
+            stored = set(self._open(shard).keys())
+            wrong = sorted(listed ^ stored)
+            if wrong:
+                raise ValueError(f"{index}: disagrees with {shard} about {len(wrong)} tensors: {', '.join(wrong[:5])}")
+
+    def _open(self, shard: str) -> Any:
+        """A safetensors file of the directory. Raises ValueError where the name leads elsewhere, or it is damaged."""
+        # Opened anew for each tensor: pages that were read through a mapping count as this process's memory while it is
+        # open.
+        if Path(shard).name != shard:
+            raise ValueError(f"{self.path}: the index names {shard!r}, which is no file of the directory itself")
+        try:
+            return safe_open(self.path / shard, "np")
+        except SafetensorError as error:
+            raise ValueError(f"{self.path / shard}: damaged, perhaps not wholly downloaded: {error}") from None
+
+    def tensor(self, name: str) -> Any:
+        """A reader of slices of a tensor, which knows its shape: `get_shape()`, `[slices]`."""
+        return self._open(self.home[name]).get_slice(name)
