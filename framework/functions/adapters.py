@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,16 +120,35 @@ def lora_init(
         num_stack = len(shape) - num_first - num_last
         if num_stack < 0:
             raise ValueError(f"{path} {list(shape)} has fewer axes than matrix_axes = {matrix_axes}")
-        first_sizes = shape[num_stack : num_stack + num_first]
-        last_sizes = shape[num_stack + num_first :]
-        bound = math.prod(first_sizes if inputs_first else last_sizes) ** -0.5
-        a_shape = (*shape[:num_stack], *first_sizes, rank)
-        b_shape = (*shape[:num_stack], rank, *last_sizes)
-        random = jax.random.uniform(fold_in_name(key, path), a_shape if inputs_first else b_shape, dtype, -bound, bound)
-        a = random if inputs_first else jnp.zeros(a_shape, dtype)
-        b = jnp.zeros(b_shape, dtype) if inputs_first else random
+        sizes = _Sizes(shape[:num_stack], shape[num_stack : num_stack + num_first], shape[num_stack + num_first :])
+        a, b = _first_factors(fold_in_name(key, path), sizes, rank, dtype, inputs_first)
         adapters[path] = Adapter(a, b, alpha / rank)
     return adapters
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a matrix's axes: of its stack, and on either side."""
+
+    stack: tuple[int, ...]
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+def _first_factors(
+    key: jax.Array,
+    sizes: _Sizes,
+    rank: int,
+    dtype: Any,
+    inputs_first: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """A and B, of which the one on the side of the inputs is random, and the other one zero."""
+    bound = math.prod(sizes.first if inputs_first else sizes.last) ** -0.5
+    a_shape = (*sizes.stack, *sizes.first, rank)
+    b_shape = (*sizes.stack, rank, *sizes.last)
+    random = jax.random.uniform(key, a_shape if inputs_first else b_shape, dtype, -bound, bound)
+    if inputs_first:
+        return random, jnp.zeros(b_shape, dtype)
+    return jnp.zeros(a_shape, dtype), random
 
 
 def lora_merge(params: Any, adapters: Adapters) -> Any:

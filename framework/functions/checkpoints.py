@@ -142,11 +142,8 @@ def restore(
     steps_there = distributed.from_primary(reader.steps())
     if step is None:
         step = _newest(reader, steps_there)
-    manifest = reader.manifest(step)
     place = f"step {step} of {directory}"
-    if manifest.frozen is not None:
-        reason = "is of a run with frozen parameters, which are stored apart: Checkpointer.restore reads both"
-        raise CheckpointMismatchError(f"{place} {reason}")
+    manifest = _whole_manifest(reader, step, place)
     extra = dict(manifest.extra)
     notes: dict[str, Note] = extra.pop(_NOTES, {})
     leaves = _leaves(like)
@@ -161,6 +158,15 @@ def restore(
         raise CheckpointCorruptError(f"{error}; earlier steps: {earlier_steps or 'none'}") from error
     restored = [restored_leaf(leaf, notes.get(name), arrays.get(name)) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(like), restored), extra
+
+
+def _whole_manifest(reader: Checkpointer, step: int, place: str) -> Manifest:
+    """The manifest of a step. Raises CheckpointMismatchError: some of its leaves are stored elsewhere."""
+    manifest = reader.manifest(step)
+    if manifest.frozen is not None:
+        reason = "is of a run with frozen parameters, which are stored apart: Checkpointer.restore reads both"
+        raise CheckpointMismatchError(f"{place} {reason}")
+    return manifest
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:

@@ -51,8 +51,7 @@ def reversible_scan(
         xs: other per-layer inputs, a tree of arrays [L, ...]: keys, flags, conditioning. None: there are none.
 
     Returns:
-        The last layer's output, like x. Integers, booleans and keys may be among weights, x and xs; they have no
-        gradient.
+        The last layer's output, like x. Integers, booleans and keys among weights, x and xs have no gradient.
 
     Complexity, of L layers whose forward function takes time T and whose pull-back keeps K bytes: the gradient holds K
     and x beside the arguments, their gradients and the output, whatever L is; `jax.lax.scan` holds L K, and L x where
@@ -63,8 +62,7 @@ def reversible_scan(
     Raises:
         ValueError: the arrays of weights and xs do not have the same L, or there are none; `forward` or `inverse`
             returns another structure, shape or dtype than x has.
-        TypeError: for forward-mode derivatives and for second derivatives. Where forward mode meets this function only
-            after it was traced, as in `jax.jvp(jax.jit(...))`, the message is JAX's own.
+        TypeError: forward-mode or second derivatives; of what was traced before (`jax.jvp(jax.jit(...))`) by JAX.
     """
     x = jax.tree.map(jnp.asarray, x)
     stacks = (weights,) if xs is None else (weights, xs)

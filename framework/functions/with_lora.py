@@ -61,34 +61,41 @@ def with_lora(function: Callable[..., Any], *, materialize: str | None = None) -
     @functools.wraps(function)
     def with_adapters(params: Any, adapters: Adapters, *arguments: Any, **named_arguments: Any) -> Any:
         check_adapters(params, adapters)
-        nodes, structure = jax.tree_util.tree_flatten_with_path(
-            (params, arguments, named_arguments), is_leaf=is_quantized
-        )
-        values = [node for _, node in nodes]
-        traced_positions = [position for position, value in enumerate(values) if is_array(value) or is_quantized(value)]
-
-        def of_arrays(*arrays: jax.Array) -> Any:
-            leaves = list(values)
-            for position, array in zip(traced_positions, arrays, strict=True):
-                leaves[position] = array
-            inner_params, inner_arguments, inner_named = structure.unflatten(leaves)
-            return function(inner_params, *inner_arguments, **inner_named)
-
-        closed, results = jax.make_jaxpr(of_arrays, return_shape=True)(
-            *(_shape(values[position]) for position in traced_positions)
-        )
-        operands = []
-        for position in traced_positions:
-            keypath, value = nodes[position]
-            # The first key tells the parameters from the arguments.
-            is_parameter = keypath[0].idx == 0
-            operands.append(_operand(path_name(keypath[1:]), value, adapters) if is_parameter else value)
-        arrays = interpreter.arrays(interpreter.run(closed.jaxpr, closed.consts, operands), None)
-        return jax.tree.unflatten(jax.tree.structure(results), arrays)
+        return _interpreted(interpreter, function, adapters, (params, arguments, named_arguments))
 
     wrapped: Any = with_adapters
     wrapped.__signature__ = _with_adapters_second(function)
     return wrapped
+
+
+def _interpreted(
+    interpreter: Interpreter,
+    function: Callable[..., Any],
+    adapters: Adapters,
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]],
+) -> Any:
+    """What the function returns of a call, (params, arguments, named arguments), with the adapters."""
+    nodes, structure = jax.tree_util.tree_flatten_with_path(call, is_leaf=is_quantized)
+    values = [node for _, node in nodes]
+    traced_positions = [position for position, value in enumerate(values) if is_array(value) or is_quantized(value)]
+
+    def of_arrays(*arrays: jax.Array) -> Any:
+        leaves = list(values)
+        for position, array in zip(traced_positions, arrays, strict=True):
+            leaves[position] = array
+        inner_params, inner_arguments, inner_named = structure.unflatten(leaves)
+        return function(inner_params, *inner_arguments, **inner_named)
+
+    shapes = [_shape(values[position]) for position in traced_positions]
+    closed, results = jax.make_jaxpr(of_arrays, return_shape=True)(*shapes)
+    operands = []
+    for position in traced_positions:
+        keypath, value = nodes[position]
+        # The first key tells the parameters from the arguments.
+        is_parameter = keypath[0].idx == 0
+        operands.append(_operand(path_name(keypath[1:]), value, adapters) if is_parameter else value)
+    arrays = interpreter.arrays(interpreter.run(closed.jaxpr, closed.consts, operands), None)
+    return jax.tree.unflatten(jax.tree.structure(results), arrays)
 
 
 def _with_adapters_second(function: Callable[..., Any]) -> inspect.Signature | None:
