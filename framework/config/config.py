@@ -481,14 +481,12 @@ def _component_of_text(hint: Any, text: str, path: str) -> Any:
 def _decode(data: Any, path: str, depth: int = 0) -> Any:
     """Returns the value of JSON data; a dict with a "$class" is a config of checked fields."""
     if depth > _MAX_DEPTH:
-        message = f"expected at most {_MAX_DEPTH} levels, and there are more"
-        raise ConfigError(message, path=path[:80])
+        raise ConfigError(f"expected at most {_MAX_DEPTH} levels, and there are more", path=path[:80])
     if isinstance(data, list):
         return [_decode(item, join(path, i), depth + 1) for i, item in enumerate(data)]
     if not isinstance(data, dict):
         return data
-    # The class first: importing its module is what makes the names loadable that it configures
-    # itself.
+    # The class first: importing its module is what makes the names loadable that it configures itself.
     config = Config(resolve(data["$class"], path)) if "$class" in data else None
     values = {}
     for key, item in data.items():
