@@ -26,6 +26,8 @@ from framework.config.components import is_component
 from framework.data import images, sources, tokenizers
 from framework.layers.attention import Attention
 from framework.layers.block import Block
+from framework.layers.experts.experts import Experts
+from framework.layers.experts.router import Router
 from framework.layers.flow.linear import ActNorm
 from framework.layers.linear import Linear
 from framework.layers.mlp import MLP
@@ -100,6 +102,7 @@ FIELDS: dict[str, Any] = {
     "levels": 17,
     "max_steps": 3,
     "name": "jax.nn.gelu",
+    "num_experts": 8,
     "num_heads": 2,
     "num_layers": 1,
     "optimizer": config_for(optax.adam, learning_rate=0.1),
@@ -115,6 +118,7 @@ FIELDS: dict[str, Any] = {
     "sources": [DATA, DATA],
     "stacks": [config_for(Stack, num_layers=1, pattern=[config_for(ActNorm)])],
     "tokenizer": config_for(tokenizers.ByteTokenizer),
+    "top_k": 2,
     "transformations": [config_for(optax.scale, step_size=1.0), config_for(optax.adam, learning_rate=0.1)],
     "vocab_size": 300,
     "weights": [1.0, 2.0],
@@ -125,6 +129,10 @@ SCHEDULES = ("warmup_cosine", "warmup_linear", "warmup_stable_decay")
 SPECIAL: dict[str, dict[str, Any]] = {
     "framework.data.images.ImagePipeline": {"source": config_for(images.DigitsSource)},
     "framework.layers.stack.Stack": {"pattern": [BLOCK]},
+    "framework.layers.experts.moe.MoE": {
+        "experts": config_for(Experts, hidden=16),
+        "router": config_for(Router, top_k=2),
+    },
     "framework.layers.block.Block": {"attention": BLOCK.attention, "mlp": BLOCK.mlp},
     "framework.models.causal_lm.CausalLM": {"stack": config_for(Stack, num_layers=1, pattern=[BLOCK])},
     "framework.learner.learner.Learner": {
