@@ -39,11 +39,17 @@ def _forward(x: Any, weight: Any) -> tuple[jax.Array, tuple[jax.Array | None, ja
     return x.value @ weight.value, (x_residual, weight_residual)
 
 
-def _backward(residuals: tuple[jax.Array | None, jax.Array | None], grad: Any) -> tuple[Any, Any]:
-    x, weight = residuals
+def dense_cotangent(grad: Any) -> jax.Array:
+    """A cotangent as an array: with symbolic_zeros, JAX gives a zero one as its shape and dtype alone."""
     if isinstance(grad, jax.custom_derivatives.SymbolicZero):
         zero: Any = grad
-        grad = jnp.zeros(zero.shape, zero.dtype)
+        return jnp.zeros(zero.shape, zero.dtype)
+    return grad
+
+
+def _backward(residuals: tuple[jax.Array | None, jax.Array | None], grad: Any) -> tuple[Any, Any]:
+    x, weight = residuals
+    grad = dense_cotangent(grad)
     x_grad = None
     weight_grad = None
     if weight is not None:

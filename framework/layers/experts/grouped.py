@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from framework.layers.products import dense_cotangent
+
 Implementation = Literal["auto", "ragged", "blocks"]
 # Rows of a block, the large ones first: many rows make a fast product, few rows waste little at an expert's end.
 BLOCKS = (256, 64, 16)
@@ -67,9 +69,7 @@ def _by_blocks_forward(x: Any, weight: Any, sizes: Any) -> tuple[jax.Array, Any]
 
 def _by_blocks_backward(residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
     x_NI, weight_EIO, sizes_E = residuals
-    if isinstance(grad_NO, jax.custom_derivatives.SymbolicZero):
-        zero: Any = grad_NO
-        grad_NO = jnp.zeros(zero.shape, zero.dtype)
+    grad_NO = dense_cotangent(grad_NO)
     x_grad = None
     weight_grad = None
     if weight_EIO is not None:
