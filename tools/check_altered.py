@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import safe_open
 
 from configs import families
 from framework.layers.base import Context
@@ -75,7 +76,7 @@ def our_logits(folder: Path) -> np.ndarray:
         spec = model.base_specs[path]
         shape = layer_shape(spec)
         whole = tuple(slice(None) for _ in shape)
-        layers = [source.take(directory.tensor(source.name), shape, whole) for source in sources]
+        layers = [source.read(directory.tensor, shape, whole) for source in sources]
         array = np.stack(layers) if spec.num_layers is not None else layers[0]
         weights[path] = jnp.asarray(array).astype(model.param_dtype).astype(jnp.float32)
     context = Context({"tokens": jnp.asarray(TOKENS, jnp.int32)})
@@ -89,7 +90,9 @@ def their_logits(folder: Path) -> np.ndarray:
     import torch
     import transformers
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = (parameter.bfloat16() if parameter.dtype == torch.float16 else parameter).float()
@@ -98,7 +101,11 @@ def their_logits(folder: Path) -> np.ndarray:
 
 
 def their_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the tensors that transformers saves for a config.json. Raises whatever transformers does."""
+    """{name: shape} of the tensors of transformers' model of a config.json, without making any.
+
+    Raises:
+        Whatever transformers does.
+    """
     import torch
     import transformers
 
@@ -107,6 +114,24 @@ def their_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         model: Any = transformers.AutoModelForCausalLM.from_config(config)
     tied = set(model.all_tied_weights_keys)
     return {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
+
+
+def saved_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the tensors that transformers saves for a config.json.
+
+    They are not those of its model where it holds in one tensor what its files have in several, such as all experts.
+
+    Raises:
+        Whatever transformers does.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**facts)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        with safe_open(Path(folder) / "model.safetensors", "numpy") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], *, zero_centered: bool) -> Tensors:
@@ -162,13 +187,14 @@ def weights_for(alteration: Alteration, base: Tensors) -> Iterator[tuple[Alterat
     yield alteration, base
     try:
         shapes = their_shapes(alteration.facts)
+        elements = sum(math.prod(shape) for shape in shapes.values())
+        if alteration.damage or elements > LARGEST or shapes == their_shapes(base_facts(alteration.shape)):
+            return
+        shapes_in_file = saved_shapes(alteration.facts)
     except Exception:  # transformers refuses the config.json, in one of many ways
         return
-    same = shapes == {name: array.shape for name, array in base.items()}
-    if same or alteration.damage or sum(math.prod(shape) for shape in shapes.values()) > LARGEST:
-        return
     anew = Alteration(alteration.shape, f"{alteration.name}, its own weights", alteration.facts)
-    yield anew, random_tensors(shapes, zero_centered=alteration.facts["model_type"] == "gemma2")
+    yield anew, random_tensors(shapes_in_file, zero_centered=alteration.facts["model_type"] == "gemma2")
 
 
 def all_alterations(shape: str) -> Iterator[Alteration]:
@@ -193,7 +219,7 @@ def verdicts(shapes: Iterable[str], *, sample: int | None = None, seed: int = 0,
         cases = [cases[i] for i in sorted(chosen)]
     for shape, group in itertools.groupby(cases, lambda case: case.shape):
         zero_centered = shape == "gemma2"
-        base = random_tensors(their_shapes(base_facts(shape)), zero_centered=zero_centered)
+        base = random_tensors(saved_shapes(base_facts(shape)), zero_centered=zero_centered)
         for case in group:
             for alteration, tensors in weights_for(case, base):
                 yield judge(alteration, tensors)

@@ -171,6 +171,9 @@ SPECIAL: dict[str, list[Any]] = {
     "quantization_config": [{"quant_method": "fp8"}, {"quant_method": "bitsandbytes", "load_in_4bit": True}],
     "is_encoder_decoder": [True],
     "eos_token_id": [[1, 2], [], -1, 10_000],
+    "mlp_only_layers": [[0], [1], [0, 1], [1, 1], [-1], [7], [0.0], [True], ["0"], 0],
+    "decoder_sparse_step": [1, 2, 3],
+    "num_experts_per_tok": [1, 2, 5, 6],
 }
 # Fields that other families have, or had, and that a directory may name all the same.
 FOREIGN: dict[str, list[Any]] = {
