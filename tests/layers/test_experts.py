@@ -13,7 +13,7 @@ from framework.config import config_for
 from framework.layers.base import Context
 from framework.layers.experts import scores
 from framework.layers.experts.experts import Experts
-from framework.layers.experts.grouped import grouped_dot, spare_rows
+from framework.layers.experts.grouped import choose_implementation, grouped_dot, with_spare_rows
 from framework.layers.experts.moe import MoE
 from framework.layers.experts.router import Router
 from framework.layers.mlp import MLP
@@ -372,7 +372,7 @@ def test_more_choices_than_experts_are_refused():
 def test_what_does_not_learn_keeps_nothing(argnum: int, kept: list[tuple[int, ...]]):
     """Of frozen experts no rows are kept, and of rows without a gradient no weights."""
     sizes = jnp.asarray([0, 7, 16, 5, 2], jnp.int32)
-    rows = 30 + spare_rows("blocks")
+    rows = with_spare_rows(30, "blocks")
     arguments = [jnp.ones((rows, 4)), jnp.ones((5, 4, 3))]
 
     def product(varied: jax.Array) -> jax.Array:

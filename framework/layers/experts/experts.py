@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from framework.config import Config, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.base import BATCH_AXES, Context, Layer, cast
 from framework.layers.experts import capacity as capacities
-from framework.layers.experts.grouped import Implementation, choose_implementation, grouped_dot, spare_rows
+from framework.layers.experts.grouped import Implementation, choose_implementation, grouped_dot, with_spare_rows
 from framework.layers.experts.groups import collect, dispatch, group
 from framework.layers.experts.scores import Choice
 from framework.layers.keeping import keeping_inputs
@@ -157,13 +157,13 @@ class Experts(Layer):
         Args:
             shards: the number of devices that the choices fall on, by which the estimate of work divides them.
         """
-        implementation = choose_implementation(self.implementation, ctx.platform)
+        implementation = choose_implementation(self.implementation, ctx.platform, weights["up"])
         num_experts = weights["up"].shape[0]
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         top_k = choice.experts_BSK.shape[-1]
         experts_TK = choice.experts_BSK.reshape(-1, top_k) - first_expert
         # A token chooses an expert once, so it has no more rows than there are experts here.
-        num_rows = x_TD.shape[0] * min(top_k, num_experts) + spare_rows(implementation)
+        num_rows = with_spare_rows(x_TD.shape[0] * min(top_k, num_experts), implementation)
         groups = group(experts_TK, num_experts, num_rows)
         x_ND = dispatch(x_TD, groups)
         dot: Any = partial(grouped_dot, sizes_E=groups.sizes_E, implementation=implementation)

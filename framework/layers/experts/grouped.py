@@ -1,85 +1,115 @@
 """Products of rows with their experts' weights: row n of expert e becomes x_n @ weight_e.
 
-"ragged" is `jax.lax.ragged_dot`, for TPU and GPU. XLA for CPU computes that one as a product with every expert's
-weight, of which all but one are thrown away. "blocks" is for CPU: a loop over experts, and inside it one over blocks of
-rows. The last block of an expert reaches into the rows of the next one, which come later and overwrite it.
+Implementations, of which "auto" chooses by the platform:
+    megablox   kernels for TPU, see grouped_tpu.py
+    triton     kernels for GPU, see grouped_gpu.py
+    blocks     for CPU, and wherever those kernels do not take the weights: a loop over experts, and inside it one over
+               blocks of rows. The last block of an expert reaches into the rows of the next one, which come later and
+               overwrite it.
+    ragged     `jax.lax.ragged_dot`. XLA for CPU and GPU computes it as a product with every expert's weight, of which
+               all but one are thrown away, and XLA for TPU so computes the gradient of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from framework.layers.experts import grouped_gpu, grouped_tpu
 from framework.layers.products import dense_cotangent
 
-Implementation = Literal["auto", "ragged", "blocks"]
+Implementation = Literal["auto", "megablox", "triton", "blocks", "ragged"]
+Chosen = Literal["megablox", "triton", "blocks", "ragged"]
+_ONLY_PLATFORM = {"megablox": "tpu", "triton": "gpu"}
 # Rows of a block, the large ones first: many rows make a fast product, few rows waste little at an expert's end.
 BLOCKS = (256, 64, 16)
 
 
-def choose_implementation(implementation: Implementation, platform: str) -> Literal["ragged", "blocks"]:
-    """The implementation for a platform (tpu, gpu or cpu); one that is asked for by name serves all of them."""
-    if implementation == "auto":
-        return "blocks" if platform == "cpu" else "ragged"
-    return implementation
+def choose_implementation(implementation: Implementation, platform: str, weight_EIO: jax.Array) -> Chosen:
+    """The implementation for a platform (tpu, gpu or cpu) and weights; one that is asked for by name is that one.
+
+    Raises:
+        ValueError: it is a kernel for another platform.
+    """
+    only_platform = _ONLY_PLATFORM.get(implementation, platform)
+    if only_platform != platform:
+        raise ValueError(
+            f"experts.implementation = {implementation!r} is for {only_platform}, not {platform}; try auto"
+        )
+    if implementation != "auto":
+        return implementation
+    if platform == "tpu" and grouped_tpu.takes(weight_EIO):
+        return "megablox"
+    if platform == "gpu" and grouped_gpu.takes(weight_EIO):
+        return "triton"
+    return "blocks"
 
 
-def spare_rows(implementation: Literal["ragged", "blocks"]) -> int:
-    """How many rows there have to be behind those of the last expert."""
-    # Large blocks are full always.
-    return BLOCKS[-1] if implementation == "blocks" else 0
+def with_spare_rows(num_rows: int, implementation: Chosen) -> int:
+    """How many rows there have to be for so many that are used: with spare ones behind those of the last expert."""
+    if implementation == "megablox":
+        tile = grouped_tpu.TILE_ROWS
+        return (num_rows + tile - 1) // tile * tile
+    if implementation == "triton":
+        return num_rows + grouped_gpu.TILE_ROWS
+    if implementation == "blocks":
+        # Large blocks are full always.
+        return num_rows + BLOCKS[-1]
+    return num_rows
 
 
 def grouped_dot(
     x_NI: jax.Array,
     weight_EIO: jax.Array,
     sizes_E: jax.Array,
-    implementation: Literal["ragged", "blocks"],
+    implementation: Chosen,
 ) -> jax.Array:
     """Multiplies each row by the weight of its expert: [N, O] in x's dtype.
 
     Args:
-        x_NI: rows, all of expert 0 first, then all of expert 1, and so on, then spare ones (`spare_rows`).
+        x_NI: rows, all of expert 0 first, then all of expert 1, and so on, then spare ones (`with_spare_rows`).
         weight_EIO: of x's dtype.
         sizes_E: int32, the number of each expert's rows; 0 is one.
         implementation: how. Rows behind the last expert's are undefined in the result, and have no part in gradients.
     """
     if implementation == "ragged":
         return jax.lax.ragged_dot(x_NI, weight_EIO, sizes_E)
-    return _by_blocks(x_NI, weight_EIO, sizes_E)
+    return _grouped_dot(x_NI, weight_EIO, sizes_E, implementation)
 
 
-@jax.custom_vjp
-def _by_blocks(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    return _rows_times_weights(x_NI, weight_EIO, sizes_E)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped_dot(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, implementation: str) -> jax.Array:
+    return _PRODUCTS[implementation].rows_times_weights(x_NI, weight_EIO, sizes_E)
 
 
-def _by_blocks_forward(x: Any, weight: Any, sizes: Any) -> tuple[jax.Array, Any]:
+def _grouped_dot_forward(x: Any, weight: Any, sizes: Any, implementation: str) -> tuple[jax.Array, Any]:
     """The product, and what the gradients need: of weights that do not learn, no rows."""
     # With symbolic_zeros each argument says whether it is differentiated.
     weight_residual = weight.value if x.perturbed else None
     x_residual = x.value if weight.perturbed else None
-    return _by_blocks(x.value, weight.value, sizes.value), (x_residual, weight_residual, sizes.value)
+    y_NO = _grouped_dot(x.value, weight.value, sizes.value, implementation)
+    return y_NO, (x_residual, weight_residual, sizes.value)
 
 
-def _by_blocks_backward(residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
+def _grouped_dot_backward(implementation: str, residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
     x_NI, weight_EIO, sizes_E = residuals
+    products = _PRODUCTS[implementation]
     grad_NO = dense_cotangent(grad_NO)
     x_grad = None
     weight_grad = None
     if weight_EIO is not None:
-        x_grad = _rows_times_weights(grad_NO, weight_EIO, sizes_E, transpose=True)
+        x_grad = products.rows_times_weights(grad_NO, weight_EIO, sizes_E, transpose=True)
     if x_NI is not None:
-        weight_grad = _weight_gradients(x_NI, grad_NO, sizes_E)
+        weight_grad = products.weight_gradients(x_NI, grad_NO, sizes_E)
     return x_grad, weight_grad, np.zeros(sizes_E.shape, jax.dtypes.float0)
 
 
-_by_blocks.defvjp(_by_blocks_forward, _by_blocks_backward, symbolic_zeros=True)
+_grouped_dot.defvjp(_grouped_dot_forward, _grouped_dot_backward, symbolic_zeros=True)
 
 
 def _over_blocks(
@@ -170,3 +200,17 @@ def _weight_gradients(x_NI: jax.Array, grad_NO: jax.Array, sizes_E: jax.Array) -
 
     _, weight_grads = jax.lax.scan(expert, None, (sizes_E, ends_E))
     return weight_grads
+
+
+class _Products(NamedTuple):
+    """An implementation: the products forward, which with `transpose` give the rows' gradients, and the weights'."""
+
+    rows_times_weights: Callable[..., jax.Array]
+    weight_gradients: Callable[..., jax.Array]
+
+
+_PRODUCTS = {
+    "megablox": _Products(grouped_tpu.rows_times_weights, grouped_tpu.weight_gradients),
+    "triton": _Products(grouped_gpu.rows_times_weights, grouped_gpu.weight_gradients),
+    "blocks": _Products(_rows_times_weights, _weight_gradients),
+}

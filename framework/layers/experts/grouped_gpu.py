@@ -1,0 +1,192 @@
+"""Grouped products on GPUs, as Pallas kernels for Triton: each expert's rows times its weight, and its weight's gradient.
+
+XLA for GPU has no kernel for `jax.lax.ragged_dot`: it multiplies all rows with all experts' weights and throws all but
+one of the products away, which takes E times the multiply-adds, and memory for E times the rows. (jax 0.10.2 and
+0.11.2; its option `jax_ragged_dot_use_gpu_pallas_triton_lowering` names a module that no released jax has.)
+
+A tile is TILE_ROWS rows that follow each other, of one expert; the last tile of an expert may be partly empty. The
+number of tiles depends on the router, so there are programs for as many as there could be, and those without rows end
+at once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+TILE_ROWS = 64
+# Of a weight's columns and of the contracted axis: the largest that divides it.
+_TILE_COLUMNS = (128, 64, 32, 16)
+_TILE_CONTRACTED = (64, 32, 16)
+_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+
+
+def takes(weight_EIO: jax.Array) -> bool:
+    """Whether these kernels multiply by such weights: axes divisible by 16, of 2 or 4 bytes."""
+    _, inputs, outputs = weight_EIO.shape
+    smallest = _TILE_COLUMNS[-1]
+    return inputs % smallest == 0 and outputs % smallest == 0 and weight_EIO.dtype in _DTYPES
+
+
+def rows_times_weights(
+    x_NI: jax.Array,
+    weight_EIO: jax.Array,
+    sizes_E: jax.Array,
+    transpose: bool = False,
+    interpret: bool = False,
+) -> jax.Array:
+    """Each row times its expert's weight, [N, O] in x's dtype, summed in float32.
+
+    Args:
+        x_NI: rows by experts, and at least TILE_ROWS spare ones behind them.
+        weight_EIO: of x's dtype.
+        sizes_E: int32, the number of each expert's rows.
+        transpose: x is [N, O], and the result [N, I].
+        interpret: run the kernel as JAX operations, on any platform.
+    """
+    num_rows, contracted = x_NI.shape
+    columns = weight_EIO.shape[1 if transpose else 2]
+    tile_columns = _largest_divisor(columns, _TILE_COLUMNS)
+    experts, first_rows, end_rows = _tiles(sizes_E, num_rows)
+    kernel = partial(
+        _rows_kernel,
+        tile_columns=tile_columns,
+        tile_contracted=_largest_divisor(contracted, _TILE_CONTRACTED),
+        transpose=transpose,
+    )
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((num_rows, columns), x_NI.dtype),
+        grid=(experts.shape[0], columns // tile_columns),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="grouped_rows",
+    )(experts, first_rows, end_rows, x_NI, weight_EIO)
+
+
+def weight_gradients(
+    x_NI: jax.Array,
+    grad_NO: jax.Array,
+    sizes_E: jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """The sums over each expert's rows of x^T grad: [E, I, O] in the rows' dtype, summed in float32.
+
+    Args:
+        x_NI, grad_NO: rows by experts, and at least TILE_ROWS spare ones behind them.
+        sizes_E, interpret: as of `rows_times_weights`.
+    """
+    inputs = x_NI.shape[1]
+    outputs = grad_NO.shape[1]
+    num_experts = sizes_E.shape[0]
+    tile_inputs = _largest_divisor(inputs, _TILE_CONTRACTED)
+    tile_outputs = _largest_divisor(outputs, _TILE_COLUMNS)
+    ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
+    return pl.pallas_call(
+        partial(_weights_kernel, tile_inputs=tile_inputs, tile_outputs=tile_outputs),
+        out_shape=jax.ShapeDtypeStruct((num_experts, inputs, outputs), x_NI.dtype),
+        grid=(num_experts, inputs // tile_inputs, outputs // tile_outputs),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="grouped_weights",
+    )(ends_E - sizes_E, ends_E, x_NI, grad_NO)
+
+
+def _largest_divisor(size: int, candidates: tuple[int, ...]) -> int:
+    return next(tile for tile in candidates if size % tile == 0)
+
+
+def _tiles(sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each tile its expert, its first row, and the end of its expert's rows, int32 [T]; an unused tile ends at 0."""
+    num_experts = sizes_E.shape[0]
+    ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
+    starts_E = ends_E - sizes_E
+    tile_ends_E = jnp.cumsum((sizes_E + TILE_ROWS - 1) // TILE_ROWS, dtype=jnp.int32)
+    # Each expert has less than one tile more than its rows fill.
+    tiles_T = jnp.arange(num_rows // TILE_ROWS + num_experts, dtype=jnp.int32)
+    experts_T = jnp.searchsorted(tile_ends_E, tiles_T, side="right").astype(jnp.int32)
+    is_used_T = experts_T < num_experts
+    experts_T = jnp.minimum(experts_T, num_experts - 1)
+    first_tiles_T = jnp.where(experts_T > 0, tile_ends_E[experts_T - 1], 0)
+    first_rows_T = starts_E[experts_T] + (tiles_T - first_tiles_T) * TILE_ROWS
+    return (
+        experts_T,
+        jnp.where(is_used_T, first_rows_T, 0),
+        jnp.where(is_used_T, ends_E[experts_T], 0),
+    )
+
+
+def _rows_kernel(
+    experts_ref: Any,
+    first_rows_ref: Any,
+    end_rows_ref: Any,
+    x_ref: Any,
+    weight_ref: Any,
+    y_ref: Any,
+    *,
+    tile_columns: int,
+    tile_contracted: int,
+    transpose: bool,
+) -> None:
+    """One tile of rows times some columns of its expert's weight."""
+    tile = pl.program_id(0)
+    expert = experts_ref[tile]
+    first_row = first_rows_ref[tile]
+    end_row = end_rows_ref[tile]
+    rows = pl.ds(first_row, TILE_ROWS)
+    columns = pl.ds(pl.program_id(1) * tile_columns, tile_columns)
+    # The rows behind the expert's are the next one's: read, as every row of a product is by itself, and not written.
+    is_own = (first_row + jnp.arange(TILE_ROWS)) < end_row
+
+    def add_product(step: jax.Array, total: jax.Array) -> jax.Array:
+        contracted = pl.ds(step * tile_contracted, tile_contracted)
+        x_tile = plgpu.load(x_ref.at[rows, contracted])
+        if transpose:
+            weight_tile = plgpu.load(weight_ref.at[expert, columns, contracted])
+        else:
+            weight_tile = plgpu.load(weight_ref.at[expert, contracted, columns])
+        return total + plgpu.dot(x_tile, weight_tile, trans_b=transpose, allow_tf32=False)
+
+    # An unused tile does nothing. Not by `where`, whose result Pallas lowers to a boolean.
+    is_used = (first_row < end_row).astype(jnp.int32)
+    steps = is_used * (x_ref.shape[1] // tile_contracted)
+    zeros = jnp.zeros((TILE_ROWS, tile_columns), jnp.float32)
+    y_tile = jax.lax.fori_loop(0, steps, add_product, zeros)
+    plgpu.store(y_ref.at[rows, columns], y_tile.astype(y_ref.dtype), mask=is_own[:, None])
+
+
+def _weights_kernel(
+    starts_ref: Any,
+    ends_ref: Any,
+    x_ref: Any,
+    grad_ref: Any,
+    weight_grad_ref: Any,
+    *,
+    tile_inputs: int,
+    tile_outputs: int,
+) -> None:
+    """Some inputs and outputs of one expert's gradient, the sum over all of its rows."""
+    expert = pl.program_id(0)
+    start = starts_ref[expert]
+    end = ends_ref[expert]
+    inputs = pl.ds(pl.program_id(1) * tile_inputs, tile_inputs)
+    outputs = pl.ds(pl.program_id(2) * tile_outputs, tile_outputs)
+
+    def add_product(step: jax.Array, total: jax.Array) -> jax.Array:
+        first_row = start + step * TILE_ROWS
+        rows = pl.ds(first_row, TILE_ROWS)
+        is_own = ((first_row + jnp.arange(TILE_ROWS)) < end)[:, None]
+        # Both are masked: what a spare row holds may be no number, and 0 times that is none either.
+        x_tile = plgpu.load(x_ref.at[rows, inputs], mask=is_own, other=0.0)
+        grad_tile = plgpu.load(grad_ref.at[rows, outputs], mask=is_own, other=0.0)
+        return total + plgpu.dot(x_tile, grad_tile, trans_a=True, allow_tf32=False)
+
+    steps = (end - start + TILE_ROWS - 1) // TILE_ROWS
+    zeros = jnp.zeros((tile_inputs, tile_outputs), jnp.float32)
+    total = jax.lax.fori_loop(0, steps, add_product, zeros)
+    plgpu.store(weight_grad_ref.at[expert, inputs, outputs], total.astype(weight_grad_ref.dtype))

@@ -1,0 +1,74 @@
+"""Grouped products on TPUs, by the kernels that JAX ships (megablox, Gale et al. 2022, arXiv 2211.15841).
+
+`jax.lax.ragged_dot` uses kernels too, but not for the gradient of the weights: that one XLA computes as a convolution
+over all rows for each expert, E times the multiply-adds (jax 0.10.2, seen in the compiler's text).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+# The kernels take rows in whole tiles. With the tiles of the other axes below, two of each operand and one sum in
+# float32 take under 12 of the 16 MiB of vector memory that a kernel may use.
+TILE_ROWS = 512
+_TILE_BYTES = 2048
+_DTYPES = (jnp.bfloat16, jnp.float32)
+
+
+def takes(weight_EIO: jax.Array) -> bool:
+    """Whether these kernels multiply by such weights: of bfloat16 or float32."""
+    return weight_EIO.dtype in _DTYPES
+
+
+def rows_times_weights(
+    x_NI: jax.Array,
+    weight_EIO: jax.Array,
+    sizes_E: jax.Array,
+    transpose: bool = False,
+    interpret: bool = False,
+) -> jax.Array:
+    """Each row times its expert's weight, [N, O] in x's dtype, summed in float32.
+
+    Args:
+        x_NI: rows by experts; N is a multiple of TILE_ROWS.
+        weight_EIO: of x's dtype.
+        sizes_E: int32, the number of each expert's rows.
+        transpose: x is [N, O], and the result [N, I].
+        interpret: run the kernel as JAX operations, on any platform.
+    """
+    columns = weight_EIO.shape[1 if transpose else 2]
+    return gmm(
+        x_NI,
+        weight_EIO,
+        sizes_E,
+        preferred_element_type=x_NI.dtype,
+        tiling=_tiling(x_NI, columns),
+        transpose_rhs=transpose,
+        interpret=interpret,
+    )
+
+
+def weight_gradients(
+    x_NI: jax.Array,
+    grad_NO: jax.Array,
+    sizes_E: jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """The sums over each expert's rows of x^T grad: [E, I, O] in the rows' dtype, summed in float32; arguments as of
+    `rows_times_weights`."""
+    return tgmm(
+        x_NI.swapaxes(0, 1),
+        grad_NO,
+        sizes_E,
+        preferred_element_type=x_NI.dtype,
+        tiling=_tiling(x_NI, grad_NO.shape[1]),
+        interpret=interpret,
+    )
+
+
+def _tiling(x_NI: jax.Array, columns: int) -> tuple[int, int, int]:
+    """The sizes of tiles: of rows, of x's columns, and of the other operand's columns."""
+    widest = _TILE_BYTES // x_NI.dtype.itemsize
+    return TILE_ROWS, min(widest, x_NI.shape[1]), min(widest, columns)

@@ -1,0 +1,88 @@
+"""The kernels for grouped products, interpreted on the CPU, against a loop over experts in float64."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.layers.experts import grouped, grouped_gpu, grouped_tpu
+
+INPUTS, OUTPUTS = 48, 64
+KERNELS = {"megablox": grouped_tpu, "triton": grouped_gpu}
+SIZES = {
+    "uneven": [70, 0, 3, 130, 1],
+    "all on one": [0, 0, 600, 0, 0],
+    "whole tiles": [64, 128, 64, 0, 256],
+    "nothing here": [0, 0, 0, 0, 0],
+}
+
+
+def rows_of(sizes: list[int], implementation: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [N, I] and gradients [N, O]; the spare rows are no numbers, as a kernel may have left them."""
+    used = sum(sizes)
+    # At least one row is spare, whatever the implementation asks for.
+    count = grouped.with_spare_rows(used + 1, implementation)
+    draw = np.random.default_rng(0)
+    x_NI = np.full((count, INPUTS), np.nan, np.float32)
+    grad_NO = np.full((count, OUTPUTS), np.nan, np.float32)
+    x_NI[:used] = draw.normal(size=(used, INPUTS))
+    grad_NO[:used] = draw.normal(size=(used, OUTPUTS))
+    return x_NI, grad_NO
+
+
+def by_expert(sizes: list[int]) -> list[slice]:
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_kernels_multiply_each_row_by_its_expert(implementation: str, name: str):
+    kernels: ModuleType = KERNELS[implementation]
+    sizes = SIZES[name]
+    x_NI, grad_NO = rows_of(sizes, implementation)
+    weight_EIO = np.random.default_rng(1).normal(size=(len(sizes), INPUTS, OUTPUTS)).astype(np.float32)
+    sizes_E = jnp.asarray(sizes, jnp.int32)
+    y_NO = kernels.rows_times_weights(x_NI, weight_EIO, sizes_E, interpret=True)
+    x_grad_NI = kernels.rows_times_weights(grad_NO, weight_EIO, sizes_E, transpose=True, interpret=True)
+    weight_grads = kernels.weight_gradients(x_NI, grad_NO, sizes_E, interpret=True)
+    for expert, rows in enumerate(by_expert(sizes)):
+        weight = weight_EIO[expert].astype(np.float64)
+        x_own, grad_own = x_NI[rows].astype(np.float64), grad_NO[rows].astype(np.float64)
+        np.testing.assert_allclose(y_NO[rows], x_own @ weight, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(x_grad_NI[rows], grad_own @ weight.T, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(weight_grads[expert], x_own.T @ grad_own, rtol=1e-5, atol=2e-4)
+
+
+def test_the_kernel_for_gpus_cuts_wide_axes_into_tiles():
+    sizes = [3, 65]
+    width = 160
+    count = grouped.with_spare_rows(68, "triton")
+    draw = np.random.default_rng(2)
+    x_NI = draw.normal(size=(count, width)).astype(np.float32)
+    weight_EIO = draw.normal(size=(2, width, 256)).astype(np.float32)
+    y_NO = grouped_gpu.rows_times_weights(x_NI, weight_EIO, jnp.asarray(sizes, jnp.int32), interpret=True)
+    for expert, rows in enumerate(by_expert(sizes)):
+        np.testing.assert_allclose(y_NO[rows], x_NI[rows] @ weight_EIO[expert], rtol=1e-4, atol=1e-3)
+
+
+def test_auto_is_the_kernel_of_the_platform_where_it_takes_the_weights():
+    def chosen(platform: str, shape: tuple[int, ...], dtype: Any) -> str:
+        return grouped.choose_implementation("auto", platform, jax.ShapeDtypeStruct(shape, dtype))
+
+    assert chosen("cpu", (4, 64, 64), jnp.bfloat16) == "blocks"
+    assert chosen("tpu", (4, 64, 64), jnp.bfloat16) == "megablox"
+    assert chosen("gpu", (4, 64, 64), jnp.float32) == "triton"
+    assert chosen("gpu", (4, 64, 72), jnp.float32) == "blocks", "columns that no tile divides"
+    assert chosen("gpu", (4, 64, 64), jnp.float64) == chosen("tpu", (4, 64, 64), jnp.float64) == "blocks"
+
+
+def test_a_kernel_of_another_platform_is_refused_by_name():
+    weight = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
+    with pytest.raises(ValueError, match="'megablox' is for tpu, not cpu; try auto"):
+        grouped.choose_implementation("megablox", "cpu", weight)
