@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
+
+from framework.plan.grouped_work import grouped_flops
 
 
 class FlopCount(NamedTuple):
@@ -69,7 +72,7 @@ LOCAL_GROUPED = "grouped_products"
 def _flops_of(eqn: JaxprEqn) -> FlopCount:
     name = eqn.primitive.name
     params = eqn.params
-    shapes: list[Any] = [getattr(var.aval, "shape", ()) for var in (*eqn.invars, *eqn.outvars)]
+    shapes: list[Any] = [_shape(var) for var in (*eqn.invars, *eqn.outvars)]
     if name == "dot_general":
         (contracted_axes, _), _ = params["dimension_numbers"]
         contracted_size = math.prod(shapes[0][axis] for axis in contracted_axes)
@@ -93,9 +96,24 @@ def _flops_of(eqn: JaxprEqn) -> FlopCount:
         return FlopCount(params["flops"])
     if name == "ragged_dot_general":
         return FlopCount(_ragged_flops(params["ragged_dot_dimension_numbers"], shapes))
+    # A kernel, a function that calls one, or the loop over experts.
+    if name in ("pallas_call", "jit", "pjit", "scan"):
+        float_shapes = [_shape(var) for var in (*eqn.invars, *eqn.outvars) if _is_float(var)]
+        work = grouped_flops(str(eqn.source_info.name_stack), float_shapes)
+        if work:
+            return FlopCount(work)
     if name == "pallas_call" and params["cost_estimate"] is not None:
         return FlopCount(int(params["cost_estimate"].flops))
     return _flops_inside(name, params)
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return getattr(var.aval, "shape", ())
+
+
+def _is_float(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _ragged_flops(dimensions: Any, shapes: list[Any]) -> int:

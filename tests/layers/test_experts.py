@@ -13,7 +13,7 @@ from framework.config import config_for
 from framework.layers.base import Context
 from framework.layers.experts import scores
 from framework.layers.experts.experts import Experts
-from framework.layers.experts.grouped import choose_implementation, grouped_dot, with_spare_rows
+from framework.layers.experts.grouped import grouped_dot, with_spare_rows
 from framework.layers.experts.moe import MoE
 from framework.layers.experts.router import Router
 from framework.layers.mlp import MLP

@@ -166,9 +166,10 @@ class Experts(Layer):
         num_rows = with_spare_rows(x_TD.shape[0] * min(top_k, num_experts), implementation)
         groups = group(experts_TK, num_experts, num_rows)
         x_ND = dispatch(x_TD, groups)
-        dot: Any = partial(grouped_dot, sizes_E=groups.sizes_E, implementation=implementation)
+        even_rows = x_TD.shape[0] * top_k // shards
+        dot: Any = partial(grouped_dot, sizes_E=groups.sizes_E, implementation=implementation, even_rows=even_rows)
         if ctx.kernels is not None:
-            dot = partial(ctx.kernels.grouped_dot, rows=x_TD.shape[0] * top_k // shards)
+            dot = partial(ctx.kernels.grouped_dot, rows=even_rows)
         h_NF = self._hidden(partial(dot, x_ND), weights)
         y_ND = checkpoint_name(dot(h_NF, weights["down"]), "mlp_down")
         y_TKD = collect(y_ND, groups)

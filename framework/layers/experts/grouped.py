@@ -26,6 +26,8 @@ from framework.layers.products import dense_cotangent
 Implementation = Literal["auto", "megablox", "triton", "blocks", "ragged"]
 Chosen = Literal["megablox", "triton", "blocks", "ragged"]
 _ONLY_PLATFORM = {"megablox": "tpu", "triton": "gpu"}
+# The beginning of the name of a scope around the products, by which framework/plan/grouped_work.py counts them.
+EVEN_ROWS = "even_rows_"
 # Rows of a block, the large ones first: many rows make a fast product, few rows waste little at an expert's end.
 BLOCKS = (256, 64, 16)
 
@@ -68,6 +70,7 @@ def grouped_dot(
     weight_EIO: jax.Array,
     sizes_E: jax.Array,
     implementation: Chosen,
+    even_rows: int | None = None,
 ) -> jax.Array:
     """Multiplies each row by the weight of its expert: [N, O] in x's dtype.
 
@@ -76,36 +79,48 @@ def grouped_dot(
         weight_EIO: of x's dtype.
         sizes_E: int32, the number of each expert's rows; 0 is one.
         implementation: how. Rows behind the last expert's are undefined in the result, and have no part in gradients.
+        even_rows: how many rows an even router would fill, for those who count a program's work; None means all.
     """
     if implementation == "ragged":
         return jax.lax.ragged_dot(x_NI, weight_EIO, sizes_E)
-    return _grouped_dot(x_NI, weight_EIO, sizes_E, implementation)
+    # Kernels skip the rows that nobody chose, which the shapes of their arrays do not tell.
+    work = _Work(implementation, f"{EVEN_ROWS}{even_rows or x_NI.shape[0]}")
+    return _grouped_dot(x_NI, weight_EIO, sizes_E, work)
+
+
+class _Work(NamedTuple):
+    """How products are computed, and the name of the scope that says how much they are."""
+
+    implementation: Chosen
+    scope: str
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped_dot(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, implementation: str) -> jax.Array:
-    return _PRODUCTS[implementation].rows_times_weights(x_NI, weight_EIO, sizes_E)
+def _grouped_dot(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array, work: _Work) -> jax.Array:
+    with jax.named_scope(work.scope):
+        return _PRODUCTS[work.implementation].rows_times_weights(x_NI, weight_EIO, sizes_E)
 
 
-def _grouped_dot_forward(x: Any, weight: Any, sizes: Any, implementation: str) -> tuple[jax.Array, Any]:
+def _grouped_dot_forward(x: Any, weight: Any, sizes: Any, work: _Work) -> Any:
     """The product, and what the gradients need: of weights that do not learn, no rows."""
     # With symbolic_zeros each argument says whether it is differentiated.
     weight_residual = weight.value if x.perturbed else None
     x_residual = x.value if weight.perturbed else None
-    y_NO = _grouped_dot(x.value, weight.value, sizes.value, implementation)
+    y_NO = _grouped_dot(x.value, weight.value, sizes.value, work)
     return y_NO, (x_residual, weight_residual, sizes.value)
 
 
-def _grouped_dot_backward(implementation: str, residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
+def _grouped_dot_backward(work: _Work, residuals: Any, grad_NO: Any) -> tuple[Any, Any, Any]:
     x_NI, weight_EIO, sizes_E = residuals
-    products = _PRODUCTS[implementation]
+    products = _PRODUCTS[work.implementation]
     grad_NO = dense_cotangent(grad_NO)
     x_grad = None
     weight_grad = None
-    if weight_EIO is not None:
-        x_grad = products.rows_times_weights(grad_NO, weight_EIO, sizes_E, transpose=True)
-    if x_NI is not None:
-        weight_grad = products.weight_gradients(x_NI, grad_NO, sizes_E)
+    with jax.named_scope(work.scope):
+        if weight_EIO is not None:
+            x_grad = products.rows_times_weights(grad_NO, weight_EIO, sizes_E, transpose=True)
+        if x_NI is not None:
+            weight_grad = products.weight_gradients(x_NI, grad_NO, sizes_E)
     return x_grad, weight_grad, np.zeros(sizes_E.shape, jax.dtypes.float0)
 
 

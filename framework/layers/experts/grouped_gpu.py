@@ -1,4 +1,4 @@
-"""Grouped products on GPUs, as Pallas kernels for Triton: each expert's rows times its weight, and its weight's gradient.
+"""Grouped products on GPUs, as Pallas kernels for Triton: rows times their experts' weights, and those's gradients.
 
 XLA for GPU has no kernel for `jax.lax.ragged_dot`: it multiplies all rows with all experts' weights and throws all but
 one of the products away, which takes E times the multiply-adds, and memory for E times the rows. (jax 0.10.2 and
@@ -102,7 +102,7 @@ def _largest_divisor(size: int, candidates: tuple[int, ...]) -> int:
 
 
 def _tiles(sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each tile its expert, its first row, and the end of its expert's rows, int32 [T]; an unused tile ends at 0."""
+    """For each tile its expert, its first row, and the end of its expert's rows, int32 [T]; unused tiles end at 0."""
     num_experts = sizes_E.shape[0]
     ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
     starts_E = ends_E - sizes_E

@@ -12,11 +12,13 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from framework.plan.grouped_work import grouped_flops
 from framework.plan.hlo.arrays import arrays
 from framework.plan.hlo.computations import Instruction
 from framework.plan.hlo.module import Module
 
 PRODUCTS = ("convolution", "dot")
+_FLOATS = ("bf16", "f16", "f32")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 
@@ -41,6 +43,8 @@ class Flops:
             return self._of_called(instruction.called("calls"))
         if instruction.opcode == "call":
             return self._of_called(instruction.called("to_apply"))
+        if instruction.opcode == "custom-call":
+            return _grouped(self._module, instruction)
         return 0
 
     def product(self, instruction: Instruction) -> Instruction | None:
@@ -49,7 +53,7 @@ class Flops:
         return max(products, key=self.of, default=None)
 
     def _products(self, instruction: Instruction) -> Iterator[Instruction]:
-        if instruction.opcode in PRODUCTS:
+        if instruction.opcode in PRODUCTS or (instruction.opcode == "custom-call" and self.of(instruction)):
             yield instruction
         for inner in self._module.fused(instruction):
             yield from self._products(inner)
@@ -75,6 +79,12 @@ def _dot(module: Module, dot: Instruction) -> int:
     contracted_size = math.prod(left_dims[axis] for axis in contracted_axes)
     result_size = math.prod(arrays(dot.type)[0].dims)
     return 2 * result_size * contracted_size
+
+
+def _grouped(module: Module, call: Instruction) -> int:
+    types = [call.type, *(operand.type for operand in module.operands(call))]
+    float_shapes = [array.dims for kind in types for array in arrays(kind) if array.dtype in _FLOATS]
+    return grouped_flops(call.op_name, float_shapes)
 
 
 class _Window(NamedTuple):

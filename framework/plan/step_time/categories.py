@@ -76,6 +76,8 @@ def category(module: Module, flops: Flops, instruction: Instruction) -> Category
     if instruction.opcode in _STARTS:
         return "async copy"
     if instruction.opcode == "custom-call":
+        if flops.of(instruction) > 0:
+            return "matmul"
         if "tpu_custom_call" not in instruction.attributes:
             return "custom call"
         return "attention" if is_attention(instruction) else "kernel"

@@ -148,6 +148,8 @@ def _category(module: Module, flops: Flops, instruction: Instruction, maker: Mak
 def _maker(instruction: Instruction) -> Maker:
     if instruction.opcode == "custom-call":
         target = instruction.attributes
+        if "__gpu$xla.gpu.triton" in target:
+            return "Triton"
         return "cuDNN" if "__cudnn$" in target else "cuBLAS" if "__cublas$" in target else "call"
     if instruction.opcode != "fusion":
         return "copy" if instruction.opcode.startswith("copy") else "NCCL" if _is_collective(instruction) else "loop"
@@ -170,7 +172,12 @@ def _product(module: Module, flops: Flops, instruction: Instruction) -> tuple[in
     if "__cublas$" in instruction.attributes:
         return _library_flops(module, instruction), _operand_dtype(module, instruction)
     product = flops.product(instruction)
-    return (0, "") if product is None else (flops.of(instruction), _operand_dtype(module, product))
+    if product is None:
+        return 0, ""
+    if product.opcode == "custom-call":
+        # The first operands of a grouped product are where its tiles begin.
+        return flops.of(product), arrays(product.type)[0].dtype
+    return flops.of(instruction), _operand_dtype(module, product)
 
 
 def _operand_dtype(module: Module, product: Instruction) -> str:
