@@ -1,0 +1,100 @@
+"""A mixture of experts beside its dense twin: bits per byte at equal tokens, and how evenly experts are used meanwhile.
+
+    python -m tools.bench.experts_quality --workdir=runs/experts_quality [--seeds 0 1] [--steps=1500]
+
+Trains `stdlib-tiny` and `moe-tiny` (two experts of a token are as wide as the dense MLP) by `plimsoll train` for each
+seed, in WORKDIR/NAME-SEED; a run that is there already is not made again, and one that was stopped goes on. Prints a
+table, and draws WORKDIR/balance.png from the first mixture. About 5 and 8 minutes a run on 2 CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from framework.metrics.jsonl import read_metrics
+from framework.terminal.tables import Section, render
+
+DENSE, MIXTURE = "stdlib-tiny", "moe-tiny"
+_BITS = "eval/stdlib/bits_per_byte"
+_LAYERS = "train/stack/block0/mlp/"
+
+
+def trained(name: str, seed: int, workdir: Path, steps: int) -> list[dict[str, Any]]:
+    """Trains a config, unless it is trained: its metrics, one dict for each line of metrics.jsonl."""
+    folder = workdir / f"{name}-{seed}"
+    metrics_file = folder / "metrics.jsonl"
+    rows = read_metrics(metrics_file) if metrics_file.exists() else []
+    if not any(row["step"] == steps and _BITS in row for row in rows):
+        overrides = [f"--config.trainer.seed={seed}", f"--config.trainer.max_steps={steps}"]
+        command = [sys.executable, "-m", "plimsoll_command", "train", f"--config={name}", f"--workdir={folder}"]
+        subprocess.run([*command, *overrides], check=True)
+        rows = read_metrics(metrics_file)
+    return rows
+
+
+def last_bits(rows: list[dict[str, Any]]) -> float:
+    """Bits per byte of the held-out text at the end."""
+    return [row[_BITS] for row in rows if _BITS in row][-1]
+
+
+def draw_balance(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draws each expert's load over training, as a multiple of its even share, in the mean over layers."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    measured = [row for row in rows if f"{_LAYERS}load_max" in row]
+    steps = [row["step"] for row in measured]
+
+    def series(name: str) -> list[float]:
+        return [row[f"{_LAYERS}{name}"] for row in measured]
+
+    figure, (load_axes, entropy_axes) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1))
+    load_axes.fill_between(
+        steps, series("load_min"), series("load_max"), color="0.9", label="least and most of a layer"
+    )
+    names = sorted(name for name in measured[0] if name.startswith(f"{_LAYERS}load/"))
+    for name in names:
+        load_axes.plot(steps, [row[name] for row in measured], linewidth=0.8)
+    load_axes.axhline(1.0, color="0.3", linestyle=":", linewidth=1)
+    load_axes.set_ylabel("tokens of an expert / even share")
+    load_axes.set_ylim(bottom=0)
+    load_axes.legend(loc="upper right")
+    load_axes.set_title(f"{MIXTURE}: {len(names)} experts, mean over layers")
+    entropy_axes.plot(steps, series("entropy"), color="tab:purple", linewidth=1)
+    entropy_axes.set_ylabel("router's entropy, nats")
+    entropy_axes.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str]) -> int:
+    """Prints the table; 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workdir", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=1500)
+    args = parser.parse_args(argv)
+    table = [["seed", DENSE, MIXTURE, "mixture / dense"]]
+    for seed in args.seeds:
+        dense_rows = trained(DENSE, seed, args.workdir, args.steps)
+        mixture_rows = trained(MIXTURE, seed, args.workdir, args.steps)
+        if seed == args.seeds[0]:
+            draw_balance(mixture_rows, args.workdir / "balance.png")
+        dense_bits = last_bits(dense_rows)
+        mixture_bits = last_bits(mixture_rows)
+        table.append([str(seed), f"{dense_bits:.4f}", f"{mixture_bits:.4f}", f"{mixture_bits / dense_bits:.4f}"])
+    about = [["steps", str(args.steps)], ["versions", f"jax {version('jax')}, jaxlib {version('jaxlib')}"]]
+    print(render([Section("bits per byte of the held-out text", table), Section("about", about)]), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
