@@ -12,6 +12,7 @@ from typing import Any
 from configs.families.facts import Facts, float_dtype, refuse_unread
 from configs.families.gemma import Gemma2
 from configs.families.gpt2 import GPT2
+from configs.families.gpt_oss import GptOss
 from configs.families.llama import Llama
 from configs.families.mixtures import Mixtral, Qwen3MoE
 from configs.families.published import model_at
@@ -21,7 +22,7 @@ from framework.files.hub_names import is_hub_url
 from framework.weights.directory import Directory
 from framework.weights.family import Family
 
-FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE]
+FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE, GptOss]
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -31,6 +32,7 @@ MODEL_TYPES = {
     "GPT2LMHeadModel": "gpt2",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
 }
 
 
