@@ -1,7 +1,7 @@
 """gpt-oss (arXiv 2508.10925): sinks and biases in attention, windows in every second layer, experts with biases.
 
-Its experts clamp what they multiply, and are published in MXFP4 (framework/weights/mxfp4.py). In the files the outputs of
-the gate and of `up` take turns along one axis.
+Its experts clamp what they multiply, and are published in MXFP4 (framework/weights/mxfp4.py). In the files the outputs
+of the gate and of `up` take turns along one axis.
 """
 
 from __future__ import annotations

@@ -150,11 +150,34 @@ _MIXTURES = (
     ),
 )
 FAMILIES |= {family.name: family for family in _MIXTURES}
-
 # Of the eight frequencies of a head, the first is kept, three are between, and four are divided.
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4, "beta_slow": 0.25}
 _DENSE = (_llama("qwen3-yarn", "Qwen3ForCausalLM", head_dim=16, rope_scaling=_YARN),)
 FAMILIES |= {family.name: family for family in _DENSE}
+
+FAMILIES["gpt-oss"] = _llama(
+    "gpt-oss",
+    "GptOssForCausalLM",
+    model_type="gpt_oss",
+    head_dim=16,
+    intermediate_size=24,
+    num_local_experts=5,
+    num_experts_per_tok=3,
+    sliding_window=7,
+    attention_bias=True,
+    # Low enough that many of both projections' outputs are clamped.
+    swiglu_limit=0.7,
+    swiglu_alpha=1.5,
+    rope_theta=150_000.0,
+    rope_scaling={
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+)
 
 _LONG_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 # Rotary tables are compared at the shapes of published models: {name: (head_dim, theta, rope_scaling)}.
