@@ -76,7 +76,7 @@ def our_logits(folder: Path) -> np.ndarray:
         spec = model.base_specs[path]
         shape = layer_shape(spec)
         whole = tuple(slice(None) for _ in shape)
-        layers = [source.take(directory.tensor(source.name), shape, whole) for source in sources]
+        layers = [source.read(directory.tensor, shape, whole) for source in sources]
         array = np.stack(layers) if spec.num_layers is not None else layers[0]
         weights[path] = jnp.asarray(array).astype(model.param_dtype).astype(jnp.float32)
     context = Context({"tokens": jnp.asarray(TOKENS, jnp.int32)})

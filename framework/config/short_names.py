@@ -27,6 +27,7 @@ _COMPONENTS = {
     "framework.layers.block": ("Block",),
     "framework.layers.embedding": ("Embedding",),
     "framework.layers.experts.experts": ("Experts",),
+    "framework.layers.experts.gating": ("ClampedSwiGLU",),
     "framework.layers.experts.moe": ("MoE",),
     "framework.layers.experts.router": ("Router",),
     "framework.layers.flow.coupling": ("AdditiveCoupling", "AffineCoupling"),
