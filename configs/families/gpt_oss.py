@@ -17,7 +17,7 @@ from configs.families.llama import (
     rope,
     with_windows,
 )
-from configs.families.mixtures import num_experts, refuse_losses
+from configs.families.mixtures import number_of_experts, refuse_losses
 from configs.parts import gpt_oss_model
 from framework.config import Config, component
 from framework.weights.family import Family
@@ -73,7 +73,7 @@ class GptOss(Family):
             head_dim=fields.size("head_dim", 64),
             dim=fields.size("hidden_size", 2880),
             hidden=fields.size("intermediate_size", 2880),
-            experts=num_experts(fields, 128),
+            experts=number_of_experts(fields, 128),
             top_k=fields.size("num_experts_per_tok", 4),
             vocab_size=fields.size("vocab_size", 201_088),
             theta=theta,
