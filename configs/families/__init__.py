@@ -147,7 +147,10 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
     # Without a dtype in config.json, the first tensor decides.
     stored_dtype = _first_dtype(path) if dtype is None else None
     if stored_dtype is not None:
-        dtype = {"F32": "float32", "F64": "float32"}.get(stored_dtype)
+        dtype = {"F32": "float32", "F64": "float32", "F16": "float16"}.get(stored_dtype)
+    if dtype == "float16" and not family.instantiate().takes_float16:
+        given = f"{path}: tensors in float16" if stored_dtype else f"{path}/config.json: dtype = 'float16'"
+        raise ValueError(f"{given}; expected float32 or bfloat16: transformers would keep norms in float32")
     # Files in float64 are trained in float32. Those in float16 are trained in bfloat16, whose range
     # needs no scaling of the loss.
     is_wide = dtype in ("float32", "float64")

@@ -56,6 +56,7 @@ class GptOss(Family):
 
     architectures = ("GptOssForCausalLM",)
     names = _names()
+    takes_float16 = False
 
     def model(self, facts: dict[str, Any]) -> Config:
         """As Family.model."""
