@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "not a number": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan; expected a number above 0"),
     "a list of names": ("llama", {"hidden_act": ["silu"]}, "hidden_act = .*expected a string"),
     "norms in float32": (
-        "gpt-oss", {"dtype": "float16"}, "dtype = 'float16'; expected float32 or bfloat16: transformers would keep norms",
+        "gpt-oss", {"dtype": "float16"}, "dtype = 'float16'; expected float32 or bfloat16: transformers would",
     ),
     "no limit": ("gpt-oss", {"swiglu_limit": 0.0}, r"swiglu_limit = 0\.0; expected a number above 0"),
     "a window of nothing": ("gpt-oss", {"sliding_window": None}, "sliding_window = None; expected a number of tokens"),
