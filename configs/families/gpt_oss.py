@@ -62,7 +62,8 @@ class GptOss(Family):
         """As Family.model."""
         fields = Facts(facts)
         refuse_losses(fields)
-        if fields.any("rope_parameters", None) is None and fields.any("rope_scaling", None) is None:
+        # An empty `rope_scaling` says nothing either; empty `rope_parameters` are those of no scaling.
+        if fields.any("rope_parameters", None) is None and not fields.any("rope_scaling", None):
             facts = {**facts, "rope_parameters": _DEFAULT_SCALING}
         theta, scaling = rope(Facts(facts), 150_000.0)
         layers = fields.size("num_hidden_layers", 36)

@@ -347,7 +347,7 @@ class _LocalKernels:
         segments_BS = options["segments_BS"]
         window = options["window"]
         softcap = options["softcap"]
-        sinks_N = options["sinks_N"]
+        sinks_N = options.get("sinks_N")
         if implementation == "auto":
             platform = self._platform
             has_splash = _splash_takes(platform, query_BSNH)
