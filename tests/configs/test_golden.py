@@ -128,7 +128,7 @@ def test_norms_biases_and_positions_do_not_decay(resolved, name):
     assert all(path.endswith(("weight", "token", "table", *experts)) for path in decaying)
     rest = set(flatten(experiment.model.parameter_specs())) - decaying
     assert groups["rule0"] == rest
-    assert all(path.endswith(("scale", "bias", "position")) for path in rest)
+    assert all(path.endswith(("scale", "bias", "position", "sinks")) for path in rest)
 
 
 def test_the_smallest_config_takes_a_step(resolved):
