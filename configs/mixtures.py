@@ -1,4 +1,4 @@
-"""Mixtures of experts: one that a laptop's CPU trains in minutes, Mixtral 8x7B and Qwen3 30B-A3B.
+"""Mixtures of experts: one that a laptop's CPU trains in minutes, Mixtral 8x7B, Qwen3 30B-A3B and gpt-oss 20b.
 
 Shapes of the large ones from the published config.json files, and with them the coefficients of the balance loss.
 Learning rates and batches are ours (the reports do not state them); no run of these sizes was made here.
@@ -6,10 +6,11 @@ Learning rates and batches are ours (the reports do not state them); no run of t
 
 from __future__ import annotations
 
-from configs.parts import large, llama_model, mixture
+from configs.parts import gpt_oss_model, large, llama_model, mixture, no_decay
 from configs.tiny import stdlib_tiny
 from framework.config import Config, config_for
 from framework.layers.norm import RMSNorm
+from framework.layers.yarn import YarnScaling
 from framework.optimizers import matrices
 
 
@@ -80,8 +81,39 @@ def qwen3_30b_a3b() -> Config:
     return large(model, seq_len=4096, batch=1024, peak=3e-4, steps=500_000)
 
 
+def gpt_oss_20b() -> Config:
+    """gpt-oss 20b: 24 layers of 32 experts, 4 for a token, width 2880; 20.9B parameters, 3.6B of them active.
+
+    Published as openai/gpt-oss-20b (arXiv 2508.10925), which has experts in MXFP4; here they train in bfloat16. Every
+    second layer, the first one too, attends to 128 tokens. The coefficient of the balance loss is ours.
+    """
+    scaling = config_for(YarnScaling, factor=32.0, original_length=4096, truncate=False)
+    model = gpt_oss_model(
+        layers=24,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        dim=2880,
+        hidden=2880,
+        experts=32,
+        top_k=4,
+        vocab_size=201_088,
+        theta=150_000.0,
+        rope_scaling=scaling,
+    )
+    local_block = model.stack.pattern[0]
+    local_block.mlp.router.balance = 0.001
+    full_block = local_block.copy()
+    local_block.attention.window = 128
+    model.stack.pattern = [local_block, full_block]
+    config = large(model, seq_len=4096, batch=1024, peak=3e-4, steps=500_000)
+    config.learner.rules = [no_decay("norm|bias|sinks")]
+    return config
+
+
 CONFIGS = {
     "moe-tiny": moe_tiny,
     "mixtral-8x7b": mixtral_8x7b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
+    "gpt-oss-20b": gpt_oss_20b,
 }

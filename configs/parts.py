@@ -16,6 +16,7 @@ from framework.layers.attention import Attention
 from framework.layers.block import Block
 from framework.layers.embedding import Embedding
 from framework.layers.experts.experts import Experts
+from framework.layers.experts.gating import ClampedSwiGLU
 from framework.layers.experts.moe import MoE
 from framework.layers.experts.router import Router
 from framework.layers.head import LMHead
@@ -111,6 +112,53 @@ def mixture(
         router=config_for(Router, top_k=top_k, normalize=normalize, balance=balance),
         experts=config_for(Experts, hidden=hidden, activation=activation),
     )
+
+
+def gpt_oss_model(
+    *,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dim: int,
+    hidden: int,
+    experts: int,
+    top_k: int,
+    vocab_size: int,
+    theta: float,
+    rope_scaling: Config | None,
+    eps: float = 1e-5,
+    bias: bool = True,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    tied: bool = False,
+) -> Config:
+    """gpt-oss (arXiv 2508.10925) without its windows: sinks, biases, a clamped SwiGLU in experts with biases."""
+    model = llama_model(
+        layers=layers,
+        heads=heads,
+        kv_heads=None if kv_heads == heads else kv_heads,
+        dim=dim,
+        hidden=hidden,
+        vocab_size=vocab_size,
+        theta=theta,
+        eps=eps,
+        qkv_bias=bias,
+        tied=tied,
+        rope_scaling=rope_scaling,
+    )
+    block = model.stack.pattern[0]
+    block.attention.output_bias = bias
+    block.attention.sinks = True
+    # Written down only where it is not the width divided by the heads, which is the default.
+    if head_dim * heads != dim:
+        block.attention.head_dim = head_dim
+    block.mlp = mixture(experts=experts, top_k=top_k, hidden=hidden, normalize=False, balance=0.0)
+    block.mlp.router.score = "softmax_chosen"
+    block.mlp.router.logit_bias = True
+    block.mlp.experts.bias = True
+    block.mlp.experts.gating = config_for(ClampedSwiGLU, alpha=alpha, limit=limit)
+    return model
 
 
 def adamw(

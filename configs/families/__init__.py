@@ -12,6 +12,7 @@ from typing import Any
 from configs.families.facts import Facts, float_dtype, refuse_unread
 from configs.families.gemma import Gemma2
 from configs.families.gpt2 import GPT2
+from configs.families.gpt_oss import GptOss
 from configs.families.llama import Llama
 from configs.families.mixtures import Mixtral, Qwen3MoE
 from configs.families.published import model_at
@@ -21,7 +22,7 @@ from framework.files.hub_names import is_hub_url
 from framework.weights.directory import Directory
 from framework.weights.family import Family
 
-FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE]
+FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE, GptOss]
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -31,6 +32,7 @@ MODEL_TYPES = {
     "GPT2LMHeadModel": "gpt2",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
 }
 
 
@@ -145,7 +147,10 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
     # Without a dtype in config.json, the first tensor decides.
     stored_dtype = _first_dtype(path) if dtype is None else None
     if stored_dtype is not None:
-        dtype = {"F32": "float32", "F64": "float32"}.get(stored_dtype)
+        dtype = {"F32": "float32", "F64": "float32", "F16": "float16"}.get(stored_dtype)
+    if dtype == "float16" and not family.instantiate().takes_float16:
+        given = f"{path}: tensors in float16" if stored_dtype else f"{path}/config.json: dtype = 'float16'"
+        raise ValueError(f"{given}; expected float32 or bfloat16: transformers would keep norms in float32")
     # Files in float64 are trained in float32. Those in float16 are trained in bfloat16, whose range
     # needs no scaling of the loss.
     is_wide = dtype in ("float32", "float64")

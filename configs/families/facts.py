@@ -126,8 +126,24 @@ def refuse_unread(facts: Facts) -> None:
     """Raises ValueError for a field that would make transformers compute what we do not."""
     for name, (harmless, expected) in _NOT_READ.items():
         value = facts.values.get(name, harmless[0])
+        if name == "quantization_config" and facts.values.get("model_type") == "gpt_oss" and value is not None:
+            _refuse_unread_quantization(facts)
+            continue
         if not any(_is_same(value, harmless_value) for harmless_value in harmless):
             raise facts.error(name, expected)
+
+
+# Fields of an MXFP4 model's quantization_config: which weights stay as they are is seen in the files, and whether
+# transformers turns the others into bfloat16, as is always done here, is its own matter.
+_MXFP4_FIELDS = ("quant_method", "modules_to_not_convert", "dequantize")
+
+
+def _refuse_unread_quantization(facts: Facts) -> None:
+    """Raises ValueError for a quantization_config that is not MXFP4's, in which gpt-oss alone is published."""
+    quantization = facts.part("quantization_config") or Facts({})
+    is_mxfp4 = quantization.values.get("quant_method") == "mxfp4"
+    if not is_mxfp4 or any(name not in _MXFP4_FIELDS for name in quantization.values):
+        raise facts.error("quantization_config", f"null, or quant_method mxfp4 (fields {', '.join(_MXFP4_FIELDS)})")
 
 
 def _is_same(value: Any, harmless_value: Any) -> bool:

@@ -19,7 +19,7 @@ from framework.layers.base import BATCH_AXES, Context, Layer, Out
 from framework.layers.kernels_call import SplashBlocks
 from framework.layers.linear import Linear
 from framework.layers.rotary import Rotary
-from framework.layout import Nested, nearest_divisors
+from framework.layout import Nested, ParameterSpec, nearest_divisors
 
 # Queries [B, S, N, H], keys and values [B, S, K, H].
 Heads = tuple[jax.Array, jax.Array, jax.Array]
@@ -42,6 +42,8 @@ class Attention(Layer):
         window: attend to the last `window` positions only.
         softcap: logits become softcap * tanh(logits / softcap).
         scale: of logits; None means H ** -0.5.
+        sinks: each query head has a learned logit that joins the denominator of its softmax and has no value, so that a
+            head may attend to nothing (gpt-oss, arXiv 2508.10925; Xiao et al. 2023, arXiv 2309.17453).
         implementation: "auto" chooses splash on TPU, cuDNN on GPU, XLA elsewhere.
         splash: how the kernel for TPU cuts its work.
         kernel_dtype: of queries, keys and values in the kernel, and of its result; None means model.compute_dtype. Some
@@ -63,6 +65,7 @@ class Attention(Layer):
         window: PositiveInt | None = None,
         softcap: PositiveFloat | None = None,
         scale: PositiveFloat | None = None,
+        sinks: bool = False,
         implementation: Implementation = "auto",
         splash: Config = config_for(SplashBlocks),
         kernel_dtype: DType | None = None,
@@ -74,6 +77,7 @@ class Attention(Layer):
         self.window = window
         self.softcap = softcap
         self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.sinks = sinks
         self.implementation: Implementation = implementation
         self.splash: SplashBlocks = splash.instantiate()
         self.kernel_dtype = kernel_dtype
@@ -91,6 +95,13 @@ class Attention(Layer):
         self.rotary: Rotary | None = None if rotary is None else rotary.instantiate(head_dim=self.head_dim)
         self.query_norm = None if qk_norm is None else qk_norm.instantiate(dim=self.head_dim)
         self.key_norm = None if qk_norm is None else qk_norm.instantiate(dim=self.head_dim)
+
+    def own_specs(self) -> dict[str, ParameterSpec]:
+        """sinks [N], if there are any: spread over devices as the heads are."""
+        if not self.sinks:
+            return {}
+        init = jax.nn.initializers.normal(0.02)
+        return {"sinks": ParameterSpec((self.num_heads,), "float32", ("model",), initializer=init, roles=("heads",))}
 
     def children(self) -> dict[str, Layer]:
         """query, key, value, output; query_norm and key_norm if there are any."""
@@ -128,7 +139,7 @@ class Attention(Layer):
         """
         batch, length, _ = carry.shape
         q_BSNH, k_BSKH, v_BSKH = self._queries_keys_values(weights, carry, ctx)
-        y_BSNH = self._attend(q_BSNH, k_BSKH, v_BSKH, ctx, layer_state)
+        y_BSNH = self._attend(q_BSNH, k_BSKH, v_BSKH, weights.get("sinks"), ctx, layer_state)
         with jax.named_scope("output"):
             heads_BSE = y_BSNH.reshape(batch, length, -1)
             y_BSD = checkpoint_name(self.output(weights["output"], heads_BSE, ctx), "output")
@@ -173,6 +184,7 @@ class Attention(Layer):
         q_BSNH: jax.Array,
         k_BSKH: jax.Array,
         v_BSKH: jax.Array,
+        sinks_N: jax.Array | None,
         ctx: Context,
         layer_state: Nested,
     ) -> jax.Array:
@@ -188,6 +200,7 @@ class Attention(Layer):
                 scale=self.scale,
                 window=self.window,
                 softcap=self.softcap,
+                sinks_N=sinks_N,
             )
         attend = dot_product_attention if ctx.kernels is None else ctx.kernels.attention
         compute_dtype = q_BSNH.dtype
@@ -198,6 +211,7 @@ class Attention(Layer):
             k_BSKH.astype(kernel_dtype),
             v_BSKH.astype(kernel_dtype),
             segments_BS=ctx.batch.get("segments"),
+            sinks_N=sinks_N,
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from framework.layers.sinks import softmax_with_sinks
+
 
 def cached_attention(
     query_B1NH: jax.Array,
@@ -24,6 +26,7 @@ def cached_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """The result of `dot_product_attention` for the last position: [B, 1, N, H] in the query's dtype.
 
@@ -37,6 +40,7 @@ def cached_attention(
         scale: multiplies the logits, before the cap.
         window: attend to the last `window` tokens, the new one among them; None means all.
         softcap: logits become softcap * tanh(logits / softcap).
+        sinks_N: see `dot_product_attention`.
     """
     B, _, N, H = query_B1NH.shape
     K = key_B1KH.shape[2]
@@ -52,7 +56,11 @@ def cached_attention(
     cache_logits_BKGC = jnp.where(visible_B11C, cache_logits_BKGC, -jnp.inf)
     new_logits_BKG1 = _logits(q_BKGH, key_B1KH, scale, softcap)
     all_logits = jnp.concatenate([cache_logits_BKGC, new_logits_BKG1], axis=-1)
-    weights = jax.nn.softmax(all_logits, axis=-1).astype(value_B1KH.dtype)
+    if sinks_N is None:
+        weights = jax.nn.softmax(all_logits, axis=-1)
+    else:
+        weights = softmax_with_sinks(all_logits, sinks_N.reshape(K, G, 1))
+    weights = weights.astype(value_B1KH.dtype)
     out_BKGH = _mix(weights, cache["value"], value_B1KH, wide)
     return out_BKGH.astype(query_B1NH.dtype).reshape(B, 1, N, H)
 

@@ -12,7 +12,7 @@ from framework.layers import kernels_cudnn, kernels_splash, kernels_xla
 from framework.layers.kernels_call import AttentionCall, SplashBlocks, describe_call
 
 Implementation = Literal["auto", "xla", "splash", "cudnn"]
-# Each of these modules has `why_not(call)` and `attend(call, q, k, v, segments)`.
+# Each of these modules has `why_not(call)` and `attend(call, q, k, v, segments, sinks)`.
 _KERNELS = {"xla": kernels_xla, "splash": kernels_splash, "cudnn": kernels_cudnn}
 
 
@@ -28,6 +28,7 @@ def dot_product_attention(
     implementation: Implementation = "auto",
     mesh: Mesh | None = None,
     splash: SplashBlocks = SplashBlocks(),
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of N query heads to K key/value heads; query head n uses key/value head n // (N / K).
 
@@ -45,6 +46,8 @@ def dot_product_attention(
             fsdp and expert, positions over seq, heads over model. "auto" goes by its platform. None means JAX's
             default device.
         splash: how that kernel cuts its work.
+        sinks_N: [N], floating: the logit of each query head that joins the denominator of its softmax and has no value,
+            neither scaled nor capped; None for none.
 
     Returns:
         [B, S, N, H] in the query's dtype, named "attention" for remat policies. Logits and softmax are f32 inside
@@ -63,10 +66,11 @@ def dot_product_attention(
         mesh,
         scale,
         splash,
+        sinks_N,
     )
     kernel = _KERNELS[choose_implementation(call, implementation)]
     # Every kernel names its result "attention", so that a remat policy serves all platforms.
-    return kernel.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS)
+    return kernel.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)
 
 
 def choose_implementation(call: AttentionCall, implementation: str = "auto") -> str:

@@ -71,6 +71,7 @@ class AttentionCall:
     platform: str  # cpu, tpu, gpu
     given_scale: float | None = None
     splash: SplashBlocks = SplashBlocks()
+    has_sinks: bool = False
 
     @property
     def scale(self) -> float:
@@ -111,8 +112,10 @@ def describe_call(
     mesh: Mesh | None,
     scale: float | None = None,
     splash: SplashBlocks = SplashBlocks(),
+    sinks: Any = None,
 ) -> AttentionCall:
-    """Checks q [B, S, N, H], k and v [B, S, K, H], segments [B, S], arrays or ShapeDtypeStructs, and describes them.
+    """Checks q [B, S, N, H], k and v [B, S, K, H], segments [B, S], sinks [N], arrays or ShapeDtypeStructs, and
+    describes them.
 
     Raises:
         ValueError: shapes or dtypes do not belong together.
@@ -130,6 +133,10 @@ def describe_call(
         are_integers = jnp.issubdtype(segments.dtype, jnp.integer)
         if segments.shape != q.shape[:2] or not are_integers:
             raise ValueError(f"segments: expected integers {q.shape[:2]}, given {segments.dtype} {segments.shape}")
+    if sinks is not None:
+        is_floating = jnp.issubdtype(sinks.dtype, jnp.floating)
+        if sinks.shape != q.shape[2:3] or not is_floating:
+            raise ValueError(f"sinks: expected floats {q.shape[2:3]}, given {sinks.dtype} {sinks.shape}")
     # The mesh decides, not the default device: a plan compiles for devices that are not present.
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     if platform in ("cuda", "rocm"):
@@ -149,6 +156,7 @@ def describe_call(
         platform=platform,
         given_scale=scale,
         splash=splash,
+        has_sinks=sinks is not None,
     )
 
 

@@ -49,6 +49,10 @@ def why_not(call: AttentionCall) -> str | None:
             "it has no cap on logits; use xla or softcap=None",
         ),
         (
+            call.has_sinks,
+            "through JAX's public interface it has no sinks; use xla or sinks=False",
+        ),
+        (
             call.head_dim % 8 or call.head_dim > max_channels,
             f"it takes a multiple of 8 up to {max_channels} channels a head, not {call.head_dim}; use xla",
         ),
@@ -71,8 +75,10 @@ def attend(
     k_BSKH: Array,
     v_BSKH: Array,
     segments_BS: Array | None,
+    sinks_N: Array | None = None,
 ) -> Array:
     """softmax(scale * q k^T) v as [B, S, N, H]."""
+    assert sinks_N is None, "`why_not` refuses sinks"
     shards = call.shards(LENGTH_AXIS)
 
     def local(

@@ -8,6 +8,7 @@ over seq. Blocks that the causal mask or the window empties are neither loaded n
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -64,6 +65,7 @@ def attend(
     k_BSKH: Array,
     v_BSKH: Array,
     segments_BS: Array | None,
+    sinks_N: Array | None = None,
     interpret: bool = False,
 ) -> Array:
     """softmax(scale * q k^T) v as [B, S, N, H]. `interpret` runs the kernel's body on any platform: for tests."""
@@ -78,15 +80,17 @@ def attend(
         v: Array,
         row_ids: Array | None,
         column_ids: Array | None,
-        kernel: Any,
+        kernel_and_sinks: tuple[Any, Array | None],
     ) -> Array:
+        kernel, sinks = kernel_and_sinks
         heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]
         # The kernel itself reads key/value head n // G, so nothing is repeated in memory.
         segment_ids = None
         if row_ids is not None and column_ids is not None:
             segment_ids = SegmentIds(row_ids, column_ids)
-        # The kernel is for one sequence.
-        out_BNSH = jax.vmap(kernel)(*heads_first, segment_ids)
+        # The kernel is for one sequence. All sequences share the sinks, each head its own.
+        attend_sequence = jax.vmap(partial(_attend_sequence, kernel), in_axes=(0, 0, 0, 0, None))
+        out_BNSH = attend_sequence(*heads_first, segment_ids, sinks)
         return out_BNSH.swapaxes(1, 2)
 
     kernel = _kernel(call, interpret)
@@ -102,9 +106,14 @@ def attend(
         k_BSKH,
         v_BSKH,
         segments_BS,
-        kernel,
-        kernel_spec,
+        (kernel, sinks_N),
+        (kernel_spec, PartitionSpec(HEADS_AXIS)),
     )
+
+
+def _attend_sequence(kernel: Any, q: Array, k: Array, v: Array, segment_ids: Any, sinks: Array | None) -> Array:
+    """[N, S, H] of one sequence, all heads first."""
+    return kernel(q, k, v, segment_ids, sinks=sinks)
 
 
 def _scaled(q_BSNH: Array, scale: float) -> Array:

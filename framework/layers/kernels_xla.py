@@ -15,6 +15,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from framework.layers.kernels_call import LENGTH_AXIS, SAVED_NAME, AttentionCall, allowed_BST, separate_padding
+from framework.layers.sinks import softmax_with_sinks
 
 
 def why_not(call: AttentionCall) -> None:
@@ -27,6 +28,7 @@ def attend(
     k_BSKH: Array,
     v_BSKH: Array,
     segments_BS: Array | None,
+    sinks_N: Array | None = None,
 ) -> Array:
     """softmax(scale * q k^T) v as [B, S, N, H]; logits and softmax in f32 (f64 for f64 inputs)."""
     if call.shards(LENGTH_AXIS) > 1:
@@ -42,7 +44,7 @@ def attend(
 
     blocks = []
     for first, last in _row_blocks(call):
-        block = _attend_rows(call, q_BNSH, k_BKSH, v_BKSH, ids_BS, first, last)
+        block = _attend_rows(call, q_BNSH, k_BKSH, v_BKSH, ids_BS, sinks_N, first, last)
         blocks.append(block)
     out_BNSH = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=2)
     return checkpoint_name(out_BNSH.swapaxes(1, 2), SAVED_NAME)
@@ -54,6 +56,7 @@ def _attend_rows(
     k_BKSH: Array,
     v_BKSH: Array,
     ids_BS: Array | None,
+    sinks_N: Array | None,
     first: int,
     last: int,
 ) -> Array:
@@ -84,7 +87,13 @@ def _attend_rows(
     mask_BRT = allowed_BST(call.window, rows_R, columns_T, row_ids_BR, column_ids_BT)
     # One mask for all heads.
     masked_logits = jnp.where(mask_BRT[:, None], logits, never)
-    weights = jax.nn.softmax(masked_logits, axis=-1).astype(v_BKTH.dtype)
+    if sinks_N is None:
+        weights = jax.nn.softmax(masked_logits, axis=-1)
+    else:
+        # The rows of a key head are those of its first query head, then those of the next one.
+        sinks_KR = jnp.repeat(sinks_N.reshape(K, G), last - first, axis=1)
+        weights = softmax_with_sinks(masked_logits, sinks_KR[:, :, None])
+    weights = weights.astype(v_BKTH.dtype)
     block_BKRH = jnp.einsum("bkrt,bkth->bkrh", weights, v_BKTH)
     return block_BKRH.reshape(B, N, last - first, H)
 

@@ -347,12 +347,15 @@ class _LocalKernels:
         segments_BS = options["segments_BS"]
         window = options["window"]
         softcap = options["softcap"]
+        sinks_N = options.get("sinks_N")
         if implementation == "auto":
             platform = self._platform
             has_splash = _splash_takes(platform, query_BSNH)
-            has_kernel = has_splash or (_cudnn_takes(platform, query_BSNH) and softcap is None)
+            has_cudnn = _cudnn_takes(platform, query_BSNH) and softcap is None and sinks_N is None
+            has_kernel = has_splash or has_cudnn
             implementation = "fused" if has_kernel else "xla"
         if implementation != "xla":
+            # Sinks are N numbers: what the kernel holds and computes is the same without them.
             return self._fused(query_BSNH, key_BSKH, value_BSKH)
         static = (query_BSNH.dtype, segments_BS is not None, window, softcap, None, self._platform)
         call = AttentionCall(
@@ -369,6 +372,7 @@ class _LocalKernels:
             key_BSKH,
             value_BSKH,
             segments_BS,
+            sinks_N,
         )
 
 

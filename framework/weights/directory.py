@@ -9,10 +9,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from framework.files import hub_models
+from framework.weights.mxfp4 import BLOCKS, SCALES, PackedTensor, packed_names
 
 
 class Directory:
     """The safetensors files of a directory. Headers are read at once, tensors when they are asked for.
+
+    A weight in MXFP4 goes by its own name, not by those of its blocks and scales, and is read as bfloat16.
 
     Raises:
         FileNotFoundError: no such directory, no safetensors files, or a shard of the index is missing.
@@ -42,6 +45,12 @@ class Directory:
             wrong = sorted(listed ^ stored)
             if wrong:
                 raise ValueError(f"{index}: disagrees with {shard} about {len(wrong)} tensors: {', '.join(wrong[:5])}")
+        # By the names in the files; `home` has those of weights.
+        self._files = dict(self.home)
+        self._packed = packed_names(self.path, list(self.home))
+        for name in self._packed:
+            self.home[name] = self.home.pop(f"{name}{BLOCKS}")
+            del self.home[f"{name}{SCALES}"]
 
     def _open(self, shard: str) -> Any:
         """A safetensors file of the directory. Raises ValueError where the name leads elsewhere, or it is damaged."""
@@ -55,5 +64,11 @@ class Directory:
             raise ValueError(f"{self.path / shard}: damaged, perhaps not wholly downloaded: {error}") from None
 
     def tensor(self, name: str) -> Any:
-        """A reader of slices of a tensor, which knows its shape: `get_shape()`, `[slices]`."""
-        return self._open(self.home[name]).get_slice(name)
+        """A reader of slices of a tensor, which knows its shape and dtype: `get_shape()`, `get_dtype()`, `[slices]`."""
+        if name in self._packed:
+            return PackedTensor(name, self._stored(f"{name}{BLOCKS}"), self._stored(f"{name}{SCALES}"))
+        return self._stored(name)
+
+    def _stored(self, name: str) -> Any:
+        """The reader of a tensor as it is in a file."""
+        return self._open(self._files[name]).get_slice(name)

@@ -62,7 +62,8 @@ def export_model(
         to: a directory that is not there yet; it appears when all is written.
         model, params: a nested dict of arrays, all on this process's devices; one file's weights are copied at a time.
         family: see configs/families.
-        facts: config.json; its `dtype` and `torch_dtype` become that of the tensors.
+        facts: config.json; its `dtype` and `torch_dtype` become that of the tensors, and a `quantization_config` is
+            left out.
         beside: what else goes into the directory, by name.
         shard_bytes: of a file at most, if it holds more than one tensor.
 
@@ -84,10 +85,12 @@ def export_model(
         _write_weights(folder, model, flatten(params), tensors, shards)
         # transformers reads `dtype` from 4.56 on, `torch_dtype` before, and the former where both stand.
         dtype = str(model.param_dtype)
+        # Weights that were read from fewer bits are written as floats.
+        float_facts = {name: value for name, value in facts.items() if name != "quantization_config"}
         _write(
             folder / "config.json",
             {
-                **facts,
+                **float_facts,
                 "dtype": dtype,
                 "torch_dtype": dtype,
             },
@@ -226,12 +229,8 @@ def _tensor(
     """A tensor as it is in a file, joined from its parts."""
     ordered_parts = sorted(parts, key=lambda part: part.source.piece)
     pieces = [_layer(model, flat_params, part.path, part.indices) for part in ordered_parts]
-    tensor = pieces[0]
-    if len(pieces) > 1:
-        tensor = np.concatenate(pieces, axis=-1)
-    # All parts of a tensor are transposed, or none.
-    if parts[0].source.transpose:
-        tensor = tensor.T
+    # All parts of a tensor lie in it in the same way.
+    tensor = parts[0].source.join(pieces)
     return np.ascontiguousarray(tensor)
 
 

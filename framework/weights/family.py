@@ -19,6 +19,8 @@ class Family:
     names: dict[str, Source] = {}
     # A pattern for tensors that hold no weights.
     ignored: str = r"rotary_emb\.inv_freq$"
+    # Whether float16 models are read, all as bfloat16. transformers keeps the norms of some families in float32 there.
+    takes_float16: bool = True
 
     def model(self, facts: dict[str, Any]) -> Config:
         """Our model's config. Raises ValueError for a model that we cannot compute."""

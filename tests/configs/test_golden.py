@@ -35,6 +35,7 @@ PUBLISHED = {
     "qwen2.5-32b": 32_763_876_352,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
 }
 FLOWS = {"digits-glow", "digits-realnvp", "digits-nice", "digits-residual", "images-glow"}
 OURS = {"moe-tiny", "stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
@@ -127,7 +128,7 @@ def test_norms_biases_and_positions_do_not_decay(resolved, name):
     assert all(path.endswith(("weight", "token", "table", *experts)) for path in decaying)
     rest = set(flatten(experiment.model.parameter_specs())) - decaying
     assert groups["rule0"] == rest
-    assert all(path.endswith(("scale", "bias", "position")) for path in rest)
+    assert all(path.endswith(("scale", "bias", "position", "sinks")) for path in rest)
 
 
 def test_the_smallest_config_takes_a_step(resolved):

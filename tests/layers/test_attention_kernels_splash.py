@@ -74,8 +74,10 @@ def topology():
     return lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
 
 
-def compile_step(mesh, *, S=1024, N=4, K=4, H=128, segments=False, dtype=jnp.bfloat16, **options):
+def compile_step(mesh, *, S=1024, N=4, K=4, H=128, segments=False, sinks=False, dtype=jnp.bfloat16, **options):
     """The compiled program of a forward and a backward pass, its inputs spread over the mesh."""
+    by_head = NamedSharding(mesh, PartitionSpec("model"))
+    sinks_N = jax.ShapeDtypeStruct((N,), dtype, sharding=by_head) if sinks else None
     B = 2 * mesh.shape["data"] * mesh.shape["fsdp"]
     heads = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "seq", "model", None))
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "seq"))
@@ -84,11 +86,13 @@ def compile_step(mesh, *, S=1024, N=4, K=4, H=128, segments=False, dtype=jnp.bfl
     call = describe_call(q, k, k, ids, options.get("window"), options.get("softcap"), mesh, options.get("scale"))
     assert choose_implementation(call) == "splash"
 
-    def loss(q, k, v, ids):
-        return jnp.sum(dot_product_attention(q, k, v, segments_BS=ids, mesh=mesh, **options).astype(jnp.float32) ** 2)
+    def loss(q, k, v, sinks_N, ids):
+        out = dot_product_attention(q, k, v, segments_BS=ids, sinks_N=sinks_N, mesh=mesh, **options)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
 
-    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), out_shardings=heads)
-    return step.lower(q, k, k, ids).compile()
+    shardings = (heads, heads, heads, by_head if sinks else None)
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)), out_shardings=shardings)
+    return step.lower(q, k, k, sinks_N, ids).compile()
 
 
 @pytest.mark.parametrize(
@@ -96,6 +100,7 @@ def compile_step(mesh, *, S=1024, N=4, K=4, H=128, segments=False, dtype=jnp.bfl
     [
         ("v5e:2x4", (2, 2, 1, 1, 2), {"segments": True, "K": 2}),
         ("v5e:2x4", (1, 2, 1, 4, 1), {"window": 300}),
+        ("v5e:2x4", (1, 2, 1, 2, 2), {"window": 300, "sinks": True, "segments": True}),
         ("v5p:2x2x1", (1, 1, 1, 2, 2), {"segments": True, "softcap": 50.0}),
         ("v5p:2x2x1", (1, 4, 1, 1, 1), {"H": 64, "dtype": jnp.float32}),
     ],

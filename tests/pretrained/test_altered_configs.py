@@ -47,8 +47,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "two factors": (
         "llama", {"rope_parameters": LINEAR, "rope_scaling": LINEAR | {"factor": 2.0}}, "rope_scaling = .*the same as",
     ),
-    "yarn": ("llama", {"rope_parameters": YARN}, "rope_type default, linear or llama3"),
-    "dynamic": ("gemma2", {"rope_scaling": DYNAMIC}, "rope_type default, linear or llama3"),
+    "yarn of a text": ("llama", {"rope_parameters": YARN | {"beta_fast": "2"}}, r"rope_parameters\.beta_fast = '2'"),
+    "yarn of no length": (
+        "llama", {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
+        r"original_max_position_embeddings = 0; expected an integer of at least 1",
+    ),
+    "dynamic": ("gemma2", {"rope_scaling": DYNAMIC}, "rope_type default, linear, llama3 or yarn"),
     "partial, linear": (
         "llama", {"rope_scaling": LINEAR, "partial_rotary_factor": 0.99}, r"partial_rotary_factor = 0\.99; expected 1",
     ),
@@ -106,6 +110,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no layers": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers = 0; expected an integer of at least 1"),
     "not a number": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan; expected a number above 0"),
     "a list of names": ("llama", {"hidden_act": ["silu"]}, "hidden_act = .*expected a string"),
+    "norms in float32": (
+        "gpt-oss", {"dtype": "float16"}, "dtype = 'float16'; expected float32 or bfloat16: transformers would",
+    ),
+    "no limit": ("gpt-oss", {"swiglu_limit": 0.0}, r"swiglu_limit = 0\.0; expected a number above 0"),
+    "a window of nothing": ("gpt-oss", {"sliding_window": None}, "sliding_window = None; expected a number of tokens"),
     "eight bits": ("llama", {"dtype": "float8_e4m3fn"}, "dtype = 'float8_e4m3fn'; expected float32, bfloat16"),
 }  # fmt: skip
 

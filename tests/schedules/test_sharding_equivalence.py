@@ -7,6 +7,7 @@ import pytest
 
 from configs.parts import mixture
 from framework.config import config_for
+from framework.layers.experts.gating import ClampedSwiGLU
 from framework.layers.linear import Linear
 from framework.layers.mlp import MLP
 from tests.support import small
@@ -18,6 +19,8 @@ MODELS = {
     "llama": lambda: small.llama(stack__unroll=0, embed__dropout=0.1, head__z_loss=1e-3),
     "mixture": lambda: mixture_model(None),
     "capacity": lambda: mixture_model(0.75),
+    "gpt-oss": lambda: gpt_oss_model(None),
+    "gpt-oss, capacity": lambda: gpt_oss_model(0.75),
 }
 MESHES = [
     ("gpt2", {"data": 8, "fsdp": 1}),
@@ -36,6 +39,10 @@ EXPERT_MESHES = [
     ("mixture", {"data": 2, "fsdp": 2, "model": 2}),
     ("capacity", {"fsdp": 2, "expert": 2, "model": 2}),
     ("capacity", {"fsdp": 1, "expert": 4, "seq": 2}),
+    ("gpt-oss", {"data": 2, "fsdp": 2, "model": 2}),
+    ("gpt-oss", {"expert": 4, "seq": 2, "fsdp": 1}),
+    ("gpt-oss", {"fsdp": 2, "expert": 2, "model": 2}),
+    ("gpt-oss, capacity", {"fsdp": 2, "expert": 2, "model": 2}),
 ]
 
 
@@ -51,6 +58,19 @@ def mixture_model(capacity: float | None):
     linear = config_for(Linear, init=moe.experts.init)
     moe.shared = config_for(MLP, hidden=24, activation="silu", gated=True, linear=linear)
     small.block(model).mlp = moe
+    return model
+
+
+def gpt_oss_model(capacity: float | None):
+    """Sinks, windows, biases in attention, router and experts: what gpt-oss has beside a Llama, and every loss."""
+    model = mixture_model(capacity)
+    block = small.block(model)
+    block.attention.sinks = True
+    block.attention.window = 5
+    block.attention.linear.bias = True
+    block.mlp.router.logit_bias = True
+    block.mlp.experts.bias = True
+    block.mlp.experts.gating = config_for(ClampedSwiGLU, limit=0.5)
     return model
 
 

@@ -141,14 +141,17 @@ def tied(*layers: type | None, shared: tuple[int, ...] = ()) -> Config:
 
 def experts() -> Config:
     """Blocks with mixtures of experts, whose router has all that may thread through a schedule: losses, noise, and a
-    bias that each step moves."""
+    bias that each step moves. Attention has sinks, experts have biases."""
     config = tied(None)
     moe = mixture(experts=4, top_k=2, hidden=24, balance=0.3)
     moe.router.z = 0.03
     moe.router.jitter = 0.1
     moe.router.score = "sigmoid"
     moe.router.bias_rate = 0.05
+    moe.router.logit_bias = True
+    moe.experts.bias = True
     config.stack.pattern[0].mlp = moe
+    config.stack.pattern[0].attention.sinks = True
     return config
 
 

@@ -124,6 +124,9 @@ def weights_of(model: Model) -> Tensors:
 
 def _published(model: Model, tensors: Tensors) -> Tensors:
     """Tensors by the names of published files: in memory transformers keeps the experts of a layer together."""
+    if model.config.model_type == "gpt_oss":
+        # Its files keep them together, too.
+        return tensors
     is_mixtral = model.config.model_type == "mixtral"
     projections = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     published = {}

@@ -9,6 +9,7 @@ arrays of fixed size; what travels is each token once to every device of the axi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -18,8 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from framework.config import Config, PositiveFloat, PositiveInt, component, config_for
-from framework.layers.base import BATCH_AXES, Context, Layer, cast
+from framework.layers.base import BATCH_AXES, Context, Layer, add_shared, cast
 from framework.layers.experts import capacity as capacities
+from framework.layers.experts.biases import add_biases, experts_of_rows
 from framework.layers.experts.grouped import Implementation, choose_implementation, grouped_dot, with_spare_rows
 from framework.layers.experts.groups import collect, dispatch, group
 from framework.layers.experts.scores import Choice
@@ -38,6 +40,9 @@ class Experts(Layer):
         top_k: K, given by the parent.
         hidden: F, the inner width of each.
         activation, gated: as of `framework.layers.mlp.MLP`.
+        gating: how the gate and `up` are joined, e.g. `config_for(ClampedSwiGLU)`; None means act(gate) * up. It has an
+            activation of its own, so `activation` stays "silu".
+        bias: whether each expert's projections have biases, which are zero at first.
         capacity: the places of an expert in a sequence of S tokens, as a multiple of K * S / E, rounded up. Choices
             that find no place are dropped: first choices come before second ones, earlier tokens before later ones.
             None means a place for every choice.
@@ -55,24 +60,33 @@ class Experts(Layer):
         hidden: PositiveInt,
         activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"] = "silu",
         gated: bool = True,
+        gating: Config | None = None,
+        bias: bool = False,
         capacity: PositiveFloat | None = None,
         implementation: Implementation = "auto",
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
         output_init_scale: float = 1.0,
     ):
+        if gating is not None and (activation != "silu" or not gated):
+            raise ValueError(
+                "experts.gating has a gate and an activation of its own; expected gated = True and activation = "
+                f"'silu', given {gated} and {activation!r}"
+            )
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k
         self.hidden = hidden
         self.activation = ACTIVATIONS[activation]
+        self.gating: Any = self._gated if gating is None else gating.instantiate()
         self.names = ("gate", "up", "down") if gated else ("up", "down")
+        self.bias = bias
         self.capacity = capacity
         self.implementation: Implementation = implementation
         self._init = init.instantiate()
         self._output_scale = output_init_scale
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """gate and up [E, D, F], down [E, F, D]."""
+        """gate and up [E, D, F], down [E, F, D]; with biases gate_bias and up_bias [E, F], down_bias [E, D]."""
 
         def initializer(scale: float, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             keys = jax.random.split(key, shape[0])
@@ -92,6 +106,11 @@ class Experts(Layer):
                 initializer=partial(initializer, self._output_scale if is_down else 1.0),
                 roles=("expert", *roles),
             )
+            if self.bias:
+                bias_shape = (self.num_experts, shape[1])
+                bias_axes = ("expert", axes[1])
+                bias_roles = ("expert", roles[1])
+                specs[f"{name}_bias"] = ParameterSpec(bias_shape, "float32", bias_axes, roles=bias_roles)
         return specs
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
@@ -99,7 +118,7 @@ class Experts(Layer):
         the transpose of that sums their gradients into the shards that the update takes."""
         if self.capacity is not None or ctx.kernels is not None:
             return super().prepare(params, ctx)
-        return {name: cast(params[name], ctx.compute_dtype) for name in self.names}
+        return {name: cast(params[name], ctx.compute_dtype) for name in self.own_specs()}
 
     def __call__(
         self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context
@@ -134,9 +153,16 @@ class Experts(Layer):
         if gathers and sizes["fsdp"] > 1:
             whole_weights = {}
             for name, weight in weights.items():
-                axis = self.own_specs()[name].mesh_axes.index("fsdp")
-                whole_weights[name] = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
+                axes = self.own_specs()[name].mesh_axes
+                # The biases of `gate` and `up` are whole already.
+                if "fsdp" in axes:
+                    weight = jax.lax.all_gather(weight, "fsdp", axis=axes.index("fsdp"), tiled=True)
+                whole_weights[name] = weight
             weights = whole_weights
+        if self.bias and sizes["model"] > 1:
+            # Each of these devices has a part of the sum over F; one alone may add what is no part of it.
+            is_first = jax.lax.axis_index("model") == 0
+            weights = {**weights, "down_bias": jnp.where(is_first, weights["down_bias"], 0)}
         first_expert: Any = 0
         if sizes["expert"] > 1:
             tokens = (x_BSD, choice)
@@ -170,19 +196,27 @@ class Experts(Layer):
         dot: Any = partial(grouped_dot, sizes_E=groups.sizes_E, implementation=implementation, even_rows=even_rows)
         if ctx.kernels is not None:
             dot = partial(ctx.kernels.grouped_dot, rows=even_rows)
-        h_NF = self._hidden(partial(dot, x_ND), weights)
-        y_ND = checkpoint_name(dot(h_NF, weights["down"]), "mlp_down")
+        experts_N = experts_of_rows(groups.sizes_E, num_rows) if self.bias else None
+
+        def project(name: str, rows_NI: jax.Array) -> jax.Array:
+            y_NO = dot(rows_NI, weights[name])
+            if experts_N is None:
+                return y_NO
+            return add_biases(y_NO, weights[f"{name}_bias"], experts_N)
+
+        h_NF = self._hidden(project, x_ND)
+        y_ND = checkpoint_name(project("down", h_NF), "mlp_down")
         y_TKD = collect(y_ND, groups)
         y_TD = _weighted_sum(y_TKD, choice.shares_BSK.reshape(-1, top_k))
         return y_TD.reshape(x_BSD.shape)
 
-    def _hidden(self, dot: Any, weights: Nested) -> jax.Array:
-        """The inner activations; dot(weight) is the product with x."""
-        up = checkpoint_name(dot(weights["up"]), "mlp_up")
-        if "gate" not in weights:
+    def _hidden(self, project: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """The inner activations; project(name, x) is the projection of that name."""
+        up = checkpoint_name(project("up", x), "mlp_up")
+        if "gate" not in self.names:
             return keeping_inputs(self.activation)(up)
-        gate = checkpoint_name(dot(weights["gate"]), "mlp_gate")
-        return keeping_inputs(self._gated)(gate, up)
+        gate = checkpoint_name(project("gate", x), "mlp_gate")
+        return keeping_inputs(self.gating)(gate, up)
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return self.activation(gate) * up
@@ -201,11 +235,14 @@ class Experts(Layer):
 
         x_BECD = placed(x_BECD, None)
 
-        def dot(x_BECI: jax.Array, weight_EIO: jax.Array) -> jax.Array:
-            return jnp.einsum("beci,eio->beco", x_BECI, weight_EIO)
+        def project(name: str, x_BECI: jax.Array) -> jax.Array:
+            y_BECO = jnp.einsum("beci,eio->beco", x_BECI, weights[name])
+            if not self.bias:
+                return y_BECO
+            return add_shared(y_BECO, weights[f"{name}_bias"][:, None])
 
-        h_BECF = placed(self._hidden(partial(dot, x_BECD), weights), "model")
-        y_BECD = placed(dot(h_BECF, weights["down"]), None)
+        h_BECF = placed(self._hidden(project, x_BECD), "model")
+        y_BECD = placed(project("down", h_BECF), None)
         y_BECD = checkpoint_name(y_BECD, "mlp_down")
         y_BSKD = capacities.collect(ctx.constrain(y_BECD, BATCH_AXES, None, None, None), places)
         return _weighted_sum(y_BSKD, choice.shares_BSK), places.is_kept_BSK

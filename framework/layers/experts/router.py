@@ -55,6 +55,7 @@ class Router(Layer):
         bias_rate: after each step the bias of an expert, by which it is chosen, moves by this: up where the batch chose
             it less than the mean expert, else down (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3 has 0.001 beside
             score = sigmoid). None means that there is no bias.
+        logit_bias: the logits have a learned bias, zero at first (gpt-oss): choice, shares and losses all see it.
         expert_metrics: also report each expert's share of the choices, as load/0, load/1, ...
         init: initializer of the weight.
     """
@@ -73,6 +74,7 @@ class Router(Layer):
         balance_over: Scope = "sequence",
         z: FiniteNonNegative = 0.0,
         bias_rate: PositiveFloat | None = None,
+        logit_bias: bool = False,
         expert_metrics: bool = False,
         init: Config = config_for(jax.nn.initializers.normal, stddev=0.02),
     ):
@@ -89,11 +91,15 @@ class Router(Layer):
         self.balance_over: Scope = balance_over
         self.z = z
         self.bias_rate = bias_rate
+        self.logit_bias = logit_bias
         self.expert_metrics = expert_metrics
         self._init = init.instantiate()
 
     def own_specs(self) -> dict[str, ParameterSpec]:
-        """weight [D, E]; E is not cut over the axis `expert`: every device routes its own tokens among all experts."""
+        """weight [D, E], and bias [E] where the logits have one.
+
+        E is not cut over the axis `expert`: every device routes its own tokens among all experts.
+        """
         weight = ParameterSpec(
             (self.dim, self.num_experts),
             "float32",
@@ -101,7 +107,10 @@ class Router(Layer):
             initializer=self._init,
             roles=("in", "router"),
         )
-        return {"weight": weight}
+        if not self.logit_bias:
+            return {"weight": weight}
+        bias = ParameterSpec((self.num_experts,), "float32", (None,), roles=("router",))
+        return {"weight": weight, "bias": bias}
 
     def own_buffers(self) -> dict[str, TensorSpec]:
         """bias [E], which the last step but one has left, and loads [E], of the last step; none without a bias."""
@@ -141,6 +150,8 @@ class Router(Layer):
         wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
         inputs_BSD = self._jittered(x_BSD.astype(wide), ctx)
         logits_BSE = inputs_BSD @ weights["weight"].astype(wide)
+        if self.logit_bias:
+            logits_BSE = logits_BSE + weights["bias"].astype(wide)
         bias_E = self._bias(buffers, ctx)
         choice = scores.choose(
             logits_BSE,

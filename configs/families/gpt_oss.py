@@ -1,0 +1,108 @@
+"""gpt-oss (arXiv 2508.10925): sinks and biases in attention, windows in every second layer, experts with biases.
+
+Its experts clamp what they multiply, and are published in MXFP4 (framework/weights/mxfp4.py). In the files the outputs
+of the gate and of `up` take turns along one axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.families.facts import Facts
+from configs.families.llama import (
+    common_facts,
+    decoder_names,
+    layer_types,
+    layer_windows,
+    rope,
+    with_windows,
+)
+from configs.families.mixtures import number_of_experts, refuse_losses
+from configs.parts import gpt_oss_model
+from framework.config import Config, component
+from framework.weights.family import Family
+from framework.weights.source import Source
+
+_EXPERTS = "model.layers.{layer}.mlp.experts"
+_ROUTER = "model.layers.{layer}.mlp.router"
+# What transformers takes where config.json has no `rope_parameters` and no `rope_scaling`.
+_DEFAULT_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _names() -> dict[str, Source]:
+    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+    names["attention/sinks"] = Source("model.layers.{layer}.self_attn.sinks")
+    names["mlp/router/weight"] = Source(f"{_ROUTER}.weight", transpose=True)
+    names["mlp/router/bias"] = Source(f"{_ROUTER}.bias")
+    for number, ours in enumerate(("gate", "up")):
+        piece = (number, 2)
+        names[f"mlp/experts/{ours}"] = Source(f"{_EXPERTS}.gate_up_proj", piece=piece, interleaved=True)
+        names[f"mlp/experts/{ours}_bias"] = Source(f"{_EXPERTS}.gate_up_proj_bias", piece=piece, interleaved=True)
+    names["mlp/experts/down"] = Source(f"{_EXPERTS}.down_proj")
+    names["mlp/experts/down_bias"] = Source(f"{_EXPERTS}.down_proj_bias")
+    return names
+
+
+@component
+class GptOss(Family):
+    """GptOssForCausalLM."""
+
+    architectures = ("GptOssForCausalLM",)
+    names = _names()
+    takes_float16 = False
+
+    def model(self, facts: dict[str, Any]) -> Config:
+        """As Family.model."""
+        fields = Facts(facts)
+        refuse_losses(fields)
+        # An empty `rope_scaling` says nothing either; empty `rope_parameters` are those of no scaling.
+        if fields.any("rope_parameters", None) is None and not fields.any("rope_scaling", None):
+            facts = {**facts, "rope_parameters": _DEFAULT_SCALING}
+        theta, scaling = rope(Facts(facts), 150_000.0)
+        layers = fields.size("num_hidden_layers", 36)
+        heads = fields.size("num_attention_heads", 64)
+        model = gpt_oss_model(
+            layers=layers,
+            heads=heads,
+            kv_heads=fields.size("num_key_value_heads", 8, null=True) or heads,
+            head_dim=fields.size("head_dim", 64),
+            dim=fields.size("hidden_size", 2880),
+            hidden=fields.size("intermediate_size", 2880),
+            experts=number_of_experts(fields, 128),
+            top_k=fields.size("num_experts_per_tok", 4),
+            vocab_size=fields.size("vocab_size", 201_088),
+            theta=theta,
+            rope_scaling=scaling,
+            eps=fields.number("rms_norm_eps", 1e-5),
+            bias=fields.flag("attention_bias", True),
+            alpha=fields.number("swiglu_alpha", 1.702),
+            limit=fields.number("swiglu_limit", 7.0),
+            tied=fields.flag("tie_word_embeddings", False),
+        )
+        alternating_kinds = ["sliding_attention", "full_attention"] * layers
+        kinds = layer_types(fields) or alternating_kinds[:layers]
+        window = fields.size("sliding_window", 128, null=True)
+        return with_windows(model, layer_windows(kinds, window, fields))
+
+    def facts(self, model: Config) -> dict[str, Any]:
+        """As Family.facts."""
+        block = model.stack.pattern[0]
+        moe = block.mlp
+        if not moe.takes("num_experts") or moe.experts.gating is None:
+            raise ValueError("layers are no mixtures of experts with a clamped SwiGLU")
+        return common_facts(model, moe.experts) | {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "attention_bias": block.attention.linear.bias,
+            "num_local_experts": moe.num_experts,
+            "num_experts_per_tok": moe.router.top_k,
+            "swiglu_alpha": moe.experts.gating.alpha,
+            "swiglu_limit": moe.experts.gating.limit,
+        }
