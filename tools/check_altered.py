@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import itertools
 import logging
 import math
@@ -103,7 +104,8 @@ def their_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     import transformers
 
     with torch.device("meta"):
-        config = transformers.AutoConfig.for_model(**facts)
+        # A copy: transformers completes the objects of a config.json in place, which other alterations share.
+        config = transformers.AutoConfig.for_model(**copy.deepcopy(facts))
         model: Any = transformers.AutoModelForCausalLM.from_config(config)
     tied = set(model.all_tied_weights_keys)
     return {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}

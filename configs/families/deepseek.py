@@ -12,6 +12,7 @@ from configs.families.facts import Facts
 from configs.families.llama import activation, activation_fact, decoder_names, rope, rope_facts
 from configs.parts import deepseek_model
 from framework.config import Config, component
+from framework.layers.yarn import attention_scale
 from framework.weights.family import Family
 from framework.weights.source import Source
 
@@ -163,9 +164,26 @@ def _model(fields: Facts, *, num_first: int) -> Config:
     if fields.size("qk_rope_head_dim", 64) % 2:
         raise fields.error("qk_rope_head_dim", "an even number")
     biases = fields.flag("attention_bias", False)
+    scale = _scale(fields, scaling, model.stack.pattern[0].attention)
     for block in _blocks(model):
         block.attention.bias = biases
+        block.attention.scale = scale
     return model
+
+
+def _scale(fields: Facts, scaling: Config | None, attention: Config) -> float | None:
+    """Returns what multiplies logits, which `mscale_all_dim` changes; None for the usual factor.
+
+    Raises:
+        ValueError: the field stands beside a scaling that has none; transformers would take it all the same.
+    """
+    rope_fields = fields.part("rope_scaling") or fields.part("rope_parameters")
+    if scaling is None or rope_fields is None or not rope_fields.any("mscale_all_dim", None):
+        return None
+    if not scaling.takes("mscale_all_dim"):
+        raise rope_fields.error("mscale_all_dim", "nothing, as rope_type is not yarn")
+    factor = attention_scale(scaling.factor, scaling.mscale_all_dim)
+    return (attention.plain_dim + attention.rotary_dim) ** -0.5 * factor**2
 
 
 def _blocks(model: Config) -> list[Config]:

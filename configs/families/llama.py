@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from configs.families.facts import Facts
+from configs.families.rope_scaling import original_length, yarn_facts, yarn_scaling
 from configs.parts import llama_model
 from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
@@ -87,10 +88,11 @@ def activation_fact(ours: str) -> str:
     raise ValueError(f"mlp.activation = {ours}")
 
 
-def rope(facts: Facts, default_theta: float = 10_000.0) -> tuple[float, Config | None]:
+def rope(facts: Facts, default_theta: float = 10_000.0, *, partial: bool = False) -> tuple[float, Config | None]:
     """Returns (theta, scaling) of a config.json; the theta that it does not state is `default_theta`.
 
-    transformers 4 writes `rope_scaling` and `rope_theta`, transformers 5 `rope_parameters`.
+    transformers 4 writes `rope_scaling` and `rope_theta`, transformers 5 `rope_parameters`. With `partial`, the family
+    may turn a part of each head, which `rope_scaling.rotary_dim` reads.
 
     Raises:
         ValueError: the scaling is unknown, or both versions' fields stand there and differ.
@@ -106,7 +108,7 @@ def rope(facts: Facts, default_theta: float = 10_000.0) -> tuple[float, Config |
     theta_facts = scaling if "rope_theta" in scaling.values else facts
     theta = theta_facts.number("rope_theta", default_theta)
     for part in (scaling, facts):
-        if part.any("partial_rotary_factor", None) not in (None, 1):
+        if not partial and part.any("partial_rotary_factor", None) not in (None, 1):
             raise part.error("partial_rotary_factor", "1: all elements of a head are turned")
     kind = scaling.any("rope_type", scaling.any("type", "default"))
     if kind == "default":
@@ -115,7 +117,9 @@ def rope(facts: Facts, default_theta: float = 10_000.0) -> tuple[float, Config |
         return theta, config_for(LinearScaling, factor=scaling.number("factor"))
     if kind == "llama3":
         return theta, _llama3_scaling(facts, scaling)
-    raise ValueError(f"config.json: rope scaling {scaling.values}; expected rope_type default, linear or llama3")
+    if kind == "yarn":
+        return theta, yarn_scaling(facts, scaling)
+    raise ValueError(f"config.json: rope scaling {scaling.values}; expected rope_type default, linear, llama3 or yarn")
 
 
 def _llama3_scaling(facts: Facts, scaling: Facts) -> Config:
@@ -131,15 +135,7 @@ def _llama3_scaling(facts: Facts, scaling: Facts) -> Config:
     low = fields["low_freq_factor"]
     if fields["high_freq_factor"] <= low:
         raise scaling.error("high_freq_factor", f"more than low_freq_factor = {low}")
-    name = "original_max_position_embeddings"
-    if name in scaling.values:
-        length = scaling.size(name)
-    else:
-        length = facts.size("max_position_embeddings")
-    # The field may stand outside of the object too, and transformers takes that one.
-    if facts.any(name, length) != length:
-        raise facts.error(name, f"that of rope_parameters, {length}")
-    return config_for(Llama3Scaling, **fields, original_length=length)
+    return config_for(Llama3Scaling, **fields, original_length=original_length(facts, scaling))
 
 
 def rope_facts(rotary: Config) -> dict[str, Any]:
@@ -148,16 +144,17 @@ def rope_facts(rotary: Config) -> dict[str, Any]:
     if rotary.scaling is None:
         return facts
     scaling = dict(rotary.scaling.leaves())
-    # Only Llama3Scaling has this field.
-    length = scaling.pop("original_length", None)
-    if length is None:
-        facts["rope_scaling"] = {"rope_type": "linear", **scaling}
-    else:
+    if rotary.scaling.takes("beta_fast"):
+        facts["rope_scaling"] = yarn_facts(rotary.scaling)
+    elif rotary.scaling.takes("low_freq_factor"):
+        length = scaling.pop("original_length")
         facts["rope_scaling"] = {
             "rope_type": "llama3",
             **scaling,
             "original_max_position_embeddings": length,
         }
+    else:
+        facts["rope_scaling"] = {"rope_type": "linear", **scaling}
     return facts
 
 

@@ -43,6 +43,7 @@ _COMPONENTS = {
     "framework.layers.norm": ("LayerNorm", "RMSNorm"),
     "framework.layers.rotary": ("LinearScaling", "Llama3Scaling", "Rotary"),
     "framework.layers.stack": ("Stack",),
+    "framework.layers.yarn": ("YarnScaling",),
     "framework.learner.learner": ("Learner",),
     "framework.learner.rules": ("Rule",),
     "framework.models.causal_lm": ("CausalLM",),

@@ -1,6 +1,7 @@
 """Rotary positions (Su et al. 2021, arXiv 2104.09864) with the frequency scaling of Llama 3.1.
 
-The halves convention of Hugging Face and GPT-NeoX: element i turns with element i + H/2.
+The halves convention of Hugging Face and GPT-NeoX: element i turns with element i + R/2, where the first R of a head's
+H elements turn. Other scalings are in files of their own, as `yarn.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,22 @@ import numpy as np
 from framework.config import Config, PositiveFloat, PositiveInt, component
 
 
+class Scaling:
+    """What stretches rotary positions to longer contexts.
+
+    Attributes:
+        amplitude: multiplies cosines and sines.
+    """
+
+    amplitude: float = 1.0
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Angular frequencies [R/2] of base theta, radians per position -> the scaled ones."""
+        raise NotImplementedError
+
+
 @component
-class Llama3Scaling:
+class Llama3Scaling(Scaling):
     """Stretches the low frequencies so that a model trained at one context length can be used at a longer one.
 
     As in Llama 3.1's reference code: wavelengths over `original_length / low_freq_factor` are slowed by `factor`, those
@@ -35,8 +50,8 @@ class Llama3Scaling:
         self.high = high_freq_factor
         self.length = original_length
 
-    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
-        """Angular frequencies [H/2], radians per position -> the scaled ones."""
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """As Scaling.__call__."""
         wavelengths = 2 * math.pi / frequencies
         turns = self.length / wavelengths
         # 0 for the low frequencies, which are divided by the factor, and 1 for the high ones.
@@ -45,14 +60,14 @@ class Llama3Scaling:
 
 
 @component
-class LinearScaling:
+class LinearScaling(Scaling):
     """All positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
 
     def __init__(self, *, factor: PositiveFloat):
         self.factor = factor
 
-    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
-        """Angular frequencies [H/2], radians per position -> the scaled ones."""
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """As Scaling.__call__."""
         return frequencies / self.factor
 
 
@@ -61,9 +76,10 @@ class Rotary:
     """Turns pairs of elements of queries and keys by angles proportional to the position.
 
     Args:
-        head_dim: H, even.
+        head_dim: H.
         theta: base of the geometric series of frequencies.
         scaling: e.g. `config_for(Llama3Scaling)`; None keeps the frequencies.
+        rotary_dim: R, even: only the first R elements of each head turn; None means all, so H is even.
     """
 
     def __init__(
@@ -72,14 +88,21 @@ class Rotary:
         head_dim: PositiveInt,
         theta: PositiveFloat = 10_000.0,
         scaling: Config | None = None,
+        rotary_dim: PositiveInt | None = None,
     ):
-        if head_dim % 2:
+        if rotary_dim is None and head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
-        exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+        self.rotary_dim = rotary_dim or head_dim
+        if self.rotary_dim % 2 or self.rotary_dim > head_dim:
+            raise ValueError(f"rotary_dim = {rotary_dim}; expected an even number up to head_dim = {head_dim}")
+        exponents = np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim
         frequencies = theta**-exponents
+        self.amplitude = 1.0
         # In float64 until they are used: a late position multiplies their error.
         if scaling is not None:
-            frequencies = scaling.instantiate()(frequencies)
+            stretch: Scaling = scaling.instantiate()
+            frequencies = stretch(frequencies, theta)
+            self.amplitude = stretch.amplitude
         self.frequencies = frequencies
 
     def __call__(self, positions_BS: jax.Array, *arrays_BSNH: jax.Array) -> tuple[jax.Array, ...]:
@@ -90,11 +113,20 @@ class Rotary:
         angles = positions_BS11 * jnp.asarray(self.frequencies, dtype)
         cos = jnp.cos(angles)
         sin = jnp.sin(angles)
+        if self.amplitude != 1:
+            cos = cos * self.amplitude
+            sin = sin * self.amplitude
 
-        def turn(x: jax.Array) -> jax.Array:
-            a, b = jnp.split(x.astype(dtype), 2, axis=-1)
+        def turn(x_BSNR: jax.Array) -> jax.Array:
+            a, b = jnp.split(x_BSNR.astype(dtype), 2, axis=-1)
             turned_a = a * cos - b * sin
             turned_b = b * cos + a * sin
-            return jnp.concatenate([turned_a, turned_b], axis=-1).astype(x.dtype)
+            return jnp.concatenate([turned_a, turned_b], axis=-1).astype(x_BSNR.dtype)
 
-        return tuple(turn(x) for x in arrays_BSNH)
+        def turn_first(x_BSNH: jax.Array) -> jax.Array:
+            if self.rotary_dim == x_BSNH.shape[-1]:
+                return turn(x_BSNH)
+            turned, unturned = jnp.split(x_BSNH, [self.rotary_dim], axis=-1)
+            return jnp.concatenate([turn(turned), unturned], axis=-1)
+
+        return tuple(turn_first(x_BSNH) for x_BSNH in arrays_BSNH)

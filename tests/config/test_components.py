@@ -106,6 +106,7 @@ FIELDS: dict[str, Any] = {
     "num_heads": 2,
     "num_layers": 1,
     "optimizer": config_for(optax.adam, learning_rate=0.1),
+    "original_length": 64,
     "outputs": 4,
     "path": "not/there",
     "paths": ["not/there"],

@@ -47,8 +47,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "two factors": (
         "llama", {"rope_parameters": LINEAR, "rope_scaling": LINEAR | {"factor": 2.0}}, "rope_scaling = .*the same as",
     ),
-    "yarn": ("llama", {"rope_parameters": YARN}, "rope_type default, linear or llama3"),
-    "dynamic": ("gemma2", {"rope_scaling": DYNAMIC}, "rope_type default, linear or llama3"),
+    "yarn of a text": ("llama", {"rope_parameters": YARN | {"beta_fast": "2"}}, r"rope_parameters\.beta_fast = '2'"),
+    "yarn of no length": (
+        "llama", {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
+        r"original_max_position_embeddings = 0; expected an integer of at least 1",
+    ),
+    "dynamic": ("gemma2", {"rope_scaling": DYNAMIC}, "rope_type default, linear, llama3 or yarn"),
     "partial, linear": (
         "llama", {"rope_scaling": LINEAR, "partial_rotary_factor": 0.99}, r"partial_rotary_factor = 0\.99; expected 1",
     ),

@@ -267,7 +267,7 @@ WRONG = {
     ),
     "code of its own": (lambda d: wrong_config(d, auto_map={"AutoModel": "x.Y"}), "never executed"),
     "a field is missing": (lambda d: wrong_config(d, hidden_size=None), "no field 'hidden_size'"),
-    "an unknown scaling": (lambda d: wrong_config(d, rope_scaling={"rope_type": "yarn", "factor": 2}), "rope_type"),
+    "an unknown scaling": (lambda d: wrong_config(d, rope_scaling={"rope_type": "dynamic", "factor": 2}), "rope_type"),
     "an unknown activation": (lambda d: wrong_config(d, hidden_act="xielu"), "hidden_act = 'xielu'"),
     "no JSON": (lambda d: (d / "config.json").write_text("{"), "is no JSON"),
     "truncated": (truncated, r"model-1\.safetensors: damaged"),

@@ -134,6 +134,22 @@ SCALINGS += [{"full_attention": LINEAR, "sliding_attention": PLAIN}, {"full_atte
 SCALINGS += [{**LINEAR, "attention_factor": 2.0}, {**PLAIN, "factor": 4.0}, {**PLAIN, "rope_theta": None}, "linear"]
 SCALINGS += [{**PLAIN, "rope_theta": "1e4"}, {**PLAIN, "mrope_section": [2, 1, 1]}, [LINEAR], {"factor": 4.0}]
 SCALINGS += [{**PLAIN, "rope_theta": 0}, {**PLAIN, "rope_theta": -10.0}, {**PLAIN, "rope_theta": 100}]
+# Long enough that frequencies lie on both ends of YaRN's ramp and between.
+WIDE_YARN = {**YARN, "original_max_position_embeddings": 256}
+for field, values in {
+    "beta_fast": (0, 2, 0.5, None, -1.0, "2"),
+    "beta_slow": (0, 2, 0.25, None, -1.0, "2"),
+    "mscale": (0.7, 0, -1),
+    "mscale_all_dim": (0.7, 0, -1),
+    "attention_factor": (0.7, 2, 0, -1, None),
+    "truncate": (False, None, 0),
+    "factor": (None, 1.0, 0.5, 0, "4"),
+    "rope_theta": (500.0, 1.0, 0.5),
+    "original_max_position_embeddings": (0, 8.0, 16, None, 2),
+}.items():
+    SCALINGS += [{**WIDE_YARN, field: value} for value in values]
+SCALINGS += [{**WIDE_YARN, "mscale": 1.0, "mscale_all_dim": 0.5}, {**WIDE_YARN, "mscale": 0, "mscale_all_dim": 0.5}]
+SCALINGS += [{k: v for k, v in WIDE_YARN.items() if k != name} for name in WIDE_YARN]
 
 WINDOWS = [None, 0, -1, 1, 3, 7, 39, 40, 1000, "7", 7.0, True]
 KINDS = {"sliding": "sliding_attention", "full": "full_attention", "chunked": "chunked_attention"}

@@ -151,6 +151,11 @@ _MIXTURES = (
 )
 FAMILIES |= {family.name: family for family in _MIXTURES}
 
+# Of the eight frequencies of a head, the first is kept, three are between, and four are divided.
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4, "beta_slow": 0.25}
+_DENSE = (_llama("qwen3-yarn", "Qwen3ForCausalLM", head_dim=16, rope_scaling=_YARN),)
+FAMILIES |= {family.name: family for family in _DENSE}
+
 
 def _deepseek(name: str, **fields: Any) -> Family:
     facts = {
@@ -192,14 +197,19 @@ _DEEPSEEK = (
         topk_method="group_limited_greedy",
         n_group=3,
         topk_group=2,
+        rope_scaling={**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
     ),
 )
 FAMILIES |= {family.name: family for family in _DEEPSEEK}
 
+_LONG_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 # Rotary tables are compared at the shapes of published models: {name: (head_dim, theta, rope_scaling)}.
 ROTARY: dict[str, tuple[int, float, dict[str, Any] | None]] = {
     "plain": (64, 10_000.0, None),
     "llama-3.1-8b": (128, 500_000.0, {**_SCALING, "original_max_position_embeddings": 8192}),
     "llama-3.2-1b": (64, 500_000.0, {**_SCALING, "factor": 32.0, "original_max_position_embeddings": 8192}),
+    "qwen3-8b-yarn": (128, 1_000_000.0, _LONG_YARN),
+    "untruncated": (64, 150_000.0, {**_LONG_YARN, "original_max_position_embeddings": 4096, "truncate": False}),
+    "mscale": (64, 10_000.0, {**_LONG_YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707}),
 }
 ROTARY_POSITIONS = (0, 1, 2, 17, 255, 4095, 8191, 8192, 32_767, 99_999)

@@ -1,0 +1,108 @@
+"""Scalings of rotary positions in config.json, read as transformers 5.23 reads them: lengths, parts of heads, and YaRN.
+
+`llama.rope` chooses between them by rope_type.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from configs.families.facts import Facts
+from framework.config import Config, config_for
+from framework.layers.yarn import YarnScaling
+
+_LENGTH = "original_max_position_embeddings"
+_PART = "partial_rotary_factor"
+
+
+def original_length(facts: Facts, scaling: Facts) -> int:
+    """Returns the number of positions before the stretching; that of max_position_embeddings by default.
+
+    Args:
+        facts: all of config.json.
+        scaling: its object about rotary positions.
+
+    Raises:
+        ValueError: the length stands there twice, with two values.
+    """
+    if _LENGTH in scaling.values:
+        length = scaling.size(_LENGTH)
+    elif _LENGTH in facts.values:
+        length = facts.size(_LENGTH)
+    else:
+        length = facts.size("max_position_embeddings")
+    # The field may stand outside of the object too, and transformers takes that one.
+    if facts.any(_LENGTH, length) != length:
+        raise facts.error(_LENGTH, f"that of rope_parameters, {length}")
+    return length
+
+
+def rotary_dim(facts: Facts, head_dim: int) -> int | None:
+    """Returns how many elements of each head turn, None for all, of a family that takes `partial_rotary_factor`.
+
+    Raises:
+        ValueError: the factor stands there twice with two values, or its part of a head is no even number.
+    """
+    scaling = facts.part("rope_parameters") or facts.part("rope_scaling")
+    place = facts if scaling is None or _PART not in scaling.values else scaling
+    factor = place.number(_PART, 1.0, null=True) or 1.0
+    if facts.any(_PART, factor) not in (factor, None):
+        raise facts.error(_PART, f"that of rope_parameters, {factor}")
+    # Rounded down, as in transformers.
+    turned = int(head_dim * factor)
+    if turned == head_dim:
+        return None
+    if turned < 2 or turned % 2 or turned > head_dim:
+        raise place.error(_PART, f"an even number of the {head_dim} elements of a head, given {turned}")
+    return turned
+
+
+def rotary_part(turned: int, head_dim: int) -> float:
+    """Returns the `partial_rotary_factor` by which `turned` elements of a head turn."""
+    factor = turned / head_dim
+    # The quotient may be rounded to less than the fraction, and its product is rounded down.
+    return factor if int(head_dim * factor) == turned else math.nextafter(factor, 1.0)
+
+
+def yarn_scaling(facts: Facts, scaling: Facts) -> Config:
+    """Returns the scaling of rope_type yarn.
+
+    Args:
+        facts: all of config.json.
+        scaling: its object about rotary positions.
+
+    Raises:
+        ValueError: a field is no number above 0. transformers takes its default for a 0 where it has one.
+    """
+    length = original_length(facts, scaling)
+    factor = scaling.number("factor", null=True)
+    if factor is None:
+        factor = facts.size("max_position_embeddings") / length
+    return config_for(
+        YarnScaling,
+        factor=factor,
+        original_length=length,
+        beta_fast=_number_or_none(scaling, "beta_fast") or 32.0,
+        beta_slow=_number_or_none(scaling, "beta_slow") or 1.0,
+        attention_factor=scaling.number("attention_factor", None, null=True),
+        mscale=_number_or_none(scaling, "mscale"),
+        mscale_all_dim=_number_or_none(scaling, "mscale_all_dim"),
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def yarn_facts(scaling: Config) -> dict[str, Any]:
+    """Returns the object of config.json about rotary positions, the inverse of `yarn_scaling`."""
+    fields = dict(scaling.leaves())
+    length = fields.pop("original_length")
+    stated = {name: value for name, value in fields.items() if value is not None}
+    return {"rope_type": "yarn", **stated, _LENGTH: length}
+
+
+def _number_or_none(scaling: Facts, name: str) -> float | None:
+    """Returns a number above 0; None where the field is absent, null or 0, which transformers takes as not stated."""
+    value = scaling.any(name, None)
+    if value == 0 and not isinstance(value, bool):
+        return None
+    return scaling.number(name, None, null=True)

@@ -1,0 +1,76 @@
+"""Rotary positions that turn a part of each head, and that are stretched by YaRN, against the papers' formulas.
+
+tests/peers/ compares whole models and tables of published shapes with transformers.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.config import config_for
+from framework.layers.rotary import Rotary
+from framework.layers.yarn import YarnScaling
+
+POSITIONS = np.array([[0, 1, 7, 30]])
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def test_a_part_of_each_head_turns_as_a_head_of_that_size_and_the_others_stay():
+    x_BSNH = drawn(1, 4, 2, 12)
+    (turned,) = Rotary(head_dim=12, rotary_dim=8)(jnp.asarray(POSITIONS), jnp.asarray(x_BSNH))
+    (expected,) = Rotary(head_dim=8)(jnp.asarray(POSITIONS), jnp.asarray(x_BSNH[..., :8]))
+    np.testing.assert_array_equal(turned[..., :8], expected)
+    np.testing.assert_array_equal(turned[..., 8:], x_BSNH[..., 8:])
+
+
+def test_a_part_of_a_head_may_be_even_where_the_head_is_odd():
+    x_BSNH = drawn(1, 4, 2, 9)
+    (turned,) = Rotary(head_dim=9, rotary_dim=4)(jnp.asarray(POSITIONS), jnp.asarray(x_BSNH))
+    np.testing.assert_array_equal(turned[..., 4:], x_BSNH[..., 4:])
+
+
+@pytest.mark.parametrize("rotary_dim", [3, 10])
+def test_an_odd_part_or_more_than_a_head_is_refused(rotary_dim: int):
+    with pytest.raises(ValueError, match=f"rotary_dim = {rotary_dim}; expected an even number up to head_dim = 8"):
+        Rotary(head_dim=8, rotary_dim=rotary_dim)
+
+
+def test_yarn_is_the_ramp_of_its_paper():
+    """Section 3.2 of arXiv 2309.00071: what turns more than 32 times stays, what turns less than once is divided."""
+    length, factor, theta = 4096, 8.0, 10_000.0
+    scaling = config_for(YarnScaling, factor=factor, original_length=length)
+    stretched = Rotary(head_dim=64, theta=theta, scaling=scaling)
+    plain = Rotary(head_dim=64, theta=theta).frequencies
+    turns = length * plain / (2 * math.pi)
+    ratio = plain / stretched.frequencies
+    # Rounding the ends of the ramp to whole indices keeps them outside of these bounds.
+    np.testing.assert_allclose(ratio[turns > 48], 1.0)
+    np.testing.assert_allclose(ratio[turns < 0.7], factor)
+    between = ratio[(turns < 28) & (turns > 1.2)]
+    assert len(between) > 3
+    assert (np.diff(between) > 0).all()
+    assert ((between > 1) & (between < factor)).all()
+    assert stretched.amplitude == pytest.approx(0.1 * math.log(factor) + 1)
+
+
+def test_the_attention_factor_multiplies_what_is_turned_alone():
+    x_BSNH = drawn(1, 4, 2, 12)
+    plain = config_for(YarnScaling, factor=2.0, original_length=16, attention_factor=1.0)
+    louder = config_for(YarnScaling, factor=2.0, original_length=16, attention_factor=1.5)
+    turned = []
+    for scaling in (plain, louder):
+        rotary = Rotary(head_dim=12, rotary_dim=8, scaling=scaling)
+        turned += rotary(jnp.asarray(POSITIONS), jnp.asarray(x_BSNH))
+    np.testing.assert_allclose(turned[1][..., :8], 1.5 * turned[0][..., :8], rtol=1e-5)
+    np.testing.assert_array_equal(turned[1][..., 8:], x_BSNH[..., 8:])
+
+
+def test_yarn_needs_falling_frequencies():
+    scaling = config_for(YarnScaling, factor=2.0, original_length=16)
+    with pytest.raises(ValueError, match=r"theta = 1\.0; expected more than 1 with YarnScaling"):
+        Rotary(head_dim=8, theta=1.0, scaling=scaling)
