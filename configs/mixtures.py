@@ -1,7 +1,8 @@
 """Mixtures of experts: one that a laptop's CPU trains in minutes, Mixtral 8x7B, Qwen3 30B-A3B and DeepSeek-V2-Lite.
 
 Shapes of the large ones from the published config.json files, and with them the coefficients of the balance loss.
-Learning rates and batches are ours (the reports do not state them); no run of these sizes was made here.
+Learning rates and batches are ours but for DeepSeek's (the other reports do not state them); no run of these sizes was
+made here.
 """
 
 from __future__ import annotations
