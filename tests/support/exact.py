@@ -161,7 +161,7 @@ MODELS = {  # and a clip that is active in some steps and not in others
     "shared": (tied(None, None, shared=(1,)), 7.3),
     "streams": (tied(None, None, shared=(1,)), 7.5),
     "experts": (experts(), 3.0),
-    "latent": (with_latents(tied(None)), 3.0),
+    "latent": (with_latents(tied(None)), 4.6),
 }
 MODELS["streams"][0].stack.streams = "float32"  # which in float64 are float64
 
