@@ -1,12 +1,13 @@
-"""Mixtures of experts: one that a laptop's CPU trains in minutes, Mixtral 8x7B, Qwen3 30B-A3B and gpt-oss 20b.
+"""Mixtures of experts: one that a laptop's CPU trains in minutes, and the shapes of published ones.
 
 Shapes of the large ones from the published config.json files, and with them the coefficients of the balance loss.
-Learning rates and batches are ours (the reports do not state them); no run of these sizes was made here.
+Learning rates and batches are ours but for DeepSeek's (the other reports do not state them); no run of these sizes was
+made here.
 """
 
 from __future__ import annotations
 
-from configs.parts import gpt_oss_model, large, llama_model, mixture, no_decay
+from configs.parts import deepseek_model, gpt_oss_model, large, llama_model, mixture, no_decay
 from configs.tiny import stdlib_tiny
 from framework.config import Config, config_for
 from framework.layers.norm import RMSNorm
@@ -111,9 +112,33 @@ def gpt_oss_20b() -> Config:
     return config
 
 
+def deepseek_v2_lite() -> Config:
+    """DeepSeek-V2-Lite: 26 layers of 64 experts, 6 for a token and 2 for all, behind one without; 15.7B parameters.
+
+    Latent attention of rank 512, width 2048. Published as deepseek-ai/DeepSeek-V2-Lite (arXiv 2405.04434, appendix B),
+    here as it was pretrained: with 4096 positions, before YaRN stretched them to 32,768.
+    """
+    model = deepseek_model(
+        layers=27,
+        num_first=1,
+        heads=16,
+        dim=2048,
+        hidden=10944,
+        vocab_size=102400,
+        kv_rank=512,
+        query_rank=None,
+        experts=64,
+        top_k=6,
+        expert_hidden=1408,
+        shared_hidden=2816,
+    )
+    return large(model, seq_len=4096, batch=4608, peak=4.2e-4, steps=302_000)
+
+
 CONFIGS = {
     "moe-tiny": moe_tiny,
     "mixtral-8x7b": mixtral_8x7b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "gpt-oss-20b": gpt_oss_20b,
+    "deepseek-v2-lite": deepseek_v2_lite,
 }

@@ -20,6 +20,7 @@ from framework.layers.experts.gating import ClampedSwiGLU
 from framework.layers.experts.moe import MoE
 from framework.layers.experts.router import Router
 from framework.layers.head import LMHead
+from framework.layers.latent_attention import LatentAttention
 from framework.layers.linear import Linear
 from framework.layers.mlp import MLP
 from framework.layers.norm import LayerNorm, RMSNorm
@@ -92,6 +93,73 @@ def llama_model(
         dim=dim,
         vocab_size=vocab_size,
         stack=config_for(Stack, num_layers=layers, pattern=[block]),
+        head=config_for(LMHead, norm=norm, tied=tied),
+    )
+
+
+def deepseek_model(
+    *,
+    layers: int,
+    num_first: int,
+    heads: int,
+    dim: int,
+    hidden: int,
+    vocab_size: int,
+    kv_rank: int,
+    query_rank: int | None,
+    experts: int,
+    top_k: int,
+    expert_hidden: int,
+    shared_hidden: int,
+    plain_dim: int = 128,
+    rotary_dim: int = 64,
+    value_dim: int = 128,
+    theta: float = 10_000.0,
+    rope_scaling: Config | None = None,
+    eps: float = 1e-6,
+    tied: bool = False,
+    activation: str = "silu",
+    balance: float = 0.001,
+) -> Config:
+    """DeepSeek-V2 (arXiv 2405.04434): latent attention, shared experts beside routed ones, and `num_first` layers with
+    an MLP of width `hidden` before those."""
+    norm = config_for(RMSNorm, eps=eps)
+    attention = config_for(
+        LatentAttention,
+        num_heads=heads,
+        kv_rank=kv_rank,
+        query_rank=query_rank,
+        plain_dim=plain_dim,
+        rotary_dim=rotary_dim,
+        value_dim=value_dim,
+        rotary=config_for(Rotary, theta=theta, scaling=rope_scaling),
+    )
+    mlp = config_for(MLP, hidden=hidden, activation=activation, gated=True)
+    dense = config_for(Block, norm=norm, attention=attention, mlp=mlp)
+    sparse = dense.copy()
+    sparse.mlp = mixture(
+        experts=experts,
+        top_k=top_k,
+        hidden=expert_hidden,
+        activation=activation,
+        normalize=False,
+        balance=balance,
+    )
+    sparse.mlp.shared = config_for(MLP, hidden=shared_hidden, activation=activation, gated=True)
+    first = None
+    if 0 < num_first < layers:
+        first = config_for(Stack, num_layers=num_first, pattern=[dense.copy()])
+    stack = config_for(
+        Stack,
+        num_layers=layers if first is None else layers - num_first,
+        pattern=[dense if num_first >= layers else sparse],
+    )
+    return config_for(
+        CausalLM,
+        dim=dim,
+        vocab_size=vocab_size,
+        first=first,
+        stack=stack,
         head=config_for(LMHead, norm=norm, tied=tied),
     )
 

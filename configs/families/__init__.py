@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from configs.families.deepseek import DeepseekV2
 from configs.families.facts import Facts, float_dtype, refuse_unread
 from configs.families.gemma import Gemma2
 from configs.families.gpt2 import GPT2
@@ -22,7 +23,7 @@ from framework.files.hub_names import is_hub_url
 from framework.weights.directory import Directory
 from framework.weights.family import Family
 
-FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE, GptOss]
+FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE, GptOss, DeepseekV2]
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -33,6 +34,7 @@ MODEL_TYPES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
 }
 
 
@@ -57,8 +59,6 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
         expected = "a directory as Hugging Face's save_pretrained writes it, or the Hub's ORG/NAME"
         raise FileNotFoundError(f"no file {file}: expected {expected}")
     facts = _json_object(file)
-    if "auto_map" in facts:
-        raise ValueError(f"{file} asks for code of its own (auto_map); code of a directory is never executed")
     adapter = file.with_name("adapter_config.json")
     if adapter.is_file():
         raise ValueError(
@@ -67,6 +67,10 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
         )
     try:
         family = family_of(facts)
+        if "auto_map" in facts and not family.has_own_code:
+            raise ValueError("it asks for code of its own (auto_map); code of a directory is never executed")
+        # transformers has the architecture, too, and takes its own code.
+        facts = {name: value for name, value in facts.items() if name != "auto_map"}
         refuse_unread(Facts(facts))
         return facts, config_for(family)
     except ValueError as error:

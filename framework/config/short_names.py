@@ -37,6 +37,7 @@ _COMPONENTS = {
     "framework.layers.flow.residual": ("ResidualBlock",),
     "framework.layers.head": ("LMHead",),
     "framework.layers.kernels_call": ("SplashBlocks",),
+    "framework.layers.latent_attention": ("LatentAttention",),
     "framework.layers.linear": ("Linear",),
     "framework.layers.lora": ("LoRA",),
     "framework.layers.mlp": ("MLP",),

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from framework.data.tokenizers import Tokenizer
 from framework.inference.sampling import Sampling, choose, row_keys
@@ -70,10 +69,8 @@ class Generator:
         weights = program.weights(state, averaged=averaged)
         self._arrays = (weights, state["buffer"])
         forward = Forward(program, weights)
-        # The cache is [U, B, C, K, H]: units, rows, positions, key heads, their width.
-        cache_spec = PartitionSpec(None, BATCH_AXES, None, "model", None)
-        cache = NamedSharding(program.mesh, cache_spec)
-        out_shardings = (program.replicated, cache)
+        # The cache is laid out inside, by `_placed_cache`.
+        out_shardings = (program.replicated, None)
         jit = functools.partial(program.jit, static_argnums=0, out_shardings=out_shardings)
         self._prefill = jit(functools.partial(_prefill, forward))
         # The cache is donated, so that it is updated in place: there is never a second one.
@@ -249,8 +246,7 @@ def _prefill(
     # Room for the new tokens, along the axis of positions.
     pad = [(0, 0)] * 5
     pad[2] = (0, capacity - length)
-    layer_state = outs["stack"].layer_state
-    cache = jax.tree.map(lambda new: jnp.pad(new, pad), layer_state)
+    cache = _placed_cache(jax.tree.map(lambda new: jnp.pad(new, pad), _caches(outs)), ctx)
     # Prompts are padded on the left, so the last token of each is in the last column.
     last_B1D = x_BSD[:, -1:]
     logits_B1V = forward.model.head.logits(head, last_B1D, ctx)
@@ -279,19 +275,35 @@ def _decode(
     ctx = _context(forward, batch)
     params, buffers = arrays
     # Beside the cache, the layers' own buffers.
-    buffers = {**buffers, "stack": merge(buffers.get("stack", {}), cache)}
+    buffers = merge(buffers, cache)
     x_B1D, head, outs = forward((params, buffers), ctx)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
 
     # All layers write the same slot of all rows, so this is one slice and no scatter.
-    layer_state = outs["stack"].layer_state
-    cache = jax.tree.map(write, cache, layer_state)
+    cache = _placed_cache(jax.tree.map(write, cache, _caches(outs)), ctx)
     logits_B1V = forward.model.head.logits(head, x_B1D, ctx)
     (kind,) = static
     token_B = choose(kind, logits_B1V[:, 0], chosen, where["index"])
     return token_B, cache
+
+
+def _caches(outs: dict[str, Out]) -> Nested:
+    """What later tokens need of each stack, by stage: [U, B, C, K, H], units, rows, positions, key heads, their width.
+    Latents count as one head."""
+    return {name: out.layer_state for name, out in outs.items() if out.layer_state}
+
+
+def _placed_cache(cache: Nested, ctx: Context) -> Nested:
+    """The cache with rows spread over the axes of batches, and heads over `model` where it can cut them."""
+
+    def placed(x_UBCKH: jax.Array) -> jax.Array:
+        num_heads = x_UBCKH.shape[3]
+        is_cut = ctx.mesh is not None and num_heads % ctx.mesh.shape["model"] == 0
+        return ctx.constrain(x_UBCKH, None, BATCH_AXES, None, "model" if is_cut else None, None)
+
+    return jax.tree.map(placed, cache)
 
 
 def bucket(length: int) -> int:

@@ -28,13 +28,13 @@ def cached_attention(
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """The result of `dot_product_attention` for the last position: [B, 1, N, H] in the query's dtype.
+    """The result of `dot_product_attention` for the last position: [B, 1, N, V] in the query's dtype.
 
     Args:
         query_B1NH: the new token's queries; head n uses key/value head n // (N / K).
         key_B1KH: its keys, which it attends to besides.
         value_B1KH: its values.
-        cache: "key" and "value", [B, C, K, H] each.
+        cache: "key" [B, C, K, H] and "value" [B, C, K, V], where V is H but in latent attention.
         first_B: int32[B], the slot of each row's first token.
         slot: int32 scalar, the slot that the new token will have.
         scale: multiplies the logits, before the cap.
@@ -61,8 +61,8 @@ def cached_attention(
     else:
         weights = softmax_with_sinks(all_logits, sinks_N.reshape(K, G, 1))
     weights = weights.astype(value_B1KH.dtype)
-    out_BKGH = _mix(weights, cache["value"], value_B1KH, wide)
-    return out_BKGH.astype(query_B1NH.dtype).reshape(B, 1, N, H)
+    out_BKGV = _mix(weights, cache["value"], value_B1KH, wide)
+    return out_BKGV.astype(query_B1NH.dtype).reshape(B, 1, N, -1)
 
 
 def _mix(
@@ -71,7 +71,7 @@ def _mix(
     new_value_B1KH: jax.Array,
     dtype: Any,
 ) -> jax.Array:
-    """[B, K, G, H]: the sum of the values of C slots and of the new token, by weights [B, K, G, C + 1]."""
+    """[B, K, G, V]: the sum of the values of C slots and of the new token, by weights [B, K, G, C + 1]."""
     B, _, K, H = new_value_B1KH.shape
     # The new token's part is added apart: joining its value to the cache would copy the cache.
     cache_BKGH = jnp.einsum("bkgc,bckh->bkgh", weights[..., :-1], value_BCKH, preferred_element_type=dtype)

@@ -34,7 +34,8 @@ def dot_product_attention(
 
     Args:
         query_BSNH: [B, S, N, H], floating.
-        key_BSKH, value_BSKH: [B, S, K, H], of the query's dtype. Position i attends to j <= i.
+        key_BSKH: [B, S, K, H], of the query's dtype. Position i attends to j <= i.
+        value_BSKH: [B, S, K, V], of the query's dtype; V is H but in latent attention.
         segments_BS: int32 [B, S]: positions attend only within their own segment. 0 is padding: it attends to itself
             alone, and nothing attends to it.
         window: position i attends to j in (i - window, i]; None means no limit.
@@ -50,7 +51,7 @@ def dot_product_attention(
             neither scaled nor capped; None for none.
 
     Returns:
-        [B, S, N, H] in the query's dtype, named "attention" for remat policies. Logits and softmax are f32 inside
+        [B, S, N, V] in the query's dtype, named "attention" for remat policies. Logits and softmax are f32 inside
         (f64 for f64 inputs).
 
     Raises:

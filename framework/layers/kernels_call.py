@@ -1,7 +1,8 @@
 """The description of a call of attention, and code that kernels share: the mask, and their placement on a mesh.
 
 Axis letters: B sequences, S queries, T keys (of the same positions), N query heads, K key/value heads, G = N / K query
-heads to a key/value head (head n uses key/value head n // G), H channels of a head.
+heads to a key/value head (head n uses key/value head n // G), H channels of a head of queries and keys, V of one of
+values, which are H except in latent attention.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class AttentionCall:
     given_scale: float | None = None
     splash: SplashBlocks = SplashBlocks()
     has_sinks: bool = False
+    # V; None means that values have the heads of keys, H.
+    given_value_dim: int | None = None
 
     @property
     def scale(self) -> float:
@@ -79,6 +82,11 @@ class AttentionCall:
         if self.given_scale is not None:
             return self.given_scale
         return self.head_dim**-0.5
+
+    @property
+    def value_dim(self) -> int:
+        """V, the channels of a head of values."""
+        return self.head_dim if self.given_value_dim is None else self.given_value_dim
 
     def shards(self, *axes: str) -> int:
         """The product of the sizes of these mesh axes."""
@@ -114,8 +122,9 @@ def describe_call(
     splash: SplashBlocks = SplashBlocks(),
     sinks: Any = None,
 ) -> AttentionCall:
-    """Checks q [B, S, N, H], k and v [B, S, K, H], segments [B, S], sinks [N], arrays or ShapeDtypeStructs, and
-    describes them.
+    """Checks q [B, S, N, H], k [B, S, K, H], v [B, S, K, V], segments [B, S] and sinks [N], and describes them.
+
+    They are arrays or ShapeDtypeStructs.
 
     Raises:
         ValueError: shapes or dtypes do not belong together.
@@ -123,9 +132,10 @@ def describe_call(
     shapes = f"{q.shape}, {k.shape}, {v.shape}"
     # The number of axes comes first: the expected shape of keys reads the four of both.
     has_four_axes = len(q.shape) == len(k.shape) == 4
-    fits = has_four_axes and k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3])
+    fits = has_four_axes and k.shape == (*q.shape[:2], k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3]
     if not fits or q.shape[2] % k.shape[2]:
-        raise ValueError(f"expected query [B, S, N, H], key and value [B, S, K, H], N a multiple of K; given {shapes}")
+        expected = "query [B, S, N, H], key [B, S, K, H], value [B, S, K, V], N a multiple of K"
+        raise ValueError(f"expected {expected}; given {shapes}")
     dtypes = {jnp.dtype(x.dtype) for x in (q, k, v)}
     if len(dtypes) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"expected query, key and value of one floating dtype, given {sorted(map(str, dtypes))}")
@@ -157,6 +167,7 @@ def describe_call(
         given_scale=scale,
         splash=splash,
         has_sinks=sinks is not None,
+        given_value_dim=v.shape[3],
     )
 
 

@@ -57,6 +57,10 @@ def why_not(call: AttentionCall) -> str | None:
             f"it takes a multiple of 8 up to {max_channels} channels a head, not {call.head_dim}; use xla",
         ),
         (
+            call.value_dim > call.head_dim,
+            f"it takes values of at most {call.head_dim} channels a head, as keys have, not {call.value_dim}; use xla",
+        ),
+        (
             _mask_is_bias(call) and call.length % 2,
             f"with segments it takes an even number of positions, not {call.length}; pad by one",
         ),
@@ -77,7 +81,7 @@ def attend(
     segments_BS: Array | None,
     sinks_N: Array | None = None,
 ) -> Array:
-    """softmax(scale * q k^T) v as [B, S, N, H]."""
+    """softmax(scale * q k^T) v as [B, S, N, V]."""
     assert sinks_N is None, "`why_not` refuses sinks"
     shards = call.shards(LENGTH_AXIS)
 
@@ -112,8 +116,14 @@ def attend(
             is_causal=is_causal,
         )
 
+    # JAX's interface takes values of as many channels as keys: zeros fill them up, and come out as zeros.
+    missing = call.head_dim - call.value_dim
+    if missing:
+        v_BSKH = jnp.pad(v_BSKH, [(0, 0), (0, 0), (0, 0), (0, missing)])
     # JAX partitions cuDNN's calls itself, but only when it finds query, key and value spread alike.
     out_BSNH = on_each_device(call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS)
+    if missing:
+        out_BSNH = out_BSNH[..., : call.value_dim]
     return checkpoint_name(out_BSNH, SAVED_NAME)
 
 

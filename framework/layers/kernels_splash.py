@@ -55,6 +55,10 @@ def why_not(call: AttentionCall) -> str | None:
             call.head_dim % 8,
             f"it takes a multiple of 8 channels a head, not {call.head_dim}; use xla",
         ),
+        (
+            call.value_dim % 8,
+            f"it takes a multiple of 8 channels a head of values, not {call.value_dim}; use xla",
+        ),
     ]
     return next((reason for holds, reason in reasons if holds), None)
 
@@ -68,7 +72,7 @@ def attend(
     sinks_N: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """softmax(scale * q k^T) v as [B, S, N, H]. `interpret` runs the kernel's body on any platform: for tests."""
+    """softmax(scale * q k^T) v as [B, S, N, V]. `interpret` runs the kernel's body on any platform: for tests."""
     # Pallas takes a tenth of a second to import, which every command line would pay.
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 

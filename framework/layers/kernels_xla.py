@@ -30,7 +30,7 @@ def attend(
     segments_BS: Array | None,
     sinks_N: Array | None = None,
 ) -> Array:
-    """softmax(scale * q k^T) v as [B, S, N, H]; logits and softmax in f32 (f64 for f64 inputs)."""
+    """softmax(scale * q k^T) v as [B, S, N, V]; logits and softmax in f32 (f64 for f64 inputs)."""
     if call.shards(LENGTH_AXIS) > 1:
         # The G queries of a key head are rows of one matrix below, which positions on several
         # devices cannot be.
@@ -60,7 +60,7 @@ def _attend_rows(
     first: int,
     last: int,
 ) -> Array:
-    """The rows [first, last) of the result, [B, N, last - first, H], with the keys that any of them may see."""
+    """The rows [first, last) of the result, [B, N, last - first, V], with the keys that any of them may see."""
     B, N, _, H = q_BNSH.shape
     K = k_BKSH.shape[1]
     G = N // K
@@ -69,7 +69,7 @@ def _attend_rows(
     never = -0.7 * float(jnp.finfo(wide).max)
     start = 0 if call.window is None else max(0, first - call.window + 1)
     k_BKTH = k_BKSH[:, :, start:last]
-    v_BKTH = v_BKSH[:, :, start:last]
+    v_BKTV = v_BKSH[:, :, start:last]
     # R = G * (last - first) rows share a key head. Always four axes: with a fifth of size G, even
     # of size 1, XLA's CPU code takes up to twice the time.
     q_BKRH = q_BNSH[:, :, first:last].reshape(B, K, -1, H)
@@ -93,9 +93,9 @@ def _attend_rows(
         # The rows of a key head are those of its first query head, then those of the next one.
         sinks_KR = jnp.repeat(sinks_N.reshape(K, G), last - first, axis=1)
         weights = softmax_with_sinks(masked_logits, sinks_KR[:, :, None])
-    weights = weights.astype(v_BKTH.dtype)
-    block_BKRH = jnp.einsum("bkrt,bkth->bkrh", weights, v_BKTH)
-    return block_BKRH.reshape(B, N, last - first, H)
+    weights = weights.astype(v_BKTV.dtype)
+    block_BKRV = jnp.einsum("bkrt,bktv->bkrv", weights, v_BKTV)
+    return block_BKRV.reshape(B, N, last - first, call.value_dim)
 
 
 def _row_blocks(call: AttentionCall) -> list[tuple[int, int]]:

@@ -42,6 +42,9 @@ class Stack(Layer):
         streams: "float32" or "fixed" adds the blocks' branches to two streams in turn instead of to one, so that the
             stack can be run backwards (memory.remat = invert), see `framework.layers.reversible.TwoStream`: another
             function of the same parameters. Blocks' branches only.
+        depth: layers of the whole model, given by the parent where there are others; None means num_layers.
+        is_first: whether the stack stands before another one whose first layer says where its arrays live, see
+            `CausalLM`; given by the parent.
         unroll: how many units one iteration of the loop holds. 0 means all: no loop, compile time grows with depth, and
             on CPU, where a loop copies the weights that it slices, the step is about 10% faster. With any memory.remat
             but none there is a loop all the same: without one XLA recomputes all units at once, or merges that with the
@@ -58,6 +61,8 @@ class Stack(Layer):
         depth_scaled_init: bool = True,
         streams: Literal["one", "float32", "fixed"] = "one",
         unroll: int = 1,
+        depth: PositiveInt | None = None,
+        is_first: bool = False,
     ):
         if not pattern:
             raise ValueError("pattern needs at least one layer config")
@@ -77,7 +82,8 @@ class Stack(Layer):
             raise ValueError(f"unroll = {unroll} is not between 0 and the number of units, {self.num_units}")
         self.unroll = unroll or self.num_units
         # Every layer adds to the residual stream, so its variance would grow with depth.
-        scale = 1.0 / math.sqrt(2.0 * num_layers) if depth_scaled_init else 1.0
+        scale = 1.0 / math.sqrt(2.0 * (depth or num_layers)) if depth_scaled_init else 1.0
+        self.is_first = is_first
         layers = [
             _layer(
                 config,
@@ -114,7 +120,10 @@ class Stack(Layer):
 
     def policy(self, remat: str) -> str:
         """What the backward pass recomputes: as the section says; for a whole stack `remat`, of the context."""
-        return remat if self._section is None else self._section.remat
+        if self._section is not None:
+            return self._section.remat
+        # Groups are of the stack behind; of the few layers before it each is one.
+        return "full" if self.is_first and remat.startswith("sqrt") else remat
 
     def context(self, name: str, ctx: Context) -> Context:
         """The stack's context, from that of the model; `name` is the stack's, as a stage.

@@ -1,4 +1,7 @@
-"""CausalLM: a decoder-only language model as a chain of three stages, embed -> stack -> head.
+"""CausalLM: a decoder-only language model as a chain of stages, embed -> stack -> head.
+
+A model whose first layers are unlike the others, as DeepSeek's without experts, has these in a stack of their own,
+`first`, between embed and stack: so the pattern of the others stays short.
 
 The carry is x_BSD.
 """
@@ -18,6 +21,7 @@ from framework.layers.base import Context, Out
 from framework.layers.embedding import Embedding
 from framework.layers.experts.moe import MoE
 from framework.layers.head import LMHead
+from framework.layers.latent_attention import LatentAttention
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, nearest_divisors
 from framework.models.chain import Chain, Places
@@ -31,6 +35,8 @@ class CausalLM(Chain):
         dim: D, width of the residual stream.
         vocab_size: V.
         embed: first stage.
+        first: a `Stack` of layers before those of `stack`, of another kind than these; none by default. Settings of
+            config.memory that count layers count those of `stack`, and these live as its first one does.
         stack: the layers between.
         head: last stage.
         lora: adapters, beside which all else is frozen; none by default.
@@ -44,6 +50,7 @@ class CausalLM(Chain):
         dim: PositiveInt,
         vocab_size: PositiveInt,
         embed: Config = config_for(Embedding),
+        first: Config | None = None,
         stack: Config = config_for(Stack),
         head: Config = config_for(LMHead),
         lora: Config | None = None,
@@ -55,16 +62,30 @@ class CausalLM(Chain):
         self.param_dtype = jnp.dtype(param_dtype)
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.embed: Embedding = embed.instantiate(dim=dim, vocab_size=vocab_size)
-        self.stack: Stack = stack.instantiate(dim=dim)
+        self.first: Stack | None = None
+        if first is None:
+            self.stack: Stack = stack.instantiate(dim=dim)
+        else:
+            depth = first.num_layers + stack.num_layers
+            self.first = first.instantiate(dim=dim, depth=depth, is_first=True)
+            if self.first.shared:
+                raise ValueError(f"first.shared = {first.shared}; expected none: layers of `stack` alone may share")
+            self.stack = stack.instantiate(dim=dim, depth=depth)
         self.head: LMHead = head.instantiate(dim=dim, vocab_size=vocab_size)
-        self.stages = {"embed": self.embed, "stack": self.stack, "head": self.head}
+        self.stages = {"embed": self.embed, **self._stacks(), "head": self.head}
         # By path. Taken before the adapters replace layers: published weights have none.
         self.base_specs: dict[str, ParameterSpec] = flatten(self._specs())
         self.lora = None if lora is None else lora.instantiate()
         if self.lora is not None:
             # A stack has no children: its layers are those of its unit.
-            self.lora.wrap({**self.stages, "stack": self.stack.unit})
+            units = {name: stack.unit for name, stack in self._stacks().items()}
+            self.lora.wrap({**self.stages, **units})
         self.ties = {"head/table": "embed/token"} if self.head.tied else {}
+
+    def _stacks(self) -> dict[str, Stack]:
+        """The whole stacks by stage, in order, also where sections of them run."""
+        first = {} if self.first is None else {"first": self.first}
+        return {**first, "stack": self.stack}
 
     def check(self, mesh: Mesh | AbstractMesh, data: Any) -> None:
         """Raises ValueError when the model does not fit the mesh or the data.
@@ -77,9 +98,10 @@ class CausalLM(Chain):
         seq_len = data.seq_len
         vocab_size = data.tokenizer.vocab_size
         self.embed.check_length(seq_len)
-        for layer in self.stack.unit.walk():
-            if isinstance(layer, Attention | MoE):
-                layer.check_mesh(mesh)
+        for stack in self._stacks().values():
+            for layer in stack.unit.walk():
+                if isinstance(layer, Attention | LatentAttention | MoE):
+                    layer.check_mesh(mesh)
         # An axis that no parameter uses would let devices compute the same thing.
         if mesh.shape["expert"] > 1 and not _uses_axis(self.parameter_specs(), "expert"):
             raise ValueError(f"mesh.expert = {mesh.shape['expert']}, but the model has no experts; expected 1")
@@ -102,7 +124,7 @@ class CausalLM(Chain):
         """Runs everything before the head: x_BSD, and the Out of each stage; `specs` as for `run`."""
         carry = None
         outs = {}
-        for name in ("embed", "stack"):
+        for name in ("embed", *self._stacks()):
             carry, outs[name] = self.run(name, params, carry, ctx, buffers, specs)
         return carry, outs
 

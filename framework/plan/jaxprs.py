@@ -58,7 +58,8 @@ def _sum(counts: Iterable[FlopCount]) -> FlopCount:
     return FlopCount(total_flops, uncounted_loops)
 
 
-# Attention in products of B N S T H multiply-adds: q k and w v; backward q k again, dv, dw, dq, dk.
+# Attention in products of B N S T H multiply-adds: q k and w v; backward q k again, dv, dw, dq, dk. Those with v in
+# them have the channels of values, which are others in latent attention.
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 _CUDNN = {
     "dot_product_attention_fwd_wrapper": _FORWARD_PRODUCTS,
@@ -89,9 +90,13 @@ def _flops_of(eqn: JaxprEqn) -> FlopCount:
         return FlopCount(2 * _CUDNN[name] * math.prod(shapes[0]) * key_length)
     if name == LOCAL_ATTENTION:
         # Operands are queries, keys and values, heads first; the backward pass has more of them.
-        products = _BACKWARD_PRODUCTS if len(eqn.invars) > 3 else _FORWARD_PRODUCTS
-        key_length = shapes[1][2]
-        return FlopCount(2 * products * math.prod(shapes[0]) * key_length)
+        is_backward = len(eqn.invars) > 3
+        *rows, key_dim = shapes[0]
+        key_length, value_dim = shapes[2][2:]
+        key_products = 3 if is_backward else 1
+        value_products = 2 if is_backward else 1
+        channels = key_products * key_dim + value_products * value_dim
+        return FlopCount(2 * math.prod(rows) * key_length * channels)
     if name == LOCAL_GROUPED:
         return FlopCount(params["flops"])
     if name == "ragged_dot_general":

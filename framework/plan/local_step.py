@@ -25,6 +25,7 @@ from framework.layers import attention, kernels_xla, lookup
 from framework.layers.base import Context, Out, batch_specs, cast
 from framework.layers.embedding import Embedding
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
+from framework.layers.latent_attention import LatentAttention
 from framework.layers.stack import Stack
 from framework.layout import MeshAxes, Nested, ParameterSpec, StateLayout, flatten, merge
 from framework.models.causal_lm import CausalLM
@@ -117,8 +118,9 @@ class _LocalStep:
         units = {id(stack.unit): stack.unit for stack in self.model.stacks.values()}
         for unit in units.values():
             for layer in unit.walk():
-                if isinstance(layer, attention.Attention):
+                if isinstance(layer, attention.Attention | LatentAttention):
                     layer.num_heads //= sizes["model"]
+                if isinstance(layer, attention.Attention):
                     layer.num_kv_heads //= sizes["model"]
         self.specs = self.model.parameter_specs()
 
@@ -365,6 +367,7 @@ class _LocalKernels:
             head_size,
             key_BSKH.shape[2],
             *static,
+            given_value_dim=value_BSKH.shape[3],
         )
         return kernels_xla.attend(
             call,
@@ -398,7 +401,8 @@ def _fused(parts: int) -> Callable[..., jax.Array]:
         if parts > 1:
             k, v = (jax.lax.all_gather(x, "seq", axis=2, tiled=True) for x in (k, v))
         row_sums = jax.typeof(q[..., 0]).update(dtype=jnp.dtype("float32"))
-        results = KERNEL.bind(q, k, v, results=(jax.typeof(q), row_sums))
+        result = jax.typeof(q).update(shape=(*q.shape[:-1], v.shape[-1]))
+        results = KERNEL.bind(q, k, v, results=(result, row_sums))
         saved_results = [checkpoint_name(x, SAVED_NAME) for x in results]
         return saved_results[0].swapaxes(1, 2), (q, k, v, *saved_results)
 

@@ -115,7 +115,7 @@ def _place(label: str) -> tuple[str, str]:
     # A label that begins with a number is that of an argument: of the state, or the batch.
     path = re.sub("^/[0-9]+/", "", label)
     if path != label:
-        name = re.sub("/stack/[0-9]+/", "/stack/", path)
+        name = re.sub("/(first|stack)/[0-9]+/", r"/\1/", path)
         return name, OF_LAYOUT.get(path.split("/", 1)[0], "batch")
     if _GRADIENTS.match(label):
         return "gradients that wait", "gradients"

@@ -26,7 +26,7 @@ from framework.schedules.layerwise import schedule
 from framework.schedules.layerwise.programs import Compile, Ledger, Programs
 from framework.schedules.layerwise.schedule import LayerPrograms
 from framework.schedules.step import Metrics, State
-from framework.schedules.storage import STACK, Parts
+from framework.schedules.storage import FIRST, STACK, Parts
 from framework.terminal.phases import phase
 
 
@@ -55,7 +55,7 @@ class Layerwise(Execution):
     def parts_of(experiment: Experiment) -> Parts:
         """See `Execution`: the stack is a list of layers."""
         stages = list(experiment.model.stages)
-        if stages != ["embed", STACK, "head"]:
+        if [stage for stage in stages if stage != FIRST] != ["embed", STACK, "head"]:
             raise ValueError(
                 f"memory.update = layer_programs runs embed, {STACK} and head; the model has "
                 f"{', '.join(stages)}; expected memory.update = in_backward, streamed or after_backward"

@@ -250,7 +250,7 @@ def _with_hosted_stack(specs: Nested) -> Nested:
     hosted_specs = {group: dict(tree) for group, tree in specs.items()}
     for group in ("parameter", "frozen", "ema"):
         tree = hosted_specs[group]
-        if "stack" in tree:
+        for stack in {"first", "stack"} & tree.keys():
             # Small matrices move too: the flag promises a stack in host memory.
-            tree["stack"] = move_to_host(tree["stack"], "pinned_host", stacked=True, min_bytes=0)
+            tree[stack] = move_to_host(tree[stack], "pinned_host", stacked=True, min_bytes=0)
     return hosted_specs

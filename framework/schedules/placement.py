@@ -72,6 +72,9 @@ class Placement:
         """
         if not self.is_partial:
             return stack.num_units if self.hosts_everything else 0
+        if stack.is_first:
+            # Numbers are of the layers of the stack behind, with whose first layer this one goes.
+            return stack.num_units
         if self.fraction is not None:
             return round(self.fraction * stack.num_units)
         assert self.layers is not None

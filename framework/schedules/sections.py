@@ -23,6 +23,9 @@ def policies(memory: Memory, stack: Stack) -> list[str]:
     """
     unit_policies: list[str] = []
     num_units = stack.num_units
+    if stack.is_first:
+        # Numbers are of the layers of the stack behind, with whose first layer this one goes.
+        return [stack.policy(remat.spans(memory.remat)[0].policy)] * num_units
     setting = f"memory.remat = {memory.remat}"
     for span in remat.spans(memory.remat):
         rest = num_units - len(unit_policies)

@@ -22,6 +22,8 @@ from framework.models.chain import Chain
 from framework.schedules.memory import Memory
 
 STACK = "stack"
+# The stage of the layers before the stack, see `framework.models.causal_lm`.
+FIRST = "first"
 # The fields of `Memory` that say where a group of the state lives.
 _PLACES = {
     "parameter": "parameters",
@@ -74,10 +76,11 @@ class Parts:
 
     @staticmethod
     def of_units(model: Chain, memory: Memory) -> Parts:
-        """Every unit of the stack by itself, in a list."""
-        num_units = model.stacks[STACK].num_units
-        parts = tuple(StackPart(STACK, index, 1, STACK, index) for index in range(num_units))
-        return Parts(parts, _hosted_units(model, memory))
+        """Every unit of the stack, and of the layers before it, by itself, in a list."""
+        parts = []
+        for name, stack in model.stacks.items():
+            parts += [StackPart(name, index, 1, name, index) for index in range(stack.num_units)]
+        return Parts(tuple(parts), _hosted_units(model, memory))
 
     @staticmethod
     def of_sections(model: Chain, memory: Memory, sections: list[Section]) -> Parts:

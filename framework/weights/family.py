@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from framework.config import Config
+from framework.layers.stack import Stack
 from framework.models.causal_lm import CausalLM
 from framework.weights.source import Source
 
@@ -17,6 +18,8 @@ class Family:
     architectures: tuple[str, ...] = ()
     # The sources by our path; that of a layer's parameter begins inside the layer.
     names: dict[str, Source] = {}
+    # Published with code of its own (auto_map), which transformers has taken over: nobody needs to run it.
+    has_own_code: bool = False
     # A pattern for tensors that hold no weights.
     ignored: str = r"rotary_emb\.inv_freq$"
     # Whether float16 models are read, all as bfloat16. transformers keeps the norms of some families in float32 there.
@@ -36,16 +39,24 @@ class Family:
         Raises:
             ValueError: the family has no such parameter.
         """
-        if model.stack.streams is not None:
-            raise ValueError("published models have one residual stream; expected model.stack.streams = one")
-        # A unit of the stack may be several layers, its blocks: block b of unit u is layer b + period * u.
-        period = len(model.stack.unit.layers)
+        # {stage: (its stack, the number of layers before it)}.
+        stacks: dict[str, tuple[Stack, int]] = {"stack": (model.stack, 0)}
+        if model.first is not None:
+            num_first = model.first.num_units * len(model.first.unit.layers)
+            stacks = {"first": (model.first, 0), "stack": (model.stack, num_first)}
+        for name, (stack, _) in stacks.items():
+            if stack.streams is not None:
+                raise ValueError(f"published models have one residual stream; expected model.{name}.streams = one")
         sources = {}
         for path in model.base_specs:
-            block = re.fullmatch(r"stack/block(\d+)/(.+)", path)
+            block = re.fullmatch(r"(first|stack)/block(\d+)/(.+)", path)
             if block:
-                name = block[2]
-                layers = [int(block[1]) + period * unit for unit in range(model.stack.num_units)]
+                stack, num_before = stacks[block[1]]
+                name = block[3]
+                # A unit may be several layers, its blocks: block b of unit u is layer b + period * u of the stack.
+                period = len(stack.unit.layers)
+                first_layer = num_before + int(block[2])
+                layers = [first_layer + period * unit for unit in range(stack.num_units)]
             else:
                 name = path
                 layers = [0]

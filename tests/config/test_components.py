@@ -98,6 +98,7 @@ FIELDS: dict[str, Any] = {
     "hidden": 16,
     "image_shape": [8, 8, 1],
     "inputs": 4,
+    "kv_rank": 4,
     "learning_rate": 0.1,
     "levels": 17,
     "max_steps": 3,

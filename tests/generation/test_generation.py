@@ -16,6 +16,7 @@ from framework.layers.norm import RMSNorm
 from framework.layout import copy_partition
 from framework.program.program import Program
 from tests.support import small
+from tests.support.latent import with_latents
 
 PROMPTS = [[1, 2, 3], [5, 9, 33, 2, 60, 7, 7, 12, 1], [7]]
 NEW = 12
@@ -57,6 +58,8 @@ MODELS = {
     "shared": shared,
     "experts": experts,
     "qk-norm": lambda: small.llama(stack__pattern__0__attention__qk_norm=config_for(RMSNorm)),
+    "latent": lambda: with_latents(small.llama()),
+    "latent-lora": lambda: with_latents(small.llama(lora=config_for(LoRA)), query_rank=None),
     "lora-nf4": lambda: small.llama(dim=64, stack__pattern__0__mlp__hidden=64, lora=config_for(LoRA, base="nf4")),
 }
 

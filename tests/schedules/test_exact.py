@@ -38,6 +38,9 @@ PAIRS = [
     Case(model="experts", memory="two_pass_ahead", placement="all", remat="none", mesh="eight"),
     Case(model="experts", memory="in_backward", placement="state", remat="save:attention", mesh="eight"),
     Case(model="experts", memory="streamed", placement="all", remat="sqrt", mesh="eight"),
+    Case(model="latent", memory="streamed", placement="all", remat="sqrt", mesh="eight"),
+    Case(model="latent", memory="in_backward", placement="state", remat="full"),
+    Case(model="latent", memory="two_pass_ahead", placement="state"),
 ]
 UNLIKE = [
     Case(memory="hosted_gradients", placement="all", remat="save:attention", layers="unlike", microbatches=2),
@@ -49,6 +52,7 @@ UNLIKE = [
     Case(model="recurrent", memory="streamed", placement="weights", layers="unlike"),
     Case(optimizer="muon", memory="streamed", placement="state", layers="unlike", precision="float32"),
     Case(model="experts", memory="hosted_gradients", placement="all", remat="full", layers="unlike", mesh="eight"),
+    Case(model="latent", memory="hosted_gradients", placement="all", remat="full", layers="unlike"),
 ]
 SLOW = set(exact.every(**AXES)).difference(ONCE, PAIRS)
 

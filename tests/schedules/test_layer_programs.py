@@ -48,6 +48,8 @@ CASES += [
 ]
 CASES += [
     Case(model="experts", memory="layers", placement="all", remat="full"),
+    Case(model="latent", memory="layers"),
+    Case(model="latent", memory="layers_two_pass", placement="all", remat="full", mesh="eight"),
     Case(model="experts", memory="layers_at_once", placement="state", remat="save:attention", mesh="eight"),
 ]
 STREAMS = [

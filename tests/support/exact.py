@@ -33,10 +33,12 @@ from framework.program.layerwise import Layerwise
 from framework.program.program import Program
 from framework.schedules import division
 from tests.support import small
+from tests.support.latent import with_latents
 from tests.support.layers import Recurrent, Twins
 
 STEPS, POISONED = 20, 7  # the batch of that step has NaN for weights
 UNITS = 4
+STACKS = {"first", "stack"}
 
 # Schedules: the fields of config.memory, and what it needs of the learner (no clip, say). Those in NO_PARTS refuse
 # microbatches.
@@ -71,7 +73,7 @@ PLACEMENTS |= {"state+boundaries": PLACEMENTS["all"][::2]}
 REMATS = ("none", "full", "save:attention", "sqrt", "offload", "invert")
 MESHES = {"one": None, "eight": {"data": 2, "fsdp": 2, "model": 2}}
 # The eight devices of models that have more to cut.
-MODEL_MESHES = {"experts": {"fsdp": 2, "expert": 2, "model": 2}}
+MODEL_MESHES = {name: {"fsdp": 2, "expert": 2, "model": 2} for name in ("experts", "latent")}
 
 # Dtypes of parameters and master copy, and by how much parameters may differ, see `differences`.
 # The model computes in float64 always: what is compared is the update, and 20 steps make much of the rounding of a
@@ -162,6 +164,7 @@ MODELS = {  # and a clip that is active in some steps and not in others
     "shared": (tied(None, None, shared=(1,)), 7.3),
     "streams": (tied(None, None, shared=(1,)), 7.5),
     "experts": (experts(), 3.0),
+    "latent": (with_latents(tied(None)), 4.6),
 }
 MODELS["streams"][0].stack.streams = "float32"  # which in float64 are float64
 
@@ -387,8 +390,10 @@ def gradients_of(model: str, precision: str) -> Any:
     def loss_of(params: Any, buffers: Any, batch: Any, key: jax.Array) -> Any:
         rows, targets = jnp.arange(batch["tokens"].shape[0]), jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         ctx = Context(batch, key, rows=rows, num_targets=targets, training=True, compute_dtype=built.compute_dtype)
-        together = jax.tree.map(lambda *layers: jnp.stack(layers), *params["stack"])
-        return built.loss({**params, "stack": together}, ctx, buffers)
+        together = {}
+        for stage in STACKS & params.keys():
+            together[stage] = jax.tree.map(lambda *layers: jnp.stack(layers), *params[stage])
+        return built.loss({**params, **together}, ctx, buffers)
 
     options = {"xla_allow_excess_precision": False}
     return jax.jit(jax.value_and_grad(loss_of, has_aux=True), compiler_options=options)
@@ -437,8 +442,12 @@ def unit_by_unit(optimizer: PartitionedGradientTransformation, program: Program,
 
 
 def apart(params: Any) -> Any:
-    """Parameters with those of the stack as a list of the units' own."""
-    return {**params, "stack": [jax.tree.map(lambda x, i=i: x[i], params["stack"]) for i in range(UNITS)]}
+    """Parameters with those of stacks as lists of the units' own."""
+    lists = {}
+    for stage in STACKS & params.keys():
+        num_units = jax.tree.leaves(params[stage])[0].shape[0]
+        lists[stage] = [jax.tree.map(lambda x, i=i: x[i], params[stage]) for i in range(num_units)]
+    return {**params, **lists}
 
 
 def precise(state: Any) -> Any:

@@ -179,6 +179,52 @@ FAMILIES["gpt-oss"] = _llama(
     },
 )
 
+
+def _deepseek(name: str, **fields: Any) -> Family:
+    facts = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 12,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return Family(name, facts | fields)
+
+
+_DEEPSEEK = (
+    _deepseek("deepseek-v2"),
+    _deepseek(
+        "deepseek-v2-groups",
+        num_hidden_layers=4,
+        first_k_dense_replace=2,
+        q_lora_rank=20,
+        topk_method="group_limited_greedy",
+        n_group=3,
+        topk_group=2,
+        rope_scaling={**_YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    ),
+)
+FAMILIES |= {family.name: family for family in _DEEPSEEK}
+
 _LONG_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 # Rotary tables are compared at the shapes of published models: {name: (head_dim, theta, rope_scaling)}.
 ROTARY: dict[str, tuple[int, float, dict[str, Any] | None]] = {

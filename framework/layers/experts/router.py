@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from framework.config import Config, FiniteNonNegative, Fraction, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.base import Context, Layer
 from framework.layers.experts import scores
-from framework.layers.experts.scores import Choice, Scope, Score
-from framework.layout import Nested, ParameterSpec, TensorSpec, fold_in_name
+from framework.layers.experts.scores import Choice, GroupLimit, GroupScore, Scope, Score
+from framework.layout import Nested, ParameterSpec, TensorSpec, fold_in_name, nearest_divisors
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class Router(Layer):
         score: what the choice and the shares are made of, see `framework.layers.experts.scores.choose`.
         normalize: divide the shares of the chosen experts by their sum (norm_topk_prob of a config.json).
         scale: multiplies the shares (routed_scaling_factor).
+        groups: into how many groups of equal size the experts are cut (n_group); a token's experts are of few of them.
+            1 means no limit.
+        top_groups: of how many groups a token's experts may be (topk_group).
+        group_score: by what groups are chosen, see `framework.layers.experts.scores.GroupLimit`.
         jitter: in training the router's input is multiplied by random numbers from 1 - jitter to 1 + jitter (Fedus et
             al. 2021, arXiv 2101.03961, appendix C); what the experts see is not.
         balance: coefficient of the load-balance loss, which is 1 where all experts are used alike.
@@ -69,6 +73,9 @@ class Router(Layer):
         score: Score = "softmax",
         normalize: bool = True,
         scale: PositiveFloat = 1.0,
+        groups: PositiveInt = 1,
+        top_groups: PositiveInt = 1,
+        group_score: GroupScore = "best",
         jitter: Fraction = 0.0,
         balance: FiniteNonNegative = 0.01,
         balance_over: Scope = "sequence",
@@ -80,12 +87,14 @@ class Router(Layer):
     ):
         if top_k > num_experts:
             raise ValueError(f"top_k = {top_k} is more than num_experts = {num_experts}; expected 1 to {num_experts}")
+        _check_groups(num_experts, top_k, groups, top_groups, group_score)
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k
         self.score: Score = score
         self.normalize = normalize
         self.scale = scale
+        self.limit = None if groups == 1 else GroupLimit(groups, top_groups, group_score)
         self.jitter = jitter
         self.balance = balance
         self.balance_over: Scope = balance_over
@@ -160,6 +169,7 @@ class Router(Layer):
             score=self.score,
             normalize=self.normalize,
             scale=self.scale,
+            limit=self.limit,
         )
         new_buffers = self._new_buffers(bias_E, choice.experts_BSK, buffers, ctx)
         if not ctx.training:
@@ -217,3 +227,22 @@ class Router(Layer):
     def flops_per_token(self, seq_len: int) -> float:
         """2 * D * E."""
         return 2.0 * self.dim * self.num_experts
+
+
+def _check_groups(num_experts: int, top_k: int, groups: int, top_groups: int, group_score: GroupScore) -> None:
+    """Raises ValueError: the groups are not of one size, or those that are chosen have too few experts."""
+    if num_experts % groups:
+        raise ValueError(
+            f"groups = {groups} does not divide num_experts = {num_experts}; "
+            f"nearest that do: {nearest_divisors(num_experts, groups)}"
+        )
+    if top_groups > groups:
+        raise ValueError(f"top_groups = {top_groups} is more than groups = {groups}; expected 1 to {groups}")
+    group_size = num_experts // groups
+    if top_k > top_groups * group_size:
+        raise ValueError(
+            f"top_k = {top_k} is more than the {top_groups * group_size} experts of top_groups = {top_groups}; "
+            f"expected top_groups of at least {-(-top_k // group_size)}"
+        )
+    if groups > 1 and group_score == "best_two" and group_size < 2:
+        raise ValueError(f"group_score = best_two with groups = {groups} of one expert each; expected best")

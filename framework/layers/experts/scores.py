@@ -13,6 +13,23 @@ import jax.numpy as jnp
 
 Score = Literal["softmax", "softmax_chosen", "sigmoid"]
 Scope = Literal["sequence", "batch"]
+GroupScore = Literal["best", "best_two"]
+
+
+@dataclass(frozen=True)
+class GroupLimit:
+    """A token is given to experts of a few groups alone, the first E / groups experts being the first group.
+
+    Attributes:
+        groups: how many groups there are; divides E.
+        top_groups: how many of them a token's experts may be in.
+        score: a group's is that of its "best" expert (DeepSeek-V2, arXiv 2405.04434, section 2.2.2), or the sum of its
+            "best_two" (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, with K / top_groups = 2).
+    """
+
+    groups: int
+    top_groups: int
+    score: GroupScore
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +54,7 @@ def choose(
     score: Score,
     normalize: bool,
     scale: float,
+    limit: GroupLimit | None = None,
 ) -> Choice:
     """Chooses each token's experts.
 
@@ -49,6 +67,7 @@ def choose(
             chosen ones (Shazeer et al. 2017, arXiv 1701.06538, equation 4; gpt-oss); "sigmoid" of each (DeepSeek-V3).
         normalize: divide the shares by their sum.
         scale: multiplies the shares, last.
+        limit: of which groups the experts may be; None means any.
     """
     scores_BSE = logits_BSE
     if score == "softmax":
@@ -57,7 +76,10 @@ def choose(
         scores_BSE = jax.nn.sigmoid(logits_BSE)
     ranks_BSE = scores_BSE if bias_E is None else scores_BSE + bias_E.astype(scores_BSE.dtype)
     # The choice has no gradient: it is a step function of the scores.
-    _, experts_BSK = jax.lax.top_k(jax.lax.stop_gradient(ranks_BSE), top_k)
+    ranks_BSE = jax.lax.stop_gradient(ranks_BSE)
+    if limit is not None:
+        ranks_BSE = jnp.where(_in_top_groups(ranks_BSE, limit), ranks_BSE, -jnp.inf)
+    _, experts_BSK = jax.lax.top_k(ranks_BSE, top_k)
     shares_BSK = jnp.take_along_axis(scores_BSE, experts_BSK, axis=-1)
     if score == "softmax_chosen":
         shares_BSK = jax.nn.softmax(shares_BSK, axis=-1)
@@ -67,6 +89,17 @@ def choose(
         tiny = jnp.finfo(sums_BS1.dtype).tiny
         shares_BSK = shares_BSK / (sums_BS1 + tiny)
     return Choice(experts_BSK, shares_BSK * jnp.asarray(scale, shares_BSK.dtype))
+
+
+def _in_top_groups(ranks_BSE: jax.Array, limit: GroupLimit) -> jax.Array:
+    """bool [B, S, E]: is the expert in one of the token's best groups?"""
+    # Axes: G groups of M members, of which T are chosen.
+    ranks_BSGM = ranks_BSE.reshape(*ranks_BSE.shape[:2], limit.groups, -1)
+    num_counted = 1 if limit.score == "best" else 2
+    best_BSGN, _ = jax.lax.top_k(ranks_BSGM, num_counted)
+    _, groups_BST = jax.lax.top_k(jnp.sum(best_BSGN, axis=-1), limit.top_groups)
+    is_top_BSG = jnp.any(jax.nn.one_hot(groups_BST, limit.groups, dtype=bool), axis=2)
+    return jnp.repeat(is_top_BSG, ranks_BSGM.shape[-1], axis=-1)
 
 
 def probabilities(logits_BSE: jax.Array, score: Score) -> jax.Array:

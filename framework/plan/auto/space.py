@@ -64,7 +64,7 @@ class Space:
         experiment: Experiment = config.instantiate()
         self._experiment = experiment
         self._is_language_model = isinstance(experiment.model, CausalLM)
-        stacks = experiment.model.stacks.values()
+        stacks = [stack for stack in experiment.model.stacks.values() if not stack.is_first]
         # Layers of several stacks cannot be told apart by one number. A unit stays together.
         self.num_units = 0
         self.unit_layers = 1

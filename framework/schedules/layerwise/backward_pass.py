@@ -18,7 +18,7 @@ from framework.schedules.layerwise.parts import Part
 from framework.schedules.layerwise.passes import NO_UNIT, Pass, Residuals
 from framework.schedules.layerwise.update_functions import LossAndMetrics
 from framework.schedules.layerwise.update_pass import UpdatePass
-from framework.schedules.storage import STACK
+from framework.schedules.storage import FIRST, STACK
 from framework.schedules.unit import Carry, Cotangent
 
 
@@ -93,6 +93,8 @@ class BackwardPass(Pass[LayerFunctions]):
             self._group_backward(number, start.residuals, carry, purpose)
         if carry.shared_sums:
             self._visit_shared(carry, purpose)
+        for index in reversed(range(self.f.num_first)):
+            self._first_backward(index, carry, purpose)
         self._leave_embedding(carry, start.tie_grads, purpose)
         return carry.tally
 
@@ -192,7 +194,7 @@ class BackwardPass(Pass[LayerFunctions]):
             return
         assert tally is not None
         params = None
-        if part.index is not None and self.loaded.index == part.index:
+        if part.stage == STACK and self.loaded.index == part.index:
             # The unit's weights are on the device since its backward pass.
             params = self.loaded.weights["parameter"]
             self.loaded = NO_UNIT
@@ -301,6 +303,34 @@ class BackwardPass(Pass[LayerFunctions]):
         self._judge(carry, carry.shared_sums)
         self.visit(part, carry.shared_sums, carry.tally, purpose)
         carry.shared_sums = {}
+
+    def _first_backward(self, index: int, carry: BackwardCarry, purpose: Purpose) -> None:
+        """Runs a unit before the stack backward, and visits it."""
+        f = self.f
+        part = Part(FIRST, index)
+        is_last = index + 1 == f.num_first
+        name = f"{FIRST} backward{', last' if is_last else ''}"
+        x = self.first_inputs[index] if purpose.measures else self.first_inputs.pop()
+        carry.ct, grads, carry.tally = self.run(
+            f"{name}, measured" if purpose.measures else name,
+            partial(f.first_backward, is_last),
+            self.run.take(part.weights, self.weights(part)),
+            part.of(self.buffers),
+            x,
+            carry.ct,
+            self.updates.earlier_gradients(part),
+            carry.tally,
+            self.inputs,
+            self.numbers[index],
+            donate=(3,) if purpose.measures else (3, 4),
+            out=lambda results: (
+                f.specs.carry(results[0]),
+                f.specs.gradients(FIRST, results[1]),
+                f.specs.everywhere(results[2]),
+            ),
+        )
+        del x
+        self.visit(part, grads, carry.tally, purpose)
 
     def _leave_embedding(
         self,

@@ -21,7 +21,9 @@ from framework.schedules.layerwise.keeping import Keeping, UnitPlan
 from framework.schedules.layerwise.result_specs import ResultSpecs
 from framework.schedules.layerwise.update_functions import LossAndMetrics, UpdateFunctions
 from framework.schedules.memory import Memory
+from framework.schedules.sections import policies
 from framework.schedules.step import evaluation_context, microbatches, training_context
+from framework.schedules.storage import FIRST, STACK
 from framework.schedules.unit import (
     Carry,
     Cotangent,
@@ -34,6 +36,7 @@ from framework.schedules.unit import (
 
 Weights = dict[str, Nested]  # "parameter" and "frozen", of one stage or of one unit
 Inputs = tuple[Nested, Nested, jax.Array]  # batch, counters, number of the microbatch
+_NO_WEIGHTS: Weights = {"parameter": {}, "frozen": {}}
 
 
 class LayerFunctions:
@@ -60,6 +63,7 @@ class LayerFunctions:
         self.memory = memory
         self.num_units = model.stack.num_units
         self.units = UnitPlan.of(memory, model.stack)
+        self.num_first = 0 if model.first is None else model.first.num_units
         self.specs = ResultSpecs(layout)
         self.updates = UpdateFunctions(model, learner, layout, self.specs)
 
@@ -97,8 +101,12 @@ class LayerFunctions:
         """Runs the embedding: (what flows through the stack; its loss and metrics; its buffers)."""
         ctx = self.context(inputs)
         y, out = self.stage("embed", weights, None, buffers, ctx)
-        x = self.model.stack.enter(y)
-        return x, (out.loss, out.metrics), out.layer_state
+        return self._entered(y), (out.loss, out.metrics), out.layer_state
+
+    def _entered(self, y: Carry) -> Carry:
+        """What the first unit takes, from the embedding's output."""
+        first_stack = self.model.first or self.model.stack
+        return first_stack.enter(y)
 
     def head_step(
         self,
@@ -150,7 +158,7 @@ class LayerFunctions:
         def run(params: Nested) -> Carry:
             stage_weights = {**weights, "parameter": params}
             y, _ = self.stage("embed", stage_weights, None, buffers, self.context(inputs))
-            return self.model.stack.enter(y)
+            return self._entered(y)
 
         # The embedding runs forward once more, so that nothing is kept of it meanwhile.
         _, pull = jax.vjp(run, weights["parameter"])
@@ -164,6 +172,7 @@ class LayerFunctions:
 
     def _unit(
         self,
+        name: str,
         weights: Weights,
         shared: Weights,
         buffers: Nested,
@@ -174,15 +183,16 @@ class LayerFunctions:
         """A unit, and what it is a function of but its input.
 
         Args:
+            name: of the stack, as a stage.
             weights, shared, buffers, inputs, index: as those of `unit_forward`.
             policy: what the backward pass recomputes of the unit.
         """
         params = _without_axis(weights["parameter"])
         frozen = _without_axis(weights["frozen"])
         unit_buffers = _without_axis(buffers)
-        stack = self.model.stack
-        stack_ctx = replace(self.context(inputs).fold("stack"), remat=policy)
-        unit = UnitFunctions("stack", stack, stack.unit_function(merge(params, frozen), stack_ctx))
+        stack = self.model.stacks[name]
+        stack_ctx = replace(self.context(inputs).fold(name), remat=policy)
+        unit = UnitFunctions(name, stack, stack.unit_function(merge(params, frozen), stack_ctx))
         ctx = stack_ctx.fold_index(index)
         constants = UnitConstants(frozen, shared["frozen"], unit_buffers, ctx)
         return unit, UnitArguments(params, shared["parameter"], constants)
@@ -206,7 +216,7 @@ class LayerFunctions:
             inputs: of the microbatch.
             index: the unit's.
         """
-        unit, arguments = self._unit(weights, shared, buffers, inputs, index, keeping.policy)
+        unit, arguments = self._unit(STACK, weights, shared, buffers, inputs, index, keeping.policy)
         if keeping.what in ("all", "now"):
             y, out, residuals = unit.forward_with_residuals(arguments, x)
         else:
@@ -252,7 +262,7 @@ class LayerFunctions:
             (cotangent of its input; its gradients; `shared_sums` with its part; the tally; where units are inverted,
             the residuals of the unit before it, whose output this one's input is).
         """
-        unit, arguments = self._unit(weights, shared, buffers, inputs, index, policy)
+        unit, arguments = self._unit(STACK, weights, shared, buffers, inputs, index, policy)
         residuals_before: UnitResiduals | None = None
         if self.units.inverts:
             y = jax.tree.unflatten(jax.tree.structure(ct), residuals.leaves)
@@ -261,9 +271,74 @@ class LayerFunctions:
         else:
             result = unit.backward(arguments, residuals, ct)
         shared_sums = sums_of_uses.add(shared_sums or sums_of_uses.zeros(result.shared_grads), result.shared_grads)
-        grads = self.updates.added("stack", _with_axis(result.grads), grad_sums)
+        grads = self.updates.added(STACK, _with_axis(result.grads), grad_sums)
         tally = self.updates.judged(tally, grads)
         return result.ct, grads, shared_sums, tally, residuals_before
+
+    # --- units before the stack --------------------------------------------------------------------------------------
+
+    def first_forward(
+        self,
+        is_last: bool,
+        weights: Weights,
+        buffers: Nested,
+        x: Carry,
+        inputs: Inputs,
+        index: jax.Array,
+    ) -> tuple[Carry, LossAndMetrics, Nested]:
+        """Runs a unit of the layers before the stack: (y, loss and metrics, buffers).
+
+        Args:
+            is_last: whether the stack comes next, whose first unit takes y.
+            weights, buffers, x, inputs, index: as those of `unit_forward`.
+        """
+        unit, arguments = self._unit(FIRST, weights, _NO_WEIGHTS, buffers, inputs, index, self._first_policy)
+        y, out, _ = unit.forward(arguments, x)
+        if is_last:
+            y = self._between_stacks(y, inputs)
+        return y, (out.loss, out.metrics), _with_axis(out.layer_state)
+
+    def first_backward(
+        self,
+        is_last: bool,
+        weights: Weights,
+        buffers: Nested,
+        x: Carry,
+        ct: Cotangent,
+        grad_sums: Nested | None,
+        tally: Tally | None,
+        inputs: Inputs,
+        index: jax.Array,
+    ) -> tuple[Cotangent, Nested, Tally | None]:
+        """Runs a unit of the layers before the stack backward: (cotangent of its input, its gradients, the tally).
+
+        The unit runs forward once more, so that nothing but its input is kept of it.
+
+        Args:
+            is_last, weights, buffers, x, inputs, index: as those of `first_forward`.
+            ct, grad_sums, tally: as those of `unit_backward`.
+        """
+        unit, arguments = self._unit(FIRST, weights, _NO_WEIGHTS, buffers, inputs, index, self._first_policy)
+        y, _, residuals = unit.forward_with_residuals(arguments, x)
+        if is_last:
+            _, pull = jax.vjp(lambda y: self._between_stacks(y, inputs), y)
+            (ct,) = pull(ct)
+        result = unit.backward(arguments, residuals, ct)
+        grads = self.updates.added(FIRST, _with_axis(result.grads), grad_sums)
+        return result.ct, grads, self.updates.judged(tally, grads)
+
+    @property
+    def _first_policy(self) -> str:
+        """What the backward pass recomputes of a unit before the stack, beside running it forward once more."""
+        assert self.model.first is not None
+        policy = policies(self.memory, self.model.first)[0]
+        # There are so few that inverting them would save nothing.
+        return "full" if policy == "invert" else policy
+
+    def _between_stacks(self, y: Carry, inputs: Inputs) -> Carry:
+        """What the stack's first unit takes, from what the last unit before the stack gives."""
+        assert self.model.first is not None
+        return self.model.stack.enter(self.model.first.leave(y, self.context(inputs)))
 
 
 class EvaluationFunctions(LayerFunctions):

@@ -14,7 +14,7 @@ class Part(NamedTuple):
 
     Attributes:
       stage: the stage's name.
-      index: the unit's, if the stage is the stack; else None.
+      index: the unit's, if the stage is the stack, or the layers before it; else None.
     """
 
     stage: str
@@ -26,7 +26,7 @@ class Part(NamedTuple):
         return Part(STACK, index)
 
     def of(self, tree: Nested) -> Nested:
-        """This part of a tree by stages, of which the stack is a list of its units; {} for none."""
+        """This part of a tree by stages, of which stacks are lists of their units; {} for none."""
         stage_tree = tree.get(self.stage, {})
         return stage_tree[self.index] if self.index is not None and stage_tree else stage_tree
 
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     @property
     def weights(self) -> MoveKey:
         """The parameters that its stage or unit reads, on their way to be computed with."""
-        role = self.stage if self.index is None else "weights"
+        role = "weights" if self.stage == STACK else self.stage
         return MoveKey(role, self.index)
 
     @property
@@ -69,5 +69,5 @@ class Part(NamedTuple):
         return self._update_key("new")
 
     def _update_key(self, content: str) -> MoveKey:
-        role = f"{content} {self.stage}" if self.index is None else content
+        role = content if self.stage == STACK else f"{content} {self.stage}"
         return MoveKey(role, self.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from framework.schedules.layerwise.parts import Part
 from framework.schedules.layerwise.programs import Programs
 from framework.schedules.layerwise.update_functions import LossAndMetrics
 from framework.schedules.step import Metrics
-from framework.schedules.storage import STACK
+from framework.schedules.storage import FIRST, STACK
 from framework.schedules.unit import Carry, UnitResiduals
 
 Functions = TypeVar("Functions", bound=LayerFunctions)
@@ -49,7 +49,12 @@ class Pass(Generic[Functions]):
 
     Args:
         functions: what is computed. programs: that compute it. numbers: 0, 1, ... on the devices.
+
+    Attributes:
+        keeps_inputs: whether a backward pass follows, which needs the inputs of the units before the stack.
     """
+
+    keeps_inputs: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -65,6 +70,8 @@ class Pass(Generic[Functions]):
         self.buffers: Nested = {}
         self.new_buffers: Nested = {}
         self.loaded = NO_UNIT
+        # The inputs of the units before the stack, for their backward pass.
+        self.first_inputs: list[Carry] = []
 
     def begin(self, buffers: Nested, inputs: Inputs) -> None:
         """Begins a microbatch."""
@@ -103,12 +110,13 @@ class Pass(Generic[Functions]):
             self.run.want(part.weights, self.weights(part))
 
     def forward(self, keeping_of: Callable[[int], Keeping]) -> tuple[Carry, list[Residuals], dict[str, LossAndMetrics]]:
-        """Runs embedding and stack: (what comes out of the stack; what is kept of each unit; loss and metrics of
-        both)."""
+        """Runs all before the head: (what comes out of the stack; what is kept of each of its units; loss and metrics
+        by stage)."""
         f = self.f
         run = self.run
         weights = self.stage_weights("embed")
-        self.want_unit(0)
+        if not f.num_first:
+            self.want_unit(0)
         x, embed_loss, buffers = run(
             "embed forward",
             f.enter_embedding,
@@ -120,20 +128,54 @@ class Pass(Generic[Functions]):
         del weights
         if buffers:
             self.new_buffers["embed"] = buffers
+        losses: dict[str, LossAndMetrics] = {"embed": embed_loss}
+        if f.num_first:
+            x, losses[FIRST] = self._first_forward(x)
         # Parameters that all units share stay on the device for the whole pass.
         self.shared = self.stage_weights("shared")
         residuals_by_unit: list[Residuals] = []
-        stack_loss: LossAndMetrics | None = None
+        losses[STACK] = (None, {})
         for index in range(f.num_units):
             x, unit_residuals, unit_loss = self.unit_forward(index, x, keeping_of(index), index + 1)
             residuals_by_unit.append(unit_residuals)
-            # A unit may have neither a loss nor metrics.
-            if jax.tree.leaves(unit_loss):
-                if stack_loss is None:
-                    stack_loss = unit_loss
-                else:
-                    stack_loss = run("add", added, stack_loss, unit_loss, out=f.specs.everywhere)
-        return x, residuals_by_unit, {"embed": embed_loss, STACK: stack_loss or (None, {})}
+            losses[STACK] = self._added_loss(losses[STACK], unit_loss)
+        return x, residuals_by_unit, losses
+
+    def _added_loss(self, earlier: LossAndMetrics, unit_loss: LossAndMetrics) -> LossAndMetrics:
+        """The loss and metrics of the units so far."""
+        # A unit may have neither a loss nor metrics.
+        if not jax.tree.leaves(unit_loss):
+            return earlier
+        if not jax.tree.leaves(earlier):
+            return unit_loss
+        return self.run("add", added, earlier, unit_loss, out=self.f.specs.everywhere)
+
+    def _first_forward(self, x: Carry) -> tuple[Carry, LossAndMetrics]:
+        """Runs the units before the stack: (what the stack takes; their loss and metrics)."""
+        f = self.f
+        loss: LossAndMetrics = (None, {})
+        self.first_inputs = []
+        for index in range(f.num_first):
+            part = Part(FIRST, index)
+            is_last = index + 1 == f.num_first
+            if is_last:
+                self.want_unit(0)
+            if self.keeps_inputs:
+                self.first_inputs.append(x)
+            x, unit_loss, buffers = self.run(
+                f"{FIRST} forward{', last' if is_last else ''}",
+                partial(f.first_forward, is_last),
+                self.run.take(part.weights, self.weights(part)),
+                part.of(self.buffers),
+                x,
+                self.inputs,
+                self.numbers[index],
+                out=lambda results: (f.specs.carry(results[0]), *f.specs.everywhere(results[1:])),
+            )
+            if buffers:
+                self.new_buffers[FIRST][index] = buffers
+            loss = self._added_loss(loss, unit_loss)
+        return x, loss
 
     def unit_forward(
         self,
@@ -171,6 +213,8 @@ class Pass(Generic[Functions]):
 
 class Evaluation(Pass[EvaluationFunctions]):
     """The loss of a batch."""
+
+    keeps_inputs = False
 
     def __call__(
         self,

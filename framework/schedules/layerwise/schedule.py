@@ -66,7 +66,7 @@ class LayerPrograms:
         # Structure and memory kinds of what was evaluated: those have their programs.
         self._evaluated: set[Any] = set()
         number = TensorSpec((), "int32")
-        count = max(model.stack.num_units, learner.accumulate)
+        count = max(*(stack.num_units for stack in model.stacks.values()), learner.accumulate)
         self._numbers: list[Any] = [number] * count
         # Made once: a transfer at each call would make it wait. A plan's devices are not here, and have specs.
         if {*layout.mesh.devices.flat} <= {*jax.devices()}:

@@ -36,7 +36,7 @@ class UpdateFunctions:
         self.learner = learner
         self.layout = layout
         self.specs = specs
-        self.num_units = model.stack.num_units
+        self.num_units = {name: stack.num_units for name, stack in model.stacks.items()}
         self._parameter_specs = {name: flatten(specs) for name, specs in model.parameter_specs().items()}
 
     def added(
@@ -112,14 +112,13 @@ class UpdateFunctions:
         return params[stage], optimizer[stage], ema.get(stage, {})
 
     def total(self, parts: dict[str, LossAndMetrics], earlier: Nested | None) -> Nested:
-        """Loss and metrics of a microbatch, added to those of earlier ones. The stack's metrics are the mean over its
+        """Loss and metrics of a microbatch, added to those of earlier ones. A stack's metrics are the mean over its
         units."""
-        num_units = self.num_units
         outs = {}
         # Losses of units add up; the division makes a mean of the summed metrics, as in `Stack.combine`.
         for name, (loss, metrics) in parts.items():
-            if name == "stack":
-                metrics = {key: value / num_units for key, value in metrics.items()}
+            if name in self.num_units:
+                metrics = {key: value / self.num_units[name] for key, value in metrics.items()}
             outs[name] = Out(loss=loss, metrics=metrics)
         out = Out.merge(outs)
         total = {"loss": out.loss, "metrics": out.metrics}

@@ -1,0 +1,236 @@
+"""DeepSeek-V2 and DeepSeek-V3 (arXiv 2405.04434, 2412.19437): latent attention, shared experts, dense first layers.
+
+As transformers has them since its code took over from the one beside the published weights. Where that one and
+transformers differ, by `norm_topk_prob` of DeepSeek-V2 and `scoring_func`, a config.json is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.families.facts import Facts
+from configs.families.llama import activation, activation_fact, decoder_names, rope, rope_facts
+from configs.parts import deepseek_model
+from framework.config import Config, component
+from framework.layers.yarn import attention_scale
+from framework.weights.family import Family
+from framework.weights.source import Source
+
+_LAYER = "model.layers.{layer}"
+_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_ATTENTION = {
+    "query": "q_proj",
+    "query_down": "q_a_proj",
+    "query_up": "q_b_proj",
+    "kv_down": "kv_a_proj_with_mqa",
+    "kv_up": "kv_b_proj",
+    "output": "o_proj",
+}
+
+
+def _names() -> dict[str, Source]:
+    """Returns {our path: their tensors}."""
+    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+    linears = {}
+    for ours, theirs in _ATTENTION.items():
+        linears[f"attention/{ours}"] = f"self_attn.{theirs}"
+    for ours, theirs in _PROJECTIONS.items():
+        linears[f"mlp/shared/{ours}"] = f"mlp.shared_experts.{theirs}"
+    for ours, theirs in linears.items():
+        names[f"{ours}/weight"] = Source(f"{_LAYER}.{theirs}.weight", transpose=True)
+        names[f"{ours}/bias"] = Source(f"{_LAYER}.{theirs}.bias")
+    names["attention/query_norm/scale"] = Source(f"{_LAYER}.self_attn.q_a_layernorm.weight")
+    names["attention/kv_norm/scale"] = Source(f"{_LAYER}.self_attn.kv_a_layernorm.weight")
+    names["mlp/router/weight"] = Source(f"{_LAYER}.mlp.gate.weight", transpose=True)
+    for ours, theirs in _PROJECTIONS.items():
+        names[f"mlp/experts/{ours}"] = Source(f"{_LAYER}.mlp.experts.{{expert}}.{theirs}.weight", transpose=True)
+    return names
+
+
+@component
+class DeepseekV2(Family):
+    """DeepseekV2ForCausalLM."""
+
+    architectures = ("DeepseekV2ForCausalLM",)
+    names = _names()
+    has_own_code = True
+
+    def model(self, facts: dict[str, Any]) -> Config:
+        """As Family.model."""
+        fields = Facts(facts)
+        _refuse(fields, "scoring_func", "softmax", "softmax, which transformers always takes")
+        if fields.flag("norm_topk_prob", False):
+            raise fields.error("norm_topk_prob", "false: transformers does not divide, and other code does")
+        method = fields.text("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise fields.error("topk_method", "greedy or group_limited_greedy")
+        model = _model(fields, num_first=fields.size("first_k_dense_replace", 0, least=0))
+        biases = fields.flag("mlp_bias", False)
+        for block in _blocks(model):
+            if not block.mlp.takes("num_experts"):
+                block.mlp.linear.bias = biases
+                continue
+            block.mlp.shared.linear.bias = biases
+            router = block.mlp.router
+            router.normalize = False
+            router.scale = fields.number("routed_scaling_factor", 1.0)
+            if method == "group_limited_greedy":
+                router.groups = fields.size("n_group")
+                router.top_groups = fields.size("topk_group")
+                _check_groups(fields, router, block.mlp.num_experts)
+        return model
+
+    def facts(self, model: Config) -> dict[str, Any]:
+        """As Family.facts."""
+        blocks = _blocks(model)
+        dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
+        facts = _facts(model)
+        router = _mixture_of(model).router
+        facts |= {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "mlp_bias": dense[0].linear.bias if dense else _mixture_of(model).shared.linear.bias,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": router.scale,
+            "topk_method": "greedy",
+        }
+        if router.groups > 1:
+            facts |= {
+                "topk_method": "group_limited_greedy",
+                "n_group": router.groups,
+                "topk_group": router.top_groups,
+            }
+        return facts
+
+
+def _refuse(fields: Facts, name: str, expected: Any, text: str) -> None:
+    """Raises ValueError where a field that transformers does not read says another thing than it computes."""
+    if fields.any(name, expected) != expected:
+        raise fields.error(name, text)
+
+
+def _check_groups(fields: Facts, router: Config, num_experts: int) -> None:
+    """Raises ValueError: the groups are not of one size, or those that are chosen have too few experts."""
+    if num_experts % router.groups:
+        raise fields.error("n_group", f"a divisor of n_routed_experts = {num_experts}")
+    group_size = num_experts // router.groups
+    if router.top_groups > router.groups or router.top_groups * group_size < router.top_k:
+        raise fields.error(
+            "topk_group",
+            f"at most n_group = {router.groups}, and groups that have num_experts_per_tok = {router.top_k} experts",
+        )
+
+
+def _model(fields: Facts, *, num_first: int) -> Config:
+    """Returns our model, with what both architectures read alike.
+
+    Args:
+        fields: of config.json.
+        num_first: the number of layers without a mixture, from the first.
+    """
+    theta, scaling = rope(fields)
+    heads = fields.size("num_attention_heads")
+    if fields.size("num_key_value_heads", heads, null=True) not in (None, heads):
+        raise fields.error("num_key_value_heads", f"num_attention_heads = {heads}, as each head has its own keys")
+    _refuse(fields, "moe_layer_freq", 1, "1: every layer after first_k_dense_replace has a mixture")
+    num_experts = fields.size_by_names("n_routed_experts", "num_experts")
+    top_k = fields.size("num_experts_per_tok")
+    if top_k > num_experts:
+        raise fields.error("num_experts_per_tok", f"at most n_routed_experts = {num_experts}")
+    hidden = fields.size("moe_intermediate_size", 1407)
+    model = deepseek_model(
+        layers=fields.size("num_hidden_layers"),
+        num_first=num_first,
+        heads=heads,
+        dim=fields.size("hidden_size"),
+        hidden=fields.size("intermediate_size", 11008),
+        vocab_size=fields.size("vocab_size"),
+        kv_rank=fields.size("kv_lora_rank", 512),
+        query_rank=fields.size("q_lora_rank", 1536, null=True),
+        plain_dim=fields.size("qk_nope_head_dim", 128),
+        rotary_dim=fields.size("qk_rope_head_dim", 64),
+        value_dim=fields.size("v_head_dim", 128),
+        theta=theta,
+        rope_scaling=scaling,
+        eps=fields.number("rms_norm_eps", 1e-6),
+        experts=num_experts,
+        top_k=top_k,
+        expert_hidden=hidden,
+        shared_hidden=hidden * fields.size("n_shared_experts", 2),
+        tied=fields.flag("tie_word_embeddings", False),
+        activation=activation(fields, "hidden_act", "silu"),
+        balance=0.0,
+    )
+    if fields.size("qk_rope_head_dim", 64) % 2:
+        raise fields.error("qk_rope_head_dim", "an even number")
+    biases = fields.flag("attention_bias", False)
+    scale = _scale(fields, scaling, model.stack.pattern[0].attention)
+    for block in _blocks(model):
+        block.attention.bias = biases
+        block.attention.scale = scale
+    return model
+
+
+def _scale(fields: Facts, scaling: Config | None, attention: Config) -> float | None:
+    """Returns what multiplies logits, which `mscale_all_dim` changes; None for the usual factor.
+
+    Raises:
+        ValueError: the field stands beside a scaling that has none; transformers would take it all the same.
+    """
+    rope_fields = fields.part("rope_scaling") or fields.part("rope_parameters")
+    if scaling is None or rope_fields is None or not rope_fields.any("mscale_all_dim", None):
+        return None
+    if not scaling.takes("mscale_all_dim"):
+        raise rope_fields.error("mscale_all_dim", "nothing, as rope_type is not yarn")
+    factor = attention_scale(scaling.factor, scaling.mscale_all_dim)
+    return (attention.plain_dim + attention.rotary_dim) ** -0.5 * factor**2
+
+
+def _blocks(model: Config) -> list[Config]:
+    """Returns the layers that there are kinds of, first ones first."""
+    first = [] if model.first is None else list(model.first.pattern)
+    return [*first, *model.stack.pattern]
+
+
+def _mixture_of(model: Config) -> Config:
+    """Returns the mixture of a model's layers. Raises ValueError where none has one, with shared experts."""
+    for block in _blocks(model):
+        if block.mlp.takes("num_experts") and block.mlp.shared is not None:
+            return block.mlp
+    raise ValueError("no layer has a mixture with shared experts")
+
+
+def _facts(model: Config) -> dict[str, Any]:
+    """Returns the fields of config.json that both architectures have."""
+    mixture = _mixture_of(model)
+    blocks = _blocks(model)
+    dense = [block.mlp for block in blocks if not block.mlp.takes("num_experts")]
+    attention = blocks[0].attention
+    num_first = 0 if model.first is None else model.first.num_layers
+    shared, remainder = divmod(mixture.shared.hidden, mixture.experts.hidden)
+    if remainder:
+        raise ValueError(f"shared.hidden = {mixture.shared.hidden} is no multiple of {mixture.experts.hidden}")
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.dim,
+        "intermediate_size": dense[0].hidden if dense else mixture.experts.hidden,
+        "num_hidden_layers": num_first + model.stack.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_heads,
+        "kv_lora_rank": attention.kv_rank,
+        "q_lora_rank": attention.query_rank,
+        "qk_nope_head_dim": attention.plain_dim,
+        "qk_rope_head_dim": attention.rotary_dim,
+        "v_head_dim": attention.value_dim,
+        "attention_bias": attention.bias,
+        "rms_norm_eps": blocks[0].norm.eps,
+        "tie_word_embeddings": model.head.tied,
+        "hidden_act": activation_fact(mixture.experts.activation),
+        "first_k_dense_replace": num_first,
+        "moe_layer_freq": 1,
+        "n_routed_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.router.top_k,
+        "moe_intermediate_size": mixture.experts.hidden,
+        "n_shared_experts": shared,
+        **rope_facts(attention.rotary),
+    }

@@ -1,0 +1,280 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from one small latent.
+
+Each position has a latent of R channels, of which every head makes its keys and values, and one rotary key that all
+heads share. A cache for generation holds just these: R + P numbers a position, whatever the number of heads.
+
+Axis letters beside those of `attention`: R channels of the latent, P rotary channels of a head, U channels without a
+position, H = U + P of a query or key, V of a value.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, Mesh
+
+from framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
+from framework.layers.attention_cache import cached_attention
+from framework.layers.attention_kernels import Implementation, dot_product_attention
+from framework.layers.base import BATCH_AXES, Context, Layer, Out
+from framework.layers.kernels_call import SplashBlocks
+from framework.layers.linear import Linear
+from framework.layers.norm import RMSNorm
+from framework.layers.rotary import Rotary
+from framework.layout import Nested, nearest_divisors
+
+
+@component
+class LatentAttention(Layer):
+    """Causal self-attention of x_BSD, with keys and values from a latent.
+
+    Args:
+        dim: D, given by the parent.
+        num_heads: N.
+        kv_rank: R, channels of the latent of keys and values (kv_lora_rank of a config.json).
+        query_rank: channels of the latent of queries (q_lora_rank); None for queries without a latent.
+        plain_dim: U, channels of a head's query and key without a position (qk_nope_head_dim).
+        rotary_dim: P, channels of a head's query and key that turn with the position (qk_rope_head_dim).
+        value_dim: V, channels of a head's value (v_head_dim).
+        linear: the projections' config (init); sizes and biases are filled in.
+        bias: bias of the projections from and to the residual stream but for the queries' own (attention_bias); those
+            from latents to heads have none.
+        output_init_scale: multiplies the initial output weight; given by the stack.
+        norm: config of the norm of each latent.
+        rotary: rotary positions of the P channels.
+        interleaved: whether a pair that is turned together are neighbours, as in published DeepSeek weights; else they
+            are P / 2 apart.
+        scale: of logits; None means H ** -0.5.
+        implementation, splash, kernel_dtype: as those of `framework.layers.attention.Attention`.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: PositiveInt,
+        num_heads: PositiveInt,
+        kv_rank: PositiveInt,
+        query_rank: PositiveInt | None = None,
+        plain_dim: PositiveInt = 128,
+        rotary_dim: PositiveInt = 64,
+        value_dim: PositiveInt = 128,
+        linear: Config = config_for(Linear),
+        bias: bool = False,
+        output_init_scale: float = 1.0,
+        norm: Config = config_for(RMSNorm),
+        rotary: Config = config_for(Rotary),
+        interleaved: bool = True,
+        scale: PositiveFloat | None = None,
+        implementation: Implementation = "auto",
+        splash: Config = config_for(SplashBlocks),
+        kernel_dtype: DType | None = None,
+    ):
+        self.num_heads = num_heads
+        self.kv_rank = kv_rank
+        self.plain_dim = plain_dim
+        self.rotary_dim = rotary_dim
+        self.key_dim = plain_dim + rotary_dim
+        self.value_dim = value_dim
+        self.interleaved = interleaved
+        self.rotary: Rotary = rotary.instantiate(head_dim=rotary_dim)
+        self.scale = self.key_dim**-0.5 if scale is None else scale
+        self.implementation: Implementation = implementation
+        self.splash: SplashBlocks = splash.instantiate()
+        self.kernel_dtype = kernel_dtype
+        # Latents are whole on every device of the model axis, as all heads read them; heads are spread over it.
+        from_stream = {"inputs": dim, "mesh_axes": ("fsdp", None), "bias": bias}
+        to_heads = {"mesh_axes": ("fsdp", "model"), "roles": ("in", "heads"), "bias": False}
+        query_heads = {"outputs": num_heads * self.key_dim, "num_heads": num_heads, **to_heads}
+        self.query: Linear | None = None
+        self.query_down: Linear | None = None
+        self.query_up: Linear | None = None
+        self.query_norm: RMSNorm | None = None
+        if query_rank is None:
+            self.query = linear.instantiate(inputs=dim, **query_heads)
+        else:
+            self.query_down = linear.instantiate(outputs=query_rank, **from_stream)
+            self.query_norm = norm.instantiate(dim=query_rank)
+            self.query_up = linear.instantiate(inputs=query_rank, **query_heads)
+        self.kv_down: Linear = linear.instantiate(outputs=kv_rank + rotary_dim, **from_stream)
+        self.kv_norm: RMSNorm = norm.instantiate(dim=kv_rank)
+        kv_size = num_heads * (plain_dim + value_dim)
+        self.kv_up: Linear = linear.instantiate(inputs=kv_rank, outputs=kv_size, **to_heads)
+        self.output: Linear = linear.instantiate(
+            inputs=num_heads * value_dim,
+            outputs=dim,
+            mesh_axes=("model", "fsdp"),
+            roles=("heads", "out"),
+            bias=bias,
+            init_scale=output_init_scale,
+        )
+
+    def children(self) -> dict[str, Layer]:
+        """query, or query_down, query_norm and query_up; kv_down, kv_norm, kv_up, output."""
+        candidates = {
+            "query": self.query,
+            "query_down": self.query_down,
+            "query_norm": self.query_norm,
+            "query_up": self.query_up,
+            "kv_down": self.kv_down,
+            "kv_norm": self.kv_norm,
+            "kv_up": self.kv_up,
+            "output": self.output,
+        }
+        return {name: layer for name, layer in candidates.items() if layer is not None}
+
+    def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
+        """Raises ValueError when the model axis would cut through a head."""
+        parts = mesh.shape["model"]
+        if self.num_heads % parts:
+            raise ValueError(
+                f"mesh.model = {parts} does not divide num_heads = {self.num_heads}; "
+                f"nearest that do: {nearest_divisors(self.num_heads, parts)}"
+            )
+
+    def apply(
+        self,
+        weights: Nested,
+        carry: jax.Array,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> tuple[jax.Array, Out]:
+        """x_BSD -> [B, S, D].
+
+        With ctx.cache, the latents and rotary keys leave as layer_state, "latent" [B, S, 1, R + P]. A layer_state that
+        is passed in is the cache of the tokens before x_B1D, see attention_cache.
+        """
+        batch, length, _ = carry.shape
+        # Batches of packed documents have positions, which start again with each document.
+        positions_BS = ctx.batch.get("positions", jnp.arange(length)[None])
+        query_BSNH = self._queries(weights, carry, positions_BS, ctx)
+        latent_BSR, rotary_key_BS1P = self._latents(weights, carry, positions_BS, ctx)
+        cached_BS1C = jnp.concatenate([latent_BSR[:, :, None], rotary_key_BS1P], axis=-1) if ctx.cache else None
+        if layer_state:
+            assert cached_BS1C is not None, "a cache is read where it is written"
+            y_BSNV = self._attend_to_cache(weights, query_BSNH, cached_BS1C, ctx, layer_state)
+        else:
+            y_BSNV = self._attend(weights, query_BSNH, latent_BSR, rotary_key_BS1P, ctx)
+        with jax.named_scope("output"):
+            heads_BSE = y_BSNV.reshape(batch, length, -1)
+            y_BSD = checkpoint_name(self.output(weights["output"], heads_BSE, ctx), "output")
+        cache = {} if cached_BS1C is None else {"latent": cached_BS1C}
+        return ctx.constrain_hidden(y_BSD), Out(layer_state=cache)
+
+    def _queries(self, weights: Nested, x_BSD: jax.Array, positions_BS: jax.Array, ctx: Context) -> jax.Array:
+        """[B, S, N, H]: projected, the last P channels rotated, and named for remat policies."""
+        batch, length, _ = x_BSD.shape
+        with jax.named_scope("query"):
+            if self.query is not None:
+                heads_BSE = self.query(weights["query"], x_BSD, ctx)
+            else:
+                assert self.query_down is not None
+                assert self.query_norm is not None
+                assert self.query_up is not None
+                latent_BSQ = self.query_down(weights["query_down"], x_BSD, ctx)
+                latent_BSQ = self.query_norm(weights["query_norm"], latent_BSQ, ctx)
+                heads_BSE = self.query_up(weights["query_up"], latent_BSQ, ctx)
+            q_BSNH = heads_BSE.reshape(batch, length, self.num_heads, self.key_dim)
+            q_BSNH = ctx.constrain(q_BSNH, BATCH_AXES, "seq", "model", None)
+            plain_BSNU, turned_BSNP = jnp.split(q_BSNH, [self.plain_dim], axis=-1)
+            turned_BSNP = self._turned(positions_BS, turned_BSNP)
+            q_BSNH = jnp.concatenate([plain_BSNU, turned_BSNP], axis=-1)
+        return checkpoint_name(q_BSNH, "query")
+
+    def _latents(
+        self, weights: Nested, x_BSD: jax.Array, positions_BS: jax.Array, ctx: Context
+    ) -> tuple[jax.Array, jax.Array]:
+        """(the normed latent [B, S, R], the rotated key of all heads [B, S, 1, P])."""
+        with jax.named_scope("kv_down"):
+            both_BSC = self.kv_down(weights["kv_down"], x_BSD, ctx)
+            latent_BSR, key_BSP = jnp.split(both_BSC, [self.kv_rank], axis=-1)
+            latent_BSR = self.kv_norm(weights["kv_norm"], latent_BSR, ctx)
+            key_BS1P = self._turned(positions_BS, key_BSP[:, :, None])
+        return latent_BSR, key_BS1P
+
+    def _turned(self, positions_BS: jax.Array, x_BSNP: jax.Array) -> jax.Array:
+        """The rotary channels of queries or keys, rotated, with the members of each pair P / 2 apart."""
+        if self.interleaved:
+            # A product of queries and keys does not depend on the order of channels, if that is the same in both.
+            x_BSNP = jnp.concatenate([x_BSNP[..., 0::2], x_BSNP[..., 1::2]], axis=-1)
+        (turned_BSNP,) = self.rotary(positions_BS, x_BSNP)
+        return turned_BSNP
+
+    def _attend(
+        self,
+        weights: Nested,
+        q_BSNH: jax.Array,
+        latent_BSR: jax.Array,
+        rotary_key_BS1P: jax.Array,
+        ctx: Context,
+    ) -> jax.Array:
+        """softmax(QK)V as [B, S, N, V], of keys and values that are made of the latents."""
+        batch, length, _ = latent_BSR.shape
+        with jax.named_scope("kv_up"):
+            kv_BSE = self.kv_up(weights["kv_up"], latent_BSR, ctx)
+            kv_BSNE = kv_BSE.reshape(batch, length, self.num_heads, -1)
+            kv_BSNE = ctx.constrain(kv_BSNE, BATCH_AXES, "seq", "model", None)
+            plain_BSNU, v_BSNV = jnp.split(kv_BSNE, [self.plain_dim], axis=-1)
+            rotary_BSNP = jnp.broadcast_to(rotary_key_BS1P, (*plain_BSNU.shape[:3], self.rotary_dim))
+            k_BSNH = jnp.concatenate([plain_BSNU, rotary_BSNP], axis=-1)
+        k_BSNH = checkpoint_name(k_BSNH, "key")
+        v_BSNV = checkpoint_name(v_BSNV, "value")
+        attend = dot_product_attention if ctx.kernels is None else ctx.kernels.attention
+        compute_dtype = q_BSNH.dtype
+        kernel_dtype = self.kernel_dtype or compute_dtype
+        # The result has the name "attention", by which remat policies keep it.
+        y_BSNV = attend(
+            q_BSNH.astype(kernel_dtype),
+            k_BSNH.astype(kernel_dtype),
+            v_BSNV.astype(kernel_dtype),
+            segments_BS=ctx.batch.get("segments"),
+            window=None,
+            softcap=None,
+            scale=self.scale,
+            implementation=self.implementation,
+            mesh=ctx.mesh,
+            splash=self.splash,
+        )
+        return y_BSNV.astype(compute_dtype)
+
+    def _attend_to_cache(
+        self,
+        weights: Nested,
+        q_B1NH: jax.Array,
+        new_B11C: jax.Array,
+        ctx: Context,
+        layer_state: Nested,
+    ) -> jax.Array:
+        """softmax(QK)V of one new token as [B, 1, N, V], without the keys and values of the tokens before.
+
+        Section 2.1.2 of the paper: q (W c) = (W^T q) c, so queries are taken to the latent, where there is one key for
+        all heads, and the sum of latents is taken to values.
+        """
+        up_RNE = self._up_matrix(weights, ctx).reshape(self.kv_rank, self.num_heads, -1)
+        key_up_RNU, value_up_RNV = jnp.split(up_RNE, [self.plain_dim], axis=-1)
+        plain_B1NU, turned_B1NP = jnp.split(q_B1NH, [self.plain_dim], axis=-1)
+        latent_q_B1NR = jnp.einsum("bsnu,rnu->bsnr", plain_B1NU, key_up_RNU)
+        latents_B1NR = cached_attention(
+            jnp.concatenate([latent_q_B1NR, turned_B1NP], axis=-1),
+            new_B11C,
+            new_B11C[..., : self.kv_rank],
+            {"key": layer_state["latent"], "value": layer_state["latent"][..., : self.kv_rank]},
+            first_B=ctx.batch["first"],
+            slot=ctx.batch["slot"],
+            scale=self.scale,
+        )
+        return jnp.einsum("bsnr,rnv->bsnv", latents_B1NR, value_up_RNV)
+
+    def _up_matrix(self, weights: Nested, ctx: Context) -> jax.Array:
+        """The matrix [R, N (U + V)] that `kv_up` multiplies by."""
+        if type(self.kv_up) is Linear:
+            return weights["kv_up"]["weight"]
+        # With an adapter, or quantized, there is no such array: rows of the identity pick its rows.
+        identity_1RR = jnp.eye(self.kv_rank, dtype=ctx.compute_dtype)[None]
+        return self.kv_up(weights["kv_up"], identity_1RR, ctx)[0]
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """The projections, and QK and AV over the whole context: 2 N (H + V) S."""
+        # As PaLM counts (arXiv 2204.02311, appendix B): the causal mask saves nothing.
+        projections = super().flops_per_token(seq_len)
+        return projections + 2.0 * self.num_heads * (self.key_dim + self.value_dim) * seq_len
