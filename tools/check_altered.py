@@ -37,7 +37,7 @@ from framework.weights.directory import Directory
 from framework.weights.family import Family
 from framework.weights.source import layer_shape
 from tools.peers.alterations import SEQ_LEN, Alteration, alterations, base_facts
-from tools.peers.families import FAMILIES, VOCAB
+from tools.peers.families import FAMILIES, VOCAB, ZERO_CENTERED
 from tools.peers.recording import Tensors
 
 LIMIT = 1e-4  # of the largest logit
@@ -76,7 +76,7 @@ def our_logits(folder: Path) -> np.ndarray:
         spec = model.base_specs[path]
         shape = layer_shape(spec)
         whole = tuple(slice(None) for _ in shape)
-        layers = [source.take(directory.tensor(source.name), shape, whole) for source in sources]
+        layers = [source.read(directory.tensor, shape, whole) for source in sources]
         array = np.stack(layers) if spec.num_layers is not None else layers[0]
         weights[path] = jnp.asarray(array).astype(model.param_dtype).astype(jnp.float32)
     context = Context({"tokens": jnp.asarray(TOKENS, jnp.int32)})
@@ -103,12 +103,16 @@ def their_shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     import torch
     import transformers
 
+    from tools.peers import theirs
+
     with torch.device("meta"):
         # A copy: transformers completes the objects of a config.json in place, which other alterations share.
         config = transformers.AutoConfig.for_model(**copy.deepcopy(facts))
         model: Any = transformers.AutoModelForCausalLM.from_config(config)
     tied = set(model.all_tied_weights_keys)
-    return {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in tied}
+    # Arrays of one number, which take no memory: experts go by other names in a file.
+    arrays = {name: np.broadcast_to(0.0, x.shape) for name, x in model.state_dict().items() if name not in tied}
+    return {name: array.shape for name, array in theirs.published(config.model_type, arrays).items()}
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], *, zero_centered: bool) -> Tensors:
@@ -170,7 +174,7 @@ def weights_for(alteration: Alteration, base: Tensors) -> Iterator[tuple[Alterat
     if same or alteration.damage or sum(math.prod(shape) for shape in shapes.values()) > LARGEST:
         return
     anew = Alteration(alteration.shape, f"{alteration.name}, its own weights", alteration.facts)
-    yield anew, random_tensors(shapes, zero_centered=alteration.facts["model_type"] == "gemma2")
+    yield anew, random_tensors(shapes, zero_centered=alteration.facts["model_type"] in ZERO_CENTERED)
 
 
 def all_alterations(shape: str) -> Iterator[Alteration]:
@@ -194,7 +198,7 @@ def verdicts(shapes: Iterable[str], *, sample: int | None = None, seed: int = 0,
         chosen = np.random.default_rng(seed).choice(len(cases), sample, replace=False)
         cases = [cases[i] for i in sorted(chosen)]
     for shape, group in itertools.groupby(cases, lambda case: case.shape):
-        zero_centered = shape == "gemma2"
+        zero_centered = FAMILIES[shape].facts["model_type"] in ZERO_CENTERED
         base = random_tensors(their_shapes(base_facts(shape)), zero_centered=zero_centered)
         for case in group:
             for alteration, tensors in weights_for(case, base):

@@ -11,9 +11,11 @@ from typing import Any
 
 from configs.families.facts import Facts, float_dtype, refuse_unread
 from configs.families.gemma import Gemma2
+from configs.families.gemma3 import Gemma3
 from configs.families.gpt2 import GPT2
 from configs.families.llama import Llama
 from configs.families.mixtures import Mixtral, Qwen3MoE
+from configs.families.olmo import Olmo2, Olmoe
 from configs.families.published import model_at
 from framework.config import Config, ConfigError, config_for
 from framework.files import hub_models
@@ -21,7 +23,7 @@ from framework.files.hub_names import is_hub_url
 from framework.weights.directory import Directory
 from framework.weights.family import Family
 
-FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE]
+FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE, Olmo2, Olmoe, Gemma3]
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -31,6 +33,9 @@ MODEL_TYPES = {
     "GPT2LMHeadModel": "gpt2",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Olmo2ForCausalLM": "olmo2",
+    "OlmoeForCausalLM": "olmoe",
+    "Gemma3ForCausalLM": "gemma3_text",
 }
 
 

@@ -27,7 +27,7 @@ from framework.weights.source import Source
 _LAYER = "model.layers.{layer}"
 
 
-def _mixture_names(router: str, expert: str, **projections: str) -> dict[str, Source]:
+def mixture_names(router: str, expert: str, **projections: str) -> dict[str, Source]:
     """Returns {our path: their tensors} of the mixture of a block.
 
     Args:
@@ -41,7 +41,7 @@ def _mixture_names(router: str, expert: str, **projections: str) -> dict[str, So
     return names
 
 
-def _num_experts(facts: Facts, default: int) -> int:
+def number_of_experts(facts: Facts, default: int) -> int:
     """Returns the number of experts, which goes by two names."""
     names = ("num_local_experts", "num_experts")
     if any(name in facts.values for name in names):
@@ -49,7 +49,7 @@ def _num_experts(facts: Facts, default: int) -> int:
     return default
 
 
-def _refuse_losses(facts: Facts) -> None:
+def refuse_losses(facts: Facts) -> None:
     """Raises ValueError for what transformers adds to the loss, or to what experts see, in training."""
     if facts.flag("output_router_logits", False):
         raise facts.error("output_router_logits", "false: the balance loss is a setting of training, router.balance")
@@ -97,14 +97,14 @@ class Mixtral(Family):
     """MixtralForCausalLM."""
 
     architectures = ("MixtralForCausalLM",)
-    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | _mixture_names(
+    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | mixture_names(
         "block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", gate="w1", up="w3", down="w2"
     )
 
     def model(self, facts: dict[str, Any]) -> Config:
         """As Family.model."""
         fields = Facts(facts)
-        _refuse_losses(fields)
+        refuse_losses(fields)
         theta, scaling = rope(fields, 1_000_000.0)
         heads = fields.size("num_attention_heads")
         hidden = fields.size("intermediate_size")
@@ -120,7 +120,7 @@ class Mixtral(Family):
         block = model.stack.pattern[0]
         block.attention.window = _window_of_all(fields, fields.size("sliding_window", None, null=True))
         block.mlp = mixture(
-            experts=_num_experts(fields, 8),
+            experts=number_of_experts(fields, 8),
             top_k=fields.size("num_experts_per_tok", 2),
             hidden=hidden,
             activation=activation(fields, "hidden_act", "silu"),
@@ -146,14 +146,14 @@ class Qwen3MoE(Family):
     """Qwen3MoeForCausalLM: norms of queries and keys, and layers without a mixture where config.json says so."""
 
     architectures = ("Qwen3MoeForCausalLM",)
-    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | _mixture_names(
+    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | mixture_names(
         "mlp.gate", "mlp.experts.{expert}", gate="gate_proj", up="up_proj", down="down_proj"
     )
 
     def model(self, facts: dict[str, Any]) -> Config:
         """As Family.model."""
         fields = Facts(facts)
-        _refuse_losses(fields)
+        refuse_losses(fields)
         theta, scaling = rope(fields)
         eps = fields.number("rms_norm_eps", 1e-6)
         model = _decoder(
@@ -178,7 +178,7 @@ class Qwen3MoE(Family):
         block.mlp.activation = activation(fields, "hidden_act", "silu")
         sparse_block = block.copy()
         sparse_block.mlp = mixture(
-            experts=_num_experts(fields, 128),
+            experts=number_of_experts(fields, 128),
             top_k=fields.size("num_experts_per_tok", 8),
             hidden=fields.size("moe_intermediate_size", 768),
             activation=block.mlp.activation,
