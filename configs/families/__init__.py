@@ -16,6 +16,7 @@ from configs.families.gpt2 import GPT2
 from configs.families.llama import Llama
 from configs.families.mixtures import Mixtral, Qwen3MoE
 from configs.families.olmo import Olmo2, Olmoe
+from configs.families.phi3 import Phi3
 from configs.families.published import model_at
 from framework.config import Config, ConfigError, config_for
 from framework.files import hub_models
@@ -23,7 +24,7 @@ from framework.files.hub_names import is_hub_url
 from framework.weights.directory import Directory
 from framework.weights.family import Family
 
-FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE, Olmo2, Olmoe, Gemma3]
+FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE, Olmo2, Olmoe, Gemma3, Phi3]
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -36,6 +37,7 @@ MODEL_TYPES = {
     "Olmo2ForCausalLM": "olmo2",
     "OlmoeForCausalLM": "olmoe",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Phi3ForCausalLM": "phi3",
 }
 
 
@@ -60,8 +62,6 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
         expected = "a directory as Hugging Face's save_pretrained writes it, or the Hub's ORG/NAME"
         raise FileNotFoundError(f"no file {file}: expected {expected}")
     facts = _json_object(file)
-    if "auto_map" in facts:
-        raise ValueError(f"{file} asks for code of its own (auto_map); code of a directory is never executed")
     adapter = file.with_name("adapter_config.json")
     if adapter.is_file():
         raise ValueError(
@@ -70,6 +70,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], Config]:
         )
     try:
         family = family_of(facts)
+        if "auto_map" in facts and not family.has_code_in_transformers:
+            raise ValueError("auto_map asks for code of its own; code of a directory is never executed")
         refuse_unread(Facts(facts))
         return facts, config_for(family)
     except ValueError as error:

@@ -19,7 +19,6 @@ from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
 from framework.weights.family import Family
 
-
 GEMMA_NAMES = decoder_names(
     attention_norm="input_layernorm",
     attention_post_norm="post_attention_layernorm",

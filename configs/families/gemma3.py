@@ -50,7 +50,7 @@ def _rotary_facts(facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _rotary(facts: Facts, rotary: dict[str, Any]) -> Config:
-    """Returns the rotary positions of one kind of layers. Raises ValueError for what `rope` refuses, and other types."""
+    """Returns the rotary positions of one kind of layers. Raises ValueError for what `rope` refuses, or other types."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     # transformers takes some fields of the other types from places that only flat objects have.
     if kind not in ("default", "linear"):

@@ -38,6 +38,7 @@ _COMPONENTS = {
     "framework.layers.kernels_call": ("SplashBlocks",),
     "framework.layers.linear": ("Linear",),
     "framework.layers.lora": ("LoRA",),
+    "framework.layers.longrope": ("LongRopeScaling",),
     "framework.layers.mlp": ("MLP",),
     "framework.layers.norm": ("LayerNorm", "RMSNorm"),
     "framework.layers.rotary": ("LinearScaling", "Llama3Scaling", "Rotary"),

@@ -19,6 +19,8 @@ class Family:
     names: dict[str, Source] = {}
     # A pattern for tensors that hold no weights.
     ignored: str = r"rotary_emb\.inv_freq$"
+    # Whether directories that name code of their own (auto_map) compute what transformers' own class does.
+    has_code_in_transformers: bool = False
 
     def model(self, facts: dict[str, Any]) -> Config:
         """Our model's config. Raises ValueError for a model that we cannot compute."""

@@ -35,6 +35,8 @@ PUBLISHED = {
     "qwen2.5-32b": 32_763_876_352,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "olmo2-7b": 7_298_617_344,
+    "olmoe-1b-7b": 6_919_161_856,
 }
 FLOWS = {"digits-glow", "digits-realnvp", "digits-nice", "digits-residual", "images-glow"}
 OURS = {"moe-tiny", "stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS

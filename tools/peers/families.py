@@ -184,6 +184,17 @@ _DENSE = (
         pad_token_id=None,
         tie_word_embeddings=True,
     ),
+    _llama("phi3", "Phi3ForCausalLM", sliding_window=7, pad_token_id=None),
+    _llama(
+        "phi4-mini",
+        "Phi3ForCausalLM",
+        model_type="phi3",
+        partial_rotary_factor=0.75,
+        rope_scaling={"type": "longrope", "short_factor": [1.0, 1.5, 2.5], "long_factor": [1.0, 4.0, 9.0]},
+        original_max_position_embeddings=64,
+        pad_token_id=None,
+        tie_word_embeddings=True,
+    ),
 )
 FAMILIES |= {family.name: family for family in _DENSE}
 
