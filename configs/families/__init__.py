@@ -188,11 +188,12 @@ def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[di
         ValueError: no family has such models. The message says in what the nearest family differs.
     """
     fewest_differences: list[str] | None = None
-    # The published file comes first: it may hold fields that we do not write.
+    # The published file comes first, in all families: it may hold fields that we do not write, and tensors that are
+    # fused, where another family has the same model in other files.
     candidates = (published, None) if published else (None,)
-    for family_class in FAMILIES:
-        family = family_class()
-        for candidate in candidates:
+    for candidate in candidates:
+        for family_class in FAMILIES:
+            family = family_class()
             try:
                 facts = candidate or family.facts(model)
                 differences = _differences(model, family.model(facts))
@@ -222,6 +223,8 @@ _TRAINING = (
     "router.expert_metrics",
     "router.jitter",
     "router.z",
+    # A config.json has both lists of longrope.
+    "rotary.scaling.use",
 )
 
 

@@ -102,7 +102,8 @@ class Phi3(Family):
         if rotary.scaling is not None:
             facts["rope_scaling"] = longrope_facts(rotary.scaling)
             facts[_ORIGINAL_LENGTH] = rotary.scaling.original_length
-        return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", **facts}
+        # transformers' default would be an id beyond small vocabularies.
+        return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", **facts, "pad_token_id": None}
 
 
 def _rope(facts: Facts, num_frequencies: int) -> tuple[float, Config | None]:

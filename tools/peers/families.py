@@ -193,7 +193,6 @@ _DENSE = (
         rope_scaling={"type": "longrope", "short_factor": [1.0, 1.5, 2.5], "long_factor": [1.0, 4.0, 9.0]},
         original_max_position_embeddings=64,
         pad_token_id=None,
-        tie_word_embeddings=True,
     ),
 )
 FAMILIES |= {family.name: family for family in _DENSE}
