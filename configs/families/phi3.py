@@ -119,7 +119,7 @@ def _rope(facts: Facts, num_frequencies: int) -> tuple[float, Config | None]:
     # `rope` reads theta, and refuses two objects that differ.
     plain = dict(facts.values)
     for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(plain.get(name), dict):
+        if isinstance(plain.get(name), dict) and plain[name]:
             plain[name] = plain[name] | {"rope_type": "default"}
     theta, _ = rope(Facts(plain), partial=True)
     if kind == "default":
