@@ -38,7 +38,7 @@ from framework.weights.directory import Directory
 from framework.weights.family import Family
 from framework.weights.source import layer_shape
 from tools.peers.alterations import SEQ_LEN, Alteration, alterations, base_facts
-from tools.peers.families import FAMILIES, VOCAB
+from tools.peers.families import FAMILIES, VOCAB, ZERO_CENTERED
 from tools.peers.recording import Tensors
 
 LIMIT = 1e-4  # of the largest logit
@@ -196,7 +196,7 @@ def weights_for(alteration: Alteration, base: Tensors) -> Iterator[tuple[Alterat
     except Exception:  # transformers refuses the config.json, in one of many ways
         return
     anew = Alteration(alteration.shape, f"{alteration.name}, its own weights", alteration.facts)
-    yield anew, random_tensors(shapes_in_file, zero_centered=alteration.facts["model_type"] == "gemma2")
+    yield anew, random_tensors(shapes_in_file, zero_centered=alteration.facts["model_type"] in ZERO_CENTERED)
 
 
 def all_alterations(shape: str) -> Iterator[Alteration]:
@@ -220,7 +220,7 @@ def verdicts(shapes: Iterable[str], *, sample: int | None = None, seed: int = 0,
         chosen = np.random.default_rng(seed).choice(len(cases), sample, replace=False)
         cases = [cases[i] for i in sorted(chosen)]
     for shape, group in itertools.groupby(cases, lambda case: case.shape):
-        zero_centered = shape == "gemma2"
+        zero_centered = FAMILIES[shape].facts["model_type"] in ZERO_CENTERED
         base = random_tensors(saved_shapes(base_facts(shape)), zero_centered=zero_centered)
         for case in group:
             for alteration, tensors in weights_for(case, base):

@@ -12,10 +12,13 @@ from typing import Any
 from configs.families.deepseek import DeepseekV2
 from configs.families.facts import Facts, float_dtype, refuse_unread
 from configs.families.gemma import Gemma2
+from configs.families.gemma3 import Gemma3
 from configs.families.gpt2 import GPT2
 from configs.families.gpt_oss import GptOss
 from configs.families.llama import Llama
 from configs.families.mixtures import Mixtral, Qwen3MoE
+from configs.families.olmo import Olmo2, Olmoe
+from configs.families.phi3 import Phi3
 from configs.families.published import model_at
 from framework.config import Config, ConfigError, config_for
 from framework.files import hub_models
@@ -23,7 +26,19 @@ from framework.files.hub_names import is_hub_url
 from framework.weights.directory import Directory
 from framework.weights.family import Family
 
-FAMILIES: list[type[Family]] = [Llama, Gemma2, GPT2, Mixtral, Qwen3MoE, GptOss, DeepseekV2]
+FAMILIES: list[type[Family]] = [
+    Llama,
+    Gemma2,
+    GPT2,
+    Mixtral,
+    Qwen3MoE,
+    GptOss,
+    DeepseekV2,
+    Olmo2,
+    Olmoe,
+    Gemma3,
+    Phi3,
+]
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -35,6 +50,10 @@ MODEL_TYPES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
+    "Olmo2ForCausalLM": "olmo2",
+    "OlmoeForCausalLM": "olmoe",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Phi3ForCausalLM": "phi3",
 }
 
 
@@ -190,11 +209,12 @@ def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[di
         ValueError: no family has such models. The message says in what the nearest family differs.
     """
     fewest_differences: list[str] | None = None
-    # The published file comes first: it may hold fields that we do not write.
+    # The published file comes first, in all families: it may hold fields that we do not write, and tensors that are
+    # fused, where another family has the same model in other files.
     candidates = (published, None) if published else (None,)
-    for family_class in FAMILIES:
-        family = family_class()
-        for candidate in candidates:
+    for candidate in candidates:
+        for family_class in FAMILIES:
+            family = family_class()
             try:
                 facts = candidate or family.facts(model)
                 differences = _differences(model, family.model(facts))
@@ -224,6 +244,8 @@ _TRAINING = (
     "router.expert_metrics",
     "router.jitter",
     "router.z",
+    # A config.json has both lists of longrope.
+    "rotary.scaling.use",
 )
 
 

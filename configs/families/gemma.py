@@ -19,59 +19,82 @@ from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
 from framework.weights.family import Family
 
+GEMMA_NAMES = decoder_names(
+    attention_norm="input_layernorm",
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+
+def gemma_decoder(facts: Facts, theta: float, scaling: Config | None) -> Config:
+    """Returns what Gemma 2 and 3 share: a model whose layers are all alike and see all tokens before."""
+    dim = facts.size("hidden_size")
+    eps = facts.number("rms_norm_eps", 1e-6)
+    head_dim = facts.size("head_dim", 256)
+    model = llama_model(
+        layers=facts.size("num_hidden_layers"),
+        heads=facts.size("num_attention_heads"),
+        kv_heads=facts.size("num_key_value_heads", 4),
+        dim=dim,
+        hidden=facts.size("intermediate_size"),
+        vocab_size=facts.size("vocab_size"),
+        theta=theta,
+        eps=eps,
+        qkv_bias=facts.flag("attention_bias", False),
+        tied=facts.flag("tie_word_embeddings", True),
+        rope_scaling=scaling,
+    )
+    model.embed.scale = dim**0.5
+    block = model.stack.pattern[0]
+    # Gemma stores the scales of its norms as differences from 1.
+    norm = config_for(RMSNorm, eps=eps, zero_centered=True)
+    post_norm = norm.copy()
+    head_norm = norm.copy()
+    block.norm = norm
+    block.post_norm = post_norm
+    model.head.norm = head_norm
+    block.attention.output_bias = block.attention.linear.bias
+    block.attention.head_dim = head_dim
+    # None stands for our default, which is this scale in all but one of the published sizes.
+    scale = facts.number("query_pre_attn_scalar", 256) ** -0.5
+    block.attention.scale = None if scale == head_dim**-0.5 else scale
+    block.mlp.activation = activation(facts, "hidden_activation", "gelu_pytorch_tanh")
+    return model
+
+
+def gemma_facts(model: Config) -> dict[str, Any]:
+    """Returns the fields of config.json that Gemma 2 and 3 share, rotary positions as Gemma 2 has them."""
+    facts = common_facts(model)
+    attention = model.stack.pattern[0].attention
+    scalar = facts["head_dim"] if attention.scale is None else attention.scale**-2
+    # Squaring the scale again gives a published integer only up to rounding.
+    if abs(scalar - round(scalar)) < 1e-6:
+        scalar = round(scalar)
+    return facts | {
+        "hidden_activation": facts.pop("hidden_act"),
+        "attention_bias": attention.linear.bias,
+        "final_logit_softcapping": model.head.softcap,
+        "query_pre_attn_scalar": scalar,
+    }
+
 
 @component
 class Gemma2(Family):
     """Gemma2ForCausalLM."""
 
     architectures = ("Gemma2ForCausalLM",)
-    names = decoder_names(
-        attention_norm="input_layernorm",
-        attention_post_norm="post_attention_layernorm",
-        mlp_norm="pre_feedforward_layernorm",
-        mlp_post_norm="post_feedforward_layernorm",
-    )
+    names = GEMMA_NAMES
 
     def model(self, facts: dict[str, Any]) -> Config:
         """As Family.model."""
         fields = Facts(facts)
         theta, scaling = rope(fields)
-        dim = fields.size("hidden_size")
-        heads = fields.size("num_attention_heads")
-        layers = fields.size("num_hidden_layers")
-        eps = fields.number("rms_norm_eps", 1e-6)
-        head_dim = fields.size("head_dim", 256)
-        model = llama_model(
-            layers=layers,
-            heads=heads,
-            kv_heads=fields.size("num_key_value_heads", 4),
-            dim=dim,
-            hidden=fields.size("intermediate_size"),
-            vocab_size=fields.size("vocab_size"),
-            theta=theta,
-            eps=eps,
-            qkv_bias=fields.flag("attention_bias", False),
-            tied=fields.flag("tie_word_embeddings", True),
-            rope_scaling=scaling,
-        )
-        model.embed.scale = dim**0.5
-        block = model.stack.pattern[0]
-        # Gemma stores the scales of its norms as differences from 1.
-        norm = config_for(RMSNorm, eps=eps, zero_centered=True)
-        post_norm = norm.copy()
-        head_norm = norm.copy()
-        block.norm = norm
-        block.post_norm = post_norm
-        model.head.norm = head_norm
-        block.attention.output_bias = block.attention.linear.bias
-        block.attention.head_dim = head_dim
-        block.attention.softcap = fields.number("attn_logit_softcapping", 50.0, null=True)
-        # None stands for our default, which is this scale in all but one of the published sizes.
-        scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
-        block.attention.scale = None if scale == head_dim**-0.5 else scale
-        block.mlp.activation = activation(fields, "hidden_activation", "gelu_pytorch_tanh")
+        model = gemma_decoder(fields, theta, scaling)
+        model.stack.pattern[0].attention.softcap = fields.number("attn_logit_softcapping", 50.0, null=True)
         model.head.softcap = fields.number("final_logit_softcapping", 30.0, null=True)
         # Local and global attention alternate where config.json does not list the layers.
+        layers = model.stack.num_layers
         alternating_kinds = ["sliding_attention", "full_attention"] * layers
         kinds = layer_types(fields) or alternating_kinds[:layers]
         window = fields.size("sliding_window", 4096, null=True)
@@ -79,18 +102,8 @@ class Gemma2(Family):
 
     def facts(self, model: Config) -> dict[str, Any]:
         """As Family.facts."""
-        facts = common_facts(model)
-        attention = model.stack.pattern[0].attention
-        scalar = facts["head_dim"] if attention.scale is None else attention.scale**-2
-        # Squaring the scale again gives a published integer only up to rounding.
-        if abs(scalar - round(scalar)) < 1e-6:
-            scalar = round(scalar)
-        return facts | {
+        return gemma_facts(model) | {
             "architectures": ["Gemma2ForCausalLM"],
             "model_type": "gemma2",
-            "hidden_activation": facts.pop("hidden_act"),
-            "attention_bias": attention.linear.bias,
-            "attn_logit_softcapping": attention.softcap,
-            "final_logit_softcapping": model.head.softcap,
-            "query_pre_attn_scalar": scalar,
+            "attn_logit_softcapping": model.stack.pattern[0].attention.softcap,
         }

@@ -74,6 +74,8 @@ class GPT2(Family):
     def facts(self, model: Config) -> dict[str, Any]:
         """As Family.facts."""
         block = model.stack.pattern[0]
+        if block.norm is None:
+            raise ValueError("stack.pattern.0.norm = None")
         facts = {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",

@@ -196,6 +196,9 @@ def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str,
     """
     block = model.stack.pattern[0]
     mlp = feed_forward or block.mlp
+    norm = block.norm or block.post_norm
+    if norm is None:
+        raise ValueError("stack.pattern.0.norm = None")
     attention = block.attention
     heads = attention.num_heads
     windows = windows_of(model)
@@ -212,7 +215,7 @@ def common_facts(model: Config, feed_forward: Config | None = None) -> dict[str,
         "num_attention_heads": heads,
         "num_key_value_heads": attention.num_kv_heads or heads,
         "head_dim": attention.head_dim or model.dim // heads,
-        "rms_norm_eps": block.norm.eps,
+        "rms_norm_eps": norm.eps,
         "tie_word_embeddings": model.head.tied,
         "hidden_act": activation_fact(mlp.activation),
         "sliding_window": sliding_window,

@@ -1,4 +1,5 @@
-"""Scalings of rotary positions in config.json, read as transformers 5.23 reads them: lengths, parts of heads, and YaRN.
+"""Scalings of rotary positions in config.json, read as transformers 5.23 reads them: lengths, parts of heads, YaRN and
+LongRoPE.
 
 `llama.rope` chooses between them by rope_type.
 """
@@ -10,6 +11,7 @@ from typing import Any
 
 from configs.families.facts import Facts
 from framework.config import Config, config_for
+from framework.layers.longrope import LongRopeScaling
 from framework.layers.yarn import YarnScaling
 
 _LENGTH = "original_max_position_embeddings"
@@ -98,6 +100,53 @@ def yarn_facts(scaling: Config) -> dict[str, Any]:
     length = fields.pop("original_length")
     stated = {name: value for name, value in fields.items() if value is not None}
     return {"rope_type": "yarn", **stated, _LENGTH: length}
+
+
+def longrope_scaling(facts: Facts, scaling: Facts, *, length: int, num_frequencies: int) -> Config:
+    """Returns the scaling of rope_type longrope, for sequences of up to `length` tokens.
+
+    Args:
+        facts: all of config.json.
+        scaling: its object about rotary positions.
+        length: the number of positions before the stretching.
+        num_frequencies: how many pairs of elements of a head turn.
+
+    Raises:
+        ValueError: a field is no number above 0, or there is not one factor for each frequency.
+    """
+    factors = {name: _factors(scaling, name, num_frequencies) for name in ("short_factor", "long_factor")}
+    factor = scaling.number("factor", None, null=True)
+    if factor is None:
+        factor = facts.size("max_position_embeddings", 4096) / length
+    return config_for(
+        LongRopeScaling,
+        **factors,
+        original_length=length,
+        factor=factor,
+        attention_factor=scaling.number("attention_factor", None, null=True),
+    )
+
+
+def longrope_facts(scaling: Config) -> dict[str, Any]:
+    """Returns the object of config.json about rotary positions, the inverse of `longrope_scaling`."""
+    stated = {"rope_type": "longrope", "factor": scaling.factor}
+    for name in ("short_factor", "long_factor"):
+        stated[name] = list(scaling[name])
+    if scaling.attention_factor is not None:
+        stated["attention_factor"] = scaling.attention_factor
+    return stated
+
+
+def _factors(scaling: Facts, name: str, count: int) -> list[float]:
+    """Returns a list of so many numbers above 0."""
+    expected = f"a list of {count} numbers above 0, one for each pair of elements that turns"
+    factors = scaling.any(name)
+    if not isinstance(factors, list) or len(factors) != count:
+        raise scaling.error(name, expected)
+    for factor in factors:
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
+            raise scaling.error(name, expected)
+    return [float(factor) for factor in factors]
 
 
 def _number_or_none(scaling: Facts, name: str) -> float | None:

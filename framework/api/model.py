@@ -102,7 +102,7 @@ class Model:
         if not all(prompts):
             raise ValueError("a prompt is empty, and this tokenizer has nothing that opens a text")
         max_tokens = sampling.max_new_tokens
-        max_positions = self.loaded.experiment.language_model.embed.max_positions
+        max_positions = self.loaded.experiment.language_model.max_positions
         if shortens and max_positions is not None:
             longest_prompt = max(map(len, prompts))
             max_tokens = max(1, min(max_tokens, max_positions - longest_prompt))

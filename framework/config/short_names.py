@@ -40,6 +40,7 @@ _COMPONENTS = {
     "framework.layers.latent_attention": ("LatentAttention",),
     "framework.layers.linear": ("Linear",),
     "framework.layers.lora": ("LoRA",),
+    "framework.layers.longrope": ("LongRopeScaling",),
     "framework.layers.mlp": ("MLP",),
     "framework.layers.norm": ("LayerNorm", "RMSNorm"),
     "framework.layers.rotary": ("LinearScaling", "Llama3Scaling", "Rotary"),

@@ -103,11 +103,11 @@ class Generator:
         largest = max((max(row) for row in prompts), default=0)
         if largest >= model.vocab_size:
             raise ValueError(f"a prompt has the token {largest}; model.vocab_size = {model.vocab_size}")
-        limit = model.embed.max_positions
+        limit = model.max_positions
         if limit is not None and longest + sampling.max_new_tokens > limit:
             raise ValueError(
                 f"a prompt of {longest} tokens and max_new_tokens = {sampling.max_new_tokens} are over the model's "
-                f"{limit} positions (model.embed.max_positions)"
+                f"{limit} positions (model.embed.max_positions or rotary.scaling.original_length)"
             )
 
     def stream(

@@ -7,6 +7,8 @@ matrix optimizers and published checkpoints expect.
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -38,7 +40,9 @@ class Attention(Layer):
         output_bias: bias of the output projection; None means as the others.
         output_init_scale: multiplies the initial output weight; given by the stack.
         rotary: rotary positions; None for models with learned positions.
-        qk_norm: a norm applied to each head's query and key before the rotation.
+        qk_norm: a norm applied to queries and keys before the rotation.
+        qk_norm_over: what is normed, each "head" apart or "all" heads of a token together.
+        clip_qkv: elements of queries, keys and values are clipped to [-clip_qkv, clip_qkv], after the norms.
         window: attend to the last `window` positions only.
         softcap: logits become softcap * tanh(logits / softcap).
         scale: of logits; None means H ** -0.5.
@@ -62,6 +66,8 @@ class Attention(Layer):
         output_init_scale: float = 1.0,
         rotary: Config | None = None,
         qk_norm: Config | None = None,
+        qk_norm_over: Literal["head", "all"] = "head",
+        clip_qkv: PositiveFloat | None = None,
         window: PositiveInt | None = None,
         softcap: PositiveFloat | None = None,
         scale: PositiveFloat | None = None,
@@ -93,8 +99,11 @@ class Attention(Layer):
         self.value = linear.instantiate(outputs=kv_size, **in_options)
         self.output = linear.instantiate(inputs=query_size, init_scale=output_init_scale, **out_options)
         self.rotary: Rotary | None = None if rotary is None else rotary.instantiate(head_dim=self.head_dim)
-        self.query_norm = None if qk_norm is None else qk_norm.instantiate(dim=self.head_dim)
-        self.key_norm = None if qk_norm is None else qk_norm.instantiate(dim=self.head_dim)
+        self.clip_qkv = clip_qkv
+        self.norms_all_heads = qk_norm_over == "all"
+        query_width, key_width = (query_size, kv_size) if self.norms_all_heads else (self.head_dim, self.head_dim)
+        self.query_norm = None if qk_norm is None else qk_norm.instantiate(dim=query_width)
+        self.key_norm = None if qk_norm is None else qk_norm.instantiate(dim=key_width)
 
     def own_specs(self) -> dict[str, ParameterSpec]:
         """sinks [N], if there are any: spread over devices as the heads are."""
@@ -167,8 +176,12 @@ class Attention(Layer):
         v_BSKH = heads(self.value, "value", self.num_kv_heads)
         # Before the rotation, as in Qwen3.
         if self.query_norm is not None and self.key_norm is not None:
-            q_BSNH = self.query_norm(weights["query_norm"], q_BSNH, ctx)
-            k_BSKH = self.key_norm(weights["key_norm"], k_BSKH, ctx)
+            q_BSNH = self._normed(self.query_norm, weights["query_norm"], q_BSNH, ctx)
+            k_BSKH = self._normed(self.key_norm, weights["key_norm"], k_BSKH, ctx)
+        if self.clip_qkv is not None:
+            q_BSNH = jnp.clip(q_BSNH, -self.clip_qkv, self.clip_qkv)
+            k_BSKH = jnp.clip(k_BSKH, -self.clip_qkv, self.clip_qkv)
+            v_BSKH = jnp.clip(v_BSKH, -self.clip_qkv, self.clip_qkv)
         if self.rotary is not None:
             # Batches of packed documents have positions, which start again with each document.
             row_positions_1S = jnp.arange(length)[None]
@@ -178,6 +191,14 @@ class Attention(Layer):
         k_BSKH = checkpoint_name(k_BSKH, "key")
         v_BSKH = checkpoint_name(v_BSKH, "value")
         return q_BSNH, k_BSKH, v_BSKH
+
+    def _normed(self, norm: Any, weights: Nested, x_BSNH: jax.Array, ctx: Context) -> jax.Array:
+        """Queries or keys [B, S, N, H] after their norm, over H or over N and H together."""
+        if not self.norms_all_heads:
+            return norm(weights, x_BSNH, ctx)
+        batch, length, _, _ = x_BSNH.shape
+        x_BSE = x_BSNH.reshape(batch, length, -1)
+        return norm(weights, x_BSE, ctx).reshape(x_BSNH.shape)
 
     def _attend(
         self,

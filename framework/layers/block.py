@@ -1,4 +1,7 @@
-"""The pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)); Gemma 2 norms each branch twice."""
+"""The pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+Gemma 2 norms each branch twice, before and after; OLMo 2 only after.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Block(Layer):
         dim: D, given by the parent.
         attention: config of the first branch.
         mlp: config of the second branch.
-        norm: config of the norm before each branch.
+        norm: config of the norm before each branch; None for blocks that norm only what comes out of a branch.
         post_norm: another norm, of each branch's output; none by default.
         dropout: rate, on each branch's output, in training.
         output_init_scale: multiplies the initial weight of each branch's last projection; given by the stack.
@@ -34,15 +37,17 @@ class Block(Layer):
         dim: PositiveInt,
         attention: Config = config_for(Attention),
         mlp: Config = config_for(MLP),
-        norm: Config = config_for(RMSNorm),
+        norm: Config | None = config_for(RMSNorm),
         post_norm: Config | None = None,
         dropout: Fraction = 0.0,
         output_init_scale: float = 1.0,
     ):
         self.attention = attention.instantiate(dim=dim, output_init_scale=output_init_scale)
         self.mlp = mlp.instantiate(dim=dim, output_init_scale=output_init_scale)
-        self.attention_norm = norm.instantiate(dim=dim)
-        self.mlp_norm = norm.instantiate(dim=dim)
+        self.pre_norms: dict[str, Any] = {}
+        if norm is not None:
+            for name in ("attention", "mlp"):
+                self.pre_norms[f"{name}_norm"] = norm.instantiate(dim=dim)
         self.post_norms: dict[str, Any] = {}
         if post_norm is not None:
             for name in ("attention", "mlp"):
@@ -51,13 +56,14 @@ class Block(Layer):
 
     def children(self) -> dict[str, Layer]:
         """The two branches and their norms."""
-        return {
-            "attention_norm": self.attention_norm,
+        layers = {
+            "attention_norm": self.pre_norms.get("attention_norm"),
             "attention": self.attention,
-            "mlp_norm": self.mlp_norm,
+            "mlp_norm": self.pre_norms.get("mlp_norm"),
             "mlp": self.mlp,
             **self.post_norms,
         }
+        return {name: layer for name, layer in layers.items() if layer is not None}
 
     @property
     def branches(self) -> dict[str, list[str]]:
@@ -81,15 +87,13 @@ class Block(Layer):
             ctx: the block's context.
             layer_state: the block's buffers.
         """
-        if name == "attention":
-            norm = self.attention_norm
-            branch = self.attention
-        else:
-            norm = self.mlp_norm
-            branch = self.mlp
+        branch = self.attention if name == "attention" else self.mlp
         with jax.named_scope(f"{name}_norm"):
+            h_BSD = x_BSD
+            if norm := self.pre_norms.get(f"{name}_norm"):
+                h_BSD = norm(weights[f"{name}_norm"], x_BSD, ctx)
             # The residual stream is wider than the compute dtype where it is one of two streams.
-            h_BSD = norm(weights[f"{name}_norm"], x_BSD, ctx).astype(ctx.compute_dtype)
+            h_BSD = h_BSD.astype(ctx.compute_dtype)
         with jax.named_scope(name):
             branch_state = layer_state.get(name, {})
             h_BSD, out = branch.apply(weights[name], h_BSD, ctx.fold(name), branch_state)

@@ -20,9 +20,11 @@ class Scaling:
 
     Attributes:
         amplitude: multiplies cosines and sines.
+        max_positions: the longest sequence that the frequencies are for; None for any.
     """
 
     amplitude: float = 1.0
+    max_positions: int | None = None
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Angular frequencies [R/2] of base theta, radians per position -> the scaled ones."""
@@ -98,15 +100,30 @@ class Rotary:
         exponents = np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim
         frequencies = theta**-exponents
         self.amplitude = 1.0
+        self.max_positions: int | None = None
         # In float64 until they are used: a late position multiplies their error.
         if scaling is not None:
             stretch: Scaling = scaling.instantiate()
             frequencies = stretch(frequencies, theta)
             self.amplitude = stretch.amplitude
+            self.max_positions = stretch.max_positions
         self.frequencies = frequencies
 
+    def check_length(self, seq_len: int) -> None:
+        """Raises ValueError for sequences that are longer than the frequencies are for."""
+        if self.max_positions is not None and seq_len > self.max_positions:
+            raise ValueError(
+                f"sequences of {seq_len} tokens are over rotary.scaling.original_length = {self.max_positions}; "
+                "longer ones have other frequencies: rotary.scaling.use = long"
+            )
+
     def __call__(self, positions_BS: jax.Array, *arrays_BSNH: jax.Array) -> tuple[jax.Array, ...]:
-        """Turns each [B, S, N, H] array by positions [B, S] or [1, S], and keeps its dtype; angles are in float32."""
+        """Turns each [B, S, N, H] array by positions [B, S] or [1, S], and keeps its dtype; angles are in float32.
+
+        Raises:
+            ValueError: the rows are longer than the frequencies are for.
+        """
+        self.check_length(positions_BS.shape[1])
         dtype = jnp.promote_types(arrays_BSNH[0].dtype, jnp.float32)
         # bfloat16 could not even tell neighboring positions beyond 256 apart.
         positions_BS11 = positions_BS[:, :, None, None].astype(dtype)

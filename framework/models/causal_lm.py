@@ -102,6 +102,8 @@ class CausalLM(Chain):
             for layer in stack.unit.walk():
                 if isinstance(layer, Attention | LatentAttention | MoE):
                     layer.check_mesh(mesh)
+                if isinstance(layer, Attention) and layer.rotary is not None:
+                    layer.rotary.check_length(seq_len)
         # An axis that no parameter uses would let devices compute the same thing.
         if mesh.shape["expert"] > 1 and not _uses_axis(self.parameter_specs(), "expert"):
             raise ValueError(f"mesh.expert = {mesh.shape['expert']}, but the model has no experts; expected 1")
@@ -117,6 +119,15 @@ class CausalLM(Chain):
                 f"data.tokenizer has {vocab_size} ids, but model.vocab_size = {self.vocab_size}; "
                 "expected at least as many"
             )
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that the positions of the model are for; None for any."""
+        limits = [self.embed.max_positions]
+        for layer in self.stack.unit.walk():
+            if isinstance(layer, Attention) and layer.rotary is not None:
+                limits.append(layer.rotary.max_positions)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def hidden(
         self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None

@@ -107,7 +107,7 @@ def sample_text(program: Program, state: dict[str, Any]) -> str | None:
     tokenizer = data.tokenizer
     prompt = tokenizer.encode_prompt(options.sample_prompt)
     num_tokens = options.sample_tokens
-    limit = program.experiment.language_model.embed.max_positions
+    limit = program.experiment.language_model.max_positions
     # Both are cut to the model's positions: a sample is not worth an error at the end of a run.
     if limit is not None:
         prompt = prompt[-max(1, limit - num_tokens) :]

@@ -210,7 +210,7 @@ def _adapter_tensors(
         if not path.endswith("/weight") or f"{parent}/lora_a" not in flat_params:
             continue
         for unit, source in enumerate(sources):
-            if source.piece != (0, 1):
+            if source.is_fused:
                 raise ValueError(
                     f"{source.name} holds several of our layers, which peft cannot adapt one by one; merge"
                 )
@@ -227,7 +227,7 @@ def _tensor(
     parts: Parts,
 ) -> np.ndarray:
     """A tensor as it is in a file, joined from its parts."""
-    ordered_parts = sorted(parts, key=lambda part: part.source.piece)
+    ordered_parts = sorted(parts, key=lambda part: part.source.span or part.source.piece)
     pieces = [_layer(model, flat_params, part.path, part.indices) for part in ordered_parts]
     # All parts of a tensor lie in it in the same way.
     tensor = parts[0].source.join(pieces)

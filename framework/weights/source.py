@@ -31,12 +31,28 @@ class Source:
         transpose: torch's Linear keeps [out, in], we keep [in, out].
         piece: (i, n): the i-th of n equal parts of the last axis, of a fused matrix.
         interleaved: the parts take turns along that axis: the i-th has its elements i, i + n, i + 2 n, ...
+        span: (first, width): where the parameter begins in the last axis of a fused matrix, and the size of that axis;
+            instead of a piece where the parts are not equal.
     """
 
     name: str
     transpose: bool = False
     piece: tuple[int, int] = (0, 1)
     interleaved: bool = False
+    span: tuple[int, int] | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Tells whether the tensor holds other parameters too."""
+        return self.piece != (0, 1) or self.span is not None
+
+    def first(self, ours: tuple[int, ...]) -> int:
+        """Where the parameter begins in the last axis of our orientation."""
+        return self.piece[0] * ours[-1] if self.span is None else self.span[0]
+
+    def width(self, ours: tuple[int, ...]) -> int:
+        """The whole tensor's size along the last axis of our orientation."""
+        return self.piece[1] * ours[-1] if self.span is None else self.span[1]
 
     def of(self, layer: int) -> Source:
         """This source with the layer's number in its name."""
@@ -64,7 +80,7 @@ class Source:
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole tensor in a file, for a parameter of shape `ours`."""
-        joined = (*ours[:-1], ours[-1] * self.piece[1])
+        joined = (*ours[:-1], self.width(ours))
         return joined[::-1] if self.transpose else joined
 
     def take(
@@ -87,7 +103,7 @@ class Source:
         if self.interleaved:
             bounds[-1] = (start * count, stop * count)
         else:
-            offset = number * ours[-1]
+            offset = self.first(ours)
             bounds[-1] = (start + offset, stop + offset)
         if self.transpose:
             bounds = bounds[::-1]

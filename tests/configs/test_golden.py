@@ -37,6 +37,8 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
     "deepseek-v2-lite": 15_706_484_224,
+    "olmo2-7b": 7_298_617_344,
+    "olmoe-1b-7b": 6_919_161_856,
 }
 FLOWS = {"digits-glow", "digits-realnvp", "digits-nice", "digits-residual", "images-glow"}
 OURS = {"moe-tiny", "stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS

@@ -1,4 +1,4 @@
-"""Rotary positions that turn a part of each head, and that are stretched by YaRN, against the papers' formulas.
+"""Rotary positions that turn a part of each head, or are stretched by YaRN or LongRoPE, against the papers' formulas.
 
 tests/peers/ compares whole models and tables of published shapes with transformers.
 """
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from framework.config import config_for
+from framework.layers.longrope import LongRopeScaling
 from framework.layers.rotary import Rotary
 from framework.layers.yarn import YarnScaling
 
@@ -74,3 +75,30 @@ def test_yarn_needs_falling_frequencies():
     scaling = config_for(YarnScaling, factor=2.0, original_length=16)
     with pytest.raises(ValueError, match=r"theta = 1\.0; expected more than 1 with YarnScaling"):
         Rotary(head_dim=8, theta=1.0, scaling=scaling)
+
+
+FACTORS = {"short_factor": [1.0, 2.0], "long_factor": [3.0, 5.0], "original_length": 16, "factor": 4.0}
+
+
+def test_longrope_divides_each_frequency_by_its_factor():
+    plain = Rotary(head_dim=4).frequencies
+    for use in ("short", "long"):
+        rotary = Rotary(head_dim=4, scaling=config_for(LongRopeScaling, use=use, **FACTORS))
+        np.testing.assert_allclose(rotary.frequencies, plain / FACTORS[f"{use}_factor"])
+        assert rotary.amplitude == pytest.approx(math.sqrt(1 + math.log(4) / math.log(16)))
+
+
+def test_the_short_factors_refuse_sequences_that_they_are_not_for():
+    positions = jnp.arange(17)[None]
+    x_BSNH = jnp.asarray(drawn(1, 17, 2, 4))
+    short = Rotary(head_dim=4, scaling=config_for(LongRopeScaling, **FACTORS))
+    with pytest.raises(ValueError, match=r"sequences of 17 tokens are over rotary\.scaling\.original_length = 16"):
+        short(positions, x_BSNH)
+    short(positions[:, :16], x_BSNH[:, :16])
+    long = Rotary(head_dim=4, scaling=config_for(LongRopeScaling, use="long", **FACTORS))
+    long(positions, x_BSNH)
+
+
+def test_longrope_has_a_factor_for_each_frequency():
+    with pytest.raises(ValueError, match="short_factor has 2 numbers; expected 3"):
+        Rotary(head_dim=6, scaling=config_for(LongRopeScaling, **FACTORS))

@@ -16,7 +16,7 @@ from configs import families
 from framework.config import ConfigError
 from framework.weights.checked import checked
 from framework.weights.directory import Directory
-from tools.peers.alterations import ABSENT, DYNAMIC, LINEAR, LLAMA3, PLAIN, YARN, base_facts
+from tools.peers.alterations import ABSENT, DYNAMIC, LINEAR, LLAMA3, LONG, PLAIN, YARN, base_facts
 from tools.peers.families import FAMILIES
 
 LAYERS, FULL, SLIDING = 2, "full_attention", "sliding_attention"
@@ -68,6 +68,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no head_dim": ("qwen3-moe", {"head_dim": None}, "head_dim = None; expected an integer"),
     "window of some": ("mixtral", {"layer_types": [FULL, FULL]}, "layer_types = .*expected sliding_attention in all"),
     "by layer": ("gemma2", {"rope_parameters": {FULL: PLAIN, SLIDING: LINEAR}}, "the same for all layers"),
+    "window of OLMoE": ("olmoe", {"sliding_window": 4}, "sliding_window = 4; expected null"),
+    "heads of OLMoE": ("olmoe", {"head_dim": 16}, "head_dim = 16; expected the width divided by the heads"),
+    "clipped to nothing": ("olmoe", {"clip_qkv": 0}, "clip_qkv = 0; expected a number above 0"),
+    "Gemma 3 flat": ("gemma3", {"rope_parameters": LINEAR, "rope_scaling": None}, "an object of full_attention and"),
+    "Gemma 3 yarn": ("gemma3", {"rope_scaling": YARN}, "expected rope_type default or linear"),
+    "Gemma 3 caps": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0; expected null"),
+    "Gemma 3 pattern": ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0; expected an integer"),
+    "Gemma 3 layers": ("gemma3", {"layer_types": [FULL]}, "layer_types = .*one for each of 4 layers"),
+    "Phi-3 linear": ("phi3", {"rope_scaling": LINEAR}, "expected rope_type default or longrope"),
+    "Phi-3 odd": ("phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4; expected an even number"),
+    "Phi-3 factors": (
+        "phi4-mini", {"rope_scaling": LONG}, r"rope_scaling\.short_factor = .*a list of 3 numbers above 0",
+    ),
+    "Phi-3 by layer": ("phi3", {"layer_types": [FULL, SLIDING]}, "layer_types = .*expected sliding_attention in all"),
     "no factor": ("llama", {"rope_scaling": {"rope_type": "linear"}}, r"no field 'rope_scaling\.factor'"),
     "a factor of 0": ("llama", {"rope_scaling": LINEAR | {"factor": 0}}, r"rope_scaling\.factor = 0; expected a"),
     "a text": ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear'; expected an object or null"),

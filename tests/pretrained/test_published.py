@@ -27,12 +27,11 @@ def number_of_parameters(hub_id: str) -> int:
 
 
 def number_in_the_name(hub_id: str) -> float | None:
-    """The first size in a name, as 7B in Qwen/Qwen2.5-7B-Instruct-1M."""
+    """The largest size in a name, as 7B in Qwen/Qwen2.5-7B-Instruct-1M and in OLMoE-1B-7B, whose 1B are active."""
     sizes = re.findall(r"-(\d+(?:\.\d+)?)([bBmM])(?=-|$)", hub_id)
     if not sizes:
         return None
-    number, unit = sizes[0]
-    return float(number) * {"b": 1e9, "m": 1e6}[unit.lower()]
+    return max(float(number) * {"b": 1e9, "m": 1e6}[unit.lower()] for number, unit in sizes)
 
 
 def test_every_model_has_the_number_of_parameters_that_is_published():

@@ -17,6 +17,8 @@ from framework.weights.source import Source
 
 LAYERS, VOCAB, SEQ_LEN, BATCH = 2, 96, 20, 2
 GPT2_POSITIONS = 32
+# Kinds of models, as model_type says, that store the scales of their norms as differences from 1.
+ZERO_CENTERED = ("gemma2", "gemma3_text")
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,46 @@ _MIXTURES = (
 FAMILIES |= {family.name: family for family in _MIXTURES}
 # Of the eight frequencies of a head, the first is kept, three are between, and four are divided.
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4, "beta_slow": 0.25}
-_DENSE = (_llama("qwen3-yarn", "Qwen3ForCausalLM", head_dim=16, rope_scaling=_YARN),)
+_DENSE = (
+    _llama("qwen3-yarn", "Qwen3ForCausalLM", head_dim=16, rope_scaling=_YARN),
+    _llama("olmo2", "Olmo2ForCausalLM", pad_token_id=None),
+    _llama(
+        "olmoe",
+        "OlmoeForCausalLM",
+        intermediate_size=24,
+        num_experts=5,
+        num_experts_per_tok=3,
+        clip_qkv=1.2,
+        pad_token_id=None,
+    ),
+    _llama(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        hidden_size=36,
+        num_hidden_layers=4,
+        intermediate_size=40,
+        head_dim=8,
+        sliding_window=7,
+        sliding_window_pattern=2,
+        rope_local_base_freq=100.0,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+        query_pre_attn_scalar=10,
+        hidden_activation="gelu_pytorch_tanh",
+        pad_token_id=None,
+        tie_word_embeddings=True,
+    ),
+    _llama("phi3", "Phi3ForCausalLM", sliding_window=7, pad_token_id=None),
+    _llama(
+        "phi4-mini",
+        "Phi3ForCausalLM",
+        model_type="phi3",
+        partial_rotary_factor=0.75,
+        rope_scaling={"type": "longrope", "short_factor": [1.0, 1.5, 2.5], "long_factor": [1.0, 4.0, 9.0]},
+        original_max_position_embeddings=64,
+        pad_token_id=None,
+    ),
+)
 FAMILIES |= {family.name: family for family in _DENSE}
 
 FAMILIES["gpt-oss"] = _llama(

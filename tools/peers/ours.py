@@ -44,7 +44,7 @@ def to_ours(family: Family, tensors: Tensors) -> Nested:
         flat[path] = parts[0] if specs[path].num_layers is None else np.stack(parts)
         for source in sources:
             for part in source.parts(shape):
-                pieces[part.source.name] += 1 / source.piece[1]
+                pieces[part.source.name] += part.ours[-1] / part.source.width(part.ours)
     wrong = [name for name, share in pieces.items() if not np.isclose(share, 1.0)]
     if wrong:
         raise ValueError(f"these tensors of transformers do not end up once each in our parameters: {wrong}")

@@ -15,7 +15,7 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from framework.layout import flatten
-from tools.peers.families import ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, Family
+from tools.peers.families import ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, ZERO_CENTERED, Family
 from tools.peers.ours import to_ours
 from tools.peers.recording import (
     BETAS,
@@ -69,7 +69,7 @@ def _empty(family: Family) -> Model:
 
 def _ones(model: Model) -> float:
     """What a norm's scale is at first; Gemma stores the difference from one."""
-    return 0.0 if model.config.model_type == "gemma2" else 1.0
+    return 0.0 if model.config.model_type in ZERO_CENTERED else 1.0
 
 
 @contextmanager
@@ -113,36 +113,36 @@ def gradients_of(model: Model, inputs: Inputs) -> Gradients:
     out = model(input_ids=ids, labels=labels)
     out.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    published_gradients = _published(model, _numpy(gradients))
+    published_gradients = published(model.config.model_type, _numpy(gradients))
     return out.logits[:, :SEQ_LEN].detach().numpy(), out.loss.detach().numpy(), published_gradients
 
 
 def weights_of(model: Model) -> Tensors:
     """The weights by the names that published files have."""
-    return _published(model, _numpy(dict(model.named_parameters())))
+    return published(model.config.model_type, _numpy(dict(model.named_parameters())))
 
 
-def _published(model: Model, tensors: Tensors) -> Tensors:
+def published(model_type: str, tensors: Tensors) -> Tensors:
     """Tensors by the names of published files: in memory transformers keeps the experts of a layer together."""
-    if model.config.model_type == "gpt_oss":
+    if model_type == "gpt_oss":
         # Its files keep them together, too.
         return tensors
-    is_mixtral = model.config.model_type == "mixtral"
+    is_mixtral = model_type == "mixtral"
     projections = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-    published = {}
+    renamed = {}
     for name, tensor in tensors.items():
         found = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
         prefix, _, fused = found.rpartition(".experts.")
         if not prefix:
-            published[found] = tensor
+            renamed[found] = tensor
             continue
         for expert, matrix in enumerate(tensor):
             # The gate's rows come before those of `up`.
             parts = [matrix] if fused == "down_proj" else np.split(matrix, 2)
             names = projections[2:] if fused == "down_proj" else projections[:2]
             for projection, part in zip(names, parts, strict=True):
-                published[f"{prefix}.experts.{expert}.{projection}.weight"] = part
-    return published
+                renamed[f"{prefix}.experts.{expert}.{projection}.weight"] = part
+    return renamed
 
 
 def _packed_logits(model: Model, inputs: Inputs) -> np.ndarray:

@@ -1,0 +1,113 @@
+"""Gemma 3, text alone (arXiv 2503.19786): Gemma 2 without caps, norms of queries and keys, two kinds of layers.
+
+Most layers are local: they see a window, and their rotary positions have a base of their own. Every sixth is global.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.families.facts import Facts
+from configs.families.gemma import GEMMA_NAMES, gemma_decoder, gemma_facts
+from configs.families.llama import layer_types, layer_windows, rope, rope_facts, shortest_period
+from framework.config import Config, component, config_for
+from framework.layers.rotary import Rotary
+from framework.weights.family import Family
+
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+def _rotary_facts(facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the objects about rotary positions of global and of local layers.
+
+    transformers 5 writes one of each kind into `rope_parameters`. transformers 4 wrote `rope_theta`, `rope_scaling`
+    and `rope_local_base_freq`, of which the scaling is of global layers alone, and goes before `rope_parameters`.
+
+    Raises:
+        ValueError: `rope_parameters` has no object of a kind of layers.
+    """
+    parameters = facts.part("rope_parameters")
+    if parameters is None:
+        parameters = Facts({_GLOBAL: {"rope_type": "default"}}, "rope_parameters.")
+    unknown_names = set(parameters.values) - {_GLOBAL, _LOCAL}
+    if unknown_names:
+        raise facts.error("rope_parameters", f"an object of {_GLOBAL} and one of {_LOCAL}")
+    objects = []
+    for kind, theta_name, theta in (
+        (_GLOBAL, "rope_theta", _GLOBAL_THETA),
+        (_LOCAL, "rope_local_base_freq", _LOCAL_THETA),
+    ):
+        stated = parameters.part(kind)
+        rotary = dict(stated.values) if stated is not None else {"rope_type": "default"}
+        scaling = facts.part("rope_scaling")
+        if kind == _GLOBAL and scaling is not None:
+            rotary |= scaling.values
+        rotary.setdefault("rope_theta", facts.number(theta_name, theta))
+        objects.append(rotary)
+    global_rotary, local_rotary = objects
+    return global_rotary, local_rotary
+
+
+def _rotary(facts: Facts, rotary: dict[str, Any]) -> Config:
+    """Returns the rotary positions of one kind of layers. Raises ValueError for what `rope` refuses, or other types."""
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    # transformers takes some fields of the other types from places that only flat objects have.
+    if kind not in ("default", "linear"):
+        raise ValueError(f"config.json: rope scaling {rotary}; expected rope_type default or linear")
+    stated = {"rope_parameters": rotary}
+    if "partial_rotary_factor" in facts.values:
+        stated["partial_rotary_factor"] = facts.values["partial_rotary_factor"]
+    theta, scaling = rope(Facts(stated))
+    return config_for(Rotary, theta=theta, scaling=scaling)
+
+
+@component
+class Gemma3(Family):
+    """Gemma3ForCausalLM."""
+
+    architectures = ("Gemma3ForCausalLM",)
+    names = GEMMA_NAMES
+
+    def model(self, facts: dict[str, Any]) -> Config:
+        """As Family.model."""
+        fields = Facts(facts)
+        global_rotary, local_rotary = (_rotary(fields, rotary) for rotary in _rotary_facts(fields))
+        model = gemma_decoder(fields, _GLOBAL_THETA, None)
+        model.head.softcap = fields.number("final_logit_softcapping", None, null=True)
+        # transformers has the field, and computes without it.
+        if fields.any("attn_logit_softcapping", None) is not None:
+            raise fields.error("attn_logit_softcapping", "null: logits of attention are not capped")
+        kinds = layer_types(fields)
+        if kinds is None:
+            period = fields.size("sliding_window_pattern", 6)
+            kinds = []
+            for layer in range(model.stack.num_layers):
+                kinds.append(_LOCAL if (layer + 1) % period else _GLOBAL)
+        windows = layer_windows(kinds, fields.size("sliding_window", 4096, null=True), fields)
+        block = model.stack.pattern[0]
+        block.attention.qk_norm = block.norm.copy()
+        blocks = []
+        # The shorter the pattern, the fewer blocks a stack compiles.
+        for layer in range(shortest_period(kinds)):
+            one = block.copy()
+            one.attention.window = windows[layer]
+            one.attention.rotary = (global_rotary if kinds[layer] == _GLOBAL else local_rotary).copy()
+            blocks.append(one)
+        model.stack.pattern = blocks
+        return model
+
+    def facts(self, model: Config) -> dict[str, Any]:
+        """As Family.facts."""
+        facts = gemma_facts(model)
+        rotary_by_kind = {}
+        for block in model.stack.pattern:
+            kind = _GLOBAL if block.attention.window is None else _LOCAL
+            rotary_by_kind[kind] = block.attention.rotary
+        del facts["rope_theta"]
+        facts.pop("rope_scaling", None)
+        if _GLOBAL in rotary_by_kind:
+            facts |= rope_facts(rotary_by_kind[_GLOBAL])
+        if _LOCAL in rotary_by_kind:
+            facts["rope_local_base_freq"] = rotary_by_kind[_LOCAL].theta
+        return facts | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}

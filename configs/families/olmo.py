@@ -1,0 +1,127 @@
+"""OLMo 2 (arXiv 2501.00656) and OLMoE (arXiv 2409.02060): norms of the queries and keys of all heads together.
+
+OLMo 2 norms what comes out of a branch instead of what goes in. OLMoE is a mixture of experts, with norms as Llama's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.families.facts import Facts
+from configs.families.llama import activation, common_facts, decoder_names, rope
+from configs.families.mixtures import mixture_names, number_of_experts, refuse_losses
+from configs.parts import llama_model, mixture
+from framework.config import Config, component, config_for
+from framework.layers.norm import RMSNorm
+from framework.weights.family import Family
+
+
+def _decoder(facts: Facts) -> Config:
+    """Returns a Llama of these sizes whose queries and keys are normed over all heads."""
+    theta, scaling = rope(facts)
+    heads = facts.size("num_attention_heads")
+    kv_heads = facts.size("num_key_value_heads", None, null=True)
+    eps = facts.number("rms_norm_eps", 1e-5)
+    biases = facts.flag("attention_bias", False)
+    model = llama_model(
+        layers=facts.size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=None if kv_heads == heads else kv_heads,
+        dim=facts.size("hidden_size"),
+        hidden=facts.size("intermediate_size"),
+        vocab_size=facts.size("vocab_size"),
+        theta=theta,
+        eps=eps,
+        qkv_bias=biases,
+        tied=facts.flag("tie_word_embeddings", False),
+        rope_scaling=scaling,
+    )
+    block = model.stack.pattern[0]
+    block.attention.output_bias = biases
+    block.attention.qk_norm = config_for(RMSNorm, eps=eps)
+    block.attention.qk_norm_over = "all"
+    block.mlp.activation = activation(facts, "hidden_act", "silu")
+    return model
+
+
+def _common_facts(model: Config, feed_forward: Config | None = None) -> dict[str, Any]:
+    """Returns the fields of config.json that both families have."""
+    facts = common_facts(model, feed_forward)
+    # No layer has a window.
+    del facts["layer_types"]
+    del facts["sliding_window"]
+    return facts | {"attention_bias": model.stack.pattern[0].attention.linear.bias}
+
+
+@component
+class Olmo2(Family):
+    """Olmo2ForCausalLM."""
+
+    architectures = ("Olmo2ForCausalLM",)
+    names = decoder_names(
+        attention_post_norm="post_attention_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    )
+
+    def model(self, facts: dict[str, Any]) -> Config:
+        """As Family.model."""
+        fields = Facts(facts)
+        model = _decoder(fields)
+        block = model.stack.pattern[0]
+        block.post_norm = block.norm
+        block.norm = None
+        head_dim = fields.size("head_dim", None, null=True)
+        # Written down only where it is not the width divided by the heads, which is our default.
+        if head_dim is not None and head_dim * block.attention.num_heads != model.dim:
+            block.attention.head_dim = head_dim
+        return model
+
+    def facts(self, model: Config) -> dict[str, Any]:
+        """As Family.facts."""
+        return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", **_common_facts(model)}
+
+
+@component
+class Olmoe(Family):
+    """OlmoeForCausalLM. Its balance loss is a setting of training, see `mixtures`."""
+
+    architectures = ("OlmoeForCausalLM",)
+    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm") | mixture_names(
+        "mlp.gate", "mlp.experts.{expert}", gate="gate_proj", up="up_proj", down="down_proj"
+    )
+
+    def model(self, facts: dict[str, Any]) -> Config:
+        """As Family.model."""
+        fields = Facts(facts)
+        refuse_losses(fields)
+        model = _decoder(fields)
+        block = model.stack.pattern[0]
+        head_dim = fields.size("head_dim", None, null=True)
+        if head_dim is not None and head_dim * block.attention.num_heads != model.dim:
+            raise fields.error("head_dim", "the width divided by the heads, over which queries are normed")
+        # Only some of transformers' implementations of attention take a window here.
+        if fields.any("sliding_window", None) is not None:
+            raise fields.error("sliding_window", "null: all tokens before are seen")
+        block.attention.clip_qkv = fields.number("clip_qkv", None, null=True)
+        block.mlp = mixture(
+            experts=number_of_experts(fields, 64),
+            top_k=fields.size("num_experts_per_tok", 8),
+            hidden=block.mlp.hidden,
+            activation=block.mlp.activation,
+            normalize=fields.flag("norm_topk_prob", False),
+            balance=0.0,
+        )
+        return model
+
+    def facts(self, model: Config) -> dict[str, Any]:
+        """As Family.facts."""
+        block = model.stack.pattern[0]
+        return {
+            "architectures": ["OlmoeForCausalLM"],
+            "model_type": "olmoe",
+            **_common_facts(model, block.mlp.experts),
+            "clip_qkv": block.attention.clip_qkv,
+            "num_experts": block.mlp.num_experts,
+            "num_experts_per_tok": block.mlp.router.top_k,
+            "norm_topk_prob": block.mlp.router.normalize,
+        }

@@ -1,0 +1,129 @@
+"""Phi-3, Phi-3.5 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama's layers, with fused matrices in the files.
+
+Queries, keys and values are one tensor, and so are gate and up. Phi-4-mini turns three quarters of each head. The long
+versions have LongRoPE: they are read for sequences of up to `original_max_position_embeddings`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from configs.families.facts import Facts
+from configs.families.llama import activation, common_facts, decoder_names, layer_types, rope
+from configs.families.rope_scaling import longrope_facts, longrope_scaling, rotary_dim, rotary_part
+from configs.parts import llama_model
+from framework.config import Config, component
+from framework.models.causal_lm import CausalLM
+from framework.weights.family import Family
+from framework.weights.source import LAYER, Source
+
+_LAYER = f"model.layers.{LAYER}"
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+# Other names that transformers takes for longrope in models of this family.
+_LONGROPE = ("longrope", "su", "yarn")
+
+
+def _names() -> dict[str, Source]:
+    """Returns {our path: their tensor}; where queries, keys and values lie in theirs, the sizes of a model decide."""
+    names = decoder_names(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+    for name in ("query", "key", "value"):
+        names[f"attention/{name}/weight"] = Source(f"{_LAYER}.self_attn.qkv_proj.weight", transpose=True)
+    for index, name in enumerate(("gate", "up")):
+        fused_name = f"{_LAYER}.mlp.gate_up_proj.weight"
+        names[f"mlp/{name}/weight"] = Source(fused_name, transpose=True, piece=(index, 2))
+    # No layer has biases, and heads no norms.
+    return {ours: theirs for ours, theirs in names.items() if not ours.endswith("bias") and "key_norm" not in ours}
+
+
+@component
+class Phi3(Family):
+    """Phi3ForCausalLM. Dropout, which its config.json may ask for, is left to `model.*.dropout`."""
+
+    architectures = ("Phi3ForCausalLM",)
+    names = _names()
+    # Published directories name code that transformers has taken over.
+    has_own_code = True
+
+    def places(self, model: CausalLM) -> dict[str, list[Source]]:
+        """As Family.places."""
+        sources = super().places(model)
+        for path, path_sources in sources.items():
+            parent, _, kind = path.rpartition("/")
+            block, _, name = parent.rpartition("/attention/")
+            if kind != "weight" or name not in ("query", "key", "value"):
+                continue
+            sizes = [model.base_specs[f"{block}/attention/{one}/weight"].shape[-1] for one in ("query", "key", "value")]
+            first = sum(sizes[: ("query", "key", "value").index(name)])
+            sources[path] = [replace(source, span=(first, sum(sizes))) for source in path_sources]
+        return sources
+
+    def model(self, facts: dict[str, Any]) -> Config:
+        """As Family.model."""
+        fields = Facts(facts)
+        dim = fields.size("hidden_size")
+        heads = fields.size("num_attention_heads")
+        kv_heads = fields.size("num_key_value_heads", None, null=True)
+        head_dim = fields.size("head_dim", None, null=True) or dim // heads
+        turned = rotary_dim(fields, head_dim)
+        theta, scaling = _rope(fields, (turned or head_dim) // 2)
+        model = llama_model(
+            layers=fields.size("num_hidden_layers"),
+            heads=heads,
+            kv_heads=None if kv_heads == heads else kv_heads,
+            dim=dim,
+            hidden=fields.size("intermediate_size"),
+            vocab_size=fields.size("vocab_size"),
+            theta=theta,
+            eps=fields.number("rms_norm_eps", 1e-5),
+            tied=fields.flag("tie_word_embeddings", False),
+            rope_scaling=scaling,
+        )
+        block = model.stack.pattern[0]
+        block.mlp.activation = activation(fields, "hidden_act", "silu")
+        block.attention.rotary.rotary_dim = turned
+        # Written down only where it is not the width divided by the heads, which is our default.
+        if head_dim * heads != dim:
+            block.attention.head_dim = head_dim
+        window = fields.size("sliding_window", None, null=True)
+        kind = "full_attention" if window is None else "sliding_attention"
+        if layer_types(fields) not in (None, [kind] * model.stack.num_layers):
+            raise fields.error("layer_types", f"{kind} in all layers")
+        block.attention.window = window
+        return model
+
+    def facts(self, model: Config) -> dict[str, Any]:
+        """As Family.facts."""
+        facts = common_facts(model)
+        del facts["layer_types"]
+        rotary = model.stack.pattern[0].attention.rotary
+        if rotary.rotary_dim is not None:
+            facts["partial_rotary_factor"] = rotary_part(rotary.rotary_dim, facts["head_dim"])
+        if rotary.scaling is not None:
+            facts["rope_scaling"] = longrope_facts(rotary.scaling)
+            facts[_ORIGINAL_LENGTH] = rotary.scaling.original_length
+        # transformers' default would be an id beyond small vocabularies.
+        return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", **facts, "pad_token_id": None}
+
+
+def _rope(facts: Facts, num_frequencies: int) -> tuple[float, Config | None]:
+    """Returns (theta, scaling), which is longrope if any.
+
+    Raises:
+        ValueError: the scaling is another, or what `rope` refuses.
+    """
+    scaling = facts.part("rope_scaling") or facts.part("rope_parameters") or Facts({}, "rope_parameters.")
+    kind = scaling.any("rope_type", scaling.any("type", "default"))
+    if kind not in ("default", *_LONGROPE):
+        raise ValueError(f"config.json: rope scaling {scaling.values}; expected rope_type default or longrope")
+    # `rope` reads theta, and refuses two objects that differ.
+    plain = dict(facts.values)
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(plain.get(name), dict) and plain[name]:
+            plain[name] = plain[name] | {"rope_type": "default"}
+    theta, _ = rope(Facts(plain), partial=True)
+    if kind == "default":
+        return theta, None
+    # transformers takes this one even where the object has another.
+    length = facts.size(_ORIGINAL_LENGTH, 4096, least=2)
+    return theta, longrope_scaling(facts, scaling, length=length, num_frequencies=num_frequencies)

@@ -1,0 +1,58 @@
+"""Tensors of files that hold several of our parameters side by side: taken apart on reading, and joined on export."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from configs import families
+from framework.config import config_for
+from framework.layers.lora import LoRA
+from framework.layout import flatten, unflatten
+from framework.weights.export import export_adapters, export_model
+from framework.weights.source import layer_shape
+from tools.peers.families import FAMILIES
+
+# Four heads of queries and two of keys and values, of eight elements.
+QUERY_ROWS, KEY_ROWS = 32, 16
+
+
+def test_queries_keys_and_values_of_unequal_sizes_come_back_bit_for_bit(tmp_path: Path):
+    facts = FAMILIES["phi3"].facts
+    family = families.family_of(facts)()
+    model = family.model(facts).instantiate()
+    generator = np.random.default_rng(0)
+    tensors = {}
+    for path, sources in family.places(model).items():
+        for source in sources:
+            shape = source.shape(layer_shape(model.base_specs[path]))
+            tensors.setdefault(source.name, generator.standard_normal(shape).astype(np.float32))
+    params = {}
+    for path, sources in family.places(model).items():
+        spec = model.base_specs[path]
+        whole = tuple(slice(None) for _ in layer_shape(spec))
+        layers = [source.read(tensors.__getitem__, layer_shape(spec), whole) for source in sources]
+        params[path] = jnp.asarray(np.stack(layers) if spec.num_layers is not None else layers[0])
+    fused = tensors["model.layers.1.self_attn.qkv_proj.weight"]
+    key_end = QUERY_ROWS + KEY_ROWS
+    parts = {"query": fused[:QUERY_ROWS], "key": fused[QUERY_ROWS:key_end], "value": fused[key_end:]}
+    for name, rows in parts.items():
+        np.testing.assert_array_equal(params[f"stack/block0/attention/{name}/weight"][1], rows.T)
+    export_model(tmp_path / "out", model, unflatten(params), family, facts)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(written[name], array)
+
+
+def test_peft_cannot_adapt_a_part_of_a_fused_tensor(tmp_path: Path):
+    facts = FAMILIES["phi3"].facts
+    family = families.family_of(facts)()
+    config = family.model(facts)
+    config.lora = config_for(LoRA)
+    model = config.instantiate()
+    params = {path: jnp.zeros(spec.shape) for path, spec in flatten(model.parameter_specs()).items()}
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight holds several of our layers"):
+        export_adapters(tmp_path / "out", model, unflatten(params), family, "base")
