@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from framework.optimizers.quantized import encode
-from framework.optimizers.words import unpack
+from framework.layout.words import unpack
 from tools.peers import optimizer_cases as cases
 
 LIVE = [

@@ -9,6 +9,7 @@ arrays of fixed size; what travels is each token once to every device of the axi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -20,9 +21,16 @@ from jax.sharding import PartitionSpec
 from framework.config import Config, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.base import BATCH_AXES, Context, Layer, cast
 from framework.layers.experts import capacity as capacities
-from framework.layers.experts.grouped import Implementation, choose_implementation, grouped_dot, spare_rows
+from framework.layers.experts.grouped import (
+    Implementation,
+    choose_implementation,
+    grouped_dot,
+    multiply_stored,
+    spare_rows,
+)
 from framework.layers.experts.groups import collect, dispatch, group
 from framework.layers.experts.scores import Choice
+from framework.layers.experts.stored import StoredMatrix
 from framework.layers.keeping import keeping_inputs
 from framework.layers.mlp import ACTIVATIONS
 from framework.layout import Nested, ParameterSpec
@@ -70,28 +78,31 @@ class Experts(Layer):
         self.implementation: Implementation = implementation
         self._init = init.instantiate()
         self._output_scale = output_init_scale
+        # By name, those that `model.lora` stores otherwise; see `framework.layers.lora`.
+        self.stored: dict[str, StoredMatrix] = {}
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
-        """gate and up [E, D, F], down [E, F, D]."""
+    def own_specs(self) -> dict[str, Any]:
+        """gate and up [E, D, F], down [E, F, D]; with `model.lora` what `StoredMatrix.specs` says."""
 
         def initializer(scale: float, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             keys = jax.random.split(key, shape[0])
             # Expert by expert, since the variance of most initializers depends on the shape of a matrix.
             return scale * jax.vmap(lambda key: self._init(key, shape[1:], dtype))(keys)
 
-        specs = {}
+        specs: dict[str, Any] = {}
         for name in self.names:
             is_down = name == "down"
             shape = (self.hidden, self.dim) if is_down else (self.dim, self.hidden)
             axes = ("model", "fsdp") if is_down else ("fsdp", "model")
             roles = ("hidden", "out") if is_down else ("in", "hidden")
-            specs[name] = ParameterSpec(
+            weight = ParameterSpec(
                 (self.num_experts, *shape),
                 "float32",
                 ("expert", *axes),
                 initializer=partial(initializer, self._output_scale if is_down else 1.0),
                 roles=("expert", *roles),
             )
+            specs |= self.stored[name].specs(name, weight) if name in self.stored else {name: weight}
         return specs
 
     def prepare(self, params: Nested, ctx: Context) -> Nested:
@@ -99,7 +110,11 @@ class Experts(Layer):
         the transpose of that sums their gradients into the shards that the update takes."""
         if self.capacity is not None or ctx.kernels is not None:
             return super().prepare(params, ctx)
-        return {name: cast(params[name], ctx.compute_dtype) for name in self.names}
+
+        def prepared(spec: ParameterSpec, param: jax.Array) -> jax.Array:
+            return param if spec.quantized else cast(param, ctx.compute_dtype)
+
+        return jax.tree.map(prepared, self.own_specs(), params)
 
     def __call__(
         self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context
@@ -117,7 +132,7 @@ class Experts(Layer):
         # One token at a time, as in generation, cannot be cut over seq: these devices compute the same.
         length_axis = "seq" if x_BSD.shape[1] % mesh.shape["seq"] == 0 else None
         token_spec = PartitionSpec(BATCH_AXES, length_axis, None)
-        weight_specs = {name: PartitionSpec(*spec.mesh_axes) for name, spec in self.own_specs().items()}
+        weight_specs = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), self.own_specs())
         on_device = jax.shard_map(
             partial(self._on_device, ctx=ctx, gathers=True),
             mesh=mesh,
@@ -132,16 +147,12 @@ class Experts(Layer):
         assert ctx.mesh is not None
         sizes = ctx.mesh.shape
         if gathers and sizes["fsdp"] > 1:
-            whole_weights = {}
-            for name, weight in weights.items():
-                axis = self.own_specs()[name].mesh_axes.index("fsdp")
-                whole_weights[name] = jax.lax.all_gather(weight, "fsdp", axis=axis, tiled=True)
-            weights = whole_weights
+            weights = jax.tree.map(_gathered, self.own_specs(), weights)
         first_expert: Any = 0
         if sizes["expert"] > 1:
             tokens = (x_BSD, choice)
             x_BSD, choice = jax.tree.map(lambda x: jax.lax.all_gather(x, "expert", axis=0, tiled=True), tokens)
-            first_expert = jax.lax.axis_index("expert") * weights["up"].shape[0]
+            first_expert = jax.lax.axis_index("expert") * _num_experts(weights)
         y_BSD = self._of_tokens(weights, x_BSD, choice, ctx, first_expert, shards=sizes["expert"])
         if sizes["model"] > 1:
             y_BSD = jax.lax.psum(y_BSD, "model")
@@ -158,7 +169,7 @@ class Experts(Layer):
             shards: the number of devices that the choices fall on, by which the estimate of work divides them.
         """
         implementation = choose_implementation(self.implementation, ctx.platform)
-        num_experts = weights["up"].shape[0]
+        num_experts = _num_experts(weights)
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         top_k = choice.experts_BSK.shape[-1]
         experts_TK = choice.experts_BSK.reshape(-1, top_k) - first_expert
@@ -167,20 +178,28 @@ class Experts(Layer):
         groups = group(experts_TK, num_experts, num_rows)
         x_ND = dispatch(x_TD, groups)
         dot: Any = partial(grouped_dot, sizes_E=groups.sizes_E, implementation=implementation)
+        multiply: Any = partial(multiply_stored, implementation=implementation)
         if ctx.kernels is not None:
             dot = partial(ctx.kernels.grouped_dot, rows=x_TD.shape[0] * top_k // shards)
-        h_NF = self._hidden(partial(dot, x_ND), weights)
-        y_ND = checkpoint_name(dot(h_NF, weights["down"]), "mlp_down")
+            multiply = partial(_multiply_as_estimated, dot)
+
+        def project(name: str, rows_NI: jax.Array) -> jax.Array:
+            if name in self.stored:
+                return self.stored[name].product(rows_NI, weights, name, dot, multiply, groups.sizes_E)
+            return dot(rows_NI, weights[name])
+
+        h_NF = self._hidden(project, x_ND)
+        y_ND = checkpoint_name(project("down", h_NF), "mlp_down")
         y_TKD = collect(y_ND, groups)
         y_TD = _weighted_sum(y_TKD, choice.shares_BSK.reshape(-1, top_k))
         return y_TD.reshape(x_BSD.shape)
 
-    def _hidden(self, dot: Any, weights: Nested) -> jax.Array:
-        """The inner activations; dot(weight) is the product with x."""
-        up = checkpoint_name(dot(weights["up"]), "mlp_up")
-        if "gate" not in weights:
+    def _hidden(self, project: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """The inner activations; project(name, x) is the projection of that name."""
+        up = checkpoint_name(project("up", x), "mlp_up")
+        if "gate" not in self.names:
             return keeping_inputs(self.activation)(up)
-        gate = checkpoint_name(dot(weights["gate"]), "mlp_gate")
+        gate = checkpoint_name(project("gate", x), "mlp_gate")
         return keeping_inputs(self._gated)(gate, up)
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -203,15 +222,47 @@ class Experts(Layer):
         def dot(x_BECI: jax.Array, weight_EIO: jax.Array) -> jax.Array:
             return jnp.einsum("beci,eio->beco", x_BECI, weight_EIO)
 
-        h_BECF = placed(self._hidden(partial(dot, x_BECD), weights), "model")
-        y_BECD = placed(dot(h_BECF, weights["down"]), None)
+        def project(name: str, x_BECI: jax.Array) -> jax.Array:
+            if name in self.stored:
+                return self.stored[name].product(x_BECI, weights, name, dot, capacities.multiply_stored, None)
+            return dot(x_BECI, weights[name])
+
+        h_BECF = placed(self._hidden(project, x_BECD), "model")
+        y_BECD = placed(project("down", h_BECF), None)
         y_BECD = checkpoint_name(y_BECD, "mlp_down")
         y_BSKD = capacities.collect(ctx.constrain(y_BECD, BATCH_AXES, None, None, None), places)
         return _weighted_sum(y_BSKD, choice.shares_BSK), places.is_kept_BSK
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Of the K experts that a token is given to, not of all: 2 * K * (2 or 3) * D * F."""
-        return 2.0 * self.top_k * len(self.names) * self.dim * self.hidden
+        """Of the K experts that a token is given to, not of all: 2 * K * (2 or 3) * D * F, and of their adapters."""
+        ranks = sum(stored.rank or 0 for stored in self.stored.values())
+        adapters = ranks * (self.dim + self.hidden)
+        return 2.0 * self.top_k * (len(self.names) * self.dim * self.hidden + adapters)
+
+
+def _num_experts(weights: Nested) -> int:
+    """The number of experts whose weights are here."""
+    return jax.tree.leaves(weights["up"])[0].shape[0]
+
+
+def _gathered(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
+    """Inside shard_map: a weight whose shards over fsdp are put together, if it has any."""
+    if "fsdp" not in spec.mesh_axes:
+        return weight
+    return jax.lax.all_gather(weight, "fsdp", axis=spec.mesh_axes.index("fsdp"), tiled=True)
+
+
+def _multiply_as_estimated(
+    dot: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    weights: Any,
+    dense: Callable[[Any], jax.Array],
+    transpose: bool,
+    sizes: jax.Array,
+) -> jax.Array:
+    """`multiply_stored` by the product of an estimate."""
+    weight_EIO = dense(weights)
+    return dot(x, weight_EIO.mT if transpose else weight_EIO)
 
 
 def _weighted_sum(y_TKD: jax.Array, shares_TK: jax.Array) -> jax.Array:

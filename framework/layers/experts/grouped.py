@@ -54,6 +54,25 @@ def grouped_dot(
     return _by_blocks(x_NI, weight_EIO, sizes_E)
 
 
+def multiply_stored(
+    x: jax.Array,
+    weights: Any,
+    dense: Callable[[Any], jax.Array],
+    transpose: bool,
+    sizes: jax.Array,
+    *,
+    implementation: Literal["ragged", "blocks"],
+) -> jax.Array:
+    """`grouped_dot` with weights that are stored otherwise, as `framework.layers.experts.stored.Multiply` says.
+
+    "blocks" has one expert's weights at a time, "ragged" the matrix of all experts that are here.
+    """
+    if implementation == "blocks":
+        return _rows_times_weights(x, weights, sizes, transpose, dense)
+    weight_EIO = dense(weights)
+    return jax.lax.ragged_dot(x, weight_EIO.mT if transpose else weight_EIO, sizes)
+
+
 @jax.custom_vjp
 def _by_blocks(x_NI: jax.Array, weight_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
     return _rows_times_weights(x_NI, weight_EIO, sizes_E)
@@ -117,17 +136,24 @@ def _one_block(
 
 def _rows_times_weights(
     x_NI: jax.Array,
-    weight_EIO: jax.Array,
+    weights: Any,
     sizes_E: jax.Array,
     transpose: bool = False,
+    dense: Callable[[Any], jax.Array] = lambda weight_IO: weight_IO,
 ) -> jax.Array:
-    """[N, O], or with `transpose` x_NI is [N, O] and the result [N, I]."""
+    """[N, O], or with `transpose` x_NI is [N, O] and the result [N, I].
+
+    Args:
+        weights: [E, I, O]; or a tree of arrays whose first axis is that of the experts, of which `dense` makes one
+            expert's [I, O].
+    """
     ends_E = jnp.cumsum(sizes_E)
     contracted = 1 if transpose else 0
-    num_outputs = weight_EIO.shape[1 if transpose else 2]
+    num_outputs = jax.eval_shape(jax.vmap(dense), weights).shape[1 if transpose else 2]
 
-    def expert(y: jax.Array, xs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        weight_IO, size, end = xs
+    def expert(y: jax.Array, xs: tuple[Any, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        stored, size, end = xs
+        weight_IO = dense(stored)
 
         def product(row: jax.Array, block: int, y: jax.Array) -> jax.Array:
             x_block = jax.lax.dynamic_slice_in_dim(x_NI, row, block)
@@ -137,7 +163,7 @@ def _rows_times_weights(
         return _over_blocks(product, end - size, end, x_NI.shape[0], y), None
 
     zeros = jnp.zeros((x_NI.shape[0], num_outputs), x_NI.dtype)
-    y, _ = jax.lax.scan(expert, zeros, (weight_EIO, sizes_E, ends_E))
+    y, _ = jax.lax.scan(expert, zeros, (weights, sizes_E, ends_E))
     return y
 
 
