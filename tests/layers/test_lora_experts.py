@@ -263,7 +263,8 @@ def test_meshes_change_no_number(base: str | None, capacity: float | None, mesh:
     loss, grads = small.loss_and_grads(single, state)
     other, others = small.loss_and_grads(program(mesh), state)
     np.testing.assert_allclose(other, loss, rtol=2e-6)
-    small.assert_close(others, grads, 1e-5)
+    # The weights are large, so sums of float32 in another order differ by more than in other tests.
+    small.assert_close(others, grads, 1e-4)
 
 
 @pytest.mark.pairs
