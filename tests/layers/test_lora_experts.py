@@ -14,8 +14,9 @@ from framework.layers.base import Context
 from framework.layers.experts.experts import Experts
 from framework.layers.experts.moe import MoE
 from framework.layers.experts.router import Router
+from framework.layers.experts.stored import dense_experts
 from framework.layers.lora import LoRA, merge_adapters
-from framework.layers.quantize import quantize
+from framework.layers.quantize import dequantize, quantize
 from framework.layout import flatten, initialize
 from tests.support import small
 
@@ -166,6 +167,21 @@ def test_of_stored_experts_the_backward_pass_keeps_codes_alone(way: str):
     _, pull = jax.vjp(lambda x_BSD: moe.apply(params, x_BSD, ctx, {})[0], x_BSD)
     kept = [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.size >= EXPERTS * DIM * HIDDEN]
     assert kept == []
+
+
+@pytest.mark.parametrize("num_elements", [1, 2 * DIM * HIDDEN, 1 << 24])
+@pytest.mark.parametrize("storage", ["nf4", "int8"])
+def test_experts_are_dequantized_some_at_a_time(storage: str, num_elements: int):
+    weight = np.random.default_rng(0).normal(size=(EXPERTS, DIM, HIDDEN)).astype(np.float32)
+    parts = quantize(jnp.asarray(weight), storage)
+
+    def dense(parts: Any) -> jax.Array:
+        return dequantize(parts, storage, jnp.float32)
+
+    found = dense_experts(dense, parts, num_elements)
+    np.testing.assert_allclose(found, dense(parts), rtol=1e-6)
+    num_loops = str(jax.make_jaxpr(lambda parts: dense_experts(dense, parts, num_elements))(parts)).count("scan[")
+    assert (num_loops > 0) == (num_elements < EXPERTS * DIM * HIDDEN)
 
 
 def test_adapters_of_experts_start_at_nothing_and_differ():

@@ -30,7 +30,7 @@ from framework.layers.experts.grouped import (
 )
 from framework.layers.experts.groups import collect, dispatch, group
 from framework.layers.experts.scores import Choice
-from framework.layers.experts.stored import StoredMatrix
+from framework.layers.experts.stored import StoredMatrix, dense_experts
 from framework.layers.keeping import keeping_inputs
 from framework.layers.mlp import ACTIVATIONS
 from framework.layout import Nested, ParameterSpec
@@ -261,7 +261,7 @@ def _multiply_as_estimated(
     sizes: jax.Array,
 ) -> jax.Array:
     """`multiply_stored` by the product of an estimate."""
-    weight_EIO = dense(weights)
+    weight_EIO = dense_experts(dense, weights)
     return dot(x, weight_EIO.mT if transpose else weight_EIO)
 
 

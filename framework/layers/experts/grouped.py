@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from framework.layers.experts.stored import dense_experts
 from framework.layers.products import dense_cotangent
 
 Implementation = Literal["auto", "ragged", "blocks"]
@@ -69,7 +70,7 @@ def multiply_stored(
     """
     if implementation == "blocks":
         return _rows_times_weights(x, weights, sizes, transpose, dense)
-    weight_EIO = dense(weights)
+    weight_EIO = dense_experts(dense, weights)
     return jax.lax.ragged_dot(x, weight_EIO.mT if transpose else weight_EIO, sizes)
 
 

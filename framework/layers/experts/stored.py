@@ -128,6 +128,16 @@ class StoredMatrix:
         return y + dot(scaled, weights[f"{name}_lora_b"])
 
 
+def dense_experts(dense: Callable[[Any], jax.Array], weights: Any, num_elements: int = 1 << 24) -> jax.Array:
+    """The weights [E, in, out] of stored experts, some experts at a time: what is computed on the way, which is 32 bits
+    for each weight and more, is there for so many elements, or for one expert."""
+    one = jax.eval_shape(dense, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weights))
+    group = max(1, num_elements // one.size)
+    if group >= jax.tree.leaves(weights)[0].shape[0]:
+        return dense(weights)
+    return jax.lax.map(dense, weights, batch_size=group)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _stored_product(
     multiply: Multiply, storage: Storage, x: jax.Array, parts: Nested, sizes: jax.Array | None
