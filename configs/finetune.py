@@ -92,8 +92,10 @@ def lora(source: str, shape_is_enough: bool = False, base: str | None = None) ->
 
 
 def qlora(source: str, shape_is_enough: bool = False) -> Config:
-    """The same with the linear layers' own weights in 4 bits."""
-    return lora(source, shape_is_enough, base="nf4")
+    """The same with the linear layers' own weights in 4 bits, those of experts too, which have no adapter."""
+    config = lora(source, shape_is_enough, base="nf4")
+    config.model.lora.base_targets = "."
+    return config
 
 
 CONFIGS = {"lora-tiny": lora_tiny}

@@ -27,7 +27,7 @@ class QuantizedMatrix:
     """A matrix [*stack, inputs, outputs] that is stored in NF4, in the place of an array of a tree.
 
     Attributes:
-        codes: uint8 [*stack, inputs / 2, outputs], two values in a byte.
+        codes: uint32 [*stack, inputs / 8, outputs], eight values in a word.
         scales: float32 [*stack, inputs / 64, outputs].
         dtype: of the matrix when it is dequantized.
         views: what has been done with the matrix since (a transposition, say), in order; done when it is dequantized.

@@ -2,7 +2,8 @@
 
     y = x W + (alpha / rank) dropout(x) A B,    W [in, out] frozen, A [in, rank] random, B [rank, out] zeros
 
-W may be stored in 8 or 4 bits (QLoRA), see layers/quantize.py.
+W may be stored in 8 or 4 bits (QLoRA), see layers/quantize.py. Each expert of a mixture has an A and a B of its own,
+see layers/experts/stored.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 
 from framework.config import DType, Fraction, PositiveFloat, PositiveInt, component
 from framework.layers.base import Context, Layer, add_shared
+from framework.layers.experts.experts import Experts
+from framework.layers.experts.stored import StoredMatrix
 from framework.layers.linear import Linear
 from framework.layers.quantize import Storage, dequantize, matmul, quantized_specs
 from framework.layout import Nested, ParameterSpec
@@ -31,9 +34,12 @@ class LoRA:
         alpha: the product is scaled by alpha / rank.
         dropout: rate, on the adapters' input, in training.
         targets: a regex, searched in the paths of linear layers, such as "stack/block0/attention/query"; "." is all.
+            The experts of a mixture (stack/block0/mlp/experts/gate, up and down) are meant only by a regex that has
+            the word `experts`: "experts|." is everything, "experts/" the experts alone. Their adapters have no dropout.
         base: how the weights of those layers are stored: a dtype, int8 with a scale per output, or nf4, 4 bits with a
             scale per 64 weights; None means model.param_dtype.
-        base_targets: a regex of further linear layers whose weights are stored so, without an adapter; "." is all.
+        base_targets: a regex of further linear layers, experts too, whose weights are stored so, without an adapter;
+            "." is all.
         dtype: of the adapters, whatever model.param_dtype is.
     """
 
@@ -60,22 +66,43 @@ class LoRA:
         self.storage: Storage | None = base if base in ("int8", "nf4") else None
 
     def wrap(self, layers: Mapping[str, Layer]) -> None:
-        """Replaces Linears below `layers` by LoRALinears and FrozenLinears; ValueError when there is no target."""
+        """Replaces Linears below `layers` by LoRALinears and FrozenLinears, and says how experts are stored.
+
+        Raises ValueError when there is no target, or when adapters of experts should have dropout.
+        """
         linears = []
+        experts = []
         for name, layer in layers.items():
             linears.extend(_linears(layer, name))
-        targets = [linear for linear in linears if self.targets.search(linear.path)]
-        if not targets:
-            examples = [linear.path for linear in linears][:8]
+            experts.extend(_experts(layer, name))
+        means_experts = "experts" in self.targets.pattern
+        target_paths = {linear.path for linear in linears if self.targets.search(linear.path)}
+        expert_paths = {site.path for site in experts if means_experts and self.targets.search(site.path)}
+        if not target_paths | expert_paths:
+            paths = [site.path for site in (*linears, *experts)]
             pattern = self.targets.pattern
-            raise ValueError(f"lora.targets = {pattern!r} matches none of {len(linears)} layers: {examples}")
+            raise ValueError(f"lora.targets = {pattern!r} matches none of {len(paths)} layers: {paths[:8]}")
+        if expert_paths and self.dropout:
+            raise ValueError(
+                f"lora.dropout = {self.dropout}: adapters of experts have none (peft has none there either), and "
+                f"lora.targets = {self.targets.pattern!r} matches {min(expert_paths)}; expected 0"
+            )
         # Only now, as replacing a layer changes the children that `_linears` walks over.
         for site in linears:
             linear = getattr(site.parent, site.attribute)
-            if site in targets:
+            if site.path in target_paths:
                 setattr(site.parent, site.attribute, LoRALinear(linear, self, site.path))
-            elif self.base_targets is not None and self.base_targets.search(site.path):
+            elif self._stores(site.path):
                 setattr(site.parent, site.attribute, FrozenLinear(linear, self, site.path))
+        for site in experts:
+            has_adapter = site.path in expert_paths
+            if has_adapter or self._stores(site.path):
+                rank = self.rank if has_adapter else None
+                site.layer.stored[site.name] = StoredMatrix(site.path, self.base, rank, self.scale, self.dtype)
+
+    def _stores(self, path: str) -> bool:
+        """Whether the weight at a path is stored as `base` says, without an adapter."""
+        return self.base_targets is not None and self.base_targets.search(path) is not None
 
 
 def _pattern(name: str, text: str) -> re.Pattern[str]:
@@ -102,6 +129,24 @@ def _linears(parent: Layer, path: str) -> Iterator[_LinearSite]:
             yield _LinearSite(child_path, parent, attribute)
         else:
             yield from _linears(child, child_path)
+
+
+class _ExpertSite(NamedTuple):
+    """A matrix of all experts of a layer, by its name there."""
+
+    path: str
+    layer: Experts
+    name: str
+
+
+def _experts(parent: Layer, path: str) -> Iterator[_ExpertSite]:
+    for name, child in parent.children().items():
+        child_path = f"{path}/{name}"
+        if isinstance(child, Experts):
+            for matrix in child.names:
+                yield _ExpertSite(f"{child_path}/{matrix}", child, matrix)
+        else:
+            yield from _experts(child, child_path)
 
 
 class FrozenLinear(Layer):
@@ -185,22 +230,37 @@ class LoRALinear(FrozenLinear):
 def merge_adapters(model: Any, params: Nested) -> Nested:
     """Turns all parameters of a model with LoRA into those of the same model without it: W + (alpha / rank) A B.
 
-    This is computed in float32 and cast to the model's `param_dtype`. Other leaves come back as they are.
+    This is computed in float32 (or wider, as the weights are) and cast to the model's `param_dtype`. Other leaves come
+    back as they are.
     """
     lora: LoRA | None = model.lora
     if lora is None or not isinstance(params, dict):
         return params
-    is_quantized = isinstance(params.get("weight"), dict) and "codes" in params["weight"]
-    if "lora_a" not in params and not is_quantized:
-        return {name: merge_adapters(model, child) for name, child in params.items()}
-    weight = params["weight"]
-    if is_quantized:
+    merged = {}
+    for name, leaf in params.items():
+        # A Linear's adapter has its names to itself; each matrix of experts puts its own before them.
+        prefix = "" if name == "weight" else f"{name}_"
+        adapter = [params.get(f"{prefix}lora_{letter}") for letter in "ab"]
+        if name.endswith(("lora_a", "lora_b")):
+            continue
+        if adapter[0] is not None or _is_quantized(leaf):
+            merged[name] = _merged(lora, leaf, *adapter).astype(model.param_dtype)
+        else:
+            merged[name] = merge_adapters(model, leaf)
+    return merged
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, dict) and "codes" in leaf
+
+
+def _merged(lora: LoRA, weight: Any, lora_a: jax.Array | None, lora_b: jax.Array | None) -> jax.Array:
+    """W + (alpha / rank) A B, [..., in, out]; without an adapter W."""
+    if _is_quantized(weight):
         assert lora.storage is not None
         weight = dequantize(weight, lora.storage, jnp.float32)
-    weight = weight.astype(jnp.float32)
-    if "lora_a" in params:
-        update = params["lora_a"].astype(jnp.float32) @ params["lora_b"].astype(jnp.float32)
-        weight = weight + lora.scale * update
-    # A bias has no adapter.
-    bias = {name: leaf for name, leaf in params.items() if name == "bias"}
-    return {**bias, "weight": weight.astype(model.param_dtype)}
+    weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    if lora_a is None or lora_b is None:
+        return weight
+    update = lora_a.astype(weight.dtype) @ lora_b.astype(weight.dtype)
+    return weight + lora.scale * update

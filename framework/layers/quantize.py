@@ -2,13 +2,15 @@
 
 A weight [..., in, out] becomes codes, and scales [..., in / block, out], the largest magnitudes of blocks, in float32.
 The weight's mesh axes apply to both.
-    int8   int8 [..., in, out], round(127 w / scale); a block is a column, one output channel
-    nf4    uint8 [..., in / 2, out], half a byte for the nearest of 16 values; a block is 64 rows; scales are not
-           quantized again. A byte holds rows i and i + 32 of its block, so halves are joined as whole tiles.
+    int8   uint32 [..., in / 4, out], four codes round(127 w / scale) in a word; a block is a column, one output channel
+    nf4    uint32 [..., in / 8, out], eight codes of the nearest of 16 values in a word; a block is 64 rows, which eight
+           rows of words hold; scales are not quantized again
+Which rows share a word, and why there are words at all, is in `framework.layout.words`.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,11 +18,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from framework.layout import Nested, ParameterSpec
+from framework.layout import Nested, ParameterSpec, words
 
 Storage = Literal["int8", "nf4"]
 # The weights that share a scale in nf4.
 BLOCK = 64
+_BITS = {"int8": 8, "nf4": 4}
+_CODES_IN_WORD = {"int8": 4, "nf4": 8}
 # Appendix E of the paper: quantiles of a normal distribution, divided by the largest.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -30,43 +34,51 @@ NF4 = (
 
 
 def quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[str, ParameterSpec]:
-    """The specs {"codes", "scales"} of the weight [in, out] at `path`, both drawn by its own initializer.
+    """The specs {"codes", "scales"} of the weight [..., in, out] at `path`, both drawn by its own initializer.
 
-    Raises ValueError when 64 does not divide nf4's `in`. A mesh that would cut a block is refused by the layout.
+    Raises ValueError when 64 does not divide nf4's `in`, or 4 int8's. A mesh that would cut a block, or through words,
+    is refused by the layout.
     """
-    inputs, outputs = weight.shape
+    *stack, inputs, outputs = weight.shape
+    *stack_axes, in_axes, out_axes = weight.mesh_axes
+    *stack_roles, _, _ = weight.roles
     if storage == "nf4" and inputs % BLOCK:
         raise ValueError(f"nf4 has blocks of {BLOCK}, which do not divide {inputs}, the inputs of {path}; try int8")
+    if storage == "int8" and inputs % _CODES_IN_WORD["int8"]:
+        raise ValueError(f"int8 has four codes in a word, and 4 does not divide {inputs}, the inputs of {path}")
 
-    def part(name: str, dtype: str, rows: int) -> ParameterSpec:
+    def part(name: str, dtype: str, rows: int, run: int) -> ParameterSpec:
         def initialize(key: jax.Array, *_: Any) -> jax.Array:
             # Codes and scales get the same key (see layout.initial): both belong to one draw.
             drawn = weight.initializer(key, weight.shape, jnp.float32)
             return quantize(drawn, storage)[name]
 
         # A single row of scales cannot be cut.
-        mesh_axes = weight.mesh_axes if rows > 1 else (None, weight.mesh_axes[1])
+        row_axes = in_axes if rows > 1 else None
         return ParameterSpec(
-            (rows, outputs),
+            (*stack, rows, outputs),
             dtype,
-            mesh_axes,
+            (*stack_axes, row_axes, out_axes),
             initializer=initialize,
-            roles=(f"rows of {inputs // rows} inputs", "out"),
+            roles=(*stack_roles, f"rows of {inputs * run // rows} inputs", "out"),
             own_dtype=True,
             quantized=True,
+            indivisible=(*[1] * len(stack), run, 1),
         )
 
-    if storage == "int8":
-        codes = part("codes", "int8", inputs)
-        scales = part("scales", "float32", 1)
-    else:
-        codes = part("codes", "uint8", inputs // 2)
-        scales = part("scales", "float32", inputs // BLOCK)
+    num_words = inputs // _CODES_IN_WORD[storage]
+    codes = part("codes", "uint32", num_words, _tile_rows(num_words))
+    scales = part("scales", "float32", 1 if storage == "int8" else inputs // BLOCK, 1)
     return {"codes": codes, "scales": scales}
 
 
+def _tile_rows(num_words: int) -> int:
+    """The rows of words that share their rows of the weight. A shard of whole such groups has the same number."""
+    return math.gcd(num_words, words.TILE_ROWS)
+
+
 def quantize(weight: jax.Array, storage: Storage) -> dict[str, jax.Array]:
-    """A weight [..., in, out] of any float dtype as {"codes", "scales"}; nf4: `in` is a multiple of 64."""
+    """A weight [..., in, out] of any float dtype as {"codes", "scales"}; `in` is a multiple of 64 (int8: of 4)."""
     *stack, inputs, outputs = weight.shape
     block = BLOCK if storage == "nf4" else inputs
     blocks = weight.astype(jnp.float32).reshape(*stack, inputs // block, block, outputs)
@@ -75,29 +87,34 @@ def quantize(weight: jax.Array, storage: Storage) -> dict[str, jax.Array]:
     divisors = jnp.where(scales == 0, 1, scales)
     units = blocks / divisors[..., None, :]
     if storage == "int8":
-        codes = jnp.round(127 * units).astype(jnp.int8)
-        return {"codes": codes.reshape(weight.shape), "scales": scales}
-    # The index of the nearest value is the number of midpoints below.
-    nearest = jnp.uint8(0)
-    for low, high in pairwise(NF4):
-        nearest = nearest + (units > (low + high) / 2).astype(jnp.uint8)
-    low_half, high_half = jnp.split(nearest, 2, axis=-2)
-    codes = low_half | high_half << 4
-    return {"codes": codes.reshape(*stack, inputs // 2, outputs), "scales": scales}
+        signed = jnp.round(127 * units).astype(jnp.int8)
+        codes = jax.lax.bitcast_convert_type(signed, jnp.uint8)
+    else:
+        # The index of the nearest value is the number of midpoints below.
+        codes = jnp.uint8(0)
+        for low, high in pairwise(NF4):
+            codes = codes + (units > (low + high) / 2).astype(jnp.uint8)
+    num_words = inputs // _CODES_IN_WORD[storage]
+    packed = words.pack(codes.reshape(weight.shape), _BITS[storage], _tile_rows(num_words))
+    return {"codes": packed, "scales": scales}
+
+
+def unpacked_codes(packed: jax.Array, storage: Storage) -> jax.Array:
+    """The codes [..., in, out] of the words [..., in / 4 or in / 8, out]: int8, or for nf4 uint8 of 0 to 15."""
+    num_words = packed.shape[-2]
+    inputs = num_words * _CODES_IN_WORD[storage]
+    codes = words.unpack(packed, inputs, _BITS[storage], _tile_rows(num_words))
+    return jax.lax.bitcast_convert_type(codes, jnp.int8) if storage == "int8" else codes
 
 
 def dequantize(parts: Nested, storage: Storage, dtype: Any) -> jax.Array:
     """The inverse of `quantize`: [..., in, out], computed in float32 and cast to `dtype`."""
-    codes = parts["codes"]
+    codes = unpacked_codes(parts["codes"], storage)
     scales = parts["scales"]
     *stack, rows, outputs = codes.shape
     num_blocks = scales.shape[-2]
     codes = codes.reshape(*stack, num_blocks, rows // num_blocks, outputs)
-    if storage == "int8":
-        units = codes.astype(jnp.float32) / 127
-    else:
-        nibbles = jnp.concatenate([codes & 15, codes >> 4], axis=-2)
-        units = _look_up(nibbles, NF4)
+    units = codes.astype(jnp.float32) / 127 if storage == "int8" else _look_up(codes, NF4)
     weight = units * scales[..., None, :]
     return weight.reshape(*stack, -1, outputs).astype(dtype)
 

@@ -79,6 +79,8 @@ class ParameterSpec(TensorSpec):
         own_dtype: the model's `param_dtype` does not apply.
         quantized: the leaf is one of several that store a weight (codes, scales). No layer casts
             them, and they share a key, that of the path above them, so that all come from one draw.
+        indivisible: of each axis, how many elements in a row belong together, so that no mesh may
+            cut between them; () means one.
     """
 
     initializer: Initializer = field(default=jax.nn.initializers.zeros, compare=False)
@@ -87,9 +89,12 @@ class ParameterSpec(TensorSpec):
     trainable: bool = True
     own_dtype: bool = False
     quantized: bool = False
+    indivisible: tuple[int, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.indivisible:
+            object.__setattr__(self, "indivisible", (1,) * len(self.shape))
         matches = len(self.roles) == len(self.shape)
         assert matches, f"roles {self.roles} do not match shape {self.shape}"
 
@@ -103,6 +108,7 @@ class ParameterSpec(TensorSpec):
             shape=(length, *self.shape),
             mesh_axes=(None, *self.mesh_axes),
             roles=("layer", *self.roles),
+            indivisible=(1, *self.indivisible),
         )
 
     @property

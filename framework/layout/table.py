@@ -80,14 +80,16 @@ class StateLayout:
     def _leaf(self, path: str, spec: TensorSpec) -> Leaf:
         # Only parameters say what their axes are.
         roles = spec.roles if isinstance(spec, ParameterSpec) else ("axis",) * len(spec.shape)
+        indivisible = spec.indivisible if isinstance(spec, ParameterSpec) else (1,) * len(spec.shape)
         shard_shape = []
-        for dim, axes, role in zip(spec.shape, spec.mesh_axes, roles, strict=True):
+        for dim, axes, role, run in zip(spec.shape, spec.mesh_axes, roles, indivisible, strict=True):
             num_shards = self._num_shards(axes)
-            if dim % num_shards:
+            num_runs = dim // run
+            if num_runs % num_shards:
                 mesh_field = "*".join(_axis_names(axes))
-                divisors = nearest_divisors(dim, num_shards)
+                divisors = nearest_divisors(num_runs, num_shards)
                 raise ValueError(
-                    f"mesh.{mesh_field} = {num_shards} does not divide {role} = {dim} of {path}; "
+                    f"mesh.{mesh_field} = {num_shards} does not divide {role} = {num_runs} of {path}; "
                     f"nearest that do: {divisors}"
                 )
             shard_shape.append(dim // num_shards)

@@ -1,7 +1,8 @@
 """APOLLO and APOLLO-Mini: AdamW's step sizes, estimated in a few random directions (Zhu et al. 2024, arXiv 2412.05270).
 
 Written from the paper alone. For a matrix, the state keeps two moments of a random projection of its gradient; the
-projection is drawn again in each step, from the step's number. Other parameters get Adam with the same learning rate.
+projection is drawn again in each step, from the step's number. Each expert of a mixture is a matrix. Other parameters
+get Adam with the same learning rate.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from framework.layout import (
 from framework.optimizers.clipping import limit_norm_growth
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
+from framework.optimizers.per_matrix import per_matrix
 
 
 class ApolloState(NamedTuple):
@@ -128,9 +130,7 @@ def _of_kinds(
         kind_by_path: the kinds of parameters; where a path is missing, the number of axes decides.
     """
     fitted_core = replace(core, kind_by_path=kind_by_path)
-    scale_by_apollo = optax.GradientTransformationExtraArgs(fitted_core.init, fitted_core.update)
-    if core.tables == "factored":
-        scale_by_apollo = _with_factored_tables(scale_by_apollo, kind_by_path)
+    scale_by_apollo = _of_parts(fitted_core, kind_by_path)
     derived = partitioned(optax.chain(scale_by_apollo, decay, rate))
 
     def partition(specs: Nested) -> Any:
@@ -142,19 +142,27 @@ def _of_kinds(
     return derived._replace(partition=partition, of_specs=of_specs, draws=True)
 
 
-def _with_factored_tables(scale_by_apollo: Any, kind_by_path: dict[str, Kind]) -> Any:
-    """Adafactor's step for tables, with a second moment of one number per row and column; APOLLO's for the others."""
-    factored = optax.chain(
-        # Factors also tables with a side under 128, which optax's default would not.
-        optax.scale_by_factored_rms(min_dim_size_to_factor=1),
-        optax.clip_by_block_rms(1.0),
-    )
+def _of_parts(core: _Apollo, kind_by_path: dict[str, Kind]) -> Any:
+    """APOLLO's step, for each expert's matrix by itself; and for tables, if they are factored, Adafactor's, with a
+    second moment of one number per row and column."""
+    parts: Any = {"apollo": optax.GradientTransformationExtraArgs(core.init, core.update)}
+    if core.tables == "factored":
+        parts["table"] = optax.chain(
+            # Factors also tables with a side under 128, which optax's default would not.
+            optax.scale_by_factored_rms(min_dim_size_to_factor=1),
+            optax.clip_by_block_rms(1.0),
+        )
+    if "experts" in kind_by_path.values():
+        expert_paths = [path for path, kind in kind_by_path.items() if kind == "experts"]
+        expert_core = replace(core, kind_by_path=dict.fromkeys(expert_paths, "matrix"))
+        parts["experts"] = per_matrix(optax.GradientTransformationExtraArgs(expert_core.init, expert_core.update))
+    if len(parts) == 1:
+        return parts["apollo"]
 
     def label(keypath: Any, param: Any) -> str:
         kind = kind_of(kind_by_path, path_name(keypath), len(param.shape))
-        return "table" if kind == "table" else "apollo"
+        return kind if kind in parts else "apollo"
 
-    parts: Any = {"apollo": scale_by_apollo, "table": factored}
     return optax.partition(parts, lambda tree: jax.tree_util.tree_map_with_path(label, tree))
 
 

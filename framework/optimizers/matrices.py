@@ -24,6 +24,7 @@ from framework.layout import (
 )
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.partition import PartitionedGradientTransformation, partitioned
+from framework.optimizers.per_matrix import per_matrix
 
 
 @component
@@ -75,7 +76,7 @@ def galore(
 ) -> PartitionedGradientTransformation:
     """optax.contrib.galore (Zhao et al. 2024, arXiv 2403.03507): of a matrix [m, n], m <= n, the first `rank` right
     singular vectors of a gradient, [n, r], and two moments of its projection on them, [m, r]: (n + 2 m) r numbers.
-    (The paper projects the smaller side: (m + 2 n) r.)
+    (The paper projects the smaller side: (m + 2 n) r.) Each expert of a mixture has its own.
 
     Args:
         learning_rate: of all; the paper has 0.01 where AdamW has 0.001.
@@ -103,7 +104,7 @@ def galore(
 
     safe_galore = optax.GradientTransformation(matrix_galore.init, update)
     adamw = optax.adamw(learning_rate, b1, b2, weight_decay=weight_decay)
-    return _by_kind(safe_galore, adamw, {}, ("matrix",))
+    return _by_kind(safe_galore, adamw, {}, ("matrix",), per_matrix(safe_galore))
 
 
 def _by_kind(
@@ -111,6 +112,7 @@ def _by_kind(
     other_optimizer: Any,
     kind_by_path: dict[str, Kind],
     matrix_kinds: tuple[Kind, ...],
+    expert_optimizer: Any = None,
 ) -> PartitionedGradientTransformation:
     """One transformation for matrices and another for all other parameters; neither keeps state for the other's.
 
@@ -119,14 +121,20 @@ def _by_kind(
         other_optimizer: that for the other parameters.
         kind_by_path: the kinds of parameters; where a path is missing, the number of axes decides.
         matrix_kinds: those that the transformation for matrices takes.
+        expert_optimizer: a third one, for experts, where that for matrices does not take them.
     """
+    has_experts = expert_optimizer is not None and "experts" in kind_by_path.values()
 
     def label(keypath: Any, param: jax.Array) -> str:
         kind = kind_of(kind_by_path, path_name(keypath), len(param.shape))
         # The labels name parts of the state, in checkpoints too.
+        if kind == "experts" and has_experts:
+            return "experts"
         return "matrix" if kind in matrix_kinds else "rest"
 
     optimizers: Any = {"matrix": matrix_optimizer, "rest": other_optimizer}
+    if has_experts:
+        optimizers["experts"] = expert_optimizer
     derived = partitioned(optax.partition(optimizers, lambda tree: tree_map_with_path(label, tree)))
 
     def partition(specs: Nested) -> Any:
@@ -145,6 +153,6 @@ def _by_kind(
         return tree_map_with_path(cut, derived.partition(specs))
 
     def of_specs(specs: Nested) -> PartitionedGradientTransformation:
-        return _by_kind(matrix_optimizer, other_optimizer, kinds(specs), matrix_kinds)
+        return _by_kind(matrix_optimizer, other_optimizer, kinds(specs), matrix_kinds, expert_optimizer)
 
     return derived._replace(partition=partition, of_specs=of_specs)

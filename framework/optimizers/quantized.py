@@ -32,10 +32,10 @@ from framework.layout import (
     ParameterSpec,
     path_name,
 )
+from framework.layout.words import pack, packed_shape, unpack
 from framework.optimizers.kinds import Kind, kind_of, kinds
 from framework.optimizers.offload import partitioned_chain
 from framework.optimizers.partition import NUMBER_OF_UPDATES, PartitionedGradientTransformation
-from framework.optimizers.words import pack, packed_shape, unpack
 
 # The upper ends of the decades, from 1e-6 to 1.
 _SCALES = [10.0**i for i in range(-6, 1)]
@@ -45,7 +45,7 @@ class Moment(NamedTuple):
     """A quantized moment.
 
     Attributes:
-        codes: uint8 in the parameter's shape, four to a word of 32 bits (`framework.optimizers.words`).
+        codes: uint8 in the parameter's shape, four to a word of 32 bits (`framework.layout.words`).
         scale: the largest magnitude of each block.
     """
 

@@ -202,10 +202,15 @@ def _adapter_tensors(
     """The adapters under peft's names, transposed to torch's [out, in].
 
     Raises:
-        ValueError: an adapted tensor holds several of our layers.
+        ValueError: an adapted tensor holds several of our layers, or an adapter is of experts.
     """
     tensors = {}
     for path, sources in family.places(model).items():
+        if f"{path}_lora_a" in flat_params:
+            raise ValueError(
+                f"{path} has an adapter for each expert, which cannot be exported alone: peft's target_parameters have "
+                "one for gate and up together; export without --adapter, which merges"
+            )
         parent = path.rsplit("/", 1)[0]
         if not path.endswith("/weight") or f"{parent}/lora_a" not in flat_params:
             continue
@@ -252,8 +257,9 @@ def _layer(
     prefix = f"{parent}/"
     leaves = {key.removeprefix(prefix): x for key, x in flat_params.items() if key.startswith(prefix)}
     # A weight is merged with the adapter's leaves beside it; all else is as it is. A quantized weight is two leaves.
-    if name != "weight" or "lora_a" not in leaves:
-        leaves = {key: x for key, x in leaves.items() if key.partition("/")[0] == name}
+    adapter = "lora" if name == "weight" else f"{name}_lora"
+    names = {name, f"{adapter}_a", f"{adapter}_b"}
+    leaves = {key: x for key, x in leaves.items() if key.partition("/")[0] in names}
     if indices:
         leaves = {key: x[indices] for key, x in leaves.items()}
     merged = merge_adapters(model, unflatten(leaves))

@@ -71,18 +71,44 @@ def test_the_kernel_for_gpus_cuts_wide_axes_into_tiles():
         np.testing.assert_allclose(y_NO[rows], x_NI[rows] @ weight_EIO[expert], rtol=1e-4, atol=1e-3)
 
 
-def test_auto_is_the_kernel_of_the_platform_where_it_takes_the_weights():
-    def chosen(platform: str, shape: tuple[int, ...], dtype: Any) -> str:
-        return grouped.choose_implementation("auto", platform, jax.ShapeDtypeStruct(shape, dtype))
+@pytest.mark.parametrize("rank", [3, 8])
+def test_the_kernel_for_gpus_takes_few_columns(rank: int):
+    """Those of adapters."""
+    sizes = [5, 60]
+    count = grouped.with_spare_rows(65, "triton")
+    draw = np.random.default_rng(3)
+    x_NI = draw.normal(size=(count, INPUTS)).astype(np.float32)
+    low_NR = draw.normal(size=(count, rank)).astype(np.float32)
+    weight_EIR = draw.normal(size=(2, INPUTS, rank)).astype(np.float32)
+    sizes_E = jnp.asarray(sizes, jnp.int32)
+    y_NR = grouped_gpu.rows_times_weights(x_NI, weight_EIR, sizes_E, interpret=True)
+    x_grad_NI = grouped_gpu.rows_times_weights(low_NR, weight_EIR, sizes_E, transpose=True, interpret=True)
+    weight_grads = grouped_gpu.weight_gradients(x_NI, low_NR, sizes_E, interpret=True)
+    assert weight_grads.shape == weight_EIR.shape
+    for expert, rows in enumerate(by_expert(sizes)):
+        np.testing.assert_allclose(y_NR[rows], x_NI[rows] @ weight_EIR[expert], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(x_grad_NI[rows], low_NR[rows] @ weight_EIR[expert].T, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(weight_grads[expert], x_NI[rows].T @ low_NR[rows], rtol=1e-4, atol=1e-4)
 
-    assert chosen("cpu", (4, 64, 64), jnp.bfloat16) == "blocks"
-    assert chosen("tpu", (4, 64, 64), jnp.bfloat16) == "megablox"
-    assert chosen("gpu", (4, 64, 64), jnp.float32) == "triton"
-    assert chosen("gpu", (4, 64, 72), jnp.float32) == "blocks", "columns that no tile divides"
-    assert chosen("gpu", (4, 64, 64), jnp.float64) == chosen("tpu", (4, 64, 64), jnp.float64) == "blocks"
+
+def test_rows_beyond_32_bits_are_refused_by_name():
+    rows = jax.ShapeDtypeStruct((1 << 20, 2048), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((4, 2048, 64), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    with pytest.raises(ValueError, match=r"2147483648 elements .* raise learner.accumulate"):
+        jax.eval_shape(grouped_gpu.rows_times_weights, rows, weight, sizes)
+
+
+def test_auto_is_the_kernel_of_the_platform_where_it_takes_the_dtype():
+    def chosen(platform: str, dtype: Any) -> str:
+        return grouped.choose_implementation("auto", platform, jnp.dtype(dtype))
+
+    assert chosen("cpu", jnp.bfloat16) == "blocks"
+    assert chosen("tpu", jnp.bfloat16) == "megablox"
+    assert chosen("gpu", jnp.float32) == "triton"
+    assert chosen("gpu", jnp.float64) == chosen("tpu", jnp.float64) == "blocks"
 
 
 def test_a_kernel_of_another_platform_is_refused_by_name():
-    weight = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
     with pytest.raises(ValueError, match="'megablox' is for tpu, not cpu; try auto"):
-        grouped.choose_implementation("megablox", "cpu", weight)
+        grouped.choose_implementation("megablox", "cpu", jnp.dtype(jnp.float32))

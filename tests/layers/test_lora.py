@@ -1,6 +1,7 @@
 """Quantized weights and adapters: definitions in float64; what is trained and costs what, meshes, remat, merging."""
 
 from dataclasses import replace
+from itertools import pairwise
 from statistics import NormalDist
 
 import jax
@@ -21,8 +22,8 @@ from tests.support import small
 BASES = [None, "bfloat16", "int8", "nf4"]
 
 
-def config(base=None, *, mesh=None, remat="none", dropout=0.0, **fields):
-    model = small.llama(dim=64, **fields)
+def config(base=None, *, mesh=None, remat="none", dropout=0.0, dim=64, **fields):
+    model = small.llama(dim=dim, **fields)
     small.block(model).mlp.hidden = 128
     model.lora = config_for(LoRA, rank=4, alpha=6.0, base=base, dropout=dropout)
     return small.experiment(model, mesh=mesh, memory={"remat": remat})
@@ -110,8 +111,10 @@ def test_a_frozen_base_costs_its_own_bytes_whatever_it_is_stored_in(remat):
     ("base", "axis", "remat"), [(None, "fsdp", "dots"), ("int8", "fsdp", "full"), ("nf4", "seq", "none")]
 )
 def test_meshes_and_remat_change_no_number_dropout_included(base, axis, remat):
-    single = small.program(config(base, dropout=0.3))
-    fields = {"mesh": {"data": 2, "fsdp": 1, "model": 2, axis: 2}, "stack__unroll": 0}
+    # Of nf4 no block is cut, so both halves of a matrix have one.
+    dim = 128 if base == "nf4" else 64
+    single = small.program(config(base, dropout=0.3, dim=dim))
+    fields = {"dim": dim, "mesh": {"data": 2, "fsdp": 1, "model": 2, axis: 2}, "stack__unroll": 0}
     many = small.program(config(base, remat=remat, dropout=0.3, **fields))
     state = moved(single)
     (loss, grads), (other, others) = (small.loss_and_grads(program, state) for program in (single, many))
@@ -193,12 +196,48 @@ def test_codes_values_and_products_are_those_of_the_definition(storage):
     expected = np.abs((blocks / np.where(scales == 0, 1, scales))[..., None] - levels).argmin(axis=-1)
     values = (levels[expected] * scales).reshape(weight.shape)
     parts = jax.jit(quantize, static_argnums=1)(weight, storage)
-    codes = np.asarray(parts["codes"], np.int64).reshape(3, blocks.shape[1], -1, 10)
-    if storage == "nf4":  # rows i and i + 32 of a block share a byte
-        codes = np.concatenate([codes % 16, codes // 16], axis=2)
+    # Eight rows of words hold the codes of 32 rows (nf4: of the 64 of a block), those of eight rows in a byte (half).
+    bits, kind = (8, np.int8) if storage == "int8" else (4, np.uint8)
+    words = np.asarray(parts["codes"]).reshape(3, -1, 1, 8, 10)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape(-1, 1, 1)
+    codes = (words >> shifts & (2**bits - 1)).astype(np.uint8).view(kind).astype(np.int64).reshape(expected.shape)
     np.testing.assert_array_equal(codes, expected - (127 if storage == "int8" else 0))
     np.testing.assert_allclose(dequantize(parts, storage, jnp.float32), values, rtol=1e-6)
     assert parts["codes"].nbytes * {"int8": 1, "nf4": 2}[storage] == weight.size
+
+
+def earlier(weight, storage):
+    """Values of quantized weights as they were computed when codes were bytes, two of nf4 in one: rows i and i + 32."""
+    *stack, inputs, outputs = weight.shape
+    block = 64 if storage == "nf4" else inputs
+    blocks = weight.reshape(*stack, inputs // block, block, outputs)
+    scales = jnp.max(jnp.abs(blocks), axis=-2)
+    units = blocks / jnp.where(scales == 0, 1, scales)[..., None, :]
+    if storage == "int8":
+        levels = jnp.round(127 * units).astype(jnp.int8).astype(jnp.float32) / 127
+    else:
+        midpoints = [(low + high) / 2 for low, high in pairwise(NF4)]
+        levels = jnp.asarray(NF4)[sum((units > middle).astype(jnp.int32) for middle in midpoints)]
+    return (levels * scales[..., None, :]).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("storage", ["int8", "nf4"])
+@pytest.mark.parametrize("inputs", [64, 320])
+def test_words_change_no_value(storage, inputs):
+    weight = np.random.default_rng(inputs).standard_normal((2, inputs, 6)).astype(np.float32)
+    found = jax.jit(lambda w: dequantize(quantize(w, storage), storage, jnp.float32))(weight)
+    small.assert_same_bits({"w": found}, {"w": jax.jit(earlier, static_argnums=1)(weight, storage)})
+
+
+@pytest.mark.parametrize(("inputs", "parts"), [(24, 3), (48, 3), (64, 2), (128, 2), (160, 5)])
+def test_a_shard_of_whole_groups_of_words_is_quantized_as_if_alone(inputs, parts):
+    """What a device computes of its rows of codes, which a cut has not taken apart, does not depend on the others'."""
+    weight = np.random.default_rng(0).standard_normal((inputs, 6)).astype(np.float32)
+    whole = quantize(weight, "int8")
+    values = dequantize(whole, "int8", jnp.float32)
+    for number, codes in enumerate(jnp.split(whole["codes"], parts)):
+        part = dequantize({"codes": codes, "scales": whole["scales"]}, "int8", jnp.float32)
+        np.testing.assert_array_equal(part, jnp.split(values, parts)[number])
 
 
 def test_blocks_must_be_whole_and_on_one_device():
@@ -208,3 +247,10 @@ def test_blocks_must_be_whole_and_on_one_device():
     model.lora.targets = "query"
     with pytest.raises(ValueError, match=r"mesh.fsdp = 4 does not divide rows of 64 inputs = 2 of .*/query"):
         small.program(small.experiment(model, mesh={"fsdp": 4, "data": 2}))
+    model.lora.base = "int8"
+    with pytest.raises(ValueError, match=r"mesh.fsdp = 8 does not divide rows of 32 inputs = 4 of .*/query"):
+        small.program(small.experiment(model, mesh={"fsdp": 8}))
+    odd = small.llama(dim=64, lora=config_for(LoRA, base="int8"))
+    small.block(odd).mlp.hidden = 46
+    with pytest.raises(ValueError, match=r"int8 has four codes in a word, and 4 does not divide 46, .*mlp/down"):
+        small.program(small.experiment(odd))

@@ -96,7 +96,7 @@ def _model(dice: Dice, *, precision: str, is_sensitive: bool) -> plain.Model:
         z_loss=dice.pick([0.0, 0.0, 1e-2]),
         head_softcap=dice.pick([None, None, None, 5.0]),
         chunk_tokens=dice.pick([0, 5, 16, 1024]),
-        lora=_lora(dice) if dice.chance(0.2) else None,
+        lora=_lora(dice, layers) if dice.chance(0.2) else None,
     )
     # What float32 rounds differently may be another multiple of 2^-12.
     return replace(model, streams="float32") if streams == "fixed" and precision != "float64" else model
@@ -150,12 +150,16 @@ def _attention(dice: Dice, kv_heads: int, *, is_sensitive: bool) -> plain.Attent
     )
 
 
-def _lora(dice: Dice) -> plain.LoRA:
+def _lora(dice: Dice, layers: tuple[plain.Layer, ...]) -> plain.LoRA:
+    inner = [layer.attention.heads * layer.attention.head_dim for layer in layers]
+    bases = [None, None, "int8"]
+    # Four codes of 8 bits are a word.
+    has_words = all(size % 4 == 0 for size in inner)
     return plain.LoRA(
         rank=dice.pick([1, 2, 4]),
         alpha=dice.pick([1.0, 4.0, 32.0]),
         targets=dice.pick([".", "attention", "query|value", "mlp", "block0", "block0/attention/output"]),
-        base=dice.pick([None, None, "int8"]),
+        base=dice.pick(bases) if has_words else None,
     )
 
 
@@ -227,6 +231,9 @@ def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> 
         mesh: dict[str, int] = dict(zip(("data", "fsdp", "seq", "model"), sizes, strict=True))
         fits = rows % (mesh["data"] * mesh["fsdp"]) == 0 and model.dim % mesh["fsdp"] == 0
         fits &= data.seq_len % mesh["seq"] == 0 and by_model % mesh["model"] == 0
+        # Matrices this small are not cut where they are stored in words.
+        has_words = model.lora is not None and model.lora.base == "int8"
+        fits &= not has_words or mesh["fsdp"] == mesh["model"] == 1
         if fits and math.prod(sizes) <= DEVICES:
             meshes.setdefault(math.prod(sizes), []).append(mesh)
     return dice.pick(meshes[dice.pick(list(meshes))])

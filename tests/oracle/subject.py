@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,7 +54,7 @@ def _first_state(drawn: plain.Drawn, program: Program) -> Any:
     specs, learner = program.checkpoint_layout.kept, program.experiment.learner
     layers: dict[str, list[np.ndarray]] = {}
     for name, value in first_values(drawn).items():
-        layers.setdefault(path(name), []).append(value)
+        layers.setdefault(path(name), []).append(_words(value) if name.endswith("/codes") else value)
     flat = {own: np.stack(one) if own.startswith("stack/") else one[0] for own, one in layers.items()}
     known = {**flatten(specs["parameter"]), **flatten(specs["frozen"])}
     assert flat.keys() == known.keys(), f"parameters differ: {sorted(flat.keys() ^ known.keys())}"
@@ -73,6 +74,15 @@ def _first_state(drawn: plain.Drawn, program: Program) -> Any:
     }
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_stored)
     return program.restored(jax.device_put(state, shardings))
+
+
+def _words(codes: np.ndarray) -> np.ndarray:
+    """Codes of 8 bits as the framework stores them, four to a word: those of every fourth part of 32 rows, if there are
+    so many (in memory the lowest byte of a word comes first)."""
+    rows, columns = codes.shape
+    tile_rows = math.gcd(rows // 4, 8)
+    tiles = codes.view(np.uint8).reshape(-1, 4, tile_rows, columns)
+    return np.ascontiguousarray(np.moveaxis(tiles, 1, -1)).view("<u4").reshape(rows // 4, columns)
 
 
 def _master_path(entry: str) -> str:

@@ -4,6 +4,8 @@ import jax
 import pytest
 
 from configs import load
+from framework.config import config_for
+from framework.layers.lora import LoRA
 from framework.plan import hlo, targets
 from framework.plan.plan import Report, plan
 from framework.program.program import Program
@@ -155,6 +157,23 @@ def test_moments_of_8_bits_are_streamed(update):
     matrices = 8 * 2 * 256 * 1024  # of MLPs; those of attention are under 1 MiB
     assert found["host_argument_bytes"] >= 2 * matrices
     assert found["host_transfer_bytes"] == pytest.approx(2 * found["host_argument_bytes"], rel=0.02)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_quantized_weights_come_once_forward_and_once_backward(base):
+    """Each byte of the hosted weights comes to the device twice a step, and none goes back: they do not learn."""
+    fields = {"data.seq_len": 256, "model.embed.max_positions": 256, "model.stack.num_layers": 8,
+              "model.stack.pattern.0.mlp.hidden": 1024, "memory.parameters": "pinned_host",
+              "memory.update": "streamed", "learner.rules": "[]"}  # fmt: skip
+    config = resolved("gpt2-124m", TOY | fields)
+    config.model.lora = config_for(LoRA, base=base)
+    found = plan("toy", config, targets.resolve("v5e-1"), None, phases=False)
+    matrices = 8 * 2 * 256 * 1024  # of MLPs; those of attention are under 1 MiB, in nf4
+    assert found["host_argument_bytes"] >= (matrices // 2 if base == "nf4" else matrices)
+    # As weights come a layer ahead, the last turn of both loops brings one that is not used.
+    layers_moved = 2 * (8 + 1)
+    assert found["host_transfer_bytes"] == pytest.approx(layers_moved / 8 * found["host_argument_bytes"], rel=0.02)
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ they are spread over devices and microbatches. C is the number of an expert's pl
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +66,14 @@ def places(experts_BSK: jax.Array, num_experts: int, capacity: float) -> Places:
 def dispatch(x_BSD: jax.Array, places: Places) -> jax.Array:
     """The token of each place, [B, E, C, D]; zeros in empty ones."""
     return jax.vmap(_rows_or_zeros)(x_BSD, places.tokens_BEC)
+
+
+def multiply_stored(
+    x: jax.Array, weights: Any, dense: Callable[[Any], jax.Array], transpose: bool, sizes: jax.Array | None
+) -> jax.Array:
+    """Places [B, E, C, in] with their experts' stored weights, as `framework.layers.experts.stored.Multiply` says."""
+    weight_EIO = dense(weights)
+    return jnp.einsum("beco,eio->beci" if transpose else "beci,eio->beco", x, weight_EIO)
 
 
 def collect(y_BECD: jax.Array, places: Places) -> jax.Array:

@@ -22,9 +22,16 @@ from framework.config import Config, PositiveFloat, PositiveInt, component, conf
 from framework.layers.base import BATCH_AXES, Context, Layer, add_shared, cast
 from framework.layers.experts import capacity as capacities
 from framework.layers.experts.biases import add_biases, experts_of_rows
-from framework.layers.experts.grouped import Implementation, choose_implementation, grouped_dot, with_spare_rows
+from framework.layers.experts.grouped import (
+    Implementation,
+    choose_implementation,
+    grouped_dot,
+    multiply_stored,
+    with_spare_rows,
+)
 from framework.layers.experts.groups import collect, dispatch, group
 from framework.layers.experts.scores import Choice
+from framework.layers.experts.stored import StoredMatrix, dense_experts
 from framework.layers.keeping import keeping_inputs
 from framework.layers.mlp import ACTIVATIONS
 from framework.layout import Nested, ParameterSpec
@@ -84,28 +91,32 @@ class Experts(Layer):
         self.implementation: Implementation = implementation
         self._init = init.instantiate()
         self._output_scale = output_init_scale
+        # By name, those that `model.lora` stores otherwise; see `framework.layers.lora`.
+        self.stored: dict[str, StoredMatrix] = {}
 
-    def own_specs(self) -> dict[str, ParameterSpec]:
-        """gate and up [E, D, F], down [E, F, D]; with biases gate_bias and up_bias [E, F], down_bias [E, D]."""
+    def own_specs(self) -> dict[str, Any]:
+        """gate and up [E, D, F], down [E, F, D]; with biases gate_bias and up_bias [E, F], down_bias [E, D]; with
+        `model.lora` what `StoredMatrix.specs` says."""
 
         def initializer(scale: float, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             keys = jax.random.split(key, shape[0])
             # Expert by expert, since the variance of most initializers depends on the shape of a matrix.
             return scale * jax.vmap(lambda key: self._init(key, shape[1:], dtype))(keys)
 
-        specs = {}
+        specs: dict[str, Any] = {}
         for name in self.names:
             is_down = name == "down"
             shape = (self.hidden, self.dim) if is_down else (self.dim, self.hidden)
             axes = ("model", "fsdp") if is_down else ("fsdp", "model")
             roles = ("hidden", "out") if is_down else ("in", "hidden")
-            specs[name] = ParameterSpec(
+            weight = ParameterSpec(
                 (self.num_experts, *shape),
                 "float32",
                 ("expert", *axes),
                 initializer=partial(initializer, self._output_scale if is_down else 1.0),
                 roles=("expert", *roles),
             )
+            specs |= self.stored[name].specs(name, weight) if name in self.stored else {name: weight}
             if self.bias:
                 bias_shape = (self.num_experts, shape[1])
                 bias_axes = ("expert", axes[1])
@@ -118,7 +129,11 @@ class Experts(Layer):
         the transpose of that sums their gradients into the shards that the update takes."""
         if self.capacity is not None or ctx.kernels is not None:
             return super().prepare(params, ctx)
-        return {name: cast(params[name], ctx.compute_dtype) for name in self.own_specs()}
+
+        def prepared(spec: ParameterSpec, param: jax.Array) -> jax.Array:
+            return param if spec.quantized else cast(param, ctx.compute_dtype)
+
+        return jax.tree.map(prepared, self.own_specs(), params)
 
     def __call__(
         self, weights: Nested, x_BSD: jax.Array, choice: Choice, ctx: Context
@@ -136,7 +151,7 @@ class Experts(Layer):
         # One token at a time, as in generation, cannot be cut over seq: these devices compute the same.
         length_axis = "seq" if x_BSD.shape[1] % mesh.shape["seq"] == 0 else None
         token_spec = PartitionSpec(BATCH_AXES, length_axis, None)
-        weight_specs = {name: PartitionSpec(*spec.mesh_axes) for name, spec in self.own_specs().items()}
+        weight_specs = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), self.own_specs())
         on_device = jax.shard_map(
             partial(self._on_device, ctx=ctx, gathers=True),
             mesh=mesh,
@@ -151,14 +166,7 @@ class Experts(Layer):
         assert ctx.mesh is not None
         sizes = ctx.mesh.shape
         if gathers and sizes["fsdp"] > 1:
-            whole_weights = {}
-            for name, weight in weights.items():
-                axes = self.own_specs()[name].mesh_axes
-                # The biases of `gate` and `up` are whole already.
-                if "fsdp" in axes:
-                    weight = jax.lax.all_gather(weight, "fsdp", axis=axes.index("fsdp"), tiled=True)
-                whole_weights[name] = weight
-            weights = whole_weights
+            weights = jax.tree.map(_gathered, self.own_specs(), weights)
         if self.bias and sizes["model"] > 1:
             # Each of these devices has a part of the sum over F; one alone may add what is no part of it.
             is_first = jax.lax.axis_index("model") == 0
@@ -167,7 +175,7 @@ class Experts(Layer):
         if sizes["expert"] > 1:
             tokens = (x_BSD, choice)
             x_BSD, choice = jax.tree.map(lambda x: jax.lax.all_gather(x, "expert", axis=0, tiled=True), tokens)
-            first_expert = jax.lax.axis_index("expert") * weights["up"].shape[0]
+            first_expert = jax.lax.axis_index("expert") * _num_experts(weights)
         y_BSD = self._of_tokens(weights, x_BSD, choice, ctx, first_expert, shards=sizes["expert"])
         if sizes["model"] > 1:
             y_BSD = jax.lax.psum(y_BSD, "model")
@@ -183,8 +191,8 @@ class Experts(Layer):
         Args:
             shards: the number of devices that the choices fall on, by which the estimate of work divides them.
         """
-        implementation = choose_implementation(self.implementation, ctx.platform, weights["up"])
-        num_experts = weights["up"].shape[0]
+        implementation = choose_implementation(self.implementation, ctx.platform, x_BSD.dtype)
+        num_experts = _num_experts(weights)
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         top_k = choice.experts_BSK.shape[-1]
         experts_TK = choice.experts_BSK.reshape(-1, top_k) - first_expert
@@ -194,12 +202,17 @@ class Experts(Layer):
         x_ND = dispatch(x_TD, groups)
         even_rows = x_TD.shape[0] * top_k // shards
         dot: Any = partial(grouped_dot, sizes_E=groups.sizes_E, implementation=implementation, even_rows=even_rows)
+        multiply: Any = partial(multiply_stored, implementation=implementation, even_rows=even_rows)
         if ctx.kernels is not None:
             dot = partial(ctx.kernels.grouped_dot, rows=even_rows)
+            multiply = partial(_multiply_as_estimated, dot)
         experts_N = experts_of_rows(groups.sizes_E, num_rows) if self.bias else None
 
         def project(name: str, rows_NI: jax.Array) -> jax.Array:
-            y_NO = dot(rows_NI, weights[name])
+            if name in self.stored:
+                y_NO = self.stored[name].product(rows_NI, weights, name, dot, multiply, groups.sizes_E)
+            else:
+                y_NO = dot(rows_NI, weights[name])
             if experts_N is None:
                 return y_NO
             return add_biases(y_NO, weights[f"{name}_bias"], experts_N)
@@ -235,8 +248,14 @@ class Experts(Layer):
 
         x_BECD = placed(x_BECD, None)
 
+        def dot(x_BECI: jax.Array, weight_EIO: jax.Array) -> jax.Array:
+            return jnp.einsum("beci,eio->beco", x_BECI, weight_EIO)
+
         def project(name: str, x_BECI: jax.Array) -> jax.Array:
-            y_BECO = jnp.einsum("beci,eio->beco", x_BECI, weights[name])
+            if name in self.stored:
+                y_BECO = self.stored[name].product(x_BECI, weights, name, dot, capacities.multiply_stored, None)
+            else:
+                y_BECO = dot(x_BECI, weights[name])
             if not self.bias:
                 return y_BECO
             return add_shared(y_BECO, weights[f"{name}_bias"][:, None])
@@ -248,8 +267,35 @@ class Experts(Layer):
         return _weighted_sum(y_BSKD, choice.shares_BSK), places.is_kept_BSK
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Of the K experts that a token is given to, not of all: 2 * K * (2 or 3) * D * F."""
-        return 2.0 * self.top_k * len(self.names) * self.dim * self.hidden
+        """Of the K experts that a token is given to, not of all: 2 * K * (2 or 3) * D * F, and of their adapters."""
+        ranks = sum(stored.rank or 0 for stored in self.stored.values())
+        adapters = ranks * (self.dim + self.hidden)
+        return 2.0 * self.top_k * (len(self.names) * self.dim * self.hidden + adapters)
+
+
+def _num_experts(weights: Nested) -> int:
+    """The number of experts whose weights are here."""
+    return jax.tree.leaves(weights["up"])[0].shape[0]
+
+
+def _gathered(spec: ParameterSpec, weight: jax.Array) -> jax.Array:
+    """Inside shard_map: a weight whose shards over fsdp are put together, if it has any."""
+    if "fsdp" not in spec.mesh_axes:
+        return weight
+    return jax.lax.all_gather(weight, "fsdp", axis=spec.mesh_axes.index("fsdp"), tiled=True)
+
+
+def _multiply_as_estimated(
+    dot: Callable[[jax.Array, jax.Array], jax.Array],
+    x: jax.Array,
+    weights: Any,
+    dense: Callable[[Any], jax.Array],
+    transpose: bool,
+    sizes: jax.Array,
+) -> jax.Array:
+    """`multiply_stored` by the product of an estimate."""
+    weight_EIO = dense_experts(dense, weights)
+    return dot(x, weight_EIO.mT if transpose else weight_EIO)
 
 
 def _weighted_sum(y_TKD: jax.Array, shares_TK: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 Implementations, of which "auto" chooses by the platform:
     megablox   kernels for TPU, see grouped_tpu.py
     triton     kernels for GPU, see grouped_gpu.py
-    blocks     for CPU, and wherever those kernels do not take the weights: a loop over experts, and inside it one over
+    blocks     for CPU, and for dtypes that those kernels do not take: a loop over experts, and inside it one over
                blocks of rows. The last block of an expert reaches into the rows of the next one, which come later and
                overwrite it.
     ragged     `jax.lax.ragged_dot`. XLA for CPU and GPU computes it as a product with every expert's weight, of which
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from framework.layers.experts import grouped_gpu, grouped_tpu
+from framework.layers.experts.stored import dense_experts
 from framework.layers.products import dense_cotangent
 
 Implementation = Literal["auto", "megablox", "triton", "blocks", "ragged"]
@@ -32,8 +33,8 @@ EVEN_ROWS = "even_rows_"
 BLOCKS = (256, 64, 16)
 
 
-def choose_implementation(implementation: Implementation, platform: str, weight_EIO: jax.Array) -> Chosen:
-    """The implementation for a platform (tpu, gpu or cpu) and weights; one that is asked for by name is that one.
+def choose_implementation(implementation: Implementation, platform: str, dtype: Any) -> Chosen:
+    """The implementation for a platform (tpu, gpu or cpu) and a dtype; one that is asked for by name is that one.
 
     Raises:
         ValueError: it is a kernel for another platform.
@@ -45,9 +46,9 @@ def choose_implementation(implementation: Implementation, platform: str, weight_
         )
     if implementation != "auto":
         return implementation
-    if platform == "tpu" and grouped_tpu.takes(weight_EIO):
+    if platform == "tpu" and dtype in grouped_tpu.DTYPES:
         return "megablox"
-    if platform == "gpu" and grouped_gpu.takes(weight_EIO):
+    if platform == "gpu" and dtype in grouped_gpu.DTYPES:
         return "triton"
     return "blocks"
 
@@ -86,6 +87,29 @@ def grouped_dot(
     # Kernels skip the rows that nobody chose, which the shapes of their arrays do not tell.
     work = _Work(implementation, f"{EVEN_ROWS}{even_rows or x_NI.shape[0]}")
     return _grouped_dot(x_NI, weight_EIO, sizes_E, work)
+
+
+def multiply_stored(
+    x: jax.Array,
+    weights: Any,
+    dense: Callable[[Any], jax.Array],
+    transpose: bool,
+    sizes: jax.Array,
+    *,
+    implementation: Chosen,
+    even_rows: int,
+) -> jax.Array:
+    """`grouped_dot` with weights that are stored otherwise, as `framework.layers.experts.stored.Multiply` says.
+
+    "blocks" has one expert's weights at a time, the others the matrix of all experts that are here.
+    """
+    with jax.named_scope(f"{EVEN_ROWS}{even_rows}"):
+        if implementation == "blocks":
+            return _rows_times_weights(x, weights, sizes, transpose, dense)
+        weight_EIO = dense_experts(dense, weights)
+        if implementation == "ragged":
+            return jax.lax.ragged_dot(x, weight_EIO.mT if transpose else weight_EIO, sizes)
+        return _PRODUCTS[implementation].rows_times_weights(x, weight_EIO, sizes, transpose=transpose)
 
 
 class _Work(NamedTuple):
@@ -162,17 +186,24 @@ def _one_block(
 
 def _rows_times_weights(
     x_NI: jax.Array,
-    weight_EIO: jax.Array,
+    weights: Any,
     sizes_E: jax.Array,
     transpose: bool = False,
+    dense: Callable[[Any], jax.Array] = lambda weight_IO: weight_IO,
 ) -> jax.Array:
-    """[N, O], or with `transpose` x_NI is [N, O] and the result [N, I]."""
+    """[N, O], or with `transpose` x_NI is [N, O] and the result [N, I].
+
+    Args:
+        weights: [E, I, O]; or a tree of arrays whose first axis is that of the experts, of which `dense` makes one
+            expert's [I, O].
+    """
     ends_E = jnp.cumsum(sizes_E)
     contracted = 1 if transpose else 0
-    num_outputs = weight_EIO.shape[1 if transpose else 2]
+    num_outputs = jax.eval_shape(jax.vmap(dense), weights).shape[1 if transpose else 2]
 
-    def expert(y: jax.Array, xs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        weight_IO, size, end = xs
+    def expert(y: jax.Array, xs: tuple[Any, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        stored, size, end = xs
+        weight_IO = dense(stored)
 
         def product(row: jax.Array, block: int, y: jax.Array) -> jax.Array:
             x_block = jax.lax.dynamic_slice_in_dim(x_NI, row, block)
@@ -182,7 +213,7 @@ def _rows_times_weights(
         return _over_blocks(product, end - size, end, x_NI.shape[0], y), None
 
     zeros = jnp.zeros((x_NI.shape[0], num_outputs), x_NI.dtype)
-    y, _ = jax.lax.scan(expert, zeros, (weight_EIO, sizes_E, ends_E))
+    y, _ = jax.lax.scan(expert, zeros, (weights, sizes_E, ends_E))
     return y
 
 

@@ -23,14 +23,7 @@ TILE_ROWS = 64
 # Of a weight's columns and of the contracted axis: the largest that divides it.
 _TILE_COLUMNS = (128, 64, 32, 16)
 _TILE_CONTRACTED = (64, 32, 16)
-_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
-
-
-def takes(weight_EIO: jax.Array) -> bool:
-    """Whether these kernels multiply by such weights: axes divisible by 16, of 2 or 4 bytes."""
-    _, inputs, outputs = weight_EIO.shape
-    smallest = _TILE_COLUMNS[-1]
-    return inputs % smallest == 0 and outputs % smallest == 0 and weight_EIO.dtype in _DTYPES
+DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
 def rows_times_weights(
@@ -49,9 +42,13 @@ def rows_times_weights(
         transpose: x is [N, O], and the result [N, I].
         interpret: run the kernel as JAX operations, on any platform.
     """
-    num_rows, contracted = x_NI.shape
     columns = weight_EIO.shape[1 if transpose else 2]
-    tile_columns = _largest_divisor(columns, _TILE_COLUMNS)
+    x_NI = _padded(x_NI, 1)
+    weight_EIO = _padded(_padded(weight_EIO, 1), 2)
+    num_rows, contracted = x_NI.shape
+    padded_columns = weight_EIO.shape[1 if transpose else 2]
+    _check_size(x_NI.dtype, num_rows * max(contracted, padded_columns))
+    tile_columns = _largest_divisor(padded_columns, _TILE_COLUMNS)
     experts, first_rows, end_rows = _tiles(sizes_E, num_rows)
     kernel = partial(
         _rows_kernel,
@@ -59,14 +56,15 @@ def rows_times_weights(
         tile_contracted=_largest_divisor(contracted, _TILE_CONTRACTED),
         transpose=transpose,
     )
-    return pl.pallas_call(
+    y_NO = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((num_rows, columns), x_NI.dtype),
-        grid=(experts.shape[0], columns // tile_columns),
+        out_shape=jax.ShapeDtypeStruct((num_rows, padded_columns), x_NI.dtype),
+        grid=(experts.shape[0], padded_columns // tile_columns),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="grouped_rows",
     )(experts, first_rows, end_rows, x_NI, weight_EIO)
+    return y_NO[:, :columns]
 
 
 def weight_gradients(
@@ -81,13 +79,17 @@ def weight_gradients(
         x_NI, grad_NO: rows by experts, and at least TILE_ROWS spare ones behind them.
         sizes_E, interpret: as of `rows_times_weights`.
     """
+    shape = (sizes_E.shape[0], x_NI.shape[1], grad_NO.shape[1])
+    x_NI = _padded(x_NI, 1)
+    grad_NO = _padded(grad_NO, 1)
     inputs = x_NI.shape[1]
     outputs = grad_NO.shape[1]
+    _check_size(x_NI.dtype, x_NI.shape[0] * max(inputs, outputs))
     num_experts = sizes_E.shape[0]
     tile_inputs = _largest_divisor(inputs, _TILE_CONTRACTED)
     tile_outputs = _largest_divisor(outputs, _TILE_COLUMNS)
     ends_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
-    return pl.pallas_call(
+    weight_grads = pl.pallas_call(
         partial(_weights_kernel, tile_inputs=tile_inputs, tile_outputs=tile_outputs),
         out_shape=jax.ShapeDtypeStruct((num_experts, inputs, outputs), x_NI.dtype),
         grid=(num_experts, inputs // tile_inputs, outputs // tile_outputs),
@@ -95,6 +97,25 @@ def weight_gradients(
         interpret=interpret,
         name="grouped_weights",
     )(ends_E - sizes_E, ends_E, x_NI, grad_NO)
+    return weight_grads[:, : shape[1], : shape[2]]
+
+
+def _padded(x: jax.Array, axis: int) -> jax.Array:
+    """x with zeros behind an axis, so that the smallest tile divides it: adapters may have few columns."""
+    missing = -x.shape[axis] % _TILE_CONTRACTED[-1]
+    if missing == 0:
+        return x
+    widths = [(0, missing if index == axis else 0) for index in range(x.ndim)]
+    return jnp.pad(x, widths)
+
+
+def _check_size(dtype: Any, elements: int) -> None:
+    """Raises ValueError for rows of so many elements that their places are no int32, which Triton computes with."""
+    if elements >= 2**31:
+        raise ValueError(
+            f"the rows of all experts have {elements} elements of {dtype}; the kernels for GPU take less than 2^31: "
+            "raise learner.accumulate, or set experts.implementation=blocks"
+        )
 
 
 def _largest_divisor(size: int, candidates: tuple[int, ...]) -> int:

@@ -14,12 +14,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 # float32 take under 12 of the 16 MiB of vector memory that a kernel may use.
 TILE_ROWS = 512
 _TILE_BYTES = 2048
-_DTYPES = (jnp.bfloat16, jnp.float32)
-
-
-def takes(weight_EIO: jax.Array) -> bool:
-    """Whether these kernels multiply by such weights: of bfloat16 or float32."""
-    return weight_EIO.dtype in _DTYPES
+DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def rows_times_weights(

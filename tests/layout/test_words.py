@@ -1,11 +1,11 @@
-"""Codes of 8 bits in words: every code comes back, from where NumPy finds it."""
+"""Codes of 8 or 4 bits in words: every code comes back, from where NumPy finds it."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from framework.optimizers.words import pack, packed_shape, unpack
+from framework.layout.words import pack, packed_shape, unpack
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 20, 32, 33, 64, 600])
@@ -30,3 +30,19 @@ def test_words_take_no_more_bytes_than_codes_where_rows_fill_tiles():
     # 1600 rows are 50 groups of 32; 50257 fill the last of 1571 by less than the half.
     assert packed_shape((1600, 6400)) == (400, 6400)
     assert packed_shape((50257, 8)) == (12568, 8)
+
+
+@pytest.mark.parametrize(("rows", "tile_rows"), [(64, None), (64, 2), (24, 3), (320, 8)])
+def test_half_bytes_come_back(rows, tile_rows):
+    codes = np.random.default_rng(rows).integers(0, 16, (2, rows, 5), np.uint8)
+    words = pack(jnp.asarray(codes), 4, tile_rows)
+    assert words.shape == packed_shape(codes.shape, 4, tile_rows)
+    np.testing.assert_array_equal(unpack(words, rows, 4, tile_rows), codes)
+
+
+def test_a_word_holds_eight_half_bytes_the_lowest_first():
+    codes = np.random.default_rng(0).integers(0, 16, (128, 7), np.uint8)
+    words = np.asarray(pack(jnp.asarray(codes), 4)).reshape(2, 8, 7)
+    tiles = codes.reshape(2, 8, 8, 7).astype(np.uint32)
+    expected = sum(tiles[:, number] << np.uint32(4 * number) for number in range(8))
+    np.testing.assert_array_equal(words, expected)

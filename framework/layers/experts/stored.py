@@ -1,0 +1,161 @@
+"""One of the experts' matrices as `model.lora` stores it: in few bits, with an adapter for each expert, or both.
+
+    row n of expert e:  y_n = x_n W_e + (alpha / rank) x_n A_e B_e,   W [E, in, out], A [E, in, rank], B [E, rank, out]
+
+as LoRA has it (arXiv 2106.09685), of each expert's matrix by itself. A product with W dequantizes W, forward and
+backward, and keeps nothing of it; how much of W is there at once is for `Multiply` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from framework.layers.quantize import Storage, dequantize, quantized_specs
+from framework.layout import Nested, ParameterSpec
+
+
+class Multiply(Protocol):
+    """Rows times their experts' weights, in x's dtype."""
+
+    def __call__(
+        self, x: jax.Array, weights: Any, dense: Callable[[Any], jax.Array], transpose: bool, sizes: jax.Array | None
+    ) -> jax.Array:
+        """The product.
+
+        Args:
+            x: rows [..., in], or with `transpose` [..., out].
+            weights: a tree of arrays whose first axis is that of the experts.
+            dense: from such a tree the weights [..., in, out].
+            transpose: multiply with the transposed weights.
+            sizes: int32[E], the number of each expert's rows, where the rows are sorted.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """How a matrix of the experts is kept.
+
+    Attributes:
+        path: of the matrix, for messages.
+        base: the dtype of the weights, or a storage; None means the model's param_dtype.
+        rank: of the adapter; None for none.
+        scale: alpha / rank.
+        dtype: of the adapter.
+    """
+
+    path: str
+    base: str | None
+    rank: int | None
+    scale: float
+    dtype: Any
+
+    @property
+    def storage(self) -> Storage | None:
+        """Of weights in few bits; None for floats."""
+        return self.base if self.base in ("int8", "nf4") else None
+
+    def specs(self, name: str, weight: ParameterSpec) -> dict[str, Any]:
+        """{name, and with an adapter NAME_lora_a [E, in, rank] and NAME_lora_b [E, rank, out]: spec}; the name of a
+        quantized weight stands for a dict. Of all these only adapters have an axis of the role "rank".
+
+        Raises ValueError as `quantized_specs`.
+        """
+        specs: dict[str, Any] = {name: weight}
+        if self.storage is not None:
+            specs[name] = quantized_specs(weight, self.storage, self.path)
+        elif self.base is not None:
+            specs[name] = replace(weight, dtype=self.base, own_dtype=True)
+        if self.rank is None:
+            return specs
+        num_experts, inputs, outputs = weight.shape
+        expert_axis, in_axis, out_axis = weight.mesh_axes
+        expert_role, in_role, out_role = weight.roles
+        # U(-1/sqrt(in), 1/sqrt(in)) for each expert, as the authors' code has it for a matrix.
+        uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=0)
+        specs[f"{name}_lora_a"] = ParameterSpec(
+            (num_experts, inputs, self.rank),
+            dtype=self.dtype,
+            mesh_axes=(expert_axis, in_axis, None),
+            initializer=uniform,
+            roles=(expert_role, in_role, "rank"),
+            own_dtype=True,
+        )
+        # Without an initializer B starts at zero, and so does the adapter's product.
+        specs[f"{name}_lora_b"] = ParameterSpec(
+            (num_experts, self.rank, outputs),
+            dtype=self.dtype,
+            mesh_axes=(expert_axis, None, out_axis),
+            roles=(expert_role, "rank", out_role),
+            own_dtype=True,
+        )
+        return specs
+
+    def product(
+        self,
+        x: jax.Array,
+        weights: Nested,
+        name: str,
+        dot: Callable[[jax.Array, jax.Array], jax.Array],
+        multiply: Multiply,
+        sizes: jax.Array | None,
+    ) -> jax.Array:
+        """x W + scale x A B in x's dtype.
+
+        Args:
+            x: rows.
+            weights: of all experts here, by the names of `specs`.
+            name: of the matrix.
+            dot: multiplies rows with weights that are arrays.
+            multiply, sizes: for stored weights.
+        """
+        y: Any
+        if self.storage is None:
+            y = dot(x, weights[name])
+        else:
+            y = _stored_product(multiply, self.storage, x, weights[name], sizes)
+        if self.rank is None:
+            return y
+        low = dot(x, weights[f"{name}_lora_a"])
+        # Scaled in float32: the compute dtype would round a scale that is no power of two.
+        wide = jnp.promote_types(low.dtype, jnp.float32)
+        scaled = (self.scale * low.astype(wide)).astype(low.dtype)
+        return y + dot(scaled, weights[f"{name}_lora_b"])
+
+
+def dense_experts(dense: Callable[[Any], jax.Array], weights: Any, num_elements: int = 1 << 24) -> jax.Array:
+    """The weights [E, in, out] of stored experts, some experts at a time: what is computed on the way, which is 32 bits
+    for each weight and more, is there for so many elements, or for one expert."""
+    one = jax.eval_shape(dense, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weights))
+    group = max(1, num_elements // one.size)
+    if group >= jax.tree.leaves(weights)[0].shape[0]:
+        return dense(weights)
+    return jax.lax.map(dense, weights, batch_size=group)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _stored_product(
+    multiply: Multiply, storage: Storage, x: jax.Array, parts: Nested, sizes: jax.Array | None
+) -> jax.Array:
+    return multiply(x, parts, partial(dequantize, storage=storage, dtype=x.dtype), False, sizes)
+
+
+def _stored_forward(
+    multiply: Multiply, storage: Storage, x: jax.Array, parts: Nested, sizes: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    return _stored_product(multiply, storage, x, parts, sizes), (parts, sizes)
+
+
+def _stored_backward(multiply: Multiply, storage: Storage, residuals: Any, y_grad: jax.Array) -> tuple[Any, Any, Any]:
+    parts, sizes = residuals
+    dense = partial(dequantize, storage=storage, dtype=y_grad.dtype)
+    return multiply(y_grad, parts, dense, True, sizes), None, None
+
+
+_stored_product.defvjp(_stored_forward, _stored_backward)

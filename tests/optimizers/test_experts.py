@@ -1,0 +1,120 @@
+"""Optimizers for matrices on experts: each expert's matrix moves as if it were the only parameter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs.parts import mixture, no_decay
+from framework.config import config_for
+from framework.layout import ParameterSpec, flatten, unflatten
+from framework.optimizers.lowrank import apollo, apollo_mini
+from framework.optimizers.matrices import galore, muon
+from framework.optimizers.quantized import adamw8bit
+from tests.support import small
+
+EXPERTS = 3
+SHAPES = {"mlp/experts/up": (8, 12), "mlp/experts/down": (12, 8)}
+OTHER = "attention/query/weight"
+MAKES = {
+    "galore": galore(learning_rate=0.02, rank=3, update_proj_gap=2, weight_decay=0.1),
+    "apollo": apollo(learning_rate=0.02, rank=3, update_interval=2, weight_decay=0.1),
+    "apollo per tensor": apollo(learning_rate=0.02, rank=2, per="tensor", update_interval=2),
+    "apollo_mini": apollo_mini(learning_rate=0.02, update_interval=2),
+    "muon": muon(learning_rate=0.02, weight_decay=0.1),
+    "adamw8bit": adamw8bit(learning_rate=0.02, min_size=0, block=4),
+}
+
+
+def specs(shapes, experts):
+    """Of a unit's parameters: stacks of experts or one of them, and a matrix that is of no expert."""
+    stack = (EXPERTS,) if experts else ()
+    axes = ("expert",) if experts else ()
+    roles = ("expert",) if experts else ()
+    flat = {
+        path: ParameterSpec(stack + shape, "float32", (*axes, "fsdp", "model"), roles=(*roles, "in", "hidden"))
+        for path, shape in shapes.items()
+    }
+    flat[OTHER] = ParameterSpec((8, 8), "float32", ("fsdp", "model"), roles=("in", "out"))
+    return unflatten(flat)
+
+
+def trained(optimizer, specs, params, grads):
+    optimizer = optimizer.of_specs(specs)
+    state = optimizer.init(params)
+    extra = {"seed": jnp.uint32(7)} if optimizer.draws else {}
+    step = jax.jit(lambda g, state, params: optimizer.update(g, state, params, **extra))
+    for tree in grads:
+        updates, state = step(tree, state, params)
+        params = optax.apply_updates(params, updates)
+    return flatten(jax.device_get(params)), state
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_each_expert_moves_as_if_alone(name):
+    rng = np.random.default_rng(0)
+
+    def draw(spec):
+        # Experts whose gradients differ in size, so that nothing can be shared unseen.
+        sizes = np.array([0.1, 1.0, 10.0]).reshape(-1, 1, 1) if len(spec.shape) == 3 else 1.0
+        return (sizes * rng.standard_normal(spec.shape)).astype(np.float32)
+
+    whole = specs(SHAPES, experts=True)
+    params = jax.tree.map(draw, whole)
+    grads = [jax.tree.map(draw, whole) for _ in range(5)]
+    found, state = trained(MAKES[name], whole, params, grads)
+    for expert in range(EXPERTS):
+        # All of a unit but the other experts.
+        def alone(tree, expert=expert):
+            return jax.tree.map(lambda x: x[expert] if x.ndim == 3 else x, tree)
+
+        one = specs(SHAPES, experts=False)
+        expected, _ = trained(MAKES[name], one, alone(params), [alone(tree) for tree in grads])
+        for path in SHAPES:
+            np.testing.assert_allclose(found[path][expert], expected[path], rtol=2e-5, atol=2e-6, err_msg=path)
+        np.testing.assert_allclose(found[OTHER], expected[OTHER], rtol=2e-5, atol=2e-6)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state) if leaf.dtype != jnp.uint32)
+
+
+@pytest.mark.parametrize("name", ["galore", "apollo", "apollo_mini"])
+def test_states_of_experts_are_cut_as_experts_and_are_small(name):
+    whole = specs({"mlp/experts/up": (64, 96)}, experts=True)
+    optimizer = MAKES[name].of_specs(whole)
+    state = jax.eval_shape(optimizer.init, jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), whole))
+    leaves = flatten(optimizer.partition(whole))
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), list(leaves.values())) == [
+        (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)
+    ]
+    owned = [leaf for leaf in leaves.values() if leaf.owner == "mlp/experts/up"]
+    assert len(owned) >= 3
+    assert all(leaf.shape[0] == EXPERTS and leaf.mesh_axes[0] == "expert" for leaf in owned)
+    assert sum(leaf.size for leaf in owned) < 0.2 * EXPERTS * 64 * 96
+    counters = [leaf for leaf in leaves.values() if leaf.owner is None]
+    assert counters
+    assert all(leaf.shape == () and leaf.counts_updates for leaf in counters)
+
+
+def test_weight_decay_is_for_matrices_of_experts_and_the_router_and_for_no_bias():
+    """What named configs have, `no_decay("norm|bias")`: with gradients of nothing, only what decays becomes smaller."""
+    model = small.llama()
+    small.block(model).mlp = mixture(experts=4, top_k=2, hidden=24)
+    small.block(model).attention.linear.bias = True
+    rate = 0.1
+    optimizer = config_for(optax.adamw, learning_rate=rate, weight_decay=0.5)
+    config = small.experiment(model, optimizer=optimizer, rules=[no_decay("norm|bias")], clip=None)
+    program = small.program(config)
+    before = small.arrays(program.init()["parameter"])
+    batch = small.host_batch(program)
+    batch["weights"][:] = 0.0
+    # Without a counted target there is no loss, and so no gradient.
+    state, _ = program.step(program.init(), program.put(batch))
+    after = small.arrays(state["parameter"])
+    decayed = {
+        path for path in before if np.abs(before[path]).max() > 0 and not np.array_equal(before[path], after[path])
+    }
+    experts = {f"stack/block0/mlp/experts/{name}" for name in ("gate", "up", "down")}
+    assert {*experts, "stack/block0/mlp/router/weight"} <= decayed
+    assert not any("norm" in path or "bias" in path for path in decayed)
+    for path in experts:
+        np.testing.assert_allclose(after[path], before[path] * (1 - rate * 0.5), rtol=1e-6)
