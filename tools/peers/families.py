@@ -174,7 +174,7 @@ def _deepseek(name: str, **fields: Any) -> Family:
         "n_routed_experts": 6,
         "n_shared_experts": 2,
         "num_experts_per_tok": 3,
-        "moe_intermediate_size": 9,
+        "moe_intermediate_size": 8,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.5,
         "max_position_embeddings": 256,
