@@ -93,7 +93,7 @@ def attend(
         if row_ids is not None and column_ids is not None:
             segment_ids = SegmentIds(row_ids, column_ids)
         # The kernel is for one sequence. All sequences share the sinks, each head its own.
-        attend_sequence = jax.vmap(partial(_attend_sequence, kernel), in_axes=(0, 0, 0, 0, None))
+        attend_sequence: Any = jax.vmap(partial(_attend_sequence, kernel), in_axes=(0, 0, 0, 0, None))
         out_BNSH = attend_sequence(*heads_first, segment_ids, sinks)
         return out_BNSH.swapaxes(1, 2)
 
