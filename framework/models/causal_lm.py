@@ -67,9 +67,10 @@ class CausalLM(Chain):
             self.stack: Stack = stack.instantiate(dim=dim)
         else:
             depth = first.num_layers + stack.num_layers
-            self.first = first.instantiate(dim=dim, depth=depth, is_first=True)
-            if self.first.shared:
+            first_stack: Stack = first.instantiate(dim=dim, depth=depth, is_first=True)
+            if first_stack.shared:
                 raise ValueError(f"first.shared = {first.shared}; expected none: layers of `stack` alone may share")
+            self.first = first_stack
             self.stack = stack.instantiate(dim=dim, depth=depth)
         self.head: LMHead = head.instantiate(dim=dim, vocab_size=vocab_size)
         self.stages = {"embed": self.embed, **self._stacks(), "head": self.head}

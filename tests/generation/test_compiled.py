@@ -38,7 +38,7 @@ def decode_memory(*, hosted: bool) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=program.replicated)
 
     one = array("bfloat16", 8, ROWS, SLOTS, 8, 128)
-    cache = {"block0": {"attention": {"key": one, "value": one}}}
+    cache = {"stack": {"block0": {"attention": {"key": one, "value": one}}}}
     where = {"slot": array("int32"), "first": array("int32", ROWS), "index": array("int32")}
     chosen = {"keys": array("uint32", ROWS, 2), "temperature": array("float32")}
     lowered = generator._decode.lower(("all",), generator._arrays, cache, array("int32", ROWS), where, chosen)

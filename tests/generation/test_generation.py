@@ -124,6 +124,7 @@ def test_bfloat16_cache() -> None:
         ("shared", {"fsdp": 4, "seq": 2}, 0.0),
         # A token at a time cannot be cut over positions, which prompts are.
         ("experts", {"fsdp": 2, "expert": 2, "seq": 2}, 1.0),
+        ("latent", {"fsdp": 2, "expert": 2, "seq": 2}, 1.0),
     ],
 )
 def test_a_mesh_equals_one_device(model: str, mesh: dict[str, int], temperature: float) -> None:
