@@ -134,9 +134,9 @@ class CausalLM(Chain):
         self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None
     ) -> tuple[jax.Array, dict[str, Out]]:
         """Runs everything before the head: x_BSD, and the Out of each stage; `specs` as for `run`."""
-        carry = None
-        outs = {}
-        for name in ("embed", *self._stacks()):
+        outs: dict[str, Out] = {}
+        carry, outs["embed"] = self.run("embed", params, None, ctx, buffers, specs)
+        for name in self._stacks():
             carry, outs[name] = self.run(name, params, carry, ctx, buffers, specs)
         return carry, outs
 

@@ -30,7 +30,7 @@ def per_matrix(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
             states[_key(path)] = _with_shared_counters(state, _counter_axes(each, path, leaf))
         return states
 
-    def update(updates: Any, states: dict[str, Any], params: Any = None, **extra: Any) -> Any:
+    def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> Any:
         params_by_path = {} if params is None else flatten(params)
         new_states = {}
         new_leaves = []
@@ -50,7 +50,7 @@ def per_matrix(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
             new_states[_key(path)] = _with_shared_counters(new_state, axes)
         return jax.tree.unflatten(jax.tree.structure(updates), new_leaves), new_states
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _key(path: str) -> str:

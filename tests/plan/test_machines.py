@@ -135,7 +135,7 @@ def test_training_needs_the_files(own_folder: Path):
 
 
 def test_an_unknown_name_has_the_nearest():
-    with pytest.raises(OSError, match=r"has 123; did you mean meta-llama/Llama-3.1-8B"):
+    with pytest.raises(OSError, match=r"has 135; did you mean meta-llama/Llama-3.1-8B"):
         configs.load("hf:meta-lama/Llama-3.1-8B", shape_is_enough=True)
     # A revision is of the Hub, whose commits the table does not know.
     with pytest.raises(OSError, match="not in the cache of the Hub"):
