@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import configs
+from configs.parts import mixture
 from framework.config import Config, ConfigError
 from framework.plan import targets
 from framework.plan.auto import allow, batch
@@ -129,6 +131,36 @@ def test_nothing_is_faster_in_a_whole_small_space():
             best = min(best, cost.seconds)
     assert best < float("inf")
     assert found.cost.seconds <= 1.03 * best
+
+
+def small_mixture() -> Config:
+    """`small_llama` with six experts in each layer."""
+    config = small_llama()
+    config.model.stack.pattern[0].mlp = mixture(experts=6, top_k=2, hidden=512)
+    config.data.global_batch_size = 16
+    return config
+
+
+def test_experts_are_cut_by_what_divides_them():
+    meshes = Space(small_mixture(), targets.resolve("v5e-4"), frozenset()).meshes()
+    expert_sizes = {value_of(mesh, "mesh.expert") for mesh in meshes if mesh}
+    assert expert_sizes == {"1", "2"}, "4 does not divide six experts"
+    for mesh in meshes:
+        if value_of(mesh, "mesh.expert") == "2":
+            sizes = [int(text) for _, text in mesh]
+            assert math.prod(sizes) == 4
+            assert (value_of(mesh, "mesh.seq"), value_of(mesh, "mesh.model")) == ("1", "1")
+    dense_meshes = Space(small_llama(), targets.resolve("v5e-4"), frozenset()).meshes()
+    assert {value_of(mesh, "mesh.expert") for mesh in dense_meshes if mesh} == {"1"}
+
+
+def test_meshes_that_cut_experts_have_a_cost():
+    config = small_mixture()
+    forms = ClosedForms(config, targets.resolve("v5e-4"))
+    expert_mesh = tuple(setting(f"mesh.{axis}", size) for axis, size in {"data": 1, "fsdp": 2, "expert": 2}.items())
+    cost = forms.cost(changed(config, expert_mesh))
+    assert cost is not None
+    assert cost.seconds > 0
 
 
 def test_too_small_hosts_are_told_from_too_small_devices():

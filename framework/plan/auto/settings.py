@@ -10,7 +10,7 @@ from framework.config import Config, diff, schema_of
 from framework.config.texts import as_text
 
 # The settings that a choice is made of, in the order in which they are printed.
-MESH = ("mesh.data", "mesh.fsdp", "mesh.seq", "mesh.model")
+MESH = ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.seq", "mesh.model")
 ACCUMULATE = "learner.accumulate"
 BATCH = "data.global_batch_size"
 CLIP_MODE = "learner.clip_mode"

@@ -6,11 +6,13 @@ Nothing here says what anything costs. Placements are counted in layers: 0 of th
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from framework.config import Config
 from framework.layers.base import batch_shards
+from framework.layers.experts.moe import MoE
 from framework.models.causal_lm import CausalLM
 from framework.plan.auto.settings import (
     ACCUMULATE,
@@ -78,22 +80,35 @@ class Space:
         if self._fixed & set(MESH):
             return [()]
         present = self._experiment.mesh.resolve(self._target.num_devices)
-        devices = self._target.num_devices // present["expert"]
+        devices = self._target.num_devices
         present_sizes = tuple(present[path.removeprefix("mesh.")] for path in MESH)
         meshes = []
-        for seq, model in itertools.product(self._seq_shards(), self._model_shards()):
-            batch_shards, remainder = divmod(devices, seq * model)
-            # Positions and heads are both cut by nobody who has rows enough.
-            if remainder or (seq > 1 and model > 1):
+        for expert, seq, model in itertools.product(self._expert_shards(), self._seq_shards(), self._model_shards()):
+            batch_shards, remainder = divmod(devices, expert * seq * model)
+            # Positions, heads and experts are cut together by nobody who has rows enough.
+            if remainder or sum(size > 1 for size in (expert, seq, model)) > 1:
                 continue
             for data in _divisors(batch_shards):
                 # Between slices, or hosts that NVLink does not join, gradients alone should have to go.
-                sizes = (data, batch_shards // data, seq, model)
+                sizes = (data, batch_shards // data, expert, seq, model)
                 if data % self._target.num_slices == 0 and sizes != present_sizes:
                     meshes.append(sizes)
-        meshes.sort(key=lambda sizes: (sizes[3], sizes[2], sizes[0]))
+        meshes.sort(key=lambda sizes: (sizes[4], sizes[3], sizes[2], sizes[0]))
         as_settings = [tuple(map(setting, MESH, sizes)) for sizes in meshes]
         return [(), *as_settings]
+
+    def _expert_shards(self) -> list[int]:
+        """The sizes of the mesh axis `expert` that divide the numbers of experts; 1 alone without any."""
+        # The devices of a CPU share one memory, over which nothing has to be cut.
+        if self._target.platform == "cpu":
+            return [1]
+        counts = []
+        for stack in self._experiment.model.stacks.values():
+            counts += [layer.experts.num_experts for layer in stack.unit.walk() if isinstance(layer, MoE)]
+        if not counts:
+            return [1]
+        sizes = _divisors(math.gcd(*counts, self._target.num_devices))
+        return [size for size in sizes if size <= _MOST_SHARDS]
 
     def _seq_shards(self) -> list[int]:
         # The closed form knows what positions cost that are cut for kernels alone, and a CPU has none.
