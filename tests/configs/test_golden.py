@@ -41,7 +41,8 @@ PUBLISHED = {
     "olmoe-1b-7b": 6_919_161_856,
 }
 FLOWS = {"digits-glow", "digits-realnvp", "digits-nice", "digits-residual", "images-glow"}
-OURS = {"moe-tiny", "stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
+TOYS = {"moe-tiny", "qwen3-moe-tiny", "olmoe-tiny", "gpt-oss-tiny", "deepseek-tiny"}
+OURS = TOYS | {"stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
 LARGE = sorted(set(NAMES) - OURS)
 
 

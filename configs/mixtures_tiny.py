@@ -1,0 +1,80 @@
+"""Toys of the published mixtures of experts, which a laptop's CPU trains in minutes: moe-tiny with their parts.
+
+What a family has and Mixtral has not is there, at the sizes of stdlib-tiny; rates and batches are moe-tiny's.
+"""
+
+from __future__ import annotations
+
+from configs.mixtures import moe_tiny
+from configs.parts import mixture
+from framework.config import Config, config_for
+from framework.layers.experts.gating import ClampedSwiGLU
+from framework.layers.latent_attention import LatentAttention
+from framework.layers.mlp import MLP
+from framework.layers.norm import RMSNorm
+from framework.layers.rotary import Rotary
+from framework.layers.stack import Stack
+
+
+def qwen3_moe_tiny() -> Config:
+    """moe-tiny with the norms of queries and keys of Qwen3-MoE (arXiv 2505.09388)."""
+    config = moe_tiny()
+    config.model.stack.pattern[0].attention.qk_norm = config_for(RMSNorm, eps=1e-6)
+    return config
+
+
+def olmoe_tiny() -> Config:
+    """moe-tiny after OLMoE (arXiv 2409.02060): 16 narrow experts, 4 for a token, whose shares do not add up to one."""
+    config = moe_tiny()
+    block = config.model.stack.pattern[0]
+    block.attention.qk_norm = config_for(RMSNorm, eps=1e-5)
+    block.attention.qk_norm_over = "all"
+    block.mlp = mixture(experts=16, top_k=4, hidden=88, normalize=False)
+    return config
+
+
+def gpt_oss_tiny() -> Config:
+    """moe-tiny after gpt-oss (arXiv 2508.10925): sinks, biases, a clamped SwiGLU, windows in every second layer."""
+    config = moe_tiny()
+    local_block = config.model.stack.pattern[0]
+    local_block.attention.sinks = True
+    local_block.attention.linear.bias = True
+    local_block.mlp.router.score = "softmax_chosen"
+    local_block.mlp.router.normalize = False
+    local_block.mlp.router.logit_bias = True
+    local_block.mlp.experts.bias = True
+    local_block.mlp.experts.gating = config_for(ClampedSwiGLU)
+    full_block = local_block.copy()
+    local_block.attention.window = 64
+    config.model.stack.pattern = [local_block, full_block]
+    return config
+
+
+def deepseek_tiny() -> Config:
+    """moe-tiny after DeepSeek-V2 (arXiv 2405.04434): latent attention, a shared expert, a dense first layer."""
+    config = moe_tiny()
+    sparse_block = config.model.stack.pattern[0]
+    sparse_block.attention = config_for(
+        LatentAttention,
+        num_heads=2,
+        kv_rank=32,
+        plain_dim=32,
+        rotary_dim=32,
+        value_dim=64,
+        rotary=config_for(Rotary),
+    )
+    sparse_block.mlp = mixture(experts=16, top_k=2, hidden=88, normalize=False)
+    sparse_block.mlp.shared = config_for(MLP, hidden=176, activation="silu", gated=True)
+    dense_block = sparse_block.copy()
+    dense_block.mlp = config_for(MLP, hidden=344, activation="silu", gated=True)
+    config.model.first = config_for(Stack, num_layers=1, pattern=[dense_block], unroll=0)
+    config.model.stack.num_layers = 3
+    return config
+
+
+CONFIGS = {
+    "qwen3-moe-tiny": qwen3_moe_tiny,
+    "olmoe-tiny": olmoe_tiny,
+    "gpt-oss-tiny": gpt_oss_tiny,
+    "deepseek-tiny": deepseek_tiny,
+}
