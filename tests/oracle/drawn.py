@@ -49,18 +49,44 @@ class MLP:
 
 
 @dataclass(frozen=True)
+class Router:
+    """What gives each token to `top_k` of so many experts. `balance` and `z` are the coefficients of its losses; `bias`
+    is a learned bias of the logits."""
+
+    experts: int
+    top_k: int
+    score: Literal["softmax", "softmax_chosen", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    balance: float = 0.0
+    balance_over: Literal["sequence", "batch"] = "sequence"
+    z: float = 0.0
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Experts of equal shape in the place of a feed-forward block, and perhaps a block that all tokens are given to."""
+
+    router: Router
+    expert: MLP
+    shared: MLP | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """One layer of the pattern."""
 
     attention: Attention
-    mlp: MLP
+    mlp: MLP | Mixture
     norm: Norm = Norm()
     post_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """Adapters for the linear layers whose path `targets` matches; `base` int8 stores their weights in 8 bits."""
+    """Adapters for the linear layers whose path `targets` matches, and for the experts whose path it matches if it has
+    the word `experts`; `base` int8 stores the weights of linear layers in 8 bits."""
 
     rank: int
     alpha: float

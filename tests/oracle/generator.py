@@ -15,16 +15,18 @@ import numpy as np
 
 from tests.oracle import drawn as plain
 from tests.oracle.generator_learner import INSENSITIVE, SMOOTH, draw_learner, draw_optimizer
+from tests.oracle.generator_mixtures import hidden_widths, with_mixtures
 from tests.oracle.parameters import parameter_shapes, path
 
 DEVICES = 8
+MIXTURES = 1  # The stream of random numbers that mixtures of experts are drawn from.
 _T = TypeVar("_T")
 
 
 class Dice:
     """A random generator with the words of this file."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int | tuple[int, ...]):
         self.rng = np.random.default_rng(seed)
 
     def chance(self, probability: float) -> bool:
@@ -52,6 +54,9 @@ def draw(seed: int) -> plain.Drawn:
     # What float32 rounds is 1e-8, not 1e-16: of that Adam makes a ten thousandth of an update, whatever its eps.
     is_sensitive = optimizer.name not in INSENSITIVE or precision != "float64"
     model = _model(dice, precision=precision, is_sensitive=is_sensitive)
+    if precision == "float64":
+        # What float32 rounds may change which experts a token is given to.
+        model = with_mixtures(Dice((seed, MIXTURES)), model, is_sensitive=is_sensitive)
     shapes = parameter_shapes(model)
     paths = list(dict.fromkeys(path(name) for name in shapes))
     learner = draw_learner(dice, optimizer, model, paths, precision)
@@ -222,14 +227,17 @@ def _of_some_units(dice: Dice, model: plain.Model, remat: str, update: str) -> s
 
 
 def _mesh(dice: Dice, model: plain.Model, data: plain.Data, accumulate: int) -> dict[str, int]:
-    """Sizes of data, fsdp, seq and model that the sizes of the experiment are multiples of; of 1, 2, 4 or 8 devices."""
+    """Sizes of the axes that the sizes of the experiment are multiples of; of 1, 2, 4 or 8 devices."""
     heads = math.gcd(*(layer.attention.kv_heads for layer in model.layers))
-    hidden = math.gcd(*(layer.mlp.hidden for layer in model.layers))
+    hidden = math.gcd(*(width for layer in model.layers for width in hidden_widths(layer.mlp)))
+    # 0 without mixtures.
+    experts = math.gcd(*(layer.mlp.router.experts for layer in model.layers if isinstance(layer.mlp, plain.Mixture)))
+    expert_sizes = [size for size in (1, 2, 4) if experts % size == 0] if experts else [1]
     by_model, rows = math.gcd(heads, hidden, model.vocab), data.batch // accumulate
     meshes: dict[int, list[dict[str, int]]] = {}
-    for sizes in product((1, 2, 4, 8), repeat=4):
-        mesh: dict[str, int] = dict(zip(("data", "fsdp", "seq", "model"), sizes, strict=True))
-        fits = rows % (mesh["data"] * mesh["fsdp"]) == 0 and model.dim % mesh["fsdp"] == 0
+    for sizes in product(expert_sizes, *[(1, 2, 4, 8)] * 4):
+        mesh: dict[str, int] = dict(zip(("expert", "data", "fsdp", "seq", "model"), sizes, strict=True))
+        fits = rows % (mesh["data"] * mesh["fsdp"] * mesh["expert"]) == 0 and model.dim % mesh["fsdp"] == 0
         fits &= data.seq_len % mesh["seq"] == 0 and by_model % mesh["model"] == 0
         # Matrices this small are not cut where they are stored in words.
         has_words = model.lora is not None and model.lora.base == "int8"

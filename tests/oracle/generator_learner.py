@@ -90,7 +90,7 @@ def _rules(
     dice: Dice, optimizer: plain.Optimizer, model: plain.Model, paths: Sequence[str], precision: str
 ) -> tuple[plain.Rule, ...]:
     """Up to two rules, each of which has something left to decide; they never freeze everything."""
-    trained = [path for path in paths if model.lora is None or re.search("/lora_[ab]$", path)]
+    trained = [path for path in paths if model.lora is None or re.search("lora_[ab]$", path)]
     left, learning, rules = set(trained), set(trained), []
     for _ in range(dice.pick([0, 0, 1, 2])):
         # With adapters, a rule names what it may train: the rest is frozen anyway.

@@ -17,13 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.oracle.drawn import MLP, Attention, Layer, LoRA, Model, Norm
+from tests.oracle.drawn import Attention, Layer, LoRA, Mixture, Model, Norm
+from tests.oracle.mlp64 import mixture, mlp
 
 Parameters = dict[str, jax.Array]
 
 
 def prepared(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What `loss` reads of a batch: tokens, targets, each target's share, positions, and who sees whom.
+    """What `loss` reads of a batch: tokens, targets, each target's share, positions, and who sees whom; the weights of
+    targets and their sum, 1 at least.
 
     A share, weight / sum of weights (1 at least), is a float32, as `framework.layers.base.Context` documents of both.
     """
@@ -33,21 +35,28 @@ def prepared(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "tokens": tokens,
         "targets": batch["targets"],
         "share": (weights / total).astype(np.float64),
+        "weights": weights.astype(np.float64),
+        "total": total.astype(np.float64),
         "positions": batch.get("positions", np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)),
         "visible": np.broadcast_to(_visible(batch), (*tokens.shape, tokens.shape[1])),
     }
 
 
-def loss(model: Model, params: Parameters, batch: dict[str, Any]) -> jax.Array:
-    """The sum over targets of share * (cross-entropy + z_loss * logsumexp^2); `batch` as `prepared` makes it."""
-    logits_BSV = _logits(model, params, batch)
+def loss(model: Model, params: Parameters, batch: dict[str, Any], microbatches: int = 1) -> jax.Array:
+    """The sum over targets of share * (cross-entropy + z_loss * logsumexp^2), and the losses of routers.
+
+    `batch` is as `prepared` makes it; of `microbatches`, each is balanced by itself.
+    """
+    penalties: list[jax.Array] = []
+    logits_BSV = _logits(model, params, {**batch, "microbatches": microbatches}, penalties)
     log_sum_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
     target_BS = jnp.take_along_axis(logits_BSV, batch["targets"][..., None], axis=-1)[..., 0]
-    return jnp.sum(batch["share"] * (log_sum_BS - target_BS + model.z_loss * log_sum_BS**2))
+    return jnp.sum(batch["share"] * (log_sum_BS - target_BS + model.z_loss * log_sum_BS**2)) + sum(penalties)
 
 
-def _logits(model: Model, params: Parameters, batch: dict[str, Any]) -> jax.Array:
-    positions_BS, mask_BST = batch["positions"], batch["visible"]
+def _logits(model: Model, params: Parameters, batch: dict[str, Any], penalties: list[jax.Array]) -> jax.Array:
+    """[B, S, V]; the losses of routers are appended to `penalties`."""
+    positions_BS = batch["positions"]
     x_BSD = params["embed/token"][batch["tokens"]] * (1.0 if model.embed_scale is None else model.embed_scale)
     if model.positions is not None:
         x_BSD = x_BSD + params["embed/position"][positions_BS]
@@ -55,7 +64,7 @@ def _logits(model: Model, params: Parameters, batch: dict[str, Any]) -> jax.Arra
     for unit in range(model.units):
         for index, layer in enumerate(model.layers):
             home = f"shared/block{index}" if index in model.shared else f"stack/{unit}/block{index}"
-            branches += _branches(model, layer, params, home, f"stack/block{index}", positions_BS, mask_BST)
+            branches += _branches(model, layer, params, home, f"stack/block{index}", batch, penalties)
     x_BSD = _residual(branches, x_BSD) if model.streams == "one" else _two_streams(branches, x_BSD, model.streams)
     h_BSD = _norm(model.head_norm, params, "head/norm", x_BSD)
     return _capped(h_BSD @ params["embed/token" if model.tied else "head/table"].T, model.head_softcap)
@@ -71,9 +80,9 @@ def _two_streams(branches: list[Callable[[jax.Array], jax.Array]], x_BSD: jax.Ar
     """x1 += F(x2), x2 += G(x1), and so on (arXiv 1707.04585); the mean of both at the end."""
     round_off = _rounded if kind == "fixed" else lambda x: x
     first = second = round_off(x_BSD)
-    for attention, mlp in zip(branches[::2], branches[1::2], strict=True):
+    for attention, feed_forward in zip(branches[::2], branches[1::2], strict=True):
         first = first + round_off(attention(second))
-        second = second + round_off(mlp(first))
+        second = second + round_off(feed_forward(first))
     return 0.5 * (first + second)
 
 
@@ -99,23 +108,32 @@ def _branches(
     params: Parameters,
     home: str,
     target: str,
-    positions_BS: jax.Array,
-    mask_BST: jax.Array,
+    batch: dict[str, Any],
+    penalties: list[jax.Array],
 ) -> list[Callable[[jax.Array], jax.Array]]:
     """What a layer adds to the residual stream, as functions of it: attention, then the MLP."""
 
     def linear(name: str, x: jax.Array) -> jax.Array:
         return _linear(model.lora, params, f"{home}/{name}", f"{target}/{name}", x)
 
+    def linear_of_mlp(name: str, x: jax.Array) -> jax.Array:
+        return linear(f"mlp/{name}", x)
+
     def attend(x_BSD: jax.Array) -> jax.Array:
         h_BSD = _norm(layer.norm, params, f"{home}/attention_norm", x_BSD)
-        y_BSD = _attention(layer.attention, params, home, linear, h_BSD, positions_BS, mask_BST)
+        y_BSD = _attention(layer.attention, params, home, linear, h_BSD, batch["positions"], batch["visible"])
         return (
             y_BSD if layer.post_norm is None else _norm(layer.post_norm, params, f"{home}/attention_post_norm", y_BSD)
         )
 
     def feed_forward(x_BSD: jax.Array) -> jax.Array:
-        y_BSD = _mlp(layer.mlp, linear, _norm(layer.norm, params, f"{home}/mlp_norm", x_BSD))
+        h_BSD = _norm(layer.norm, params, f"{home}/mlp_norm", x_BSD)
+        if isinstance(layer.mlp, Mixture):
+            below = f"{home}/mlp", f"{target}/mlp"
+            y_BSD, penalty = mixture(layer.mlp, model.lora, params, *below, linear_of_mlp, h_BSD, batch)
+            penalties.append(penalty)
+        else:
+            y_BSD = mlp(layer.mlp, linear_of_mlp, h_BSD)
         return y_BSD if layer.post_norm is None else _norm(layer.post_norm, params, f"{home}/mlp_post_norm", y_BSD)
 
     return [attend, feed_forward]
@@ -211,16 +229,3 @@ def _turned(x_BSNH: jax.Array, angles: jax.Array) -> jax.Array:
     half = x_BSNH.shape[-1] // 2
     turned = (x_BSNH[..., :half] + 1j * x_BSNH[..., half:]) * jnp.exp(1j * angles)
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
-
-
-def _mlp(mlp: MLP, linear: Callable[[str, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    activation = {
-        "gelu": lambda x: 0.5 * x * (1.0 + jax.lax.erf(x / math.sqrt(2.0))),
-        "gelu_tanh": lambda x: 0.5 * x * (1.0 + jnp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
-        "silu": lambda x: x / (1.0 + jnp.exp(-x)),
-        "relu": lambda x: jnp.where(x > 0, x, 0.0),
-        "relu_squared": lambda x: jnp.where(x > 0, x, 0.0) ** 2,
-    }[mlp.activation]
-    if mlp.gated:
-        return linear("mlp/down", activation(linear("mlp/gate", x)) * linear("mlp/up", x))
-    return linear("mlp/down", activation(linear("mlp/up", x)))

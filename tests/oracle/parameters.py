@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from tests.oracle.drawn import Drawn, LoRA, Model, Norm
+from tests.oracle.drawn import MLP, Drawn, LoRA, Mixture, Model, Norm
 
 Shapes = dict[str, tuple[int, ...]]
 # Weights in 8 bits are code / 127 * scale in float32, a compiler may make it code * (scale * (1 / 127)). With these
@@ -59,12 +59,14 @@ def _layer_shapes(model: Model, home: str, index: int) -> Shapes:
         "attention/key": (dim, inner_kv, attention.bias),
         "attention/value": (dim, inner_kv, attention.bias),
         "attention/output": (inner, dim, attention.output_bias),
-        "mlp/up": (dim, mlp.hidden, mlp.bias),
-        "mlp/down": (mlp.hidden, dim, mlp.bias),
     }
-    if mlp.gated:
-        linears["mlp/gate"] = (dim, mlp.hidden, mlp.bias)
+    if isinstance(mlp, MLP):
+        linears |= _mlp_linears("mlp", mlp, dim)
+    elif mlp.shared is not None:
+        linears |= _mlp_linears("mlp/shared", mlp.shared, dim)
     shapes: Shapes = {}
+    if isinstance(mlp, Mixture):
+        shapes |= _mixture_shapes(model.lora, f"{home}/mlp", f"stack/block{index}/mlp", mlp, dim)
     for name, (inputs, outputs, bias) in linears.items():
         shapes |= _linear_shapes(model.lora, f"{home}/{name}", f"stack/block{index}/{name}", inputs, outputs, bias)
     norms = {"attention_norm": layer.norm, "mlp_norm": layer.norm}
@@ -75,6 +77,30 @@ def _layer_shapes(model: Model, home: str, index: int) -> Shapes:
     if attention.qk_norm is not None:
         for name in ("query_norm", "key_norm"):
             shapes |= _norm_shapes(f"{home}/attention/{name}", attention.qk_norm, attention.head_dim)
+    return shapes
+
+
+def _mlp_linears(home: str, mlp: MLP, dim: int) -> dict[str, tuple[int, int, bool]]:
+    """{name: (inputs, outputs, whether it has a bias)}."""
+    linears = {f"{home}/up": (dim, mlp.hidden, mlp.bias), f"{home}/down": (mlp.hidden, dim, mlp.bias)}
+    if mlp.gated:
+        linears[f"{home}/gate"] = (dim, mlp.hidden, mlp.bias)
+    return linears
+
+
+def _mixture_shapes(lora: LoRA | None, home: str, target: str, mixture: Mixture, dim: int) -> Shapes:
+    """Of the router, and of experts, whose matrices are stacked; adapters of experts are stacked as they are."""
+    router, count = mixture.router, mixture.router.experts
+    shapes: Shapes = {f"{home}/router/weight": (dim, count)}
+    if router.bias:
+        shapes[f"{home}/router/bias"] = (count,)
+    for name, (inputs, outputs, bias) in _mlp_linears("experts", mixture.expert, dim).items():
+        shapes[f"{home}/{name}"] = (count, inputs, outputs)
+        if bias:
+            shapes[f"{home}/{name}_bias"] = (count, outputs)
+        if lora is not None and "experts" in lora.targets and re.search(lora.targets, f"{target}/{name}"):
+            shapes[f"{home}/{name}_lora_a"] = (count, inputs, lora.rank)
+            shapes[f"{home}/{name}_lora_b"] = (count, lora.rank, outputs)
     return shapes
 
 
@@ -118,12 +144,12 @@ def _floats(drawn: Drawn, name: str, shape: tuple[int, ...], rng: np.random.Gene
     kind = name.rsplit("/", 1)[1]
     if kind == "scale":
         value = 0.2 * normal + (0.0 if _is_zero_centered(drawn.model, name) else 1.0)
-    elif kind == "bias":
+    elif kind.endswith("bias"):
         value = 0.2 * normal
     elif name in ("embed/token", "embed/position", "head/table"):
         value = 0.5 * normal
     else:
-        value = normal / np.sqrt(shape[0])
+        value = normal / np.sqrt(shape[-2])
     return value.astype(PRECISE[drawn.precision]).astype(np.float64)  # exact in the framework's dtype
 
 

@@ -85,6 +85,14 @@ def _words(codes: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(tiles, 1, -1)).view("<u4").reshape(rows // 4, columns)
 
 
+def _codes(words: np.ndarray) -> np.ndarray:
+    """The codes int8 [4 R, C] of `_words`."""
+    word_rows, columns = words.shape
+    tile_rows = math.gcd(word_rows, 8)
+    tiles = np.ascontiguousarray(words).astype("<u4").view(np.int8).reshape(-1, tile_rows, columns, 4)
+    return np.moveaxis(tiles, -1, 1).reshape(4 * word_rows, columns)
+
+
 def _master_path(entry: str) -> str:
     """Of stack/default/master/block0/... the parameter's path, stack/block0/...; "" for what is no master copy."""
     found = re.fullmatch(r"([^/]+)/[^/]+/master/(.+)", entry)
@@ -108,6 +116,7 @@ def _by_layer(tensors: dict[str, np.ndarray], names: list[str]) -> dict[str, np.
 
     def one(name: str) -> np.ndarray:
         found = re.match(r"stack/(\d+)/", name)
-        return tensors[path(name)][int(found[1])] if found else tensors[path(name)]
+        tensor = np.asarray(tensors[path(name)][int(found[1])] if found else tensors[path(name)])
+        return _codes(tensor) if name.endswith("/codes") else tensor
 
-    return {name: np.asarray(one(name)) for name in names}
+    return {name: one(name) for name in names}

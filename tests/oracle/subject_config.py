@@ -12,6 +12,7 @@ from framework.data.sources import TokenMemmap
 from framework.data.tokenizers import NoTokenizer
 from framework.devices.mesh import MeshShape
 from framework.layers import attention, block, embedding, head, linear, lora, mlp, norm, rotary, stack
+from framework.layers.experts import experts, moe, router
 from framework.learner.learner import Learner
 from framework.learner.rules import Rule
 from framework.models.causal_lm import CausalLM
@@ -97,15 +98,46 @@ def _block(layer: plain.Layer) -> Config:
     return config_for(
         block.Block,
         attention=_attention(layer.attention),
-        mlp=config_for(
-            mlp.MLP,
-            hidden=layer.mlp.hidden,
-            activation=layer.mlp.activation,
-            gated=layer.mlp.gated,
-            linear=config_for(linear.Linear, bias=layer.mlp.bias),
-        ),
+        mlp=_mixture(layer.mlp) if isinstance(layer.mlp, plain.Mixture) else _mlp(layer.mlp),
         norm=_norm(layer.norm),
         post_norm=None if layer.post_norm is None else _norm(layer.post_norm),
+    )
+
+
+def _mlp(one: plain.MLP) -> Config:
+    return config_for(
+        mlp.MLP,
+        hidden=one.hidden,
+        activation=one.activation,
+        gated=one.gated,
+        linear=config_for(linear.Linear, bias=one.bias),
+    )
+
+
+def _mixture(one: plain.Mixture) -> Config:
+    drawn_router, expert = one.router, one.expert
+    return config_for(
+        moe.MoE,
+        num_experts=drawn_router.experts,
+        router=config_for(
+            router.Router,
+            top_k=drawn_router.top_k,
+            score=drawn_router.score,
+            normalize=drawn_router.normalize,
+            scale=drawn_router.scale,
+            balance=drawn_router.balance,
+            balance_over=drawn_router.balance_over,
+            z=drawn_router.z,
+            logit_bias=drawn_router.bias,
+        ),
+        experts=config_for(
+            experts.Experts,
+            hidden=expert.hidden,
+            activation=expert.activation,
+            gated=expert.gated,
+            bias=expert.bias,
+        ),
+        shared=None if one.shared is None else _mlp(one.shared),
     )
 
 

@@ -17,11 +17,28 @@ from framework.models.chain import Chain
 from framework.program.whole import Whole
 from tests.oracle import __main__ as command
 from tests.oracle import compare, generator, subject, training64
-from tests.oracle.drawn import MLP, Attention, Data, Drawn, Layer, Learner, Model, Norm, Optimizer, Phase, Rule
+from tests.oracle.drawn import (
+    MLP,
+    Attention,
+    Data,
+    Drawn,
+    Layer,
+    Learner,
+    Mixture,
+    Model,
+    Norm,
+    Optimizer,
+    Phase,
+    Router,
+    Rule,
+)
 
 FOLDER = Path(generator.__file__).parent
-REFERENCE = ("drawn", "optimizers", "batches", "parameters", "model64", "training64")
-QUICK = (28, 53)  # of one layer, with gradients in host memory and with an update in the backward pass
+REFERENCE = ("drawn", "optimizers", "batches", "parameters", "mlp64", "model64", "training64")
+# Mixtures on two shards of experts, and adapters of weights in 8 bits; one layer, with gradients in host memory; one
+# with an update in the backward pass.
+QUICK = (1, 28, 53)
+SLOW = tuple(seed for seed in range(10) if seed not in QUICK)
 
 
 PLAIN = Drawn(
@@ -62,7 +79,7 @@ def test_the_reference_imports_nothing_of_the_framework(name: str):
 
 
 @pytest.mark.once("53")
-@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10))])
+@pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
 def test_a_random_experiment_equals_float64_and_plain_optax(seed: int, capsys: pytest.CaptureFixture[str]):
     """By the command that people use. These seeds are none that the framework refuses."""
     code = command.main([f"--seeds={seed}:{seed + 1}"])
@@ -81,12 +98,18 @@ def test_what_is_drawn_depends_on_the_seed_alone_and_covers_all_that_there_is():
         assert len(kinds) == {"update": 4, "gradients": 3, "accumulate": 4}.get(name, 2), name
         # Placements are of all layers, of a number of them, or of a part.
         assert (len(values) > len(kinds)) == (name not in ("update", "accumulate")), name
-    for axis in ("data", "fsdp", "seq", "model"):
+    for axis in ("data", "fsdp", "expert", "seq", "model"):
         assert {phase.mesh[axis] for phase in phases} >= {1, 2, 4}, axis
     assert {one.learner.clip_mode for one in experiments} == {
         "global_norm", "previous_norm", "update_rms", "norm_growth",
     }  # fmt: skip
+    mixtures = [layer.mlp for one in experiments for layer in one.model.layers if isinstance(layer.mlp, Mixture)]
+    assert {one.router.experts for one in mixtures} == {2, 3, 4, 5}
+    assert {one.router.score for one in mixtures} == {"softmax", "softmax_chosen", "sigmoid"}
+    assert {one.router.balance_over for one in mixtures if one.router.balance} == {"sequence", "batch"}
     for rare in (
+        lambda one: one.model.lora is not None and "experts" in one.model.lora.targets,
+        lambda one: any(isinstance(layer.mlp, Mixture) and layer.mlp.shared for layer in one.model.layers),
         lambda one: one.model.lora is not None,
         lambda one: one.model.shared,
         lambda one: one.data.empty,
@@ -176,6 +199,23 @@ def test_what_is_broken_in_the_framework_is_seen(
         found = subject.train(drawn, [subject.program_of(drawn, drawn.phases[0])])
     largest = max(compare.differences(PLAIN, found, expected).values())
     assert largest <= 1.0 if broken == "nothing" else largest > 100.0, largest
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize(("field", "value"), [("scale", 1.001), ("balance", 0.11), ("balance_over", "batch")])
+def test_what_is_broken_in_a_mixture_is_seen(field: str, value: float | str):
+    router = Router(experts=4, top_k=2, normalize=False, balance=0.1)
+    layer = PLAIN.model.layers[0]
+
+    def with_router(router: Router) -> Drawn:
+        mixture = Mixture(router, MLP(hidden=8))
+        return replace(PLAIN, model=replace(PLAIN.model, layers=(replace(layer, mlp=mixture),)))
+
+    drawn, broken = with_router(router), with_router(replace(router, **{field: value}))
+    with compare.conditions():
+        expected = training64.train(drawn)
+        found = subject.train(broken, [subject.program_of(broken, broken.phases[0])])
+    assert max(compare.differences(drawn, found, expected).values()) > 100.0
 
 
 def test_a_disagreement_names_seed_settings_tensor_and_command(

@@ -1,6 +1,7 @@
 """The reference's training: gradients of the whole batch in float64, clipping by the documented formulas, plain optax.
 
-One tensor per layer, one optimizer per rule, no schedule, no mesh, no microbatches, no checkpoint.
+One tensor per layer, one optimizer per rule, no schedule, no mesh, no checkpoint, and no microbatches but those that
+routers are balanced in.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import optax
 
 from tests.oracle.batches import host_batch
-from tests.oracle.drawn import Drawn, Learner, Optimizer
+from tests.oracle.drawn import Drawn, Learner, Mixture, Optimizer
 from tests.oracle.model64 import loss, prepared
 from tests.oracle.optimizers import OPTIMIZERS
 from tests.oracle.parameters import first_values, path
@@ -41,7 +42,7 @@ def labels(names: list[str], drawn: Drawn) -> dict[str, str]:
     the adapters are trained."""
 
     def label(name: str) -> str:
-        if drawn.model.lora is not None and not re.search(r"/lora_[ab]$", name):
+        if drawn.model.lora is not None and not re.search("lora_[ab]$", name):
             return FROZEN
         for index, rule in enumerate(drawn.learner.rules):
             if re.search(rule.pattern, path(name)):
@@ -60,12 +61,12 @@ def train(drawn: Drawn) -> Result:
     averages = dict(params) if learner.ema is not None else {}
     optimizers = _optimizers(learner)
     states = {label: one.init(_of(params, labelled, label)) for label, (one, _) in optimizers.items()}
-    gradients = jax.jit(partial(_gradients, drawn, frozen))
+    gradients = jax.jit(partial(_gradients, drawn, frozen), static_argnums=2)
     update = jax.jit(partial(_update, drawn, optimizers, labelled))
     tensor_norms = {name: jnp.float32(0.0) for name in params}  # of clip_mode norm_growth
     losses, norms, skipped, last_norm = [], [], 0, 0.0
     for step in range(drawn.steps):
-        value, grads = gradients(params, prepared(host_batch(drawn, step)))
+        value, grads = gradients(params, prepared(host_batch(drawn, step)), _microbatches(drawn, step))
         norm = np.sqrt(sum(float(jnp.sum(grad**2)) for grad in grads.values()))
         losses.append(float(value))
         norms.append(float(norm))
@@ -86,15 +87,23 @@ def _of(tensors: Tensors, labelled: dict[str, str], label: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if labelled[name] == label}
 
 
-def _gradients(drawn: Drawn, frozen: Tensors, params: Tensors, batch: Tensors) -> Any:
+def _microbatches(drawn: Drawn, step: int) -> int:
+    """By how many parts of the batch, each by itself, routers are balanced in a step. No other loss knows of them."""
+    mixtures = [layer.mlp for layer in drawn.model.layers if isinstance(layer.mlp, Mixture)]
+    if all(one.router.balance_over == "sequence" for one in mixtures):
+        return 1
+    return [phase.accumulate for phase in drawn.phases if phase.start <= step][-1]
+
+
+def _gradients(drawn: Drawn, frozen: Tensors, params: Tensors, batch: Tensors, microbatches: int) -> Any:
     """Of the loss; in mixed precision at the weights that are read, bfloat16, whose gradients are bfloat16 too."""
 
     def read(name: str, x: jax.Array) -> jax.Array:
-        is_narrow = drawn.precision == "mixed" and not re.search(r"/lora_[ab]$", name)
+        is_narrow = drawn.precision == "mixed" and not re.search("lora_[ab]$", name)
         return x.astype(ml_dtypes.bfloat16).astype(jnp.float64) if is_narrow else x
 
     def objective(params: Tensors) -> jax.Array:
-        return loss(drawn.model, {**frozen, **params}, batch)
+        return loss(drawn.model, {**frozen, **params}, batch, microbatches)
 
     value, grads = jax.value_and_grad(objective)({name: read(name, x) for name, x in params.items()})
     return value, {name: read(name, grad) for name, grad in grads.items()}

@@ -1,0 +1,113 @@
+"""The reference's feed-forward blocks and mixtures of experts, from the published formulas, with JAX alone.
+
+Every expert is computed for every token, and counts by the token's share of it: rows are not sorted, nothing is cut.
+
+Axis letters: B sequences, S positions, D width, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tests.oracle.drawn import MLP, LoRA, Mixture, Router
+
+Parameters = dict[str, jax.Array]
+Linear = Callable[[str, jax.Array], jax.Array]  # of a name and what the linear layer of that name is given
+
+
+def mlp(one: MLP, linear: Linear, x: jax.Array) -> jax.Array:
+    """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
+    activation = {
+        "gelu": lambda x: 0.5 * x * (1.0 + jax.lax.erf(x / math.sqrt(2.0))),
+        "gelu_tanh": lambda x: 0.5 * x * (1.0 + jnp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
+        "silu": lambda x: x / (1.0 + jnp.exp(-x)),
+        "relu": lambda x: jnp.where(x > 0, x, 0.0),
+        "relu_squared": lambda x: jnp.where(x > 0, x, 0.0) ** 2,
+    }[one.activation]
+    if one.gated:
+        return linear("down", activation(linear("gate", x)) * linear("up", x))
+    return linear("down", activation(linear("up", x)))
+
+
+def mixture(
+    one: Mixture,
+    lora: LoRA | None,
+    params: Parameters,
+    home: str,
+    target: str,
+    linear: Linear,
+    x_BSD: jax.Array,
+    batch: dict[str, Any],
+) -> tuple[jax.Array, jax.Array]:
+    """(shared(x) + sum_e share_e expert_e(x) [B, S, D], the router's losses).
+
+    Parameters have names that begin with `home`; `target` is what `lora.targets` is searched in.
+    """
+    logits_BSE = x_BSD @ params[f"{home}/router/weight"] + params.get(f"{home}/router/bias", 0.0)
+    scores_BSE, is_chosen_BSE, shares_BSE = _routed(one.router, logits_BSE)
+
+    def expert_linear(expert: int, name: str, x: jax.Array) -> jax.Array:
+        own = f"{home}/experts/{name}"
+        y = x @ params[own][expert]
+        if one.expert.bias:
+            y = y + params[f"{own}_bias"][expert]
+        if lora is None or "experts" not in lora.targets or not re.search(lora.targets, f"{target}/experts/{name}"):
+            return y
+        return y + (lora.alpha / lora.rank) * x @ params[f"{own}_lora_a"][expert] @ params[f"{own}_lora_b"][expert]
+
+    y_BSD = jnp.zeros_like(x_BSD)
+    if one.shared is not None:
+        y_BSD = mlp(one.shared, lambda name, x: linear(f"shared/{name}", x), x_BSD)
+    for expert in range(one.router.experts):
+        y_BSD = y_BSD + shares_BSE[..., expert, None] * mlp(one.expert, partial(expert_linear, expert), x_BSD)
+    return y_BSD, _losses(one.router, logits_BSE, scores_BSE, is_chosen_BSE, batch)
+
+
+def _routed(router: Router, logits_BSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(scores of all experts, which experts are chosen, shares of all experts, 0 of those that are not chosen)."""
+    exponentials_BSE = jnp.exp(logits_BSE)
+    if router.score == "sigmoid":
+        scores_BSE = 1.0 / (1.0 + jnp.exp(-logits_BSE))
+    else:
+        scores_BSE = exponentials_BSE / jnp.sum(exponentials_BSE, axis=-1, keepdims=True)
+    # An expert is chosen if fewer than top_k have a larger logit; all scores grow with it.
+    num_larger_BSE = jnp.sum(logits_BSE[..., None, :] > logits_BSE[..., :, None], axis=-1)
+    is_chosen_BSE = num_larger_BSE < router.top_k
+    # A softmax over the chosen ones is one over all, divided by its sum.
+    shares_BSE = jnp.where(is_chosen_BSE, scores_BSE, 0.0)
+    if router.normalize or router.score == "softmax_chosen":
+        shares_BSE = shares_BSE / jnp.sum(shares_BSE, axis=-1, keepdims=True)
+    return scores_BSE, is_chosen_BSE, router.scale * shares_BSE
+
+
+def _losses(
+    router: Router, logits_BSE: jax.Array, scores_BSE: jax.Array, is_chosen_BSE: jax.Array, batch: dict[str, Any]
+) -> jax.Array:
+    """The z loss, logsumexp(logits)^2 (arXiv 2202.08906, equation 5), and the balance loss, E * sum_e(f_e * P_e) (arXiv
+    2101.03961, equations 4 to 6), by their coefficients, as means over targets by their weights.
+
+    f_e is the part of the choices that fell on expert e, P_e the mean of its score as a part of all experts' scores; of
+    each sequence, or of all sequences of a microbatch, which are those whose number modulo the number of microbatches
+    is the same.
+    """
+    weights_BS, total = batch["weights"], batch["total"]
+    sizes_BS = jnp.log(jnp.sum(jnp.exp(logits_BSE), axis=-1))
+    loss = router.z * jnp.sum(weights_BS * sizes_BS**2) / total
+    probabilities_BSE = scores_BSE / jnp.sum(scores_BSE, axis=-1, keepdims=True)
+    rows = weights_BS.shape[0]
+    parts = range(rows) if router.balance_over == "sequence" else range(batch["microbatches"])
+    for part in parts:
+        weights_bS1 = weights_BS[part :: len(parts), :, None]
+        count = jnp.sum(weights_bS1)
+        divisor = jnp.where(count > 0, count, 1.0)  # without targets, the sums over them are 0 too
+        used_E = jnp.sum(weights_bS1 * is_chosen_BSE[part :: len(parts)], axis=(0, 1)) / (router.top_k * divisor)
+        mean_E = jnp.sum(weights_bS1 * probabilities_BSE[part :: len(parts)], axis=(0, 1)) / divisor
+        loss = loss + router.balance * router.experts * jnp.sum(used_E * mean_E) * count / total
+    return loss
