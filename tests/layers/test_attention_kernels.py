@@ -188,7 +188,7 @@ def call(query, key, platform="cpu", dtype=jnp.bfloat16, segments=None, value=No
         ((2, 8, 4, 4), (1, 8, 4, 4), {}, r"given \(2, 8, 4, 4\), \(1, 8, 4, 4\)"),
         ((2, 8, 4, 4), (2, 9, 4, 4), {}, "expected query"),
         ((2, 8, 4, 4), (2, 8, 3, 4), {}, "N a multiple of K"),
-        ((2, 8, 4, 4), (2, 8, 4, 4), {"value": (2, 8, 4, 2)}, "expected query"),
+        ((2, 8, 4, 4), (2, 8, 4, 4), {"value": (2, 8, 2, 4)}, "expected query"),
         ((2, 8, 4, 4), (2, 8, 4, 4), {"dtype": jnp.int32}, "one floating dtype, given .*int32"),
         ((2, 8, 4, 4), (2, 8, 4, 4), {"segments": np.zeros((2, 9), np.int32)}, r"expected integers \(2, 8\)"),
         ((2, 8, 4, 4), (2, 8, 4, 4), {"segments": np.zeros((2, 8), np.float32)}, "given float32"),

@@ -279,8 +279,8 @@ def test_attention_may_compute_in_float32_beside_bfloat16():
     x_BSD = jax.random.normal(jax.random.key(1), (2, 64, 32), jnp.bfloat16)
     prepared = plain.prepare(params, ctx)
     q, k, v = plain._queries_keys_values(prepared, x_BSD, ctx)
-    exact = wide._attend(*(x.astype(jnp.float32) for x in (q, k, v)), ctx, {})
-    ours = wide._attend(q, k, v, ctx, {})
+    exact = wide._attend(*(x.astype(jnp.float32) for x in (q, k, v)), None, ctx, {})
+    ours = wide._attend(q, k, v, None, ctx, {})
     assert ours.dtype == jnp.bfloat16
     np.testing.assert_array_equal(ours, exact.astype(jnp.bfloat16))
-    assert np.any(np.asarray(plain._attend(q, k, v, ctx, {})) != np.asarray(ours))
+    assert np.any(np.asarray(plain._attend(q, k, v, None, ctx, {})) != np.asarray(ours))
