@@ -80,7 +80,9 @@ def test_what_comes_in_goes_out(name, tmp_path):
         assert len(sizes) > 3
         assert all(size <= 31_000 for size in sizes)
         assert all(a + b > 31_000 for a, b in pairwise(sizes)), "two would have been one"
-        assert_same_tensors(to, source)
+        # Without the published file Phi-3's layers are Mistral's, whose files have them unfused.
+        if published is not None or name != "phi3":
+            assert_same_tensors(to, source)
         again = families.model_of(to)[0]
         assert diff(again, families.model_of(source)[0]) == []
 
