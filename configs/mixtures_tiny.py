@@ -17,14 +17,17 @@ from framework.layers.stack import Stack
 
 
 def qwen3_moe_tiny() -> Config:
-    """moe-tiny with the norms of queries and keys of Qwen3-MoE (arXiv 2505.09388)."""
+    """moe-tiny with the norms of queries and keys of Qwen3-MoE (arXiv 2505.09388): 3.4M parameters."""
     config = moe_tiny()
     config.model.stack.pattern[0].attention.qk_norm = config_for(RMSNorm, eps=1e-6)
     return config
 
 
 def olmoe_tiny() -> Config:
-    """moe-tiny after OLMoE (arXiv 2409.02060): 16 narrow experts, 4 for a token, whose shares do not add up to one."""
+    """moe-tiny after OLMoE (arXiv 2409.02060), 3.5M parameters: 16 narrow experts, 4 for a token.
+
+    The shares of a token's experts do not add up to one, and queries and keys are normed over all heads.
+    """
     config = moe_tiny()
     block = config.model.stack.pattern[0]
     block.attention.qk_norm = config_for(RMSNorm, eps=1e-5)
@@ -34,7 +37,7 @@ def olmoe_tiny() -> Config:
 
 
 def gpt_oss_tiny() -> Config:
-    """moe-tiny after gpt-oss (arXiv 2508.10925): sinks, biases, a clamped SwiGLU, windows in every second layer."""
+    """moe-tiny after gpt-oss (arXiv 2508.10925), 3.4M parameters: sinks, biases, clamped SwiGLU, alternating windows."""
     config = moe_tiny()
     local_block = config.model.stack.pattern[0]
     local_block.attention.sinks = True
@@ -51,7 +54,7 @@ def gpt_oss_tiny() -> Config:
 
 
 def deepseek_tiny() -> Config:
-    """moe-tiny after DeepSeek-V2 (arXiv 2405.04434): latent attention, a shared expert, a dense first layer."""
+    """moe-tiny after DeepSeek-V2 (arXiv 2405.04434), 3.2M parameters: latent attention, shared experts, a dense layer."""
     config = moe_tiny()
     sparse_block = config.model.stack.pattern[0]
     sparse_block.attention = config_for(
