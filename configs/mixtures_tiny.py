@@ -37,7 +37,7 @@ def olmoe_tiny() -> Config:
 
 
 def gpt_oss_tiny() -> Config:
-    """moe-tiny after gpt-oss (arXiv 2508.10925), 3.4M parameters: sinks, biases, clamped SwiGLU, alternating windows."""
+    """moe-tiny after gpt-oss (arXiv 2508.10925), 3.4M parameters: sinks, biases, clamped SwiGLU, windows by turns."""
     config = moe_tiny()
     local_block = config.model.stack.pattern[0]
     local_block.attention.sinks = True
@@ -54,7 +54,7 @@ def gpt_oss_tiny() -> Config:
 
 
 def deepseek_tiny() -> Config:
-    """moe-tiny after DeepSeek-V2 (arXiv 2405.04434), 3.2M parameters: latent attention, shared experts, a dense layer."""
+    """moe-tiny after DeepSeek-V2 (arXiv 2405.04434), 3.2M parameters: latent attention, shared experts."""
     config = moe_tiny()
     sparse_block = config.model.stack.pattern[0]
     sparse_block.attention = config_for(
