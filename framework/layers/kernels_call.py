@@ -110,6 +110,28 @@ class AttentionCall:
         return None
 
 
+def _check_arrays(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> None:
+    """Raises ValueError: shapes or dtypes do not belong together."""
+    shapes = f"{q.shape}, {k.shape}, {v.shape}"
+    # The number of axes comes first: the expected shape of keys reads the four of both.
+    has_four_axes = len(q.shape) == len(k.shape) == 4
+    fits = has_four_axes and k.shape == (*q.shape[:2], k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3]
+    if not fits or q.shape[2] % k.shape[2]:
+        expected = "query [B, S, N, H], key [B, S, K, H], value [B, S, K, V], N a multiple of K"
+        raise ValueError(f"expected {expected}; given {shapes}")
+    dtypes = {jnp.dtype(x.dtype) for x in (q, k, v)}
+    if len(dtypes) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"expected query, key and value of one floating dtype, given {sorted(map(str, dtypes))}")
+    if segments is not None:
+        are_integers = jnp.issubdtype(segments.dtype, jnp.integer)
+        if segments.shape != q.shape[:2] or not are_integers:
+            raise ValueError(f"segments: expected integers {q.shape[:2]}, given {segments.dtype} {segments.shape}")
+    if sinks is not None:
+        is_floating = jnp.issubdtype(sinks.dtype, jnp.floating)
+        if sinks.shape != q.shape[2:3] or not is_floating:
+            raise ValueError(f"sinks: expected floats {q.shape[2:3]}, given {sinks.dtype} {sinks.shape}")
+
+
 def describe_call(
     q: Any,
     k: Any,
@@ -129,24 +151,7 @@ def describe_call(
     Raises:
         ValueError: shapes or dtypes do not belong together.
     """
-    shapes = f"{q.shape}, {k.shape}, {v.shape}"
-    # The number of axes comes first: the expected shape of keys reads the four of both.
-    has_four_axes = len(q.shape) == len(k.shape) == 4
-    fits = has_four_axes and k.shape == (*q.shape[:2], k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3]
-    if not fits or q.shape[2] % k.shape[2]:
-        expected = "query [B, S, N, H], key [B, S, K, H], value [B, S, K, V], N a multiple of K"
-        raise ValueError(f"expected {expected}; given {shapes}")
-    dtypes = {jnp.dtype(x.dtype) for x in (q, k, v)}
-    if len(dtypes) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"expected query, key and value of one floating dtype, given {sorted(map(str, dtypes))}")
-    if segments is not None:
-        are_integers = jnp.issubdtype(segments.dtype, jnp.integer)
-        if segments.shape != q.shape[:2] or not are_integers:
-            raise ValueError(f"segments: expected integers {q.shape[:2]}, given {segments.dtype} {segments.shape}")
-    if sinks is not None:
-        is_floating = jnp.issubdtype(sinks.dtype, jnp.floating)
-        if sinks.shape != q.shape[2:3] or not is_floating:
-            raise ValueError(f"sinks: expected floats {q.shape[2:3]}, given {sinks.dtype} {sinks.shape}")
+    _check_arrays(q, k, v, segments, sinks)
     # The mesh decides, not the default device: a plan compiles for devices that are not present.
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     if platform in ("cuda", "rocm"):
@@ -158,7 +163,7 @@ def describe_call(
         heads=heads,
         head_dim=head_dim,
         kv_heads=k.shape[2],
-        dtype=dtypes.pop(),
+        dtype=jnp.dtype(q.dtype),
         has_segments=segments is not None,
         window=window,
         softcap=softcap,

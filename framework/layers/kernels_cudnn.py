@@ -73,6 +73,12 @@ def why_not(call: AttentionCall) -> str | None:
     return next((reason for holds, reason in reasons if holds), None)
 
 
+def _as_wide_as_keys(call: AttentionCall, v_BSKV: Array) -> Array:
+    """[B, S, K, H]: values of as many channels as keys, which JAX's interface takes; zeros come out as zeros."""
+    missing = call.head_dim - call.value_dim
+    return jnp.pad(v_BSKV, [(0, 0), (0, 0), (0, 0), (0, missing)]) if missing else v_BSKV
+
+
 def attend(
     call: AttentionCall,
     q_BSNH: Array,
@@ -116,13 +122,9 @@ def attend(
             is_causal=is_causal,
         )
 
-    # JAX's interface takes values of as many channels as keys: zeros fill them up, and come out as zeros.
-    missing = call.head_dim - call.value_dim
-    if missing:
-        v_BSKH = jnp.pad(v_BSKH, [(0, 0), (0, 0), (0, 0), (0, missing)])
     # JAX partitions cuDNN's calls itself, but only when it finds query, key and value spread alike.
-    out_BSNH = on_each_device(call, local, q_BSNH, k_BSKH, v_BSKH, segments_BS)
-    if missing:
+    out_BSNH = on_each_device(call, local, q_BSNH, k_BSKH, _as_wide_as_keys(call, v_BSKH), segments_BS)
+    if call.value_dim < call.head_dim:
         out_BSNH = out_BSNH[..., : call.value_dim]
     return checkpoint_name(out_BSNH, SAVED_NAME)
 

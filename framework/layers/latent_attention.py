@@ -9,6 +9,8 @@ position, H = U + P of a query or key, V of a value.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -86,16 +88,7 @@ class LatentAttention(Layer):
         from_stream = {"inputs": dim, "mesh_axes": ("fsdp", None), "bias": bias}
         to_heads = {"mesh_axes": ("fsdp", "model"), "roles": ("in", "heads"), "bias": False}
         query_heads = {"outputs": num_heads * self.key_dim, "num_heads": num_heads, **to_heads}
-        self.query: Linear | None = None
-        self.query_down: Linear | None = None
-        self.query_up: Linear | None = None
-        self.query_norm: RMSNorm | None = None
-        if query_rank is None:
-            self.query = linear.instantiate(inputs=dim, **query_heads)
-        else:
-            self.query_down = linear.instantiate(outputs=query_rank, **from_stream)
-            self.query_norm = norm.instantiate(dim=query_rank)
-            self.query_up = linear.instantiate(inputs=query_rank, **query_heads)
+        self._make_queries(query_rank, linear, norm, from_stream, query_heads)
         self.kv_down: Linear = linear.instantiate(outputs=kv_rank + rotary_dim, **from_stream)
         self.kv_norm: RMSNorm = norm.instantiate(dim=kv_rank)
         kv_size = num_heads * (plain_dim + value_dim)
@@ -108,6 +101,26 @@ class LatentAttention(Layer):
             bias=bias,
             init_scale=output_init_scale,
         )
+
+    def _make_queries(
+        self,
+        query_rank: int | None,
+        linear: Config,
+        norm: Config,
+        from_stream: dict[str, Any],
+        to_heads: dict[str, Any],
+    ) -> None:
+        """Makes the projection of the queries: one matrix, or two with a norm between them."""
+        self.query: Linear | None = None
+        self.query_down: Linear | None = None
+        self.query_up: Linear | None = None
+        self.query_norm: RMSNorm | None = None
+        if query_rank is None:
+            self.query = linear.instantiate(inputs=from_stream["inputs"], **to_heads)
+        else:
+            self.query_down = linear.instantiate(outputs=query_rank, **from_stream)
+            self.query_norm = norm.instantiate(dim=query_rank)
+            self.query_up = linear.instantiate(inputs=query_rank, **to_heads)
 
     def children(self) -> dict[str, Layer]:
         """query, or query_down, query_norm and query_up; kv_down, kv_norm, kv_up, output."""
