@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 import configs
@@ -21,6 +22,8 @@ from framework.plan.auto.room import Candidate, Limits, Room
 from framework.plan.auto.search import Search
 from framework.plan.auto.settings import changed, fixed_paths, flags, setting, value_of, with_settings
 from framework.plan.auto.space import Space
+from framework.plan.estimate import estimate
+from framework.plan.step_time.closed_form import closed_form_time
 from framework.plan.suggest import closed_form
 from framework.terminal.exit_codes import ExitCode
 from launch import plan
@@ -161,6 +164,23 @@ def test_meshes_that_cut_experts_have_a_cost():
     cost = forms.cost(changed(config, expert_mesh))
     assert cost is not None
     assert cost.seconds > 0
+
+
+def test_experts_wait_for_their_weights_on_tpu():
+    """Two gathers and an all-reduce, which goes round twice, of all that a device has not; nothing of a dense model."""
+    config = small_mixture()
+    spec = targets.resolve("v5e-4").spec
+    sizes = {"data": 1, "fsdp": 4, "expert": 1, "seq": 1, "model": 1}
+    work = estimate(config.instantiate(), sizes, spec).work
+    elements = 4 * 6 * 3 * 512 * 512
+    parameter_bytes = jnp.dtype(config.model.param_dtype).itemsize
+    assert work.waited_received_bytes == 4 * elements * parameter_bytes * 3 / 4
+    time = closed_form_time(work, spec, 4, "bfloat16")
+    assert time is not None
+    assert time.links >= work.waited_received_bytes / spec.ici_bytes_per_second
+    dense = small_llama()
+    dense.data.global_batch_size = 16
+    assert estimate(dense.instantiate(), sizes, spec).work.waited_received_bytes == 0
 
 
 def test_too_small_hosts_are_told_from_too_small_devices():

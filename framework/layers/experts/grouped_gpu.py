@@ -1,4 +1,4 @@
-"""Grouped products on GPUs, as Pallas kernels for Triton: rows times their experts' weights, and those's gradients.
+"""Grouped products on GPUs, as Pallas kernels for Triton: rows times their experts' weights, and their gradients.
 
 XLA for GPU has no kernel for `jax.lax.ragged_dot`: it multiplies all rows with all experts' weights and throws all but
 one of the products away, which takes E times the multiply-adds, and memory for E times the rows. (jax 0.10.2 and

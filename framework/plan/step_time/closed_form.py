@@ -110,13 +110,15 @@ def _expert_bytes(layout: StateLayout, sizes: dict[str, int]) -> float:
     Mixtral 8x7B on 128 of them, by the final program, 87 GiB each of these four times.
     """
     shards = sizes["fsdp"]
-    whole_bytes = 0.0
-    for leaf in layout:
-        if leaf.group == "parameter" and "expert" in leaf.spec.mesh_axes:
-            whole_bytes += leaf.bytes_per_device * shards
     gathers = 2
     sums = 2
-    return (gathers + sums) * whole_bytes * (shards - 1) / shards
+    received = 0.0
+    for leaf in layout:
+        axes = leaf.spec.mesh_axes
+        if "expert" in axes and "fsdp" in axes and leaf.group in ("parameter", "frozen"):
+            times = gathers + sums if leaf.group == "parameter" else gathers
+            received += times * leaf.bytes_per_device * (shards - 1)
+    return received
 
 
 def _replica_bytes(layout: StateLayout, sizes: dict[str, int]) -> int:
