@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.attention_cache import cached_attention
 from framework.layers.attention_kernels import Implementation, dot_product_attention
-from framework.layers.base import BATCH_AXES, Context, Layer, Out
+from framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
 from framework.layers.kernels_call import SplashBlocks
 from framework.layers.linear import Linear
 from framework.layers.rotary import Rotary
@@ -127,12 +127,7 @@ class Attention(Layer):
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises ValueError when the model axis would cut through a head."""
-        parts = mesh.shape["model"]
-        if self.num_kv_heads % parts:
-            raise ValueError(
-                f"mesh.model = {parts} does not divide num_kv_heads = {self.num_kv_heads}; "
-                f"nearest that do: {nearest_divisors(self.num_kv_heads, parts)}"
-            )
+        check_axis(mesh, "model", "num_kv_heads", self.num_kv_heads)
 
     def apply(
         self,

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from framework.layout import MeshAxes, Nested, ParameterSpec, TensorSpec, fold_in_name
+from framework.layout import MeshAxes, Nested, ParameterSpec, TensorSpec, fold_in_name, nearest_divisors
 
 # The mesh axes that cut the sequences of a batch. Along `expert` too, or its devices would all compute the same of what
 # is no expert.
@@ -332,6 +332,15 @@ def _gathered_backward(
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def check_axis(mesh: Mesh | AbstractMesh, axis: str, name: str, count: int) -> None:
+    """Raises ValueError: a mesh axis does not divide a count of the model, which goes by `name` in messages."""
+    parts = mesh.shape[axis]
+    if count % parts:
+        raise ValueError(
+            f"mesh.{axis} = {parts} does not divide {name} = {count}; nearest that do: {nearest_divisors(count, parts)}"
+        )
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:

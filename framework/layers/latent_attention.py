@@ -19,12 +19,12 @@ from jax.sharding import AbstractMesh, Mesh
 from framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.attention_cache import cached_attention
 from framework.layers.attention_kernels import Implementation, dot_product_attention
-from framework.layers.base import BATCH_AXES, Context, Layer, Out
+from framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
 from framework.layers.kernels_call import SplashBlocks
 from framework.layers.linear import Linear
 from framework.layers.norm import RMSNorm
 from framework.layers.rotary import Rotary
-from framework.layout import Nested, nearest_divisors
+from framework.layout import Nested
 
 
 @component
@@ -138,12 +138,7 @@ class LatentAttention(Layer):
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises ValueError when the model axis would cut through a head."""
-        parts = mesh.shape["model"]
-        if self.num_heads % parts:
-            raise ValueError(
-                f"mesh.model = {parts} does not divide num_heads = {self.num_heads}; "
-                f"nearest that do: {nearest_divisors(self.num_heads, parts)}"
-            )
+        check_axis(mesh, "model", "num_heads", self.num_heads)
 
     def apply(
         self,

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from framework.config import Config, PositiveInt, component, config_for
-from framework.layers.base import Context, Layer, Out
+from framework.layers.base import Context, Layer, Out, check_axis
 from framework.layers.experts.experts import Experts
 from framework.layers.experts.router import Router
 from framework.layers.mlp import MLP
-from framework.layout import Nested, nearest_divisors
+from framework.layout import Nested
 
 
 @component
@@ -60,13 +60,7 @@ class MoE(Layer):
 
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises ValueError: the axis `expert` does not divide the number of experts."""
-        count = self.experts.num_experts
-        shards = mesh.shape["expert"]
-        if count % shards:
-            raise ValueError(
-                f"mesh.expert = {shards} does not divide num_experts = {count}; nearest that do: "
-                f"{nearest_divisors(count, shards)}"
-            )
+        check_axis(mesh, "expert", "num_experts", self.experts.num_experts)
 
     def apply(self, weights: Nested, carry: jax.Array, ctx: Context, layer_state: Nested) -> tuple[jax.Array, Out]:
         """x_BSD -> [B, S, D]; the router's losses leave as loss, what it says of the load as metrics."""
