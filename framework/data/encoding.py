@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,6 +85,19 @@ def alone(tokenizer: Tokenizer) -> Encode:
     return encode
 
 
+class _Forks(ForkContext):
+    """Makes processes as forks, and lists them: the list has each one, however soon it ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.processes: list[BaseProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> BaseProcess:
+        process = ForkProcess(*args, **kwargs)
+        self.processes.append(process)
+        return process
+
+
 @contextlib.contextmanager
 def by_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
     """Yields a function that encodes by `workers` processes of one thread each, which end with the context.
@@ -103,12 +116,11 @@ def by_workers(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
         yield alone(tokenizer)
         return
     with _environment(_LIBRARY_THREADS, "false"):
-        context = multiprocessing.get_context("fork")
+        context = _Forks()
+        processes = context.processes
         executor = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(tokenizer, os.getpid()))
-        others = multiprocessing.active_children()
         # The first call makes all processes.
         first_call = executor.submit(os.getpid)
-        processes = [process for process in multiprocessing.active_children() if process not in others]
 
         def kill(number: int, line: str) -> None:
             for process in processes:

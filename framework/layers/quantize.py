@@ -53,8 +53,8 @@ def quantized_specs(weight: ParameterSpec, storage: Storage, path: str) -> dict[
             drawn = weight.initializer(key, weight.shape, jnp.float32)
             return quantize(drawn, storage)[name]
 
-        # A single row of scales cannot be cut.
-        row_axes = in_axes if rows > 1 else None
+        # A single row of scales, or a single run of words, cannot be cut.
+        row_axes = in_axes if rows > run else None
         return ParameterSpec(
             (*stack, rows, outputs),
             dtype,

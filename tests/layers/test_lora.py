@@ -250,6 +250,10 @@ def test_blocks_must_be_whole_and_on_one_device():
     model.lora.base = "int8"
     with pytest.raises(ValueError, match=r"mesh.fsdp = 8 does not divide rows of 32 inputs = 4 of .*/query"):
         small.program(small.experiment(model, mesh={"fsdp": 8}))
+    model = small.llama(dim=64, lora=config_for(LoRA, base="nf4", targets="query"))
+    state = small.program(small.experiment(model, mesh={"fsdp": 8})).init()
+    codes = flatten(state["frozen"])["stack/block0/attention/query/weight/codes"]
+    assert codes.sharding.is_fully_replicated, "a single block is whole on every device"
     odd = small.llama(dim=64, lora=config_for(LoRA, base="int8"))
     small.block(odd).mlp.hidden = 46
     with pytest.raises(ValueError, match=r"int8 has four codes in a word, and 4 does not divide 46, .*mlp/down"):
