@@ -90,6 +90,8 @@ class Context:
         rows: int32[B], each sequence's index in the global batch. Random draws are keyed by it, so that a mask depends
             on neither sharding nor microbatching.
         num_targets: f32 scalar, number of counted targets in the global batch: what losses are divided by.
+        num_sequences: f32 scalar, number of counted sequences in the global batch; None where the batch has no array
+            `ends`, which counts them.
         training: whether dropout is on.
         cache: whether keys and values leave as layer_state, for generation.
         mesh: where constraints are placed; None means one device and no constraints.
@@ -102,6 +104,7 @@ class Context:
     rng: jax.Array | None = None
     rows: jax.Array | None = None
     num_targets: jax.Array | None = None
+    num_sequences: jax.Array | None = None
     training: bool = field(default=False, metadata={"static": True})
     cache: bool = field(default=False, metadata={"static": True})
     mesh: Mesh | None = field(default=None, metadata={"static": True})

@@ -158,8 +158,30 @@ class CausalLM(Chain):
         weights = self.head_weights(params, ctx)
         return self.head.logits(weights, carry, ctx)
 
+    def log_probs(self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None) -> jax.Array:
+        """f32[B, S], the log-probability of each of ctx.batch["targets"]; `specs` as for `run`."""
+        carry = None
+        for name in self.stages:
+            if name != "head":
+                carry, _ = self.run(name, params, carry, ctx, buffers, specs)
+        assert carry is not None
+        weights = self.head_weights(params, ctx, specs)
+        return self.head.log_probs(weights, carry, ctx)
+
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
-        """Nats over counted targets, their number, and their bytes if the batch has those."""
+        """Nats over counted targets, their number, and their bytes if the batch has those.
+
+        With an objective: its loss and metrics, and the numbers of counted targets and sequences.
+        """
+        if self.head.objective is not None:
+            assert out.loss is not None
+            sums = {"loss": out.loss, "tokens": jnp.sum(batch["weights"])}
+            if "ends" in batch:
+                sums["sequences"] = jnp.sum(batch["ends"])
+            for name, value in out.metrics.items():
+                if name.startswith("head/"):
+                    sums[name.removeprefix("head/")] = value
+            return sums
         sums = {"nll": out.metrics["head/nll"], "tokens": jnp.sum(batch["weights"])}
         if "bytes" in batch:
             sums["bytes"] = jnp.sum(batch["bytes"])
@@ -167,7 +189,9 @@ class CausalLM(Chain):
 
     def summary(self, totals: dict[str, float]) -> dict[str, float]:
         """{"loss": nats per token, "perplexity": its exponential, "tokens": ..., and where tokens stand for text
-        "bits_per_byte": ...}."""
+        "bits_per_byte": ...}; with an objective what that reports."""
+        if self.head.objective is not None:
+            return self.head.objective.summary(totals)
         # The maximum is for an evaluation without any counted target.
         loss = totals["nll"] / max(totals["tokens"], 1.0)
         # Beyond that, a float64 has no room for the exponential.

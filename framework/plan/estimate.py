@@ -79,7 +79,7 @@ def estimate(
     running_layout = _running_layout(experiment, mesh)
     breakdown = _state_bytes(running_layout, "device")
     host_breakdown = _state_bytes(running_layout, "pinned_host")
-    for batch in batch_specs(experiment.data.arrays()).values():
+    for batch in batch_specs(experiment.batch_arrays()).values():
         shard_shape = layout.sharding(batch).shard_shape(batch.shape)
         breakdown["batch"] += math.prod(shard_shape) * batch.dtype.itemsize
 

@@ -77,7 +77,8 @@ def trace(sectioned: Sectioned, sizes: dict[str, int], platform: str) -> ClosedJ
     experiment = sectioned.experiment
     data = experiment.data
     microbatch_size = data.global_batch_size // experiment.learner.accumulate
-    arrays = {name: ((microbatch_size, *shape[1:]), dtype) for name, (shape, dtype) in data.arrays().items()}
+    batch_arrays = experiment.batch_arrays()
+    arrays = {name: ((microbatch_size, *shape[1:]), dtype) for name, (shape, dtype) in batch_arrays.items()}
     state = sectioned.specs
     arguments = (state["parameter"], state["frozen"], state["buffer"], batch_specs(arrays))
     axes = jax.tree.map(lambda spec: PartitionSpec(*spec.mesh_axes), arguments)
@@ -135,7 +136,12 @@ class _LocalStep:
         model = self.model
         remat = self.experiment.memory.remat
         rows = jnp.arange(batch["weights"].shape[0])
-        fields: dict[str, Any] = {"batch": batch, "num_targets": jnp.float32(1), "training": True}
+        fields: dict[str, Any] = {
+            "batch": batch,
+            "num_targets": jnp.float32(1),
+            "num_sequences": jnp.float32(1),
+            "training": True,
+        }
         fields |= {"rng": jax.random.key(0), "rows": rows, "compute_dtype": model.compute_dtype}
         ctx = _LocalContext(
             **fields,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from jax.sharding import AbstractMesh, Mesh
 
 from framework.config import Config, ConfigError, component, config_for, target_of
-from framework.data.batches import Pipeline
+from framework.data.batches import Pipeline, Shapes
 from framework.devices.compiler import Compiler
 from framework.devices.mesh import MeshShape
 from framework.layers.base import batch_shards
@@ -21,6 +21,7 @@ from framework.models.causal_lm import CausalLM
 from framework.models.chain import Chain
 from framework.optimizers.schedule_steps import with_run_length
 from framework.processes.health import Health
+from framework.program.companion import Companion
 from framework.program.options import TrainerOptions
 from framework.schedules.memory import Memory
 from framework.schedules.placement import Placement
@@ -61,6 +62,8 @@ class Experiment:
         trainer: how long, how often, what is kept.
         health: how processes look after themselves and each other.
         pretrained: a directory that the first weights come from; they are drawn without one.
+        companion: what completes batches before a step sees them (a reference, a teacher, rollouts), of
+            framework.companions; None where the data has all.
         accelerator_rules: what differs by accelerator.
     """
 
@@ -76,6 +79,7 @@ class Experiment:
         health: Config = config_for(Health),
         compiler: Config = config_for(Compiler),
         pretrained: Config | None = None,
+        companion: Config | None = None,
         accelerator_rules: list[Config] = [],  # noqa: B006
     ):
         # Rules are applied to the config before it is built. Building them here only finds mistakes
@@ -96,6 +100,9 @@ class Experiment:
         self.pretrained = None
         if pretrained is not None:
             self.pretrained = pretrained.instantiate()
+        self.companion: Companion | None = None
+        if companion is not None:
+            self.companion = _built("companion", companion, Companion)
 
     def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
         """Raises ValueError, naming both numbers, when mesh, batch, model, memory and data do not fit each other.
@@ -114,6 +121,29 @@ class Experiment:
         if reach:
             self.learner.check_reach()
         self._check_batch(mesh)
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        """Raises ValueError when the batches lack an array that the head's objective reads."""
+        if self.companion is not None:
+            self.companion.check(self)
+        objective = self.model.head.objective if isinstance(self.model, CausalLM) else None
+        if objective is None:
+            return
+        missing = [name for name in objective.arrays if name not in self.batch_arrays()]
+        if missing:
+            raise ValueError(
+                f"model.head.objective is {type(objective).__name__}, which reads {', '.join(missing)} of a batch; "
+                f"data is a {type(self.data).__name__} that gives {', '.join(self.batch_arrays())}; "
+                "expected other data, or a companion that adds them"
+            )
+
+    def batch_arrays(self, *, evaluation: bool = False) -> Shapes:
+        """The arrays of a global batch as the step, or an evaluation, sees it: {name: (shape, dtype)}."""
+        delivered = self.data.arrays(evaluation=evaluation)
+        if self.companion is None:
+            return delivered
+        return self.companion.arrays(delivered, evaluation=evaluation)
 
     def _check_sections(self) -> None:
         """Raises ValueError when the stacks cannot be cut, or recomputed, as the memory section says."""

@@ -74,7 +74,7 @@ class Program:
             check_calibrated_dtypes(experiment.model)
         specs = experiment.state_specs()
         self.checkpoint_layout = StateLayout(specs, self.mesh)
-        self._rows = BatchRows(experiment.data, self.checkpoint_layout)
+        self._rows = BatchRows(experiment, self.checkpoint_layout)
         self.ahead = Ahead()
         kind = execution_type(experiment.memory) if training else Whole
         # Where nothing is trained, stacks are whole.
@@ -175,7 +175,14 @@ class Program:
 
     def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """One training step; the old state is gone afterwards."""
-        return self.execution.step(state, batch)
+        return self.execution.step(state, self.completed(state, batch))
+
+    def completed(self, state: State, batch: Batch, *, group: str = "parameter") -> Batch:
+        """The batch as a step sees it: with the arrays that the experiment's companion adds; see `Companion`."""
+        companion = self.experiment.companion
+        if companion is None:
+            return batch
+        return companion.completed(self, state, batch, group=group)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -197,7 +204,8 @@ class Program:
             batch: global arrays [B, ...].
             averaged: use the moving averages of the trainable parameters.
         """
-        return self.execution.evaluate(state, batch, "ema" if averaged else "parameter")
+        group = "ema" if averaged else "parameter"
+        return self.execution.evaluate(state, self.completed(state, batch, group=group), group)
 
     def compile_evaluation(self, state: State) -> None:
         """Compiles the evaluation by evaluating a batch of zeros. Does nothing where a thread compiles it already."""
@@ -205,7 +213,7 @@ class Program:
             return
         num_rows = len(self.rows)
         batch = {}
-        for name, spec in self.evaluation_specs.items():
+        for name, spec in self._rows.delivered_specs.items():
             batch[name] = np.zeros((num_rows, *spec.shape[1:]), spec.dtype)
         weight_kinds = [False, True] if state["ema"] else [False]
         for averaged in weight_kinds:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from framework.data.batches import Pipeline
 from framework.layers.base import batch_specs
 from framework.layout import StateLayout, TensorSpec
+
+if TYPE_CHECKING:
+    from framework.program.experiment import Experiment
 
 Batch = dict[str, jax.Array]  # global arrays [B, ...] by name
 
@@ -20,28 +22,34 @@ class BatchRows:
     """The rows of a batch on the mesh of a layout.
 
     Args:
-        data: whose batches they are.
+        experiment: whose batches they are.
         layout: knows the mesh, and how arrays of a batch are sharded over it.
     """
 
-    def __init__(self, data: Pipeline, layout: StateLayout):
-        self._data = data
+    def __init__(self, experiment: Experiment, layout: StateLayout):
+        self._experiment = experiment
         self._layout = layout
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
-        """The specs of the arrays of one global training batch, by name."""
-        return batch_specs(self._data.arrays())
+        """The specs of the arrays of one global batch as the training step sees it, by name."""
+        return batch_specs(self._experiment.batch_arrays())
 
     @property
     def evaluation_specs(self) -> dict[str, TensorSpec]:
         """The specs of the arrays of one global evaluation batch, by name."""
-        return batch_specs(self._data.arrays(evaluation=True))
+        return batch_specs(self._experiment.batch_arrays(evaluation=True))
+
+    @property
+    def delivered_specs(self) -> dict[str, TensorSpec]:
+        """The specs of the arrays of one global evaluation batch as the data gives it, before a companion."""
+        return batch_specs(self._experiment.data.arrays(evaluation=True))
 
     @cached_property
     def sharding(self) -> dict[str, NamedSharding]:
-        """The sharding of each array of a batch, for training and evaluation."""
-        return {name: self._layout.sharding(spec) for name, spec in self.evaluation_specs.items()}
+        """The sharding of each array of a batch, of training and of evaluation, before and after a companion."""
+        specs = {**self.delivered_specs, **self.evaluation_specs}
+        return {name: self._layout.sharding(spec) for name, spec in specs.items()}
 
     @cached_property
     def local(self) -> np.ndarray:
@@ -67,7 +75,7 @@ class BatchRows:
 
     def put(self, local: dict[str, np.ndarray]) -> Batch:
         """This process's rows of a batch (host arrays [R, ...]) as global arrays [B, ...]."""
-        size = self._data.global_batch_size
+        size = self._experiment.data.global_batch_size
         shardings = {name: self.sharding[name] for name in local}
         if len(self.local) == size:
             return jax.device_put(local, shardings)

@@ -204,6 +204,11 @@ class Training:
         )
         waits = True
         try:
+            if self.experiment.companion is not None:
+                # Before there is a state: another model may need the room.
+                self.experiment.companion.open(
+                    self.program, self.workdir.path, begins=self.begins, tell=self.progress.print
+                )
             with phase("opening the run", patience=SHORT):
                 step = self.run.start(force=force)
             if self.primary:

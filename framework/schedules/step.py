@@ -31,12 +31,16 @@ def training_context(
     step_key = jax.random.fold_in(run_key, counter["step"])
     rows = jnp.arange(batch["weights"].shape[0])
     counted_targets = jnp.sum(batch["weights"])
+    num_sequences = None
+    if "ends" in batch:
+        num_sequences = jnp.maximum(jnp.sum(batch["ends"]), 1.0)
     return Context(
         batch=batch,
         rng=step_key,
         rows=rows,
         # A batch without a counted target has the loss zero, not NaN.
         num_targets=jnp.maximum(counted_targets, 1.0),
+        num_sequences=num_sequences,
         training=True,
         mesh=layout.mesh,
         compute_dtype=model.compute_dtype,
@@ -49,6 +53,7 @@ def evaluation_context(batch: Nested, model: Chain, layout: StateLayout) -> Cont
     return Context(
         batch=batch,
         num_targets=jnp.float32(1.0),
+        num_sequences=jnp.float32(1.0),
         mesh=layout.mesh,
         compute_dtype=model.compute_dtype,
     )

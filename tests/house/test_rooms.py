@@ -18,6 +18,7 @@ ROOMS = {
     "files": "terminal",
     "layers": "config layout",
     "data": "config files terminal",
+    "objectives": "config layers layout",
     "models": "config layers layout",
     "optimizers": "config devices layout",
     "processes": "config files metrics terminal",
@@ -29,6 +30,7 @@ ROOMS = {
     "plan": "checkpoint config data devices layers layout learner metrics models optimizers program schedules terminal",
     "functions": "checkpoint layers layout optimizers plan processes",
     "weights": "config files layers layout models program schedules terminal",
+    "companions": "config data files inference layers layout models program schedules terminal weights",
     "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "
     "schedules terminal",
     "api": "checkpoint config data devices files inference learner metrics plan program run terminal weights",

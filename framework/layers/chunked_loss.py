@@ -1,0 +1,339 @@
+"""Losses of logits that exist for one chunk of positions at a time, and log-probabilities of given tokens.
+
+Logits cost 4 V bytes per token, often more than everything else together. `chunked_loss` takes gradients in the forward
+pass (a scalar loss only scales them), so nothing is computed twice and no logits are kept: those of hidden states chunk
+by chunk, that of the table a group of chunks at a time. A group keeps its logits' gradients in the compute dtype, so
+that the table's is one product, reduced over the devices once. `token_log_probs` makes the logits once more in the
+backward pass, since what it returns may enter any function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from framework.layers.base import BATCH_AXES, Context
+
+# The loss, an f32 scalar, and metrics by name.
+Loss = tuple[jax.Array, dict[str, jax.Array]]
+
+
+class Chunks(NamedTuple):
+    """The number of chunks of positions, and the number of groups of chunks; `groups` divides `count`."""
+
+    count: int
+    groups: int
+
+
+def logits_product(h_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
+    # Summed in float32, as bfloat16 has too few digits for a softmax over the vocabulary.
+    dtype = jnp.promote_types(h_BSD.dtype, jnp.float32)
+    return jnp.einsum("bsd,vd->bsv", h_BSD, table_VD, preferred_element_type=dtype)
+
+
+def capped(product_BSV: jax.Array, softcap: float | None) -> jax.Array:
+    if softcap is None:
+        return product_BSV
+    return softcap * jnp.tanh(product_BSV / softcap)
+
+
+def token_loss(
+    product_BSV: jax.Array, inputs: tuple[jax.Array, jax.Array], *, softcap: float | None, z_loss: float
+) -> Loss:
+    """Weighted cross-entropy of next tokens, and z-loss.
+
+    Args:
+        product_BSV: normed hidden states times the output table, f32 or wider: logits, but for the softcap.
+        inputs: targets int32[B, S] and weights float32[B, S].
+        softcap: see LMHead.
+        z_loss: see LMHead.
+
+    Returns:
+        (f32 scalar, metrics): sums over tokens of weight times loss. "nll" leaves the z-loss out.
+    """
+    targets_BS, weights_BS = inputs
+    logits_BSV = capped(product_BSV, softcap)
+    lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
+    picked_BS = _picked(logits_BSV, targets_BS)
+    nll = jnp.sum(weights_BS * (lse_BS - picked_BS))
+    if z_loss == 0.0:
+        return nll, {"nll": nll}
+    penalty = jnp.sum(weights_BS * jnp.square(lse_BS))
+    return nll + z_loss * penalty, {"nll": nll}
+
+
+@jax.custom_vjp
+def _picked(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    """The logits of the targets, [B, S], with a gradient that is elementwise."""
+    # JAX's own gradient of a lookup is a scatter, which XLA keeps apart from the arithmetic before
+    # and behind it: the gradient of all logits would be written in float32, and read again, once
+    # more than necessary.
+    logits_BS1 = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)
+    return logits_BS1[..., 0]
+
+
+def _picked_forward(logits_BSV: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    ids_V = jnp.arange(logits_BSV.shape[-1], dtype=targets_BS.dtype)
+    # The ids are kept instead of the logits, which the gradient does not depend on.
+    return _picked(logits_BSV, targets_BS), (ids_V, targets_BS)
+
+
+def _picked_backward(saved: tuple[jax.Array, jax.Array], grad_BS: jax.Array) -> tuple[jax.Array, None]:
+    ids_V, targets_BS = saved
+    is_target_BSV = targets_BS[..., None] == ids_V
+    grad_BS1 = grad_BS[..., None]
+    zero = jnp.zeros((), grad_BS.dtype)
+    logits_grad_BSV = jnp.where(is_target_BSV, grad_BS1, zero)
+    return logits_grad_BSV, None
+
+
+_picked.defvjp(_picked_forward, _picked_backward)
+
+
+def chunked_loss(
+    loss_of: Callable[..., Loss],
+    chunks: Chunks,
+    ctx: Context,
+    h_BSD: jax.Array,
+    table_VD: jax.Array,
+    inputs: Any,
+) -> Loss:
+    """The sum of `loss_of(product of hidden states and table, inputs)` over interleaved slices of positions."""
+    # custom_vjp keeps these functions beyond the trace. They may hold the mesh, not traced arrays.
+    run = _ChunkedLoss(loss_of, chunks, Context(batch={}, mesh=ctx.mesh))
+
+    @jax.custom_vjp
+    def total(h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
+        return run.loss(h, table, inputs)
+
+    def forward(h: Any, table: Any, inputs: Any) -> tuple[Loss, Any]:
+        # With symbolic_zeros arguments know whether they are differentiated. A frozen table is not.
+        is_table_trained = table.perturbed
+        h, table, inputs = jax.tree.map(lambda x: x.value, (h, table, inputs))
+        loss, h_grad, table_grad = run.loss_and_gradients(
+            h,
+            table,
+            inputs,
+            of_table=is_table_trained,
+        )
+        return loss, (h_grad, table_grad, inputs)
+
+    def backward(saved: Any, cotangent: Loss) -> tuple[jax.Array, jax.Array | None, Any]:
+        # Metrics are not differentiated; the loss is a scalar, so its cotangent only scales.
+        loss_ct = cotangent[0]
+        *grads, inputs = saved
+        h_grad, table_grad = jax.tree.map(lambda grad: (grad * loss_ct).astype(grad.dtype), grads)
+        return h_grad, table_grad, _no_grad(inputs)
+
+    total.defvjp(forward, backward, symbolic_zeros=True)
+    return total(h_BSD, table_VD, inputs)
+
+
+def token_log_probs(
+    chunks: Chunks,
+    ctx: Context,
+    h_BSD: jax.Array,
+    table_VD: jax.Array,
+    targets_BS: jax.Array,
+    softcap: float | None = None,
+) -> jax.Array:
+    """The log-probability of each target, f32[B, S], in nats; differentiable in hidden states and table.
+
+    The backward pass makes each chunk's logits once more, so beside the arguments nothing is kept.
+    """
+    loss_of = partial(token_loss, softcap=softcap, z_loss=0.0)
+    run = _ChunkedLoss(loss_of, chunks, Context(batch={}, mesh=ctx.mesh))
+
+    def chunk_log_probs(product: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = capped(product, softcap)
+        return _picked(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
+
+    @jax.custom_vjp
+    def log_probs(h: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
+        return run.by_position(chunk_log_probs, h, table, targets)
+
+    def forward(h: Any, table: Any, targets: Any) -> tuple[jax.Array, Any]:
+        # With symbolic_zeros arguments know whether they are differentiated. A frozen table is not.
+        is_table_trained = table.perturbed
+        h, table, targets = (x.value for x in (h, table, targets))
+        # Residuals are arrays; the structure of the tree says what is trained.
+        mark = () if is_table_trained else None
+        return log_probs(h, table, targets), (h, table, targets, mark)
+
+    def backward(saved: Any, log_probs_ct: jax.Array) -> tuple[jax.Array, jax.Array | None, Any]:
+        h, table, targets, mark = saved
+        # The loss is the sum of weight times negative log-probability, so these weights make its gradient that of
+        # the sum of cotangent times log-probability.
+        inputs = (targets, -log_probs_ct)
+        _, h_grad, table_grad = run.loss_and_gradients(h, table, inputs, of_table=mark is not None)
+        return h_grad, table_grad, np.zeros(targets.shape, jax.dtypes.float0)
+
+    log_probs.defvjp(forward, backward, symbolic_zeros=True)
+    return log_probs(h_BSD, table_VD, targets_BS)
+
+
+class _ChunkedLoss:
+    """The loss, and its gradients, a chunk of positions at a time; see `chunked_loss`."""
+
+    def __init__(self, loss_of: Callable[..., Loss], chunks: Chunks, ctx: Context):
+        self.loss_of = loss_of
+        self.chunks = chunks
+        self.ctx = ctx
+
+    def loss(self, h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
+        """The loss alone."""
+
+        def body(sums: Loss, chunk: Any) -> tuple[Loss, None]:
+            chunk_h, chunk_inputs = chunk
+            product = logits_product(chunk_h, table)
+            return _add(sums, self.loss_of(product, chunk_inputs)), None
+
+        if self.chunks.count == 1:
+            return self.loss_of(logits_product(h, table), inputs)
+        zeros = self._zeros(h, table, inputs)
+        chunks = self._split((h, inputs))
+        sums, _ = jax.lax.scan(body, zeros, chunks)
+        return sums
+
+    def by_position(
+        self, values_of: Callable[[jax.Array, Any], jax.Array], h: jax.Array, table: jax.Array, inputs: Any
+    ) -> jax.Array:
+        """`values_of(product of hidden states and table, inputs)` of each position, [B, S]."""
+        if self.chunks.count == 1:
+            return values_of(logits_product(h, table), inputs)
+
+        def chunk_values(chunk: Any) -> jax.Array:
+            chunk_h, chunk_inputs = chunk
+            return values_of(logits_product(chunk_h, table), chunk_inputs)
+
+        chunk_stack = jax.lax.map(chunk_values, self._split((h, inputs)))
+        return self._join(chunk_stack)
+
+    def loss_and_gradients(
+        self, h: jax.Array, table: jax.Array, inputs: Any, *, of_table: bool
+    ) -> tuple[Loss, jax.Array, jax.Array | None]:
+        """(loss, gradient of h, gradient of the table or None), each gradient in the dtype of its array."""
+        count = self.chunks.count
+        # Groups are for the table's gradient. Without it one group of all chunks is enough.
+        groups = self.chunks.groups if of_table else 1
+        zeros = self._zeros(h, table, inputs)
+        chunks = self._split((h, inputs))
+        if groups == 1:
+            grad_dtype = table.dtype if of_table else None
+            loss, h_grads, table_grad = self._group(zeros, chunks, table, grad_dtype)
+            return loss, self._join(h_grads), table_grad
+        # In float32. A loop cannot carry partial sums, so each group's is reduced over devices.
+        sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
+
+        def body(sums: tuple[Loss, jax.Array], group: Any) -> tuple[tuple[Loss, jax.Array], jax.Array]:
+            loss_sum, table_sum = sums
+            loss, h_grads, table_grad = self._group(loss_sum, group, table, sum_dtype)
+            assert table_grad is not None
+            return (loss, self._as_table(table_sum + table_grad)), h_grads
+
+        table_zeros = self._as_table(jnp.zeros(table.shape, sum_dtype))
+        grouped = jax.tree.map(lambda x: x.reshape(groups, count // groups, *x.shape[1:]), chunks)
+        sums, h_grads = jax.lax.scan(body, (zeros, table_zeros), grouped)
+        loss, table_sum = sums
+        # The loop stacks groups of chunks, [groups, count / groups, ...].
+        h_grads = h_grads.reshape(count, *h_grads.shape[2:])
+        return loss, self._join(h_grads), table_sum.astype(table.dtype)
+
+    def _group(
+        self,
+        loss: Loss,
+        chunks: Any,
+        table: jax.Array,
+        dtype: Any,
+    ) -> tuple[Loss, jax.Array, jax.Array | None]:
+        """Adds the loss of a group of chunks [chunks, B, S / chunks, ...] to `loss`, and takes their gradients.
+
+        Returns:
+            (the sum of losses, the gradients of the chunks' hidden states, the table's gradient in `dtype`; None where
+            that is None).
+        """
+
+        def body(loss: Loss, chunk: Any) -> tuple[Loss, tuple[jax.Array, jax.Array | None]]:
+            h, inputs = chunk
+            product = logits_product(h, table)
+            loss_and_grad = jax.value_and_grad(self.loss_of, has_aux=True)
+            chunk_loss, product_grad = loss_and_grad(product, inputs)
+            # In the compute dtype, as activations' gradients are everywhere.
+            product_grad = product_grad.astype(h.dtype)
+            h_grad = jnp.einsum("bsv,vd->bsd", product_grad, table)
+            table_factor = None if dtype is None else product_grad
+            return _add(loss, chunk_loss), (h_grad, table_factor)
+
+        hidden, _ = chunks
+        if hidden.shape[0] == 1:
+            only_chunk = jax.tree.map(lambda x: x[0], chunks)
+            loss, chunk_grads = body(loss, only_chunk)
+            h_grads, product_grads = jax.tree.map(lambda x: x[None], chunk_grads)
+        else:
+            loss, (h_grads, product_grads) = jax.lax.scan(body, loss, chunks)
+        if product_grads is None:
+            return loss, h_grads, None
+        # One product for the whole group, so that its sum over devices is one all-reduce.
+        with jax.named_scope("gradient"):
+            table_grad = jnp.einsum(
+                "cbsv,cbsd->vd",
+                product_grads,
+                hidden,
+                preferred_element_type=dtype,
+            )
+            return loss, h_grads, self._as_table(table_grad)
+
+    def _as_table(self, grad: jax.Array) -> jax.Array:
+        """Shards the gradient as the table is stored; there the devices' partial sums are added up."""
+        return self.ctx.constrain(grad, "model", "fsdp")
+
+    def _split(self, tree: Any) -> Any:
+        """[B, S, ...] -> [chunks, B, S / chunks, ...]."""
+        count = self.chunks.count
+
+        # A chunk holds the positions i, i + chunks, ...: an equal part of every seq shard.
+        def split(x: jax.Array) -> jax.Array:
+            batch, length, *inner = x.shape
+            strided = x.reshape(batch, length // count, count, *inner)
+            chunks = jnp.moveaxis(strided, 2, 0)
+            inner_axes = (None,) * len(inner)
+            return self.ctx.constrain(chunks, None, BATCH_AXES, "seq", *inner_axes)
+
+        return jax.tree.map(split, tree)
+
+    @staticmethod
+    def _join(chunks: jax.Array) -> jax.Array:
+        """The inverse of `_split`."""
+        strided = jnp.moveaxis(chunks, 0, 2)
+        return strided.reshape(strided.shape[0], -1, *strided.shape[3:])
+
+    def _zeros(self, h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
+        """Zeros in the structure of what `loss_of` returns."""
+
+        def whole(h: jax.Array, table: jax.Array, inputs: Any) -> Loss:
+            return self.loss_of(logits_product(h, table), inputs)
+
+        # Only shapes: nothing of this enters the program.
+        shapes = jax.eval_shape(whole, h, table, inputs)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _no_grad(inputs: Any) -> Any:
+    """The cotangents of inputs such as targets and weights: zeros."""
+
+    def zeros(x: jax.Array) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.zeros_like(x)
+        # float0 is JAX's dtype for cotangents of integers.
+        return np.zeros(x.shape, jax.dtypes.float0)
+
+    return jax.tree.map(zeros, inputs)

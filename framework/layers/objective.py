@@ -1,0 +1,70 @@
+"""Objective: what the head of a language model minimizes in place of the next tokens' cross-entropy.
+
+The head knows this interface alone; `framework.objectives` has the objectives. One objective is a function of all
+positions of a microbatch, so it may add up the log-probabilities of a sequence, or compare two sequences of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+
+from framework.layers.base import Context
+from framework.layers.chunked_loss import Chunks, Loss
+from framework.layout import Nested
+
+
+class Head(Protocol):
+    """What an objective may ask of the head; see `framework.layers.head.LMHead`."""
+
+    softcap: float | None
+
+    def log_probs(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
+        """f32[B, S], the log-probability of each target."""
+        ...
+
+    def normed(self, weights: Nested, x_BSD: jax.Array, ctx: Context) -> jax.Array:
+        """The final norm's output, [B, S, D]."""
+        ...
+
+    def chunks(self, batch: int, length: int, ctx: Context) -> Chunks:
+        """The chunks in which logits of [batch, length] positions are made."""
+        ...
+
+
+class Objective:
+    """The base of objectives.
+
+    Attributes:
+        arrays: names of the batch's arrays that it reads, beside tokens, targets and weights.
+        unit: of the loss that is reported, such as "nats per pair".
+    """
+
+    arrays: tuple[str, ...] = ()
+    unit: str = "nats per token"
+
+    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
+        """The loss of ctx.batch, and metrics by name.
+
+        Args:
+            head: whose input this is.
+            weights: the head's, prepared.
+            x_BSD: what the last layer gives.
+            ctx: losses and metrics are divided by ctx.num_targets (counted tokens of the global batch) or by
+                ctx.num_sequences (counted sequences of the global batch), so microbatches add up to their batch. In an
+                evaluation both are 1, and sums leave.
+
+        Returns:
+            (f32 scalar, {name: f32 scalar}); metrics have no gradient.
+        """
+        raise NotImplementedError
+
+    def summary(self, totals: dict[str, float]) -> dict[str, float]:
+        """What an evaluation reports, "loss" among it.
+
+        Args:
+            totals: sums over the evaluated batches of the metrics, of "loss", and of "tokens" and "sequences", the
+                numbers of those that count.
+        """
+        raise NotImplementedError

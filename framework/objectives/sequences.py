@@ -1,0 +1,35 @@
+"""Sums over the sequences of a row, and pairs of sequences.
+
+A row holds several sequences one after the other, masked from each other: position s belongs to number segments_BS[s],
+1, 2, ... in each row; 0 is padding. In a row of pairs, the odd numbers are the sequences that were chosen, and each is
+followed by the one that was rejected.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+
+
+class Pairs(NamedTuple):
+    """Values of the sequences of pairs, each [B, P]; those of pairs that are not there are zeros."""
+
+    chosen: jax.Array
+    rejected: jax.Array
+
+
+def sequence_sums(values_BS: jax.Array, segments_BS: jax.Array) -> jax.Array:
+    """The sums of values over each sequence, [B, N]; entry n is of segment n + 1, and N is even and at least S."""
+    length = values_BS.shape[1]
+    num_sequences = length + length % 2
+    # Padding has the number 0, whose sum is dropped.
+    row_sums = partial(jax.ops.segment_sum, num_segments=num_sequences + 1)
+    sums_BN = jax.vmap(row_sums)(values_BS, segments_BS)
+    return sums_BN[:, 1:]
+
+
+def pairs_of(values_BN: jax.Array) -> Pairs:
+    """The values of chosen and rejected sequences, from those of all sequences."""
+    return Pairs(chosen=values_BN[:, 0::2], rejected=values_BN[:, 1::2])

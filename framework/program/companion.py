@@ -1,0 +1,72 @@
+"""Companion: what adds arrays to a batch before a step sees it, by another model or by the one that is trained.
+
+A reference adds the log-probabilities that preferences are compared with, a teacher its likeliest tokens, rollouts the
+answers that the model itself gives and what they are worth. `framework.companions` has these; `Program.step` and
+`Program.evaluate` ask them. So no schedule knows of a second model: the step's batch has arrays like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from framework.data.batches import Shapes
+from framework.program.rows import Batch
+from framework.schedules.layerwise.programs import Compile, Ledger
+
+if TYPE_CHECKING:
+    from framework.program.experiment import Experiment
+    from framework.program.program import Program
+
+Tell = Callable[[str], None]
+
+
+class Companion:
+    """The base of companions; building one touches no device and no file."""
+
+    def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
+        """Returns the arrays of a batch as a step, or an evaluation, sees it.
+
+        Args:
+            delivered: those that the data pipeline gives.
+            evaluation: they are of an evaluation.
+        """
+        raise NotImplementedError
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises ValueError when the companion does not fit model, data or memory; nothing is read."""
+
+    def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
+        """Makes it ready, once data is set up and before the program's state exists: the devices are empty.
+
+        Every process calls this.
+
+        Args:
+            program: whose batches are completed.
+            workdir: a local folder, where it may keep what it computes once.
+            begins: the run has no checkpoint yet.
+            tell: prints a line above the progress.
+
+        Raises:
+            FileNotFoundError, ValueError: what it needs is not there, or is of another model.
+        """
+
+    def completed(self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+        """Returns the batch with all arrays of `arrays`.
+
+        Args:
+            program: as `open` was given it.
+            state: the running state; it stays.
+            batch: what the data delivered, on the devices.
+            group: of the state, whose weights count where the model itself is asked: "parameter" or "ema".
+        """
+        raise NotImplementedError
+
+    def rehearsed(self, program: Program, compile: Compile) -> dict[str, Ledger]:
+        """Compiles what `completed` runs with `compile`, also for a machine that is not here: {name: what it needs}.
+
+        Nothing is opened for that. The bytes of arrays that live beside the state, such as a reference's weights in
+        host memory, are in the ledgers.
+        """
+        return {}
