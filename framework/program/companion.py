@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from framework.data.batches import Shapes
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 
-if TYPE_CHECKING:
-    from framework.program.experiment import Experiment
-    from framework.program.program import Program
-
 Tell = Callable[[str], None]
 
 
 class Companion:
-    """The base of companions; building one touches no device and no file."""
+    """The base of companions; building one touches no device and no file.
+
+    `experiment` is a `framework.program.experiment.Experiment`, `program` a `framework.program.program.Program`: these
+    files import this one, and so are not named as types here.
+    """
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
         """Returns the arrays of a batch as a step, or an evaluation, sees it.
@@ -34,10 +34,10 @@ class Companion:
         """
         raise NotImplementedError
 
-    def check(self, experiment: Experiment) -> None:
+    def check(self, experiment: Any) -> None:
         """Raises ValueError when the companion does not fit model, data or memory; nothing is read."""
 
-    def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
+    def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """Makes it ready, once data is set up and before the program's state exists: the devices are empty.
 
         Every process calls this.
@@ -52,7 +52,7 @@ class Companion:
             FileNotFoundError, ValueError: what it needs is not there, or is of another model.
         """
 
-    def completed(self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+    def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
         """Returns the batch with all arrays of `arrays`.
 
         Args:
@@ -63,7 +63,7 @@ class Companion:
         """
         raise NotImplementedError
 
-    def rehearsed(self, program: Program, compile: Compile) -> dict[str, Ledger]:
+    def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
         """Compiles what `completed` runs with `compile`, also for a machine that is not here: {name: what it needs}.
 
         Nothing is opened for that. The bytes of arrays that live beside the state, such as a reference's weights in

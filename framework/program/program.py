@@ -74,7 +74,7 @@ class Program:
             check_calibrated_dtypes(experiment.model)
         specs = experiment.state_specs()
         self.checkpoint_layout = StateLayout(specs, self.mesh)
-        self._rows = BatchRows(experiment, self.checkpoint_layout)
+        self._rows = BatchRows(experiment.data, experiment.batch_arrays, self.checkpoint_layout)
         self.ahead = Ahead()
         kind = execution_type(experiment.memory) if training else Whole
         # Where nothing is trained, stacks are whole.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from framework.data.batches import Pipeline, Shapes
 from framework.layers.base import batch_specs
 from framework.layout import StateLayout, TensorSpec
-
-if TYPE_CHECKING:
-    from framework.program.experiment import Experiment
 
 Batch = dict[str, jax.Array]  # global arrays [B, ...] by name
 
@@ -22,28 +21,30 @@ class BatchRows:
     """The rows of a batch on the mesh of a layout.
 
     Args:
-        experiment: whose batches they are.
+        data: whose batches they are.
+        arrays: `Experiment.batch_arrays`, the arrays of a batch as a step sees them.
         layout: knows the mesh, and how arrays of a batch are sharded over it.
     """
 
-    def __init__(self, experiment: Experiment, layout: StateLayout):
-        self._experiment = experiment
+    def __init__(self, data: Pipeline, arrays: Callable[..., Shapes], layout: StateLayout):
+        self._data = data
+        self._arrays = arrays
         self._layout = layout
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """The specs of the arrays of one global batch as the training step sees it, by name."""
-        return batch_specs(self._experiment.batch_arrays())
+        return batch_specs(self._arrays())
 
     @property
     def evaluation_specs(self) -> dict[str, TensorSpec]:
         """The specs of the arrays of one global evaluation batch, by name."""
-        return batch_specs(self._experiment.batch_arrays(evaluation=True))
+        return batch_specs(self._arrays(evaluation=True))
 
     @property
     def delivered_specs(self) -> dict[str, TensorSpec]:
         """The specs of the arrays of one global evaluation batch as the data gives it, before a companion."""
-        return batch_specs(self._experiment.data.arrays(evaluation=True))
+        return batch_specs(self._data.arrays(evaluation=True))
 
     @cached_property
     def sharding(self) -> dict[str, NamedSharding]:
@@ -75,7 +76,7 @@ class BatchRows:
 
     def put(self, local: dict[str, np.ndarray]) -> Batch:
         """This process's rows of a batch (host arrays [R, ...]) as global arrays [B, ...]."""
-        size = self._experiment.data.global_batch_size
+        size = self._data.global_batch_size
         shardings = {name: self.sharding[name] for name in local}
         if len(self.local) == size:
             return jax.device_put(local, shardings)
