@@ -168,14 +168,19 @@ class CausalLM(Chain):
         weights = self.head_weights(params, ctx, specs)
         return self.head.log_probs(weights, carry, ctx)
 
+    def counts(self, batch: Nested) -> dict[str, jax.Array]:
+        """Those of the head's objective."""
+        objective = self.head.objective
+        return {} if objective is None else objective.counts(batch)
+
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
         """Nats over counted targets, their number, and their bytes if the batch has those.
 
-        With an objective: its loss and metrics, and the numbers of counted targets and sequences.
+        With an objective: its loss and metrics, the numbers of counted targets and sequences, and its own counts.
         """
         if self.head.objective is not None:
             assert out.loss is not None
-            sums = {"loss": out.loss, "tokens": jnp.sum(batch["weights"])}
+            sums = {"loss": out.loss, "tokens": jnp.sum(batch["weights"]), **self.counts(batch)}
             if "ends" in batch:
                 sums["sequences"] = jnp.sum(batch["ends"])
             for name, value in out.metrics.items():
