@@ -28,17 +28,7 @@ from framework.data.tokenizers import Tokenizer
 _CHUNK_BYTES = 1 << 20
 
 # Folders of an installation that StdlibSource leaves out: tests, and packages that were added.
-_LEFT_OUT = frozenset(
-    {
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "_bundled",
-    }
-)
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 
 
 class TextSource(abc.ABC):
