@@ -13,6 +13,7 @@ from framework.config.names import ConfigError, choices_in, did_you_mean, resolv
 # {module: the components that are marked in it}. Written down, as a search would import every module;
 # tests/config/test_short_names.py compares it with what is marked.
 _COMPONENTS = {
+    "framework.companions.reference": ("Reference",),
     "framework.config.config": ("reference",),
     "framework.data.chats": ("ChatSource",),
     "framework.data.held_out": ("TextPart", "TokenPart"),
@@ -51,6 +52,8 @@ _COMPONENTS = {
     "framework.learner.rules": ("Rule",),
     "framework.models.causal_lm": ("CausalLM",),
     "framework.models.flow": ("Flow",),
+    "framework.objectives.preferences": ("DPO", "IPO", "ORPO", "SimPO"),
+    "framework.objectives.thumbs": ("KTO",),
     "framework.optimizers.adalomo": ("adalomo",),
     "framework.optimizers.adam_mini": ("adam_mini",),
     "framework.optimizers.learning_rates": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),

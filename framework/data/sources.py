@@ -28,17 +28,7 @@ from framework.data.tokenizers import Tokenizer
 _CHUNK_BYTES = 1 << 20
 
 # Folders of an installation that StdlibSource leaves out: tests, and packages that were added.
-_LEFT_OUT = frozenset(
-    {
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "_bundled",
-    }
-)
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 
 
 class TextSource(abc.ABC):
@@ -113,12 +103,7 @@ class ExampleSource(TextSource):
 
     @abc.abstractmethod
     def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> Examples:
-        """Returns the rows of the tokens that `codec` made.
-
-        Args:
-            stream: the tokens.
-            seq_len: S.
-            seed: decides the order in which documents are taken for packing; None takes them in the stream's order.
+        """Returns the rows of the tokens that `codec` made; the arguments are those of Examples.
 
         Raises:
             ValueError: a document does not fit, or none does.
@@ -260,10 +245,7 @@ def text_field(record: Any, field: str) -> str:
 
 
 def rows_of_file(file: DataFile) -> Iterator[tuple[str, Any]]:
-    """Yields (place, row) of each row of a file: Parquet where its name ends so, JSON lines otherwise.
-
-    Raises the errors of `parquet_rows` and `json_rows`.
-    """
+    """Yields (place, row) of each row of a file, as `parquet_rows` where its name ends so, otherwise as `json_rows`."""
     return parquet_rows(file) if file.path.endswith(".parquet") else json_rows(file)
 
 
