@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import configs
 from launch.evaluate import main as evaluate
 from tests.support.runs import ROOT, losses, output, rows, several, start, write_text
 
@@ -67,6 +68,7 @@ def test_a_kill_in_training_goes_on_with_what_is_stored(calm: Path, text, tmp_pa
     assert (workdir / FACTS).stat().st_mtime_ns == written
     assert losses(workdir) == losses(calm)
     # The verb takes the stored values too.
+    configs.load(f"{HALVES}:dpo")  # a class of a user's file is known by then
     scores = tmp_path / "scores.json"
     assert evaluate([f"--workdir={workdir}", "--validation", f"--json={scores}"]) == 0
     last = evaluations(calm)[-1]
