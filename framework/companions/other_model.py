@@ -105,6 +105,11 @@ class OtherModel:
             raise ValueError(f"{self.what} is not loaded: call the companion's open() before a step or an evaluation")
         return self._forward(self._state, batch, after)
 
+    @property
+    def hosted_bytes(self) -> int:
+        """The bytes of its weights in host memory, of one device."""
+        return self._forward.hosted_bytes
+
     def rehearsed(self, compile: Compile, *, beside: int) -> Ledger:
         """What a call needs with all weights, on the device and on the host; nothing is loaded.
 
