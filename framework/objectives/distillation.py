@@ -1,4 +1,4 @@
-"""Distillation: a student learns the distribution of a teacher, of which the likeliest tokens of each position are known.
+"""Distillation: a student learns the distribution of a teacher, of which each position's likeliest tokens are known.
 
 The teacher's arrays of a batch are added by `framework.companions.teacher`:
 
