@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from framework.devices.executables import HostBytes, compiled
 from framework.layers.base import Context, batch_specs
 from framework.layers.head import LMHead
-from framework.layout import Nested, merge
+from framework.layout import Group, Nested, merge
 from framework.models.causal_lm import CausalLM
 from framework.program.program import Program
 from framework.program.rows import Batch
@@ -22,7 +22,7 @@ from framework.schedules.step import microbatches
 
 # (head, its prepared weights, x_BSD before the final norm, context) -> {name: array [B, S, ...]}.
 HeadFunction = Callable[[LMHead, Nested, jax.Array, Context], dict[str, jax.Array]]
-_GROUPS = ("frozen", "buffer")
+_GROUPS: tuple[Group, ...] = ("frozen", "buffer")
 
 
 def log_probs_as(name: str) -> HeadFunction:
@@ -72,7 +72,7 @@ class Forward:
         self.program = program
         self._function = function
         self._what = what
-        self._groups = (group, *_GROUPS)
+        self._groups: tuple[Group, ...] = ("ema" if group == "ema" else "parameter", *_GROUPS)
         self._change = change
         self._accumulate = accumulate
 
@@ -91,21 +91,31 @@ class Forward:
         jax.block_until_ready(after)
         return jax.block_until_ready(self._compiled(*weights, delivered))
 
-    def rehearsed(self, compile: Compile, *, beside_state: bool) -> Ledger:
-        """Compiles the function with `compile`: what a call needs on the device, the training state left out.
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes of the weights in a device's memory."""
+        return sum(self.program.layout.bytes_per_device(group, "device") for group in self._groups)
+
+    @property
+    def hosted_bytes(self) -> int:
+        """The bytes of the weights in host memory, of one device."""
+        return sum(self.program.layout.bytes_per_device(group, "pinned_host") for group in self._groups)
+
+    def rehearsed(self, compile: Compile, *, beside: int) -> Ledger:
+        """Compiles the function with `compile`: what a call needs.
 
         Args:
-            compile: see `Compile`.
-            beside_state: the weights are no part of the training state, so they count.
+            compile: see `Compile`. What it compiles for the devices that are here is what is called.
+            beside: bytes on a device that are there as well, and are no arguments.
         """
-        layout = self.program.layout
-        hosted = sum(layout.bytes_per_device(group, "pinned_host") for group in self._groups)
-        resident = sum(layout.bytes_per_device(group, "device") for group in self._groups)
+        hosted = self.hosted_bytes
         run = compile(self._lowered(), HostBytes(arguments=hosted))
+        if run.run is not None:
+            self.__dict__["_compiled"] = run.run
         ledger = Ledger()
-        ledger.count(run, run.peak if beside_state else run.peak - resident)
-        ledger.host_peak = run.host_temp + (hosted if beside_state else 0)
-        # Each hosted weight is brought once for each part of the batch.
+        ledger.count(run, run.peak + beside)
+        ledger.host_peak = run.host_temp
+        # Each weight in host memory is brought once for each part of the batch.
         ledger.moved = max(run.moved, hosted * self._accumulate)
         return ledger
 

@@ -23,6 +23,7 @@ from framework.program.experiment import Experiment
 from framework.program.program import Program
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
+from framework.schedules.memory import Memory
 from framework.terminal.phases import SHORT, phase
 
 
@@ -54,7 +55,7 @@ class OtherModel:
         self.path = path
         self.name = name
         self.what = what
-        self._run = program
+        self.run = program
         try:
             experiment = _experiment(program.experiment, path)
             self.program = Program(
@@ -94,6 +95,11 @@ class OtherModel:
                 state = self.program.init()
         self._state = {group: state[group] for group in ("parameter", "frozen", "buffer")}
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it has its weights."""
+        return self._state is not None
+
     def unload(self) -> None:
         """Lets the weights go."""
         self._state = None
@@ -104,13 +110,25 @@ class OtherModel:
             raise ValueError(f"{self.what} is not loaded: call the companion's open() before a step or an evaluation")
         return self._forward(self._state, batch, after)
 
-    def rehearsed(self, compile: Compile) -> Ledger:
-        """What a call needs with all weights, on the device and on the host; nothing is loaded."""
-        return self._forward.rehearsed(compile, beside_state=True)
+    @property
+    def hosted_bytes(self) -> int:
+        """The bytes of its weights in host memory, of one device."""
+        return self._forward.hosted_bytes
+
+    def rehearsed(self, compile: Compile, *, beside: int) -> Ledger:
+        """What a call needs with all weights, on the device and on the host; nothing is loaded.
+
+        Args:
+            compile: see `Compile`.
+            beside: bytes on a device that are there as well, such as the training state's.
+        """
+        ledger = self._forward.rehearsed(compile, beside=beside)
+        ledger.host_peak += self._forward.hosted_bytes
+        return ledger
 
     def _check_tokenizer(self, place: str) -> None:
         """Raises ValueError where an id of the run's tokenizer stands for other text in the directory's."""
-        data: Any = self._run.experiment.data
+        data: Any = self.run.experiment.data
         tokenizer: Tokenizer = data.tokenizer
         if not tokenizer.has_text:
             return
@@ -126,7 +144,10 @@ class OtherModel:
 
 
 def _experiment(run: Experiment, path: str | None) -> Experiment:
-    """The experiment of the other model, on the data and the mesh of the run; nothing of it is trained."""
+    """The experiment of the other model, on the data and the mesh of the run; nothing of it is trained.
+
+    Where its weights are on the devices, those of the run's memory.parameters are in host memory here, too.
+    """
     # Plain SGD keeps no state. Its scope decides in which pieces first values are made.
     optimizer = config_for(optax.sgd, learning_rate=0.0)
     learner = config_for(Learner, optimizer=optimizer, scope=run.learner.scope)
@@ -144,6 +165,7 @@ def _experiment(run: Experiment, path: str | None) -> Experiment:
         data=run.data,
         mesh=run.mesh,
         learner=learner,
+        memory=config_for(Memory, parameters=run.memory.parameters.text),
         trainer=run.trainer,
         compiler=run.compiler,
         health=run.health,

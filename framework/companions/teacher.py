@@ -41,6 +41,7 @@ class Teacher(Companion):
         self._model: OtherModel | None = None
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
+        """See `Companion`."""
         num_rows, length = delivered["tokens"][0]
         return {**delivered, **shapes(num_rows, length, self.top_k)}
 
@@ -62,45 +63,59 @@ class Teacher(Companion):
                 "framework.objectives.distillation.Distillation"
             )
 
+    def check_files(self, program: Any) -> None:
+        """See `Companion`: the folder's facts, or the headers and the tokenizer of the model."""
+        if self.kind == "stored":
+            self._rows = self._opened(program)
+        else:
+            self._live(program).check_files()
+
     def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
-        """Opens the folder, or loads the weights; see `Companion.open`."""
+        """See `Companion`."""
         if self.kind == "live":
-            self._model = self._live(program)
-            self._model.check_files()
-            self._model.load()
+            self._live(program).load()
             return
-        self._rows = self._opened(program)
+        if self._rows is None:
+            self._rows = self._opened(program)
         facts = self._rows.facts
         tell(
             f"teacher: {self.path} has {self._rows.num_rows:,} rows of {facts.seq_len} tokens, the likeliest "
             f"{facts.top_k} of each, weights {facts.weights[:12]}"
         )
 
+    def is_open(self, program: Any) -> bool:
+        """See `Companion`."""
+        if self.kind == "stored":
+            return self._rows is not None
+        return self._model is not None and self._model.run is program and self._model.is_loaded
+
     def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+        """See `Companion`."""
         if self.kind == "live":
-            if self._model is None:
-                self.open(program, Path(), begins=False, tell=lambda line: None)
-            assert self._model is not None
-            return {**batch, **self._model(batch)}
-        # Whoever evaluates a trained model opens no run.
-        if self._rows is None:
-            self._rows = self._opened(program)
+            return {**batch, **self._live(program)(batch, after=state.get("counter", ()))}
         return {**batch, **program.put(self._stored(program, batch))}
 
+    def host_bytes(self, program: Any) -> int:
+        """See `Companion`: the weights of a live teacher."""
+        return self._live(program).hosted_bytes if self.kind == "live" else 0
+
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
-        """The teacher's forward pass, where it is live."""
+        """See `Companion`: a live teacher's forward pass, in each step."""
         if self.kind == "stored":
             return {}
-        return {"the teacher": self._live(program).rehearsed(compile)}
+        state_bytes = program.layout.bytes_per_device(memory_kind="device")
+        return {"teacher": self._live(program).rehearsed(compile, beside=state_bytes)}
 
     def _live(self, program: Any) -> OtherModel:
-        """The model in host memory; nothing is loaded. Raises ValueError: its vocabulary is smaller than K."""
-        vocab_size = program.experiment.language_model.vocab_size
-        function = likeliest(self.top_k, vocab_size)
+        """The model in host memory. Raises ValueError: its vocabulary is smaller than K."""
+        if self._model is not None and self._model.run is program:
+            return self._model
+        function = likeliest(self.top_k, program.experiment.language_model.vocab_size)
         model = OtherModel(program, function, path=self.path, name="companion.path", what="the teacher")
-        their_size = model.program.experiment.language_model.vocab_size
-        if self.top_k > their_size:
-            raise ValueError(f"companion.top_k = {self.top_k}: the teacher {self.path} has {their_size} tokens")
+        vocab_size = model.program.experiment.language_model.vocab_size
+        if self.top_k > vocab_size:
+            raise ValueError(f"companion.top_k = {self.top_k}: the teacher {self.path} has {vocab_size} tokens")
+        self._model = model
         return model
 
     def _opened(self, program: Any) -> TeacherRows:

@@ -48,6 +48,7 @@ class Program:
     Attributes:
       execution: how the state lies in memory, and the compiled functions.
       devices: of the mesh, as they were given.
+      training: as it was given.
       checkpoint_layout: the layout of checkpoints, which are the same for every schedule.
       calibrates: whether a first batch decides first values (Salimans and Kingma 2016, arXiv 1602.07868).
       ahead: the thread that compiles programs before they are called.
@@ -71,6 +72,7 @@ class Program:
         else:
             experiment.model.check(self.mesh, experiment.data)
         experiment.compiler.check(self.mesh)
+        self.training = training
         self.calibrates = training and experiment.model.calibrates
         if self.calibrates:
             check_calibrated_dtypes(experiment.model)
@@ -183,10 +185,19 @@ class Program:
         return self.execution.step(state, self.completed(state, batch))
 
     def completed(self, state: State, batch: Batch, *, group: str = "parameter") -> Batch:
-        """The batch as a step sees it: with the arrays that the experiment's companion adds; see `Companion`."""
+        """The batch as a step sees it: with the arrays that the experiment's companion adds; see `Companion`.
+
+        Raises:
+            ValueError: the companion is not open.
+        """
         companion = self.experiment.companion
         if companion is None:
             return batch
+        if not companion.is_open(self):
+            raise ValueError(
+                f"experiment.companion ({type(companion).__name__}) is not open: before the first step or evaluation, "
+                "call experiment.companion.open(program, workdir, begins=..., tell=print)"
+            )
         return companion.completed(self, state, batch, group=group)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_a_student_trains_on_what_is_stored(folder: Path, capsys: pytest.Capture
     assert divergences[-1] < divergences[0]
     last = next(row for row in reversed(rows) if "eval/held/kl" in row)
     capsys.readouterr()
-    # Whoever evaluates opens no run; the companion finds its files by itself.
+
     assert evaluate.main([f"--workdir={folder}/student", "--config", runs.CONFIG + ":tiny", "--validation"]) == 0
     assert f"held: loss {last['eval/held/loss']:,.6g}, kl {last['eval/held/kl']:,.6g}" in capsys.readouterr().out
     words = ["--prompt=the", "--max_new_tokens=3", f"--config={runs.CONFIG}:tiny"]
