@@ -121,10 +121,9 @@ def data_digests(leaves: list[Leaf], seq_len: int, *, masked: bool, packing_seed
     return digests
 
 
-def _files(folder: Path) -> Rows:
-    """The paths of the files, in the place of what they hold."""
-    names = ("rows", "ids", "log_probs", "tails")
-    return Rows(*(folder / f"{name}.bin" for name in names))  # pyright: ignore[reportArgumentType]
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder, in the order of what they hold in `Rows`."""
+    return [folder / f"{name}.bin" for name in ("rows", "ids", "log_probs", "tails")]
 
 
 def read_manifest(folder: Path) -> tuple[Facts, int]:

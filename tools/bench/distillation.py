@@ -4,7 +4,8 @@
 
 For each seed: `distil-tiny-teacher`, `plimsoll score` with it, `distil-tiny-alone` and `distil-tiny`, in
 WORKDIR/NAME-SEED; a run that is there already is not made again, and one that was stopped goes on. Both students read
-the same rows in the same order. Prints a table of nats per byte of held-out text. Under five minutes a seed on two free CPU cores.
+the same rows in the same order. Prints a table of nats per byte of held-out text. Under five minutes a seed on two free
+CPU cores.
 """
 
 from __future__ import annotations
