@@ -34,13 +34,13 @@ def distil_tiny_teacher() -> Config:
 
 def distil_tiny_alone() -> Config:
     """A 0.5M-parameter Llama-like model of bytes of a fiftieth of the standard library: distil-tiny without teacher."""
-    return _experiment(layers=2, steps=300, share=0.02)
+    return _experiment(layers=2, steps=400, share=0.02)
 
 
 def distil_tiny() -> Config:
     """A 0.5M-parameter student of distil-tiny-teacher; companion.path is the folder of `plimsoll score`."""
     config = distil_tiny_alone()
-    config.model.head.objective = config_for(Distillation, alpha=0.1)
+    config.model.head.objective = config_for(Distillation, alpha=0.0, temperature=2.0)
     config.companion = config_for(Teacher, path="runs/distil-tiny-scores", top_k=_TOP_K)
     return config
 
@@ -68,7 +68,8 @@ def _experiment(*, layers: int, steps: int, share: float) -> Config:
         trainer=config_for(
             TrainerOptions,
             max_steps=steps,
-            eval_every=None,
+            # Four times, so that a student that has begun to learn its text by heart shows.
+            eval_every=max(1, steps // 4),
             # Of the held-out part 131 thousand bytes, the same for teacher and students.
             eval_batches=64,
             save_every=steps,
