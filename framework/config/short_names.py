@@ -44,6 +44,7 @@ _COMPONENTS = {
     "framework.layers.mlp": ("MLP",),
     "framework.layers.norm": ("LayerNorm", "RMSNorm"),
     "framework.layers.rotary": ("LinearScaling", "Llama3Scaling", "Rotary"),
+    "framework.layers.score_head": ("ScoreHead",),
     "framework.layers.stack": ("Stack",),
     "framework.layers.yarn": ("YarnScaling",),
     "framework.learner.learner": ("Learner",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -65,6 +66,24 @@ def pack(
         batch["positions"] = is_used * (column_S - document_start)
         batch["segments"] = is_used * np.cumsum(opens_document, axis=1, dtype=np.int32)
     return batch
+
+
+class Rows(Protocol):
+    """The rows of a source.
+
+    Attributes:
+        num_rows: all rows.
+        num_whole: rows that training uses.
+        note: a remark for the start table.
+    """
+
+    num_rows: int
+    num_whole: int
+    note: str
+
+    def row(self, index: int) -> Batch:
+        """Returns arrays [S]; from num_rows on they are nothing but padding."""
+        ...
 
 
 class Windows:
@@ -134,7 +153,7 @@ class Conversations:
         self._spans = np.stack([starts, stops], 1)[has_target]
         # Columns that a conversation takes in a row: n tokens are n - 1 pairs of input and target.
         lengths = self._spans[:, 1] - self._spans[:, 0] - 1
-        self._rows = _packed_rows(lengths, seq_len, seed)
+        self._rows = packed_rows(lengths, seq_len, seed)
         self.num_whole = self.num_rows = len(self._rows)
         padding = 1 - lengths.sum() / max(1, self.num_rows * seq_len)
         num_cut = np.sum((ends > stops) & has_target)
@@ -167,7 +186,7 @@ class Conversations:
         return row
 
 
-def _packed_rows(lengths: np.ndarray, seq_len: int, seed: int | None) -> list[np.ndarray]:
+def packed_rows(lengths: np.ndarray, seq_len: int, seed: int | None) -> list[np.ndarray]:
     """Returns the conversations (indices of `lengths`) of each row."""
     order: Sequence[int] | np.ndarray = range(len(lengths))
     if seed is not None:

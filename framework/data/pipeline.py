@@ -29,6 +29,7 @@ from framework.data.sources import Leaf, Mixture, TextSource, TokenMemmap, leave
 from framework.data.token_files import TokenStream
 from framework.data.tokenize import write_tokens
 from framework.data.tokenizers import Tokenizer
+from framework.data.whole_sequences import SequenceSource, WholeSequences
 from framework.files.workdir import write_json
 from framework.terminal.phases import phase
 from framework.terminal.tables import human_bytes
@@ -121,6 +122,7 @@ class DataPipeline(Pipeline):
         self.validation_leaves: dict[str, Leaf] = {}
         for name, config in validation.items():
             self.validation_leaves[name] = _validation_leaf(name, config)
+        self.scored_source = self._scored_source()
         for leaf in self.leaves:
             if not isinstance(leaf.source, ChatSource):
                 continue
@@ -131,6 +133,36 @@ class DataPipeline(Pipeline):
                 )
             # Several conversations share a row, so each must be masked from its neighbours.
             self.document_mask = True
+
+    def _scored_source(self) -> SequenceSource | None:
+        """The first source where all are of sequences that are scored, None where none is.
+
+        Raises:
+            ValueError: some sources are, or they differ in what a row is.
+        """
+        sources = [leaf.source for leaf in self.leaves]
+        first_source = sources[0]
+        if not any(isinstance(source, SequenceSource) for source in sources):
+            return None
+        for leaf, source in zip(self.leaves, sources, strict=True):
+            is_alike = isinstance(source, SequenceSource) and isinstance(first_source, SequenceSource)
+            if not is_alike or (source.classes, source.num_sequences) != (
+                first_source.classes,
+                first_source.num_sequences,
+            ):
+                raise ValueError(
+                    f"{leaf.label}: {type(source).__name__} beside {type(first_source).__name__}; expected sources of "
+                    "scored sequences alone, all of the same classes or all of pairs"
+                )
+        assert isinstance(first_source, SequenceSource)
+        # Several sequences share a row, so each must be masked from its neighbours.
+        self.document_mask = True
+        return first_source
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes of labelled sequences; None for other data."""
+        return None if self.scored_source is None else self.scored_source.classes
 
     @property
     def validation_names(self) -> list[str]:
@@ -223,6 +255,12 @@ class DataPipeline(Pipeline):
             if not leaf.rows.num_rows:
                 raise ValueError(f"no conversation has an answer within data.seq_len={self.seq_len}")
             return
+        if isinstance(source, SequenceSource):
+            codec = source.codec(self.tokenizer)
+            leaf.rows = WholeSequences(leaf.stream, codec, self.seq_len, self.seed if is_training else None)
+            if not leaf.rows.num_rows:
+                raise ValueError(f"no pair has at most data.seq_len={self.seq_len} tokens")
+            return
         num_tokens = leaf.stream.num_tokens
         # Training reads only rows with all S targets. An evaluation pads, so one target will do:
         # it takes two tokens, as the first token of a stream is never predicted.
@@ -278,14 +316,21 @@ class DataPipeline(Pipeline):
         if self.document_mask:
             names += ["positions", "segments"]
         names.append("weights")
-        if evaluation and self.tokenizer.has_text:
+        if self.scored_source is not None:
+            names += ["ends"] if self.classes is None else ["ends", "labels"]
+        if evaluation and self._counts_bytes:
             names.append("bytes")
         shape = (self.global_batch_size, self.seq_len)
         shapes: Shapes = {}
         for name in names:
-            dtype = "float32" if name in ("weights", "bytes") else "int32"
+            dtype = "float32" if name in ("weights", "ends", "labels", "bytes") else "int32"
             shapes[name] = (shape, dtype)
         return shapes
+
+    @property
+    def _counts_bytes(self) -> bool:
+        """Whether an evaluation counts the bytes of its targets: of scored sequences no token is predicted."""
+        return self.tokenizer.has_text and self.scored_source is None
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
         return self.train_leaves[source].rows.row(index)
@@ -297,7 +342,7 @@ class DataPipeline(Pipeline):
 
         def read(index: int) -> Batch:
             row = rows.row(index)
-            if tokenizer.has_text:
+            if self._counts_bytes:
                 target_bytes = tokenizer.byte_lengths[row["targets"]]
                 row["bytes"] = (target_bytes * row["weights"]).astype(np.float32)
             return row
@@ -328,8 +373,9 @@ class DataPipeline(Pipeline):
             stream = leaf.stream
             rows = leaf.rows
             is_validation = leaf.name in self.validation_leaves
-            # A chat's stream counts the bytes of its JSON records, not those of the rendered text.
-            num_bytes = None if isinstance(leaf.source, ChatSource) else stream.num_bytes
+            # The stream of a chat, or of scored sequences, counts the bytes of its JSON records, not those of the text.
+            is_record = isinstance(leaf.source, ChatSource | SequenceSource)
+            num_bytes = None if is_record else stream.num_bytes
             entry = SourceReport(
                 name=leaf.name,
                 kind=type(leaf.source).__name__,
@@ -435,7 +481,7 @@ def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
     for leaf, source in text_sources:
         remaining_bytes = budget * leaf.weight / total_weight
         with located(leaf.label):
-            for document in source.documents():
+            for document in source.plain_texts():
                 yield document
                 remaining_bytes -= len(document.encode("utf-8"))
                 if remaining_bytes <= 0:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from framework.config import Config, NonNegativeInt, component, did_you_mean
 from framework.data.files import DataFile, FileHashes, digest_of, fetched, find, readable
-from framework.data.packing import Conversations, Windows
+from framework.data.packing import Rows
 from framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
 from framework.data.tokenizers import Tokenizer
 
@@ -78,6 +78,10 @@ class TextSource(abc.ABC):
         # An expression and no generator method: a missing file is then an error of this call, and
         # not of the first `next`.
         return (document for file in self.files() for document in self.read(file))
+
+    def plain_texts(self) -> Iterator[str]:
+        """Returns an iterator over texts that a tokenizer may be trained on: by default the documents."""
+        return self.documents()
 
     def contents(self, hashes: FileHashes) -> dict[str, Any]:
         """Returns what is recorded beside the tokens.
@@ -413,7 +417,7 @@ class Leaf:
     weight: float
     source: TextSource | TokenMemmap
     stream: TokenStream = field(init=False)
-    rows: Windows | Conversations = field(init=False)
+    rows: Rows = field(init=False)
 
 
 def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Iterator[Leaf]:
