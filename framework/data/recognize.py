@@ -52,12 +52,14 @@ class Recognized:
         held_out: config of the source that is evaluated.
         has_text: False for token files.
         line: what was found, and how it was split.
+        classes: the names of the classes of texts with labels; None for other data.
     """
 
     source: Config
     held_out: Config
     has_text: bool
     line: str
+    classes: list[str] | None = None
 
 
 def recognized(path: str, validation_fraction: float = 0.05) -> Recognized:
