@@ -75,13 +75,14 @@ def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
 def read_rows(path: str) -> Iterator[Row]:
     """The rows of a file. Raises ValueError, with file, row and field: a row is no text, conversation or pair."""
     from framework.data.files import find
-    from framework.data.scored import class_name, content_of, pair_of, rows_of
+    from framework.data.scored import class_name, content_of, sequences_of
+    from framework.data.sources import rows_of_file
 
     for file in find([path]):
-        for place, row in rows_of(file):
+        for place, row in rows_of_file(file):
             try:
                 if isinstance(row, dict) and {"chosen", "rejected"} & row.keys():
-                    yield Row(f"{file}, {place}", pair_of(row), None)
+                    yield Row(f"{file}, {place}", sequences_of(row), None)
                     continue
                 label = class_name(row) if isinstance(row, dict) and "label" in row else None
                 yield Row(f"{file}, {place}", [content_of(row)], label)

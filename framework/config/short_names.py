@@ -18,6 +18,7 @@ _COMPONENTS = {
     "framework.data.held_out": ("TextPart", "TokenPart"),
     "framework.data.images": ("DigitsSource", "ImageFolder", "ImagePipeline"),
     "framework.data.pipeline": ("DataPipeline",),
+    "framework.data.preferences": ("PairSource", "ThumbSource"),
     "framework.data.pretrained_tokenizer": ("PretrainedTokenizer",),
     "framework.data.sources": ("JsonLines", "Mixture", "Parquet", "StdlibSource", "TextFiles", "TokenMemmap"),
     "framework.data.tokenizers": ("BPETokenizer", "ByteTokenizer", "NoTokenizer"),

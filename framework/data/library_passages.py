@@ -49,12 +49,14 @@ class LibraryPassages(_LibrarySource):
         characters: of a passage at most.
     """
 
+    row_arrays = ("ends", "labels")
+
     def __init__(self, *, split: Literal["train", "validation"] = "train", characters: PositiveInt = 300):
         super().__init__(split, characters)
         self.classes: list[str] = ["code", "comment", "docstring"]
 
-    def rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """As SequenceSource.rows."""
+    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """As SequenceSource.scored_rows."""
         text = self.text_of(file)
         comments = [re.sub(r"(?m)^[ \t]*#+ ?", "", match[0]) for match in _COMMENT.finditer(text)]
         docstrings = [match[1] for match in _DOCSTRING.finditer(text)]
@@ -79,12 +81,13 @@ class LibraryPairs(_LibrarySource):
     """
 
     num_sequences = 2
+    row_arrays = ("ends",)
 
     def __init__(self, *, split: Literal["train", "validation"] = "train", characters: PositiveInt = 80):
         super().__init__(split, characters)
 
-    def rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """As SequenceSource.rows."""
+    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """As SequenceSource.scored_rows."""
         text = self.text_of(file)
         size = 2 * self.characters
         for start in range(0, len(text) - size + 1, size):

@@ -9,7 +9,8 @@ from framework.config import Config, config_for
 from framework.data import hub_data, local_data
 from framework.data.kinds import DataListing
 from framework.data.recognize import Recognized
-from framework.data.scored import LabelledSource, RankedSource, class_name, class_names, content_of, pair_of, rows_of
+from framework.data.scored import LabelledSource, RankedSource, class_name, class_names, content_of, sequences_of
+from framework.data.sources import rows_of_file
 from framework.files.hub_names import is_hub_url
 
 # The settings of a source that stay when it reads other files.
@@ -43,7 +44,7 @@ def recognized_scored(
     if listing.kind not in ("JSON lines", "Parquet"):
         wanted = "chosen and rejected" if pairs else "text (or messages) and label"
         raise ValueError(f"{listing.place} holds {listing.kind}; expected JSON lines or Parquet of rows with {wanted}")
-    _check_first_row(listing, pairs=pairs)
+    needs_template = _first_row_needs_template(listing, pairs=pairs)
     classes: list[str] | None = None
     if pairs:
         source = config_for(RankedSource, paths=list(listing.train))
@@ -66,19 +67,17 @@ def recognized_scored(
             config.split = part
             config.validation_fraction = validation_fraction
     line = f"data: {what} from {listing.place}: files for training: {listing.num_train}, {split}"
-    return Recognized(source, held_out, has_text=True, line=line, classes=classes)
+    return Recognized(source, held_out, has_text=True, needs_template=needs_template, line=line, classes=classes)
 
 
-def _check_first_row(listing: DataListing, *, pairs: bool) -> None:
-    """Raises ValueError where the first row of the files is none of the data that is expected."""
-    for place, row in rows_of(listing.first):
+def _first_row_needs_template(listing: DataListing, *, pairs: bool) -> bool:
+    """Whether the first row is of messages. Raises ValueError where it is none of the data that is expected."""
+    for place, row in rows_of_file(listing.first):
         try:
-            if pairs:
-                pair_of(row)
-            else:
-                content_of(row)
+            content = sequences_of(row)[0] if pairs else content_of(row)
+            if not pairs:
                 class_name(row)
         except ValueError as error:
             raise ValueError(f"{listing.first}, {place}: {error}") from error
-        return
+        return not isinstance(content, str)
     raise ValueError(f"{listing.first} holds no rows")

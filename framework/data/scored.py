@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from framework.config import Fraction, component
 from framework.data.chats import conversation
+from framework.data.comparisons import pair_of
 from framework.data.files import DataFile, find
-from framework.data.sources import json_rows, parquet_rows, split_of, text_field
+from framework.data.sources import rows_of_file, split_of, text_field
 from framework.data.whole_sequences import Content, SequenceSource
 
 
@@ -27,6 +28,8 @@ class LabelledSource(SequenceSource):
         validation_fraction: about so much of all rows is "validation".
         append_eos, pad_token_id, template_variables: see SequenceSource.
     """
+
+    row_arrays = ("ends", "labels")
 
     def __init__(
         self,
@@ -49,9 +52,9 @@ class LabelledSource(SequenceSource):
         self.pad_token_id = pad_token_id
         self.template_variables = template_variables
 
-    def rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """As SequenceSource.rows."""
-        for place, row in rows_of(file):
+    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """As SequenceSource.scored_rows."""
+        for place, row in rows_of_file(file):
             try:
                 content = content_of(row)
                 label = class_number(row, self.classes)
@@ -66,8 +69,7 @@ class LabelledSource(SequenceSource):
 class RankedSource(SequenceSource):
     """Pairs of sequences, of which one was preferred, for a reward model.
 
-    A row has "chosen" and "rejected", both a text, or both the messages of a conversation. A "prompt" beside them, a
-    text or messages, stands before each. Messages need a PretrainedTokenizer.
+    A row has "chosen" and "rejected", in the formats of PairSource. Messages need a PretrainedTokenizer.
 
     Args:
         paths, split, validation_fraction, pad_token_id, template_variables: as for LabelledSource.
@@ -75,6 +77,7 @@ class RankedSource(SequenceSource):
     """
 
     num_sequences = 2
+    row_arrays = ("ends",)
 
     def __init__(
         self,
@@ -93,21 +96,16 @@ class RankedSource(SequenceSource):
         self.pad_token_id = pad_token_id
         self.template_variables = template_variables
 
-    def rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
-        """As SequenceSource.rows."""
-        for place, row in rows_of(file):
+    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """As SequenceSource.scored_rows."""
+        for place, row in rows_of_file(file):
             try:
-                pair = pair_of(row)
+                pair = sequences_of(row)
                 part = split_of(json.dumps(pair), self.validation_fraction)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {place}: {error}") from error
             if self.split in ("all", part):
                 yield f"{file}, {place}", pair, None
-
-
-def rows_of(file: DataFile) -> Iterator[tuple[str, Any]]:
-    """Yields (place, row) of JSON lines, or of a Parquet file."""
-    return parquet_rows(file) if file.path.endswith(".parquet") else json_rows(file)
 
 
 def content_of(row: Any) -> Content:
@@ -160,7 +158,7 @@ def class_names(paths: Iterable[str]) -> list[str]:
     """
     names: set[str] = set()
     for file in find(list(paths)):
-        for place, row in rows_of(file):
+        for place, row in rows_of_file(file):
             try:
                 names.add(class_name(row))
             except ValueError as error:
@@ -170,41 +168,26 @@ def class_names(paths: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
 
 
-def pair_of(row: Any) -> list[Content]:
-    """Returns the chosen and the rejected sequence of a row, the prompt included.
+def sequences_of(row: Any) -> list[Content]:
+    """Returns the chosen and the rejected sequence of a row, each with the prompt before it.
+
+    The formats are those of `framework.data.comparisons`.
 
     Raises:
         ValueError: a field is missing, is neither text nor messages, or the two are the same. The message names it.
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, given {type(row).__name__}")
-    pair: list[Content] = []
-    for field in ("chosen", "rejected"):
-        if row.get(field) is None:
-            raise ValueError(f"no field {field!r}; expected a row with chosen and rejected")
-        pair.append(_with_prompt(row, field))
-    if pair[0] == pair[1]:
-        raise ValueError("fields 'chosen' and 'rejected' are the same; expected two different sequences")
-    return pair
-
-
-def _with_prompt(row: dict[str, Any], field: str) -> Content:
-    """Returns a sequence of a pair behind the row's prompt."""
-    prompt = row.get("prompt")
-    answer = row[field]
-    if isinstance(answer, str) and prompt is None:
-        return _text(row, field)
-    if isinstance(answer, str) and isinstance(prompt, str):
-        return _text(row, "prompt") + _text(row, field)
-    if isinstance(answer, str) and isinstance(prompt, list):
-        answer = [{"role": "assistant", "content": answer}]
-    if not isinstance(answer, list):
-        raise ValueError(f"field {field!r} is {type(answer).__name__}; expected text or messages")
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    try:
-        return conversation({"messages": [*before, *answer]})
-    except ValueError as error:
-        raise ValueError(f"field {field!r}: {error}") from error
+    pair = pair_of(row)
+    if pair.problem is not None:
+        raise ValueError(f"{pair.problem}; expected a chosen and a rejected sequence that differ")
+    sequences: list[Content] = []
+    for _, answer in pair.answers:
+        if isinstance(answer, str) and isinstance(pair.prompt, str):
+            sequences.append(pair.prompt + answer)
+        else:
+            assert isinstance(answer, list)
+            assert isinstance(pair.prompt, list)
+            sequences.append([*pair.prompt, *answer])
+    return sequences
 
 
 def _text(row: dict[str, Any], field: str) -> str:

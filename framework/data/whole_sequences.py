@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from framework.data.files import DataFile, digest_of
-from framework.data.packing import Batch, packed_rows
+from framework.data.packing import Batch, Examples
 from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer
-from framework.data.sources import TextSource
+from framework.data.sources import ExampleSource
 from framework.data.token_files import TokenStream
 from framework.data.tokenizers import Tokenizer
 
@@ -25,7 +25,7 @@ from framework.data.tokenizers import Tokenizer
 Content = str | list[Message]
 
 
-class SequenceSource(TextSource):
+class SequenceSource(ExampleSource):
     """The base of sources of sequences that are scored.
 
     Attributes:
@@ -45,7 +45,7 @@ class SequenceSource(TextSource):
     template_variables: dict[str, Any] = {}
 
     @abc.abstractmethod
-    def rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
         """Yields (place, sequences, class) of each row of a file.
 
         Raises:
@@ -54,11 +54,11 @@ class SequenceSource(TextSource):
 
     def read(self, file: DataFile) -> Iterator[str]:
         """Yields each row as JSON: [place, sequences, class]."""
-        for place, contents, label in self.rows(file):
+        for place, contents, label in self.scored_rows(file):
             yield json.dumps([place, contents, label], ensure_ascii=False)
 
-    def plain_texts(self) -> Iterator[str]:
-        """As `TextSource.plain_texts`; of conversations the messages' contents."""
+    def training_texts(self) -> Iterator[str]:
+        """Yields the texts; of conversations the messages' contents."""
         for document in self.documents():
             _, contents, _ = json.loads(document)
             for content in contents:
@@ -67,6 +67,15 @@ class SequenceSource(TextSource):
 
     def codec(self, tokenizer: Tokenizer) -> SequenceCodec:
         return SequenceCodec(tokenizer, self)
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Any will do for texts; `SequenceCodec` refuses messages without a template, with file and row."""
+
+    def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> WholeSequences:
+        rows = WholeSequences(stream, self, seq_len, seed)
+        if not rows.num_rows:
+            raise ValueError(f"no pair has at most data.seq_len={seq_len} tokens, or there is none")
+        return rows
 
 
 class SequenceCodec(Tokenizer):
@@ -141,7 +150,7 @@ class SequenceCodec(Tokenizer):
         return encoding.ids
 
 
-class WholeSequences:
+class WholeSequences(Examples):
     """Rows of whole sequences, masked from each other; both of a pair are in one row.
 
     A sequence with a class is cut after S tokens, as transformers cuts one. A pair that has more than S tokens together
@@ -149,39 +158,51 @@ class WholeSequences:
 
     Args:
         stream: of a SequenceCodec.
-        codec: that one.
+        source: whose rows they are.
         seq_len: S.
-        seed: decides the order in which sequences are taken for packing; None takes them in the stream's order.
+        seed: as for Examples.
 
     Attributes:
-        num_rows, num_whole: rows; the two are equal, as every row is used in training.
-        note: a remark for the start table: padding, and what was cut or left out.
+        note: padding, and what was cut or left out.
     """
 
-    def __init__(self, stream: TokenStream, codec: SequenceCodec, seq_len: int, seed: int | None):
-        self._seq_len = seq_len
-        self._codec = codec
-        self._has_classes = codec.source.classes is not None
+    def __init__(self, stream: TokenStream, source: SequenceSource, seq_len: int, seed: int | None):
+        assert stream.eos_id is not None
+        # The order of the special ids is that of SequenceCodec.
+        self._mark = stream.eos_id - 1
+        self._first_class = self._mark - len(source.classes or [])
+        self._has_classes = source.classes is not None
         values = stream.read(0, stream.num_tokens).astype(np.int64)
-        self._values = values
-        starts = np.flatnonzero(values == codec.eos_id) + 1
+        starts = np.flatnonzero(values == stream.eos_id) + 1
         stops = np.append(starts[1:] - 1, len(values))
-        marks = np.flatnonzero(values == codec.mark)
+        marks = np.flatnonzero(values == self._mark)
         num_marks = np.searchsorted(marks, stops) - np.searchsorted(marks, starts)
         # What stands beside the tokens: the class, or the mark between the two.
         num_tokens = stops - starts - num_marks - int(self._has_classes)
         is_long = num_tokens > seq_len
-        fits = ~is_long if codec.source.num_sequences == 2 else np.ones(len(starts), bool)
+        are_pairs = source.num_sequences == 2
+        fits = ~is_long if are_pairs else np.ones(len(starts), bool)
         self._spans = np.stack([starts, stops], 1)[fits]
         lengths = np.minimum(num_tokens, seq_len)[fits]
-        self._rows = packed_rows(lengths, seq_len, seed)
-        self.num_whole = self.num_rows = len(self._rows)
-        padding = 1 - lengths.sum() / max(1, self.num_rows * seq_len)
-        what = "pairs left out, of" if codec.source.num_sequences == 2 else "sequences cut at"
-        more = "more than " if codec.source.num_sequences == 2 else ""
+        super().__init__(stream, seq_len, lengths, seed)
+        what = "pairs left out, of more than" if are_pairs else "sequences cut at"
         self.note = (
-            f"{len(lengths):,} examples, {padding:.1%} padding, {is_long.sum():,} {what} {more}{seq_len:,} tokens"
+            f"{len(lengths):,} examples, {self.padding:.1%} padding, {is_long.sum():,} {what} {seq_len:,} tokens"
         )
+
+    def example(self, number: int) -> tuple[list[np.ndarray], int]:
+        """Returns (the token ids of each sequence of an example, its class; 0 where it has none)."""
+        start, stop = self._spans[number].tolist()
+        values = self._stream.read(start, stop).astype(np.int64)
+        label = 0
+        if self._has_classes:
+            label = int(values[0]) - self._first_class
+            values = values[1:]
+        parts = np.split(values, np.flatnonzero(values == self._mark))
+        return [part[part != self._mark][: self._seq_len] for part in parts], label
+
+    def sequences(self, example: int) -> list[np.ndarray]:
+        return self.example(example)[0]
 
     def row(self, index: int) -> Batch:
         """Returns arrays [S]: tokens, targets, weights, positions, segments, ends, and labels where there are classes.
@@ -194,25 +215,31 @@ class WholeSequences:
         row |= {name: np.zeros(self._seq_len, np.float32) for name in floats}
         start = 0
         segment = 0
-        for example in self._rows[index] if index < self.num_rows else []:
-            first, stop = self._spans[example].tolist()
-            values = self._values[first:stop]
-            label = 0
-            if self._has_classes:
-                label = int(values[0]) - self._codec.first_class
-                values = values[1:]
-            marks = np.flatnonzero(values == self._codec.mark)
-            for part in np.split(values, marks):
-                tokens = part[part != self._codec.mark][: self._seq_len]
+        for number in self.examples_of(index).tolist():
+            sequences, label = self.example(number)
+            for tokens in sequences:
                 segment += 1
-                columns = slice(start, start + len(tokens))
-                row["tokens"][columns] = tokens
-                row["targets"][start : columns.stop - 1] = tokens[1:]
-                row["weights"][columns] = 1.0
-                row["positions"][columns] = np.arange(len(tokens))
-                row["segments"][columns] = segment
-                start = columns.stop
-                row["ends"][start - 1] = 1.0
+                stop = start + len(tokens)
+                row["tokens"][start:stop] = tokens
+                row["targets"][start : stop - 1] = tokens[1:]
+                row["weights"][start:stop] = 1.0
+                row["positions"][start:stop] = np.arange(len(tokens))
+                row["segments"][start:stop] = segment
+                row["ends"][stop - 1] = 1.0
                 if self._has_classes:
-                    row["labels"][start - 1] = label
+                    row["labels"][stop - 1] = label
+                start = stop
         return row
+
+
+def check_classes(sources: dict[str, Any]) -> None:
+    """Raises ValueError where sources of labelled sequences, by label, do not all have the same classes."""
+    classes_by_label = {}
+    for label, source in sources.items():
+        if isinstance(source, SequenceSource):
+            classes_by_label[label] = source.classes
+    first_label = next(iter(classes_by_label), "")
+    for label, classes in classes_by_label.items():
+        first_classes = classes_by_label[first_label]
+        if classes != first_classes:
+            raise ValueError(f"{label}.classes = {classes}; expected {first_classes}, those of {first_label}")

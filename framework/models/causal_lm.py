@@ -144,7 +144,13 @@ class CausalLM(Chain):
             )
 
     def _check_classes(self, data: Any) -> None:
-        """Raises ValueError when the data's classes are not as many as a score head has labels."""
+        """Raises ValueError when a score head is given sequences without their last token, or other classes."""
+        if isinstance(self.head, ScoreHead) and getattr(data, "scored_source", self) is None:
+            source = type(data.train_leaves[0].source).__name__
+            raise ValueError(
+                f"data.source is a {source}, but model.head is a ScoreHead, which reads the last token of a whole "
+                "sequence; expected a LabelledSource, or a RankedSource of pairs"
+            )
         classes = getattr(data, "classes", None)
         if classes is None or not isinstance(self.head, ScoreHead) or len(classes) == self.head.num_labels:
             return
@@ -200,14 +206,19 @@ class CausalLM(Chain):
         weights = self.head_weights(params, ctx, specs)
         return self.language_head.log_probs(weights, carry, ctx)
 
+    def counts(self, batch: Nested) -> dict[str, jax.Array]:
+        """Those of the head's objective."""
+        objective = self.head.objective
+        return {} if objective is None else objective.counts(batch)
+
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
         """Nats over counted targets, their number, and their bytes if the batch has those.
 
-        With an objective: its loss and metrics, and the numbers of counted targets and sequences.
+        With an objective: its loss and metrics, the numbers of counted targets and sequences, and its own counts.
         """
         if self.head.objective is not None:
             assert out.loss is not None
-            sums = {"loss": out.loss, "tokens": jnp.sum(batch["weights"])}
+            sums = {"loss": out.loss, "tokens": jnp.sum(batch["weights"]), **self.counts(batch)}
             if "ends" in batch:
                 sums["sequences"] = jnp.sum(batch["ends"])
             for name, value in out.metrics.items():

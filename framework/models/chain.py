@@ -211,6 +211,10 @@ class Chain:
                 shared,
             )
 
+    def counts(self, batch: Nested) -> dict[str, jax.Array]:
+        """{name: f32 scalar} of a global batch, which the loss is divided by beside counted targets and sequences."""
+        return {}
+
     def loss(
         self,
         params: Nested,
