@@ -8,14 +8,16 @@ import configs
 from configs import families
 from framework.inference.sequence_scores import SequenceScorer
 from framework.program.program import Program
-from framework.weights.export import export_model
+from framework.weights.export import export_adapters, export_model
 from tools.peers import ours, scored
+from tools.peers.families import FAMILIES, SEQ_LEN
 from tools.peers.recording import Results
 
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.filterwarnings("ignore:::torch"),
     pytest.mark.filterwarnings("ignore:::transformers"),
+    pytest.mark.filterwarnings("ignore:::peft"),
     pytest.mark.filterwarnings("ignore:::trl"),
 ]
 SEED, LIMIT = 5, 1e-5
@@ -38,7 +40,8 @@ def test_float32(kind, name, theirs):
     assert {path: error for path, error in errors.items() if not error <= LIMIT} == {}
     steps = scored.training_sequences(SEED)
     losses, _ = scored.train(program, params, [step.batch(kind) for step in steps])
-    np.testing.assert_allclose(losses, scored.their_training(model, steps, kind), rtol=5 * LIMIT)
+    # What is left of a loss that has fallen from 7 to 0.003 is a difference of numbers of the first size.
+    np.testing.assert_allclose(losses, scored.their_training(model, steps, kind), rtol=LIMIT, atol=LIMIT * losses[0])
 
 
 @pytest.mark.parametrize("kind", ["classify", "reward"])
@@ -96,3 +99,36 @@ def test_directories_in_and_out(name, theirs, tmp_path):
         assert again.config.num_labels == expected.shape[1]
         limit = 0.0 if published else 1e-6
         assert np.abs(their_scores(again.eval()) - expected).max() <= limit * np.abs(expected).max()
+
+
+def test_a_head_that_is_new_beside_adapters_is_what_peft_loads(theirs, tmp_path):
+    """From the directory of a language model; merged it is one of its own, and the adapter goes beside the base."""
+    import peft
+    from transformers import AutoModelForSequenceClassification
+
+    base = tmp_path / "in"
+    theirs.build(FAMILIES["llama"], SEED).save_pretrained(base)
+    config = configs.load(f"lora-reward:{base}")
+    config.data.seq_len, config.data.global_batch_size = SEQ_LEN, len(scored.LENGTHS)
+    config.model.lora.dropout = 0.0
+    config.learner.optimizer.learning_rate = 1e-2
+    program = Program(config.instantiate(), jax.devices()[:1])
+    state = program.experiment.pretrained.init(program)
+    first_score = np.array(state["parameter"]["head"]["score"])
+    for _ in range(5):
+        state, _ = program.step(state, program.put(SEQUENCES.batch("reward")))
+    assert not np.array_equal(state["parameter"]["head"]["score"], first_score)
+    tokens = [list(sequence) for sequence in SEQUENCES.tokens]
+    actual = np.stack(list(SequenceScorer(program, state, batch_size=4)(tokens)))
+    params = program.weights(state)
+    model, published = program.experiment.model, program.experiment.pretrained
+    export_adapters(tmp_path / "adapter", model, params, published.family, str(base))
+    facts, family = families.of_model(config.model, published.facts)
+    export_model(tmp_path / "merged", model, params, family, facts)
+
+    def loaded(folder):
+        options = {"num_labels": 1, "pad_token_id": 0, "attn_implementation": "eager"}
+        return AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()
+
+    for one in (loaded(tmp_path / "merged"), peft.PeftModel.from_pretrained(loaded(base), tmp_path / "adapter").eval()):
+        assert np.abs(their_scores(one) - actual).max() <= LIMIT * np.abs(actual).max()
