@@ -24,7 +24,7 @@ def reward_tiny() -> Config:
 
     Pairs of files that are held out; minutes on 2 CPU cores.
     """
-    config = _tiny(LibraryPairs, steps=400)
+    config = _tiny(LibraryPairs, steps=900)
     config.model.head.objective = config_for(PairwiseReward, centering=0.01)
     return config
 
@@ -59,7 +59,7 @@ def _tiny(source: type, steps: int) -> Config:
         ),
         mesh=config_for(MeshShape, data=-1, fsdp=1),
         learner=config_for(Learner, optimizer=adamw(peak=2e-3, warmup=0.1, weight_decay=0.01), clip=1.0),
-        trainer=config_for(TrainerOptions, max_steps=steps, eval_every=100, eval_batches=None, save_every=steps),
+        trainer=config_for(TrainerOptions, max_steps=steps, eval_every=steps // 2, eval_batches=None, save_every=steps),
     )
 
 

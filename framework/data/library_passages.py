@@ -15,19 +15,22 @@ from framework.data.files import DataFile
 from framework.data.sources import StdlibSource
 from framework.data.whole_sequences import Content, SequenceSource
 
+Split = Literal["train", "validation"]
 _DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
+# Different words of a passage that is a part of a pair, at least.
+_LEAST_WORDS = 8
 _COMMENT = re.compile(r"(?:^[ \t]*#[^\n]*\n){2,}", re.MULTILINE)
 
 
 class _LibrarySource(SequenceSource):
     """The base: settings and files are those of StdlibSource."""
 
-    def __init__(self, split: Literal["train", "validation"], characters: int):
-        self.split = split
+    def __init__(self, split: Split, characters: int):
+        self.split: Split = split
         self.characters = characters
 
     def settings(self) -> dict[str, object]:
-        return {**StdlibSource(split=self.split).settings(), "characters": self.characters, "version": 1}
+        return {**StdlibSource(split=self.split).settings(), "characters": self.characters, "version": 2}
 
     def files(self) -> list[DataFile]:
         return StdlibSource(split=self.split).files()
@@ -96,6 +99,9 @@ class LibraryPairs(_LibrarySource):
             # Words, and what stands between them, which keeps its place.
             words = re.split(r"(\W+)", answer)
             shuffled = words[::2]
+            # So few words may make as much sense in any order.
+            if len(set(shuffled)) < _LEAST_WORDS:
+                continue
             # Raw bits of a hash: the pairs are the same on every machine.
             seed = hashlib.sha256(answer.encode()).digest()
             keys = [

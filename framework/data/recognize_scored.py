@@ -50,10 +50,11 @@ def recognized_scored(
         source = config_for(RankedSource, paths=list(listing.train))
         what = "pairs"
     else:
-        classes = template.classes if template is not None and keeps_classes else class_names(listing.train)
-        source = config_for(LabelledSource, paths=list(listing.train), classes=classes)
-        more = ", ..." if len(classes) > _NUM_SHOWN else ""
-        what = f"texts of {len(classes)} classes ({', '.join(classes[:_NUM_SHOWN])}{more})"
+        names: list[str] = template.classes if template is not None and keeps_classes else class_names(listing.train)
+        classes = names
+        source = config_for(LabelledSource, paths=list(listing.train), classes=names)
+        more = ", ..." if len(names) > _NUM_SHOWN else ""
+        what = f"texts of {len(names)} classes ({', '.join(names[:_NUM_SHOWN])}{more})"
     if template is not None:
         for name in _KEPT:
             source[name] = template[name]

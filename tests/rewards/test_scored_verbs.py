@@ -12,7 +12,7 @@ from tests.support import pretrained, small
 TEXTS = {"code": "def f(x): return x + 1", "prose": "the quick brown fox jumps over a lazy dog"}
 SMALL = [
     "--config.data.seq_len=32",
-    "--config.data.global_batch_size=2",
+    "--config.data.global_batch_size=8",
     "--config.trainer.max_epochs=null",
     "--config.trainer.save_every=100",
 ]
@@ -119,11 +119,7 @@ def test_what_a_model_cannot_do_is_one_line(
         (score_texts, [f"--workdir={workdir}", f"--rows={bad}"], "line 2 (byte 14): expected a row with"),
         (score_texts, [f"--hf={base}", f"--rows={text}"], "model.head is a LMHead, which scores no texts"),
         (generate, [f"--workdir={workdir}", "--prompt=x"], "model.head is a ScoreHead, which predicts no tokens"),
-        (
-            train,
-            [f"--config=classify:{base}", "--config.model.head.num_labels=3", f"--workdir={tmp_path / 'x'}"],
-            "has",
-        ),
+        (train, [f"--config=classify:{base}", three, f"--workdir={tmp_path / 'x'}"], "the data has 2 classes (0, 1)"),
     ]:
         assert verb.main(arguments) == 2, arguments
         assert message in capsys.readouterr().err

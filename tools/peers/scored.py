@@ -185,7 +185,7 @@ def their_loss(model: Any, sequences: Sequences, kind: Kind) -> tuple[Any, Any]:
     if kind == "classify":
         out = model(**arrays)
         return out.logits, out.loss
-    from trl import RewardTrainer
+    from trl.trainer.reward_trainer import RewardTrainer
 
     # What its loss reads of the trainer.
     trainer: Any = SimpleNamespace(
@@ -196,7 +196,8 @@ def their_loss(model: Any, sequences: Sequences, kind: Kind) -> tuple[Any, Any]:
         _total_train_tokens=0,
         _tp_size=1,
     )
-    loss, out = RewardTrainer.compute_loss(trainer, model, arrays, return_outputs=True)
+    pair: Any = RewardTrainer.compute_loss(trainer, model, arrays, return_outputs=True)
+    loss, out = pair
     return out.logits[[0, 2, 1, 3]], loss
 
 
