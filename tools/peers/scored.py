@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -37,6 +38,8 @@ CLASSES = ["red", "green", "blue"]
 # Lengths of the sequences of each of our rows; in the rewards' each row is a pair.
 LENGTHS = ((5, 9), (11, 4))
 PAD = 0
+# The shape that `tools.record_scored` records.
+RECORDED_SHAPE = "llama"
 MARGIN, CENTERING = 0.25, 0.05
 # {the language model's shape: transformers' name of the scored one}, without what transformers lacks.
 LANGUAGE_SHAPES = [name for name, one in FAMILIES.items() if one.facts["architectures"] != ["OlmoeForCausalLM"]]
@@ -102,6 +105,17 @@ class Sequences:
         if kind == "classify":
             return {**arrays, "labels": self.labels[order].astype(np.int64)}
         return {**arrays, "margin": np.full(2, MARGIN, np.float32)}
+
+
+def recorded(file: Path) -> tuple[int, Tensors, Tensors, Tensors]:
+    """(the seed of the inputs, weights, gradients, and logits, loss and losses) of a recorded file."""
+    groups: dict[str, Tensors] = {"weights": {}, "gradients": {}, "": {}}
+    with np.load(file) as arrays:
+        for key in arrays.files:
+            group, _, name = key.rpartition(":")
+            groups[group][name] = arrays[key]
+    weights = {name: tensor.astype(np.float32) for name, tensor in groups["weights"].items()}
+    return int(groups[""]["seed"]), weights, groups["gradients"], groups[""]
 
 
 # --- ours ----------------------------------------------------------------------------------------------------------
