@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from framework.config import Config, ConfigError, config_for, target_of
 from framework.files.hub_names import is_hub_url
 from framework.terminal.phases import SHORT, phase
+
+if TYPE_CHECKING:
+    from framework.data.recognize import Recognized
 
 # The validation set of one's own data: metrics are called eval/held_out/loss and so on.
 HELD_OUT = "held_out"
@@ -48,8 +52,9 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
     if path.startswith("hf:") and not is_hub_url(path):
         raise ConfigError(f"--data={path}: a data set of the Hub is --data=hf://datasets/{path.removeprefix('hf:')}")
     with _of_data():
-        data = recognized(path)
+        data = _scored_data(config, path) if _scores_sequences(config) else recognized(path)
     lines = [data.line]
+    _fit_classes(config, data.classes, overridden)
     tokenizer = target_of(config.data.tokenizer)
     sets_tokenizer = any(name.split(".")[:2] == ["data", "tokenizer"] for name in overridden)
     if data.needs_template and tokenizer is not PretrainedTokenizer and not sets_tokenizer:
@@ -64,6 +69,31 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
     if not sets_tokenizer:
         lines += _choose_tokenizer(config, data.has_text, overridden)
     return config, lines
+
+
+def _scores_sequences(config: Config) -> bool:
+    """Whether the config's model has a score head, whose data are pairs, or texts with labels."""
+    return config.model.takes("head") and config.model.head.takes("num_labels")
+
+
+def _scored_data(config: Config, path: str) -> Recognized:
+    """The data at `path` as the config's source of scored sequences has its own: pairs, or texts with labels.
+
+    A published classifier keeps its classes; otherwise they are those of the file.
+    """
+    from framework.data.recognize_scored import recognized_scored
+
+    is_reward = config.model.head.num_labels == 1
+    pretrained = config.pretrained if "pretrained" in config else None
+    keeps_classes = not is_reward and pretrained is not None and not pretrained.draws_head
+    template = config.data.source if config.data.source.takes("append_eos") else None
+    return recognized_scored(path, template, pairs=is_reward, keeps_classes=keeps_classes)
+
+
+def _fit_classes(config: Config, classes: list[str] | None, overridden: Sequence[str]) -> None:
+    """Gives a classifier as many labels as its new data has classes, unless the command line says how many."""
+    if classes is not None and not {"model", "model.head", "model.head.num_labels"} & set(overridden):
+        config.model.head.num_labels = len(classes)
 
 
 def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:

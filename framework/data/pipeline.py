@@ -27,6 +27,7 @@ from framework.data.sources import ExampleSource, Leaf, Mixture, TextSource, Tok
 from framework.data.token_files import TokenStream
 from framework.data.tokenize import write_tokens
 from framework.data.tokenizers import Tokenizer
+from framework.data.whole_sequences import SequenceSource, check_classes
 from framework.files.workdir import write_json
 from framework.terminal.phases import phase
 from framework.terminal.tables import human_bytes
@@ -128,6 +129,15 @@ class DataPipeline(Pipeline):
             # Several conversations share a row, so each must be masked from its neighbours.
             self.document_mask = True
         self._row_arrays = _row_arrays(self.leaves)
+        first_source = self.train_leaves[0].source
+        # What says how a sequence is encoded to be scored; None where none is.
+        self.scored_source = first_source if isinstance(first_source, SequenceSource) else None
+        check_classes({leaf.label: leaf.source for leaf in self.leaves})
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes of labelled sequences; None for other data."""
+        return None if self.scored_source is None else self.scored_source.classes
 
     @property
     def validation_names(self) -> list[str]:

@@ -71,6 +71,7 @@ class Recognized:
         has_text: False for token files.
         needs_template: it is of messages, which need the chat template of a model.
         line: what was found, and how it was split.
+        classes: the names of the classes of texts with labels; None for other data.
     """
 
     source: Config
@@ -78,6 +79,7 @@ class Recognized:
     has_text: bool
     needs_template: bool
     line: str
+    classes: list[str] | None = None
 
 
 def recognized(path: str, validation_fraction: float = 0.05) -> Recognized:

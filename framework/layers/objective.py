@@ -39,10 +39,19 @@ class Objective:
     Attributes:
         arrays: names of the batch's arrays that it reads, beside tokens, targets and weights.
         unit: of the loss that is reported, such as "nats per pair".
+        reads_scores: it is for a `framework.layers.score_head.ScoreHead`, not for the head of a language model.
     """
 
     arrays: tuple[str, ...] = ()
     unit: str = "nats per token"
+    reads_scores: bool = False
+
+    def check_labels(self, num_labels: int) -> None:
+        """Raises ValueError where it is not for a score head of so many labels."""
+        raise ValueError(
+            f"objective = {type(self).__name__} is for a language model's head; expected one of "
+            "framework.objectives.rewards for a score head"
+        )
 
     def counts(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Numbers of a global batch that its loss or metrics are divided by, beside counted targets and sequences.
