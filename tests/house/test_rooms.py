@@ -30,7 +30,7 @@ ROOMS = {
     "plan": "checkpoint config data devices layers layout learner metrics models optimizers program schedules terminal",
     "functions": "checkpoint layers layout optimizers plan processes",
     "weights": "config files layers layout models program schedules terminal",
-    "companions": "",
+    "companions": "config data devices inference layout models objectives program schedules",
     "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "
     "schedules terminal",
     "api": "checkpoint config data devices files inference learner metrics plan program run terminal weights",
