@@ -16,7 +16,7 @@ from framework.program.options import TrainerOptions
 
 def grpo_tiny() -> Config:
     """A 0.4M-parameter Llama-like model learns to add from nothing but rewards."""
-    model = llama_model(layers=2, heads=4, dim=128, hidden=344, vocab_size=257)
+    model = llama_model(layers=2, heads=4, dim=64, hidden=172, vocab_size=257)
     model.stack.unroll = 0
     model.head.chunk_tokens = 0
     model.head.objective = config_for(GRPO)
@@ -31,11 +31,11 @@ def grpo_tiny() -> Config:
             seq_len=8,
             answer_tokens=4,
             group_size=16,
-            global_batch_size=512,
+            global_batch_size=256,
         ),
-        companion=config_for(Rollouts, reward="framework.companions.rewards.characters"),
+        companion=config_for(Rollouts, reward="framework.companions.rewards.exact", demonstrations=60),
         mesh=config_for(MeshShape, data=-1, fsdp=1),
-        learner=config_for(Learner, optimizer=adamw(peak=1e-3, warmup=0.05, weight_decay=0.0)),
+        learner=config_for(Learner, optimizer=adamw(peak=3e-3, warmup=0.05, weight_decay=0.0)),
         trainer=config_for(
             TrainerOptions,
             max_steps=600,

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from framework.companions.reward_function import RewardFunction
-from framework.config import Config, PositiveInt, component
+from framework.config import Config, NonNegativeInt, PositiveInt, component
 from framework.data.batches import Shapes
 from framework.data.prompts import Prompts, Row, prompt_text
 from framework.devices.executables import HostBytes
@@ -46,6 +46,9 @@ class Rollouts(Companion):
         scale: what advantages are divided by: the standard deviation of the rewards of a group, of the batch, or
             nothing (arXiv 2503.20783).
         reference: a companion that adds the `reference` of the answers, for a GRPO with beta > 0.
+        demonstrations: in so many first steps the answers are the right ones, which the rows have in a field "answer",
+            each with the advantage 1: supervised fine-tuning, for a model that would otherwise get no reward. The
+            metrics of these steps have the reward 0, as nothing was sampled.
         greedy_evaluation: held-out prompts are answered by the likeliest tokens; False draws, as in training.
         table_every: some answers are printed this often, in steps, and written to WORKDIR/rollouts.jsonl; those to
             held-out prompts in every evaluation.
@@ -58,6 +61,7 @@ class Rollouts(Companion):
         reward: str,
         scale: Literal["group", "batch", "none"] = "group",
         reference: Config | None = None,
+        demonstrations: NonNegativeInt = 0,
         greedy_evaluation: bool = True,
         table_every: PositiveInt = 100,
         table_rows: PositiveInt = 4,
@@ -65,6 +69,7 @@ class Rollouts(Companion):
         self.reward = RewardFunction(reward)
         self.scale = scale
         self.reference: Companion | None = None if reference is None else reference.instantiate()
+        self.demonstrations = demonstrations
         self.greedy_evaluation = greedy_evaluation
         self.table_every = table_every
         self.table_rows = table_rows
@@ -138,29 +143,52 @@ class Rollouts(Companion):
     def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
         """See `Companion`. Raises ValueError: the reward function failed."""
         host_batch = {name: np.asarray(array) for name, array in batch.items()}
-        # Before the clock starts: the step before this one may still run.
         step = int(state["counter"]["step"])
+        is_training = not host_batch["sources"].any()
+        if is_training and step < self.demonstrations:
+            arrays = self._demonstrated(program.experiment.data, host_batch)
+        else:
+            arrays = self._sampled(program, state, batch, host_batch, step, group)
+        completed = program.put(arrays)
+        if self.reference is not None:
+            completed = self.reference.completed(program, state, completed, group=group)
+        return completed
+
+    def _demonstrated(self, data: Prompts, host_batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The arrays of a batch whose answers are the right ones, each with the advantage 1."""
+        answers = demonstrated_answers(data, host_batch)
+        arrays = rows_of_answers(host_batch, answers)
+        zeros_BS = np.zeros_like(arrays["weights"])
+        return {**arrays, "advantages": arrays["weights"], "rewards": zeros_BS, "spreads": zeros_BS}
+
+    def _sampled(
+        self,
+        program: Any,
+        state: dict[str, Any],
+        batch: Batch,
+        host_batch: dict[str, np.ndarray],
+        step: int,
+        group: str,
+    ) -> dict[str, np.ndarray]:
+        """The arrays of a batch whose answers the model gives."""
+        data: Prompts = program.experiment.data
+        # Before the clock starts: the step before this one may still run.
         jax.block_until_ready(state["parameter"])
         self._clock.begin()
         answers = self._answers(program, state, batch, host_batch, step, group)
         self._clock.sampled()
-        data: Prompts = program.experiment.data
         texts = _texts(data, host_batch, answers)
         rewards_B = self._rewards(data, host_batch, texts)
         self._clock.judged()
         self._show(program, step, host_batch, texts, rewards_B)
-        is_training = not host_batch["sources"].any()
-        group_size = data.group_size if is_training else 1
+        group_size = 1 if host_batch["sources"].any() else data.group_size
         arrays = rows_of_answers(host_batch, answers)
         advantages_B, spreads_B = advantages(rewards_B, group_size, self.scale)
         arrays["advantages"] = arrays["weights"] * advantages_B[:, None]
         arrays["rewards"] = arrays["ends"] * rewards_B[:, None]
         arrays["spreads"] = arrays["ends"] * spreads_B[:, None]
-        completed = program.put(arrays)
-        if self.reference is not None:
-            completed = self.reference.completed(program, state, completed, group=group)
         self._clock.end()
-        return completed
+        return arrays
 
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
         """See `Companion`: the program that samples, with its cache."""
@@ -305,6 +333,34 @@ def _texts(data: Prompts, host_batch: dict[str, np.ndarray], answers: Answers) -
         answer = [token for token in tokens[:count].tolist() if token not in stop_ids]
         texts.append(data.tokenizer.decode(answer))
     return texts
+
+
+def demonstrated_answers(data: Prompts, host_batch: dict[str, np.ndarray]) -> Answers:
+    """The right answers of a batch's rows, of which nobody knows the log-probabilities.
+
+    Raises:
+        ValueError: a row has none, or it is longer than data.answer_tokens.
+    """
+    shape = (len(host_batch["lengths"]), data.answer_tokens)
+    tokens_BA = np.zeros(shape, np.int32)
+    counts_B = np.zeros(shape[0], np.int32)
+    (rows,) = np.nonzero(host_batch["lengths"])
+    for index in rows:
+        row = _row(data, host_batch, index)
+        if "answer" not in row:
+            raise ValueError(
+                f'companion.demonstrations: expected rows with a field "answer", given one with {", ".join(row)}'
+            )
+        (encoded,) = data.tokenizer.encode_batch([str(row["answer"])])
+        answer = [*encoded.tolist(), data.end_id]
+        if len(answer) > data.answer_tokens:
+            raise ValueError(
+                f"companion.demonstrations: an answer of {len(answer)} tokens is over data.answer_tokens = "
+                f"{data.answer_tokens}: {row['answer']!r}"
+            )
+        tokens_BA[index, : len(answer)] = answer
+        counts_B[index] = len(answer)
+    return Answers(tokens_BA, np.full(shape, np.nan, np.float32), counts_B)
 
 
 def rows_of_answers(host_batch: dict[str, np.ndarray], answers: Answers) -> dict[str, np.ndarray]:

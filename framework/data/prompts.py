@@ -252,6 +252,12 @@ class Prompts(Pipeline):
         turn_ends = [] if self._codec is None else self._codec.turn_end_ids()
         return tuple(sorted({*self.tokenizer.stop_ids, *turn_ends}))
 
+    @property
+    def end_id(self) -> int:
+        """The token that ends an answer which is given to the model; known after `setup`."""
+        turn_ends = [] if self._codec is None else self._codec.turn_end_ids()
+        return [*turn_ends, *self.tokenizer.stop_ids][0]
+
     def setup(
         self,
         workdir: str | Path,

@@ -2,8 +2,9 @@
 
 `framework.companions.rollouts` samples the answers and completes a batch: at every column whose target is a token of an
 answer, `advantages` is what the answer is worth beside the others of its group, and `behavior` is the log-probability
-of that token when it was sampled. At the last column of an answer, `rewards` is its reward, and `spreads` the standard
-deviation of its group's rewards. All are f32[B, S].
+of that token when it was sampled; NaN where nobody knows it, for an answer that is taken as the model's own. At the
+last column of an answer, `rewards` is its reward, and `spreads` the standard deviation of its group's rewards. All are
+f32[B, S].
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ class GRPO(Objective):
         token_weights_BS = batch["weights"]
         advantages_BS = batch["advantages"]
         is_counted_BS = token_weights_BS > 0
+        behavior_BS = _known_behavior(batch["behavior"], log_probs_BS)
         # Behind an answer `behavior` is 0 and the target is padding: an exponential of that could be infinite.
-        log_ratios_BS = jnp.where(is_counted_BS, log_probs_BS - batch["behavior"], 0.0)
+        log_ratios_BS = jnp.where(is_counted_BS, log_probs_BS - behavior_BS, 0.0)
         ratios_BS = jnp.exp(log_ratios_BS)
         clipped_BS = jnp.clip(ratios_BS, 1 - self.epsilon_low, 1 + self.epsilon_high)
         losses_BS = -jnp.minimum(ratios_BS * advantages_BS, clipped_BS * advantages_BS)
@@ -89,7 +91,7 @@ class GRPO(Objective):
             divergences_BS = jnp.exp(log_ref_ratios_BS) - log_ref_ratios_BS - 1
             losses_BS = losses_BS + self.beta * divergences_BS
         loss = jnp.sum(self._token_shares(ctx) * losses_BS)
-        metrics = self._metrics(ratios_BS, divergences_BS, ctx)
+        metrics = self._metrics(ratios_BS, divergences_BS, behavior_BS, ctx)
         return loss, jax.lax.stop_gradient(metrics)
 
     def _token_shares(self, ctx: Context) -> jax.Array:
@@ -108,7 +110,9 @@ class GRPO(Objective):
         lengths_BS = jnp.take_along_axis(lengths_BN, indices_BS, axis=1)
         return token_weights_BS / (jnp.maximum(lengths_BS, 1.0) * ctx.num_sequences)
 
-    def _metrics(self, ratios_BS: jax.Array, divergences_BS: jax.Array | None, ctx: Context) -> dict[str, jax.Array]:
+    def _metrics(
+        self, ratios_BS: jax.Array, divergences_BS: jax.Array | None, behavior_BS: jax.Array, ctx: Context
+    ) -> dict[str, jax.Array]:
         """Means over answers (reward, reward_std of the groups, flat_groups, length) and over tokens (the others)."""
         batch = ctx.batch
         answer_shares_BS = batch["ends"] / ctx.num_sequences
@@ -123,7 +127,7 @@ class GRPO(Objective):
             "length": jnp.sum(batch["weights"]) / ctx.num_sequences,
             "clipped": jnp.sum(token_shares_BS * (is_low_BS | is_high_BS)),
             # The mean of -log pi over tokens that pi has drawn: an estimate of its entropy without a bias.
-            "entropy": -jnp.sum(token_shares_BS * batch["behavior"]),
+            "entropy": -jnp.sum(token_shares_BS * behavior_BS),
         }
         if divergences_BS is not None:
             metrics["kl"] = jnp.sum(token_shares_BS * divergences_BS)
@@ -134,3 +138,12 @@ class GRPO(Objective):
         answers = max(totals["sequences"], 1.0)
         reward = totals["reward"] / answers
         return {"loss": -reward, "reward": reward, "length": totals["length"] / answers, "answers": totals["sequences"]}
+
+
+def _known_behavior(behavior_BS: jax.Array, log_probs_BS: jax.Array) -> jax.Array:
+    """The log-probabilities of the policy that sampled; of an answer where they are not known, those of the model now.
+
+    The ratio is 1 there, and its gradient that of the log-probability.
+    """
+    own_BS = jax.lax.stop_gradient(log_probs_BS)
+    return jnp.where(jnp.isnan(behavior_BS), own_BS, behavior_BS)
