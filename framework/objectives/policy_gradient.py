@@ -41,6 +41,8 @@ class GRPO(Objective):
         epsilon: how far the ratio may fall below 1 and still have a gradient.
         epsilon_high: how far above 1; None for `epsilon`.
         beta: weight of the KL divergence from a reference, whose log-probabilities the batch then has to have.
+        unbiased_kl: KL_t is multiplied by the ratio, which makes its gradient that of the divergence without a bias
+            (DeepSeek-V3.2, arXiv 2512.02556; so does TRL). Without it, it is the first paper's.
         answer_tokens: of the longest answer, as `data.answer_tokens`; for "dr_grpo" alone.
 
     In an evaluation no answer has an advantage, and "loss" is the mean reward with a minus sign.
@@ -55,6 +57,7 @@ class GRPO(Objective):
         epsilon: PositiveFloat = 0.2,
         epsilon_high: PositiveFloat | None = None,
         beta: NonNegativeFloat = 0.0,
+        unbiased_kl: bool = True,
         answer_tokens: PositiveInt | None = None,
     ):
         if epsilon >= 1.0:
@@ -68,6 +71,7 @@ class GRPO(Objective):
         self.epsilon_low = epsilon
         self.epsilon_high = epsilon if epsilon_high is None else epsilon_high
         self.beta = beta
+        self.unbiased_kl = unbiased_kl
         self.answer_tokens = answer_tokens
         arrays = ("ends", "segments", "advantages", "behavior", "rewards", "spreads")
         self.arrays = (*arrays, "reference") if beta else arrays
@@ -89,6 +93,8 @@ class GRPO(Objective):
         if self.beta:
             log_ref_ratios_BS = jnp.where(is_counted_BS, batch["reference"] - log_probs_BS, 0.0)
             divergences_BS = jnp.exp(log_ref_ratios_BS) - log_ref_ratios_BS - 1
+            if self.unbiased_kl:
+                divergences_BS = divergences_BS * ratios_BS
             losses_BS = losses_BS + self.beta * divergences_BS
         loss = jnp.sum(self._token_shares(ctx) * losses_BS)
         metrics = self._metrics(ratios_BS, divergences_BS, behavior_BS, ctx)

@@ -62,8 +62,8 @@ CASES: dict[str, Case] = {
         config_for(GRPO, normalization="dr_grpo", answer_tokens=ANSWER), {"loss_type": "dr_grpo", "beta": 0.0}
     ),
     "dapo": Case(
-        config_for(GRPO, normalization="dapo", epsilon=0.15, epsilon_high=0.28, beta=0.1),
-        {"loss_type": "dapo", "epsilon": 0.15, "epsilon_high": 0.28, "beta": 0.1},
+        config_for(GRPO, normalization="dapo", epsilon=0.15, epsilon_high=0.28, beta=0.1, unbiased_kl=False),
+        {"loss_type": "dapo", "epsilon": 0.15, "epsilon_high": 0.28, "beta": 0.1, "use_bias_correction_kl": False},
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import datasets
@@ -19,8 +20,13 @@ from tools.peers.policy_cases import ANSWER, BATCH, GROUP, MODEL, PROMPT, VOCAB,
 _METRICS = {"clipped": "clip_ratio/region_mean", "kl": "kl"}
 
 
-def compute(case: Case, seed: int, *, dtype: torch.dtype = torch.float32) -> PolicyResults:
-    """Loss and gradients of a batch; the samples are those of the seed, and so is the model."""
+def compute(case: Case, seed: int, *, wide: bool = False) -> PolicyResults:
+    """Loss and gradients of a batch; the samples are those of the seed, and so is the model. `wide`: in float64."""
+    with theirs.wide_float() if wide else nullcontext():
+        return _compute(case, seed, torch.float64 if wide else torch.float32)
+
+
+def _compute(case: Case, seed: int, dtype: torch.dtype) -> PolicyResults:
     samples = Samples.draw(seed)
     model = theirs.build(MODEL, seed).to(dtype)
     weights = theirs.weights_of(model)
