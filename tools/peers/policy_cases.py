@@ -1,4 +1,4 @@
-"""The losses over sampled answers that are compared with TRL's GRPO, the batches of both sides, and what is recorded."""
+"""The losses over sampled answers that are compared with TRL's GRPO: the batches of both sides, what is recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.peers.families import Family
 from tools.peers.recording import FOLDER, Tensors
 
 VOCAB = 48
-# Answers of a batch, two groups of three, and the tokens of prompts and answers: longest is as many columns as there are.
+# Answers of a batch, two groups of three; tokens of the longest prompt and answer, which fill a row.
 BATCH, GROUP, PROMPT, ANSWER = 6, 3, 5, 7
 SEQ_LEN = PROMPT + ANSWER - 1
 # So small that the gradients of each case take some kilobytes.
