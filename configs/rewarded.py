@@ -15,9 +15,15 @@ from framework.program.options import TrainerOptions
 
 
 def grpo_tiny() -> Config:
-    """A 0.4M-parameter Llama-like model learns to add from nothing but rewards."""
+    """A 0.1M-parameter Llama-like model learns sums of two digits by GRPO; about 2 minutes on 2 CPU cores.
+
+    Tokens are bytes, and an answer has a reward if it is exactly right. The first 60 steps show right answers, after
+    which about a tenth of the model's own is right. The other 740 steps see nothing but rewards. A fifth of the sums is
+    held out.
+    """
     model = llama_model(layers=2, heads=4, dim=64, hidden=172, vocab_size=257)
     model.stack.unroll = 0
+    # On a CPU, the logits of all 2,048 tokens are two megabytes.
     model.head.chunk_tokens = 0
     model.head.objective = config_for(GRPO)
     return config_for(
@@ -25,23 +31,29 @@ def grpo_tiny() -> Config:
         model=model,
         data=config_for(
             Prompts,
-            source=config_for(Arithmetic, split="train"),
-            validation={"sums": config_for(Arithmetic, split="validation")},
+            source=config_for(Arithmetic, split="train", validation_fraction=0.2),
+            validation={"sums": config_for(Arithmetic, split="validation", validation_fraction=0.2)},
             tokenizer=config_for(ByteTokenizer),
+            # "9+9=" behind the separator, and "18" with the token that ends it.
             seq_len=8,
             answer_tokens=4,
             group_size=16,
             global_batch_size=256,
         ),
-        companion=config_for(Rollouts, reward="framework.companions.rewards.exact", demonstrations=60),
+        companion=config_for(
+            Rollouts,
+            reward="framework.companions.rewards.exact",
+            demonstrations=60,
+            table_every=200,
+        ),
         mesh=config_for(MeshShape, data=-1, fsdp=1),
-        learner=config_for(Learner, optimizer=adamw(peak=3e-3, warmup=0.05, weight_decay=0.0)),
+        learner=config_for(Learner, optimizer=adamw(peak=1.5e-3, warmup=0.05, weight_decay=0.0)),
         trainer=config_for(
             TrainerOptions,
-            max_steps=600,
+            max_steps=800,
             log_every=20,
-            eval_every=200,
-            save_every=200,
+            eval_every=100,
+            save_every=400,
         ),
     )
 

@@ -13,12 +13,14 @@ from framework.config.names import ConfigError, choices_in, did_you_mean, resolv
 # {module: the components that are marked in it}. Written down, as a search would import every module;
 # tests/config/test_short_names.py compares it with what is marked.
 _COMPONENTS = {
+    "framework.companions.rollouts": ("Rollouts",),
     "framework.config.config": ("reference",),
     "framework.data.chats": ("ChatSource",),
     "framework.data.held_out": ("TextPart", "TokenPart"),
     "framework.data.images": ("DigitsSource", "ImageFolder", "ImagePipeline"),
     "framework.data.pipeline": ("DataPipeline",),
     "framework.data.pretrained_tokenizer": ("PretrainedTokenizer",),
+    "framework.data.prompts": ("Arithmetic", "PromptFiles", "Prompts"),
     "framework.data.sources": ("JsonLines", "Mixture", "Parquet", "StdlibSource", "TextFiles", "TokenMemmap"),
     "framework.data.tokenizers": ("BPETokenizer", "ByteTokenizer", "NoTokenizer"),
     "framework.devices.compiler": ("Compiler",),
@@ -50,6 +52,7 @@ _COMPONENTS = {
     "framework.learner.rules": ("Rule",),
     "framework.models.causal_lm": ("CausalLM",),
     "framework.models.flow": ("Flow",),
+    "framework.objectives.policy_gradient": ("GRPO",),
     "framework.optimizers.adalomo": ("adalomo",),
     "framework.optimizers.adam_mini": ("adam_mini",),
     "framework.optimizers.learning_rates": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
