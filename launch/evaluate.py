@@ -92,6 +92,9 @@ def evaluate_validation(loaded: weights.Loaded) -> dict[str, dict[str, float]]:
         raise ValueError("--validation: the run has no validation sets (data.validation)")
     with phase("preparing data", patience=SHORT):
         data.setup(loaded.folder)
+    companion = loaded.experiment.companion
+    if companion is not None:
+        companion.open(loaded.program, loaded.folder, begins=False, tell=print)
     metrics_by_set = {}
     for name in data.validation_names:
         metrics = evaluated(loaded.program, loaded.state, name, averaged=loaded.averaged)

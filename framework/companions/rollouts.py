@@ -10,17 +10,25 @@ Draws are keyed by (the run's seed, the step, the row), so a run that is killed 
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from framework.companions.answers import (
+    Clock,
+    advantages,
+    demonstrated_answers,
+    row_of,
+    rows_of_answers,
+    texts_of,
+)
+from framework.companions.reference import Reference
 from framework.companions.reward_function import RewardFunction
 from framework.config import Config, NonNegativeInt, PositiveInt, component
 from framework.data.batches import Shapes
-from framework.data.prompts import Prompts, Row, prompt_text
+from framework.data.prompts import Prompts, prompt_text
 from framework.devices.executables import HostBytes
 from framework.inference.rollout import Answers, Draws, rollout_jit
 from framework.layout import merge
@@ -31,8 +39,6 @@ from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 from framework.schedules.sections import sections_of
 
-# Added to a standard deviation, as TRL does: a group whose rewards hardly differ counts little.
-_STD_EPS = 1e-4
 _FILE = "rollouts.jsonl"
 
 
@@ -76,13 +82,22 @@ class Rollouts(Companion):
         self._samplers: dict[str, Any] = {}
         self._tell: Tell | None = None
         self._file: Path | None = None
-        self._clock = _Clock()
+        self._clock = Clock()
+
+    def join(self, experiment: Any) -> None:
+        """See `Companion`."""
+        if self.reference is not None:
+            self.reference.join(experiment)
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
         """tokens, targets, positions and segments int32[B, S], all others f32[B, S]."""
         shape, _ = delivered["prompts"]
-        shapes: Shapes = dict.fromkeys(("tokens", "targets", "positions", "segments"), (shape, "int32"))
-        shapes |= dict.fromkeys(("weights", "ends", "advantages", "behavior", "rewards", "spreads"), (shape, "float32"))
+        whole_numbers = ("tokens", "targets", "positions", "segments")
+        numbers = ("weights", "ends", "advantages", "behavior", "rewards", "spreads")
+        shapes: Shapes = {
+            **dict.fromkeys(whole_numbers, (shape, "int32")),
+            **dict.fromkeys(numbers, (shape, "float32")),
+        }
         if self.reference is None:
             return shapes
         return self.reference.arrays(shapes, evaluation=evaluation)
@@ -125,8 +140,19 @@ class Rollouts(Companion):
         if num_cuts != 1:
             raise ValueError(f"mesh.seq = {num_cuts}: an answer is made a token at a time; expected 1")
         self.reward.check()
+        if self.reference is None:
+            return
+        if isinstance(self.reference, Reference) and self.reference.choice.kind in ("stored", "none"):
+            raise ValueError(
+                f"companion.reference.kind = {self.reference.choice.kind} ({self.reference.choice.reason}); expected "
+                "adapter_off (with model.lora) or hosted: answers are sampled anew, and nothing is stored of them"
+            )
+        self.reference.check(experiment)
+
+    def check_files(self, program: Any) -> None:
+        """See `Companion`."""
         if self.reference is not None:
-            self.reference.check(experiment)
+            self.reference.check_files(program)
 
     def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """See `Companion`. Raises ValueError: there are several processes, or no such reward function."""
@@ -140,12 +166,21 @@ class Rollouts(Companion):
         if self.reference is not None:
             self.reference.open(program, workdir, begins=begins, tell=tell)
 
+    def is_open(self, program: Any) -> bool:
+        """See `Companion`: only a reference needs it."""
+        return self.reference is None or self.reference.is_open(program)
+
+    def host_bytes(self, program: Any) -> int:
+        """See `Companion`."""
+        return 0 if self.reference is None else self.reference.host_bytes(program)
+
     def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
         """See `Companion`. Raises ValueError: the reward function failed."""
         host_batch = {name: np.asarray(array) for name, array in batch.items()}
-        step = int(state["counter"]["step"])
+        # A state for inference counts no steps.
+        step = int(state["counter"]["step"]) if "counter" in state else None
         is_training = not host_batch["sources"].any()
-        if is_training and step < self.demonstrations:
+        if is_training and step is not None and step < self.demonstrations:
             arrays = self._demonstrated(program.experiment.data, host_batch)
         else:
             arrays = self._sampled(program, state, batch, host_batch, step, group)
@@ -167,7 +202,7 @@ class Rollouts(Companion):
         state: dict[str, Any],
         batch: Batch,
         host_batch: dict[str, np.ndarray],
-        step: int,
+        step: int | None,
         group: str,
     ) -> dict[str, np.ndarray]:
         """The arrays of a batch whose answers the model gives."""
@@ -177,7 +212,7 @@ class Rollouts(Companion):
         self._clock.begin()
         answers = self._answers(program, state, batch, host_batch, step, group)
         self._clock.sampled()
-        texts = _texts(data, host_batch, answers)
+        texts = texts_of(data, host_batch, answers)
         rewards_B = self._rewards(data, host_batch, texts)
         self._clock.judged()
         self._show(program, step, host_batch, texts, rewards_B)
@@ -191,23 +226,34 @@ class Rollouts(Companion):
         return arrays
 
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
-        """See `Companion`: the program that samples, with its cache."""
+        """See `Companion`: the program that samples, with its cache, beside the rest of the training state."""
         data: Prompts = program.experiment.data
         layout = program.layout
-        groups = {name: layout.abstract(layout.specs[name]) for name in ("parameter", "frozen", "buffer")}
+        weight_groups = ("parameter", "frozen", "buffer")
+        groups = {name: layout.abstract(layout.specs[name]) for name in weight_groups}
         weights = merge(groups["parameter"], groups["frozen"])
         batch = layout.abstract(program.delivered_specs)
         words = layout.abstract(layout.specs["counter"])["rng"]
-        number = jax.ShapeDtypeStruct((), np.int32, sharding=program.replicated)
-        greedy = jax.ShapeDtypeStruct((), bool, sharding=program.replicated)
-        numbers = jax.ShapeDtypeStruct((data.global_batch_size,), np.int32, sharding=program.replicated)
-        sampler = rollout_jit(program, weights, data.answer_tokens, (0,))
-        arguments = ((weights, groups["buffer"]), batch["prompts"], batch["lengths"])
-        lowered = sampler.lower(*arguments, Draws(words, number, numbers, greedy))
-        hosted = sum(layout.bytes_per_device(name, "pinned_host") for name in ("parameter", "frozen"))
+
+        def everywhere(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=program.replicated)
+
+        numbers = everywhere((data.global_batch_size,), np.int32)
+        draws = Draws(words, everywhere((), np.int32), numbers, everywhere((), bool))
+        # Without data, as in a plan, nobody knows what ends an answer, and no byte depends on it.
+        stop_ids = data.stop_ids if data.is_ready else (0,)
+        sampler = rollout_jit(program, weights, data.answer_tokens, stop_ids)
+        lowered = sampler.lower((weights, groups["buffer"]), batch["prompts"], batch["lengths"], draws)
+        hosted = sum(layout.bytes_per_device(name, "pinned_host") for name in weight_groups)
+        resident = sum(layout.bytes_per_device(name, "device") for name in weight_groups)
+        compiled = compile(lowered, HostBytes(arguments=hosted))
+        if compiled.run is not None and data.is_ready:
+            # It was compiled for the devices that are here, and is what they run.
+            self._samplers["parameter"] = compiled.run
         ledger = Ledger()
-        rehearsed_program = compile(lowered, HostBytes(arguments=hosted))
-        ledger.count(rehearsed_program, rehearsed_program.peak)
+        ledger.count(compiled, compiled.peak + layout.bytes_per_device(memory_kind="device") - resident)
+        ledger.host_peak = compiled.host_temp
+        ledger.moved = compiled.moved
         others = {} if self.reference is None else self.reference.rehearsed(program, compile)
         return {"rollouts": ledger, **others}
 
@@ -217,7 +263,7 @@ class Rollouts(Companion):
         state: dict[str, Any],
         batch: Batch,
         host_batch: dict[str, np.ndarray],
-        step: int,
+        step: int | None,
         group: str,
     ) -> Answers:
         """Samples on the devices; arrays on the host."""
@@ -230,13 +276,17 @@ class Rollouts(Companion):
             self._samplers[group] = sampler
         is_training = not host_batch["sources"].any()
         if is_training:
-            stream, numbers = step, np.arange(data.global_batch_size)
+            stream, numbers = step or 0, np.arange(data.global_batch_size)
         else:
             # An evaluation draws the same whatever the step and the batch in which a prompt stands.
             stream, numbers = -1 - int(host_batch["sources"].max()), host_batch["indices"]
         greedy = self.greedy_evaluation and not is_training
         host_draws = (np.int32(stream), numbers.astype(np.int32), np.bool_(greedy))
-        draws = Draws(state["counter"]["rng"], *jax.device_put(host_draws, program.replicated))
+        if step is None:
+            words = jax.device_put(jax.random.key_data(jax.random.key(0)), program.replicated)
+        else:
+            words = state["counter"]["rng"]
+        draws = Draws(words, *jax.device_put(host_draws, program.replicated))
         answers = sampler((weights, state["buffer"]), batch["prompts"], batch["lengths"], draws)
         return Answers(*jax.device_get(answers))
 
@@ -246,7 +296,7 @@ class Rollouts(Companion):
         (judged,) = np.nonzero(host_batch["lengths"])
         if not judged.size:
             return rewards_B
-        rows = [_row(data, host_batch, index) for index in judged]
+        rows = [row_of(data, host_batch, index) for index in judged]
         prompts = [prompt_text(row["prompt"]) for row in rows]
         rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows)
         return rewards_B
@@ -254,7 +304,7 @@ class Rollouts(Companion):
     def _show(
         self,
         program: Any,
-        step: int,
+        step: int | None,
         host_batch: dict[str, np.ndarray],
         texts: list[str],
         rewards_B: np.ndarray,
@@ -267,6 +317,7 @@ class Rollouts(Companion):
             # Those at the beginning of a set, which are in the first batch of its evaluation.
             chosen = [i for i in range(len(texts)) if host_batch["lengths"][i] and indices[i] < self.table_rows]
         else:
+            step = step or 0
             is_last = step + 1 == program.experiment.trainer.known_steps
             is_due = step % self.table_every == 0 or is_last
             chosen = list(range(0, len(texts), data.group_size))[: self.table_rows] if is_due else []
@@ -275,141 +326,14 @@ class Rollouts(Companion):
         name = data.sets[set_number].name
         records = []
         for index in chosen:
-            prompt = prompt_text(_row(data, host_batch, index)["prompt"])
+            prompt = prompt_text(row_of(data, host_batch, index)["prompt"])
             reward = float(rewards_B[index])
             records.append({"step": step, "set": name, "prompt": prompt, "answer": texts[index], "reward": reward})
         table = ["", *(f"  {r['prompt']!r} -> {r['answer']!r}  reward {r['reward']:.3g}" for r in records)]
-        self._tell(f"answers after {step} steps, {name}{self._clock.shares()}:" + "\n".join(table))
+        after = "" if step is None else f" after {step} steps"
+        self._tell(f"answers{after}, {name}{self._clock.shares()}:" + "\n".join(table))
+        # An evaluation of a run that is over is no part of it.
+        if step is None:
+            return
         with self._file.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
-
-
-class _Clock:
-    """How the time since the first batch is spent: on sampling, on the reward function, on all else."""
-
-    def __init__(self) -> None:
-        self._start: float | None = None
-        self._now = 0.0
-        self._seconds = {"sampling": 0.0, "rewards": 0.0}
-
-    def begin(self) -> None:
-        self._now = time.perf_counter()
-
-    def _lap(self, name: str) -> None:
-        now = time.perf_counter()
-        # The first batch compiles the sampler, which is no sampling.
-        if self._start is not None:
-            self._seconds[name] += now - self._now
-        self._now = now
-
-    def sampled(self) -> None:
-        self._lap("sampling")
-
-    def judged(self) -> None:
-        self._lap("rewards")
-
-    def end(self) -> None:
-        if self._start is None:
-            self._start = time.perf_counter()
-
-    def shares(self) -> str:
-        """Such as " (61% of the time sampling, 1% the reward function)"; "" where nothing was measured yet."""
-        if self._start is None or not self._seconds["sampling"]:
-            return ""
-        total = time.perf_counter() - self._start
-        sampling, rewards = (self._seconds[name] / total for name in ("sampling", "rewards"))
-        return f" ({sampling:.0%} of the time sampling, {rewards:.0%} the reward function)"
-
-
-def _row(data: Prompts, host_batch: dict[str, np.ndarray], index: int) -> Row:
-    return data.row(int(host_batch["sources"][index]), int(host_batch["indices"][index]))
-
-
-def _texts(data: Prompts, host_batch: dict[str, np.ndarray], answers: Answers) -> list[str]:
-    """The text of each answer, without the token that ends it."""
-    stop_ids = set(data.stop_ids)
-    texts = []
-    for tokens, count in zip(answers.tokens, answers.counts, strict=True):
-        answer = [token for token in tokens[:count].tolist() if token not in stop_ids]
-        texts.append(data.tokenizer.decode(answer))
-    return texts
-
-
-def demonstrated_answers(data: Prompts, host_batch: dict[str, np.ndarray]) -> Answers:
-    """The right answers of a batch's rows, of which nobody knows the log-probabilities.
-
-    Raises:
-        ValueError: a row has none, or it is longer than data.answer_tokens.
-    """
-    shape = (len(host_batch["lengths"]), data.answer_tokens)
-    tokens_BA = np.zeros(shape, np.int32)
-    counts_B = np.zeros(shape[0], np.int32)
-    (rows,) = np.nonzero(host_batch["lengths"])
-    for index in rows:
-        row = _row(data, host_batch, index)
-        if "answer" not in row:
-            raise ValueError(
-                f'companion.demonstrations: expected rows with a field "answer", given one with {", ".join(row)}'
-            )
-        (encoded,) = data.tokenizer.encode_batch([str(row["answer"])])
-        answer = [*encoded.tolist(), data.end_id]
-        if len(answer) > data.answer_tokens:
-            raise ValueError(
-                f"companion.demonstrations: an answer of {len(answer)} tokens is over data.answer_tokens = "
-                f"{data.answer_tokens}: {row['answer']!r}"
-            )
-        tokens_BA[index, : len(answer)] = answer
-        counts_B[index] = len(answer)
-    return Answers(tokens_BA, np.full(shape, np.nan, np.float32), counts_B)
-
-
-def rows_of_answers(host_batch: dict[str, np.ndarray], answers: Answers) -> dict[str, np.ndarray]:
-    """The arrays of a batch whose rows are a prompt and its answer, [B, S].
-
-    tokens, targets (the inputs' successors), positions and segments (1; 0 behind the answer) int32, and float32:
-    weights, 1 where a token of the answer is the target; behavior, its log-probability when it was drawn; ends, 1 at
-    the last such column.
-    """
-    prompts_BS = host_batch["prompts"]
-    shape = prompts_BS.shape
-    tokens_BS, targets_BS, positions_BS, segments_BS = np.zeros((4, *shape), np.int32)
-    weights_BS, behavior_BS, ends_BS = np.zeros((3, *shape), np.float32)
-    for row, (length, count) in enumerate(zip(host_batch["lengths"], answers.counts, strict=True)):
-        # A row without a prompt has no answer, and is padding from end to end.
-        if not length or not count:
-            continue
-        sequence = np.concatenate([prompts_BS[row, :length], answers.tokens[row, :count]])
-        num_columns = len(sequence) - 1
-        answer = slice(length - 1, num_columns)
-        tokens_BS[row, :num_columns] = sequence[:-1]
-        targets_BS[row, :num_columns] = sequence[1:]
-        positions_BS[row, :num_columns] = np.arange(num_columns)
-        segments_BS[row, :num_columns] = 1
-        weights_BS[row, answer] = 1.0
-        behavior_BS[row, answer] = answers.log_probs[row, :count]
-        ends_BS[row, num_columns - 1] = 1.0
-    return {
-        "tokens": tokens_BS,
-        "targets": targets_BS,
-        "positions": positions_BS,
-        "segments": segments_BS,
-        "weights": weights_BS,
-        "behavior": behavior_BS,
-        "ends": ends_BS,
-    }
-
-
-def advantages(
-    rewards_B: np.ndarray, group_size: int, scale: Literal["group", "batch", "none"]
-) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages, standard deviation of each row's group), f32[B]; zeros in groups of one, as of an evaluation.
-
-    A = (reward - mean of the group) / (standard deviation + 1e-4), with the deviation of a sample (n - 1), as TRL.
-    """
-    if group_size == 1:
-        return np.zeros_like(rewards_B), np.zeros_like(rewards_B)
-    groups_GN = rewards_B.astype(np.float64).reshape(-1, group_size)
-    spreads_B = np.repeat(groups_GN.std(axis=1, ddof=1), group_size)
-    differences_B = (groups_GN - groups_GN.mean(axis=1, keepdims=True)).reshape(-1)
-    divisors_B = {"group": spreads_B + _STD_EPS, "batch": groups_GN.std(ddof=1) + _STD_EPS, "none": 1.0}[scale]
-    return (differences_B / divisors_B).astype(np.float32), spreads_B.astype(np.float32)

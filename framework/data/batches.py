@@ -8,8 +8,9 @@ from __future__ import annotations
 import abc
 import copy
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,21 @@ from framework.data.order import BatchOrder, GlobalOrder, Prefetcher
 from framework.data.packing import Batch
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, dtype)}
+
+
+class RowSet(NamedTuple):
+    """The rows of a training source or of a validation set, in order, for whoever computes something of each of them.
+
+    Attributes:
+        num_rows: how many there are.
+        row: reads one by its index; rows from `num_rows` on are nothing but padding.
+        digest: changes with the rows.
+    """
+
+    num_rows: int
+    row: Callable[[int], Batch]
+    digest: str
+
 
 # The end of an iterator without end. The length of a sequence must fit in 63 bits in Python.
 _ENDLESS = 1 << 62
@@ -49,10 +65,19 @@ class Pipeline(abc.ABC):
     # `setup` sets the order of the training sequences, and the rows of an epoch.
     _order: GlobalOrder | None = None
     _num_rows: int
+    # {name of an array: {name of a set: values}}, see `attach`.
+    _attached: Mapping[str, dict[str, np.ndarray]] = MappingProxyType({})
 
     @abc.abstractmethod
     def arrays(self, *, evaluation: bool = False) -> Shapes:
         """Returns the arrays of a global batch of training, or of evaluation; the leading axis is the batch's."""
+
+    def sequence_arrays(self) -> Shapes:
+        """Returns the arrays of a global batch of training that a model runs over: its tokens, and what goes with them.
+
+        These are delivered, but where a companion makes the sequences of what is delivered, as of prompts.
+        """
+        return self.arrays()
 
     @abc.abstractmethod
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
@@ -67,6 +92,37 @@ class Pipeline(abc.ABC):
 
         Rows beyond its end have weight 0.
         """
+
+    def row_sets(self) -> dict[str, RowSet]:
+        """Returns the training sources, in order, and the validation sets, by name; known after `setup`.
+
+        Raises:
+            ValueError: rows are made at random or on the way, so that nothing can be stored of them.
+        """
+        raise ValueError(f"data is a {type(self).__name__}, whose rows are not numbered; nothing can be stored of them")
+
+    def attach(self, name: str, values: Mapping[str, np.ndarray]) -> None:
+        """Has each batch deliver one more array, f32[B, S], of what is stored of each row.
+
+        Args:
+            name: of the array.
+            values: f32[rows, S] by the names of `row_sets`, all of them and in that order; they may be files
+                (numpy.memmap). Rows of padding behind the last one have zeros.
+        """
+        # A new dict: that of the class is shared.
+        self._attached = {**self._attached, name: dict(values)}
+
+    def attached_shapes(self) -> Shapes:
+        """Returns the arrays of `attach`, for a subclass's `arrays`."""
+        shape = (self.global_batch_size, self.seq_len)
+        return dict.fromkeys(self._attached, (shape, "float32"))
+
+    def _with_attached(self, set_name: str, index: int, row: Batch) -> Batch:
+        """Adds what `attach` has for row `index` of a set to the row."""
+        for name, values_by_set in self._attached.items():
+            values = values_by_set[set_name]
+            row[name] = np.array(values[index]) if index < len(values) else np.zeros(self.seq_len, np.float32)
+        return row
 
     @property
     def num_rows(self) -> int:
@@ -108,7 +164,11 @@ class Pipeline(abc.ABC):
         batch_rows = []
         for number in numbers:
             source, source_row = order.locate(number)
-            batch_rows.append(self.training_row(number, source, source_row))
+            row = self.training_row(number, source, source_row)
+            if self._attached:
+                set_names = list(next(iter(self._attached.values())))
+                row = self._with_attached(set_names[source], source_row, row)
+            batch_rows.append(row)
         return _stacked(batch_rows)
 
     def train_iterator(
@@ -154,7 +214,8 @@ class Pipeline(abc.ABC):
 
         def batch(turn: int) -> Batch:
             first_row = numbers[turn] * self.global_batch_size
-            return _stacked([read_row(first_row + int(row)) for row in rows])
+            indices = [first_row + int(row) for row in rows]
+            return _stacked([self._with_attached(name, index, read_row(index)) for index in indices])
 
         return Prefetcher(batch, 0, len(numbers), ahead=self.prefetch)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from framework.config import Config, PositiveInt, Seed, component
-from framework.data.batches import Pipeline, Shapes
+from framework.data.batches import Pipeline, RowSet, Shapes
 from framework.data.chats import ChatSource
 from framework.data.files import FileHashes, digest_of
 from framework.data.order import GlobalOrder
@@ -285,7 +285,19 @@ class DataPipeline(Pipeline):
         for name in names:
             dtype = "float32" if name in ("weights", "bytes") else "int32"
             shapes[name] = (shape, dtype)
-        return shapes
+        return shapes | self.attached_shapes()
+
+    def row_sets(self) -> dict[str, RowSet]:
+        """Those of training have whole rows alone, as batches do."""
+        # Of a training source, rows depend on the seed that packs them.
+        training_digest = self.fingerprint_at(1)
+        sets = {}
+        for leaf in self.train_leaves:
+            sets[leaf.name] = RowSet(leaf.rows.num_whole, leaf.rows.row, training_digest)
+        for name, leaf in self.validation_leaves.items():
+            facts = [leaf.stream.digest, self.seq_len, self.document_mask, leaf.rows.num_rows]
+            sets[name] = RowSet(leaf.rows.num_rows, leaf.rows.row, digest_of(facts))
+        return sets
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
         return self.train_leaves[source].rows.row(index)

@@ -235,6 +235,8 @@ class Prompts(Pipeline):
         for name, config in validation.items():
             self.sets.append(_prompt_set(f"data.validation.{name}", name, config))
         self._codec: ChatCodec | None = None
+        # Whether `setup` is done.
+        self.is_ready = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -297,6 +299,7 @@ class Prompts(Pipeline):
         # Of prompts, not of rows: see `training_row`.
         self._prompt_order = GlobalOrder([num_prompts], [1.0], self.seed)
         self._order = _RowsAsTheyAre()
+        self.is_ready = True
 
     def _prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
         with located("data.tokenizer"):
@@ -367,6 +370,12 @@ class Prompts(Pipeline):
         for name in ("lengths", "sources", "indices"):
             shapes[name] = ((batch,), "int32")
         return shapes
+
+    def sequence_arrays(self) -> Shapes:
+        """Those of prompts with their answers."""
+        shape = (self.global_batch_size, self.seq_len)
+        shapes: Shapes = dict.fromkeys(("tokens", "targets", "positions", "segments"), (shape, "int32"))
+        return {**shapes, "weights": (shape, "float32")}
 
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
         """The prompt of the group that row `sequence` of the run belongs to."""

@@ -25,6 +25,9 @@ class Companion:
     files import this one, and so are not named as types here.
     """
 
+    def join(self, experiment: Any) -> None:
+        """Told the experiment that it is a part of, as soon as the other parts are built."""
+
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
         """Returns the arrays of a batch as a step, or an evaluation, sees it.
 
@@ -36,6 +39,12 @@ class Companion:
 
     def check(self, experiment: Any) -> None:
         """Raises ValueError when the companion does not fit model, data or memory; nothing is read."""
+
+    def check_files(self, program: Any) -> None:
+        """Raises FileNotFoundError or ValueError when files that it needs are not there, or are of another model.
+
+        It reads headers and no weights, once the data is set up and before anything is compiled.
+        """
 
     def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """Makes it ready, once data is set up and before the program's state exists: the devices are empty.
@@ -52,6 +61,10 @@ class Companion:
             FileNotFoundError, ValueError: what it needs is not there, or is of another model.
         """
 
+    def is_open(self, program: Any) -> bool:
+        """Whether `completed` can be called, as `open` was called with this program or is not needed."""
+        return True
+
     def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
         """Returns the batch with all arrays of `arrays`.
 
@@ -63,10 +76,15 @@ class Companion:
         """
         raise NotImplementedError
 
+    def host_bytes(self, program: Any) -> int:
+        """The bytes of host memory, of one device, in which it keeps arrays between steps."""
+        return 0
+
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
         """Compiles what `completed` runs with `compile`, also for a machine that is not here: {name: what it needs}.
 
-        Nothing is opened for that. The bytes of arrays that live beside the state, such as a reference's weights in
-        host memory, are in the ledgers.
+        Nothing is opened for that. A ledger's peak is all that a device holds then, the training state included where
+        it exists; its `host_peak` are the bytes in host memory that are no part of the state, such as a reference's
+        weights; `once` says that steps do not wait for it.
         """
         return {}

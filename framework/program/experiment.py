@@ -103,6 +103,7 @@ class Experiment:
         self.companion: Companion | None = None
         if companion is not None:
             self.companion = _built("companion", companion, Companion)
+            self.companion.join(self)
 
     def check(self, mesh: Mesh | AbstractMesh, *, reach: bool = True) -> None:
         """Raises ValueError, naming both numbers, when mesh, batch, model, memory and data do not fit each other.

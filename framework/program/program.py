@@ -40,12 +40,15 @@ class Program:
         mesh: how devices are arranged, by default as the experiment says.
         training: whether the step is to run; otherwise only what concerns the model is checked.
         hosted_stack: the stack's matrices live in host memory, whatever memory.parameters says; for inference.
+        hosted_weights: the same of all matrices; for a model beside the one that is trained.
 
     Raises:
         ValueError: experiment and devices do not fit each other.
 
     Attributes:
       execution: how the state lies in memory, and the compiled functions.
+      devices: of the mesh, as they were given.
+      training: as it was given.
       checkpoint_layout: the layout of checkpoints, which are the same for every schedule.
       calibrates: whether a first batch decides first values (Salimans and Kingma 2016, arXiv 1602.07868).
       ahead: the thread that compiles programs before they are called.
@@ -59,16 +62,17 @@ class Program:
         mesh: MeshShape | None = None,
         training: bool = True,
         hosted_stack: bool = False,
+        hosted_weights: bool = False,
     ):
         self.experiment = experiment
-        if devices is None:
-            devices = jax.devices()
-        self.mesh = (mesh or experiment.mesh).build(devices)
+        self.devices: Sequence[Any] = jax.devices() if devices is None else devices
+        self.mesh = (mesh or experiment.mesh).build(self.devices)
         if training:
             experiment.check(self.mesh)
         else:
             experiment.model.check(self.mesh, experiment.data)
         experiment.compiler.check(self.mesh)
+        self.training = training
         self.calibrates = training and experiment.model.calibrates
         if self.calibrates:
             check_calibrated_dtypes(experiment.model)
@@ -80,7 +84,10 @@ class Program:
         # Where nothing is trained, stacks are whole.
         layout = None if training else self.checkpoint_layout
         if hosted_stack:
-            layout = StateLayout(_with_hosted_stack(specs), self.mesh)
+            layout = StateLayout(_with_hosted_stages(specs, {"first", "stack"}), self.mesh)
+        if hosted_weights:
+            stages = {*experiment.model.stages, "shared"}
+            layout = StateLayout(_with_hosted_stages(specs, stages), self.mesh)
         self.execution: Execution = kind(experiment, self.checkpoint_layout, self._rows, self.ahead, layout)
 
     @property
@@ -183,10 +190,19 @@ class Program:
         return self.execution.step(state, self.completed(state, batch))
 
     def completed(self, state: State, batch: Batch, *, group: str = "parameter") -> Batch:
-        """The batch as a step sees it: with the arrays that the experiment's companion adds; see `Companion`."""
+        """The batch as a step sees it: with the arrays that the experiment's companion adds; see `Companion`.
+
+        Raises:
+            ValueError: the companion is not open.
+        """
         companion = self.experiment.companion
         if companion is None:
             return batch
+        if not companion.is_open(self):
+            raise ValueError(
+                f"experiment.companion ({type(companion).__name__}) is not open: before the first step or evaluation, "
+                "call experiment.companion.open(program, workdir, begins=..., tell=print)"
+            )
         return companion.completed(self, state, batch, group=group)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
@@ -258,12 +274,13 @@ class Program:
         return self._one.init_jit(seed)
 
 
-def _with_hosted_stack(specs: Nested) -> Nested:
-    """The specs of a state, by group, with the stack's matrices in host memory."""
+def _with_hosted_stages(specs: Nested, stages: set[str]) -> Nested:
+    """The specs of a state, by group, with these stages' matrices in host memory."""
     hosted_specs = {group: dict(tree) for group, tree in specs.items()}
     for group in ("parameter", "frozen", "ema"):
         tree = hosted_specs[group]
-        for stack in {"first", "stack"} & tree.keys():
+        for stage in stages & tree.keys():
+            stacked = stage in ("first", "stack")
             # Small matrices move too: the flag promises a stack in host memory.
-            tree[stack] = move_to_host(tree[stack], "pinned_host", stacked=True, min_bytes=0)
+            tree[stage] = move_to_host(tree[stage], "pinned_host", stacked=stacked, min_bytes=0)
     return hosted_specs

@@ -134,6 +134,8 @@ class Training:
                 self.program = Program(self.experiment)
             self.progress.set_total(self.options.max_steps)
         self._tell(rate_notes(self.config.learner, self.options.max_steps))
+        if self.experiment.companion is not None:
+            self.experiment.companion.check_files(self.program)
 
     def _prepare_data(self) -> None:
         """Makes the data ready: the first process of a run tokenizes, the others wait for its files."""

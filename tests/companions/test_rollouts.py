@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from framework.api.configs import override
-from framework.companions.rollouts import Rollouts, rows_of_answers
+from framework.companions.answers import rows_of_answers
+from framework.companions.reference import Reference
+from framework.companions.rollouts import Rollouts
 from framework.config import config_for
 from framework.data.pipeline import DataPipeline
 from framework.data.sources import TokenMemmap
 from framework.inference.generation import Generator
 from framework.inference.rollout import Answers
 from framework.inference.sampling import Sampling
+from framework.layers.lora import LoRA
 from framework.program.program import Program
 from tests.support import rewarded, runs
 
@@ -211,6 +214,31 @@ def test_rewards_rise(tmp_path: Path):
     assert np.mean(rewards[-5:]) > 0.9
 
 
+@pytest.mark.parametrize("kind", ["hosted", pytest.param("adapter_off", marks=pytest.mark.pairs)])
+def test_the_reference_is_the_model_of_the_first_step(kind: str, tmp_path: Path):
+    """At first the divergence from it is zero, and behavior and reference are one; later they are not."""
+    config = rewarded.rewarded()
+    config.model.head.objective.beta = 0.1
+    config.companion.reference = config_for(Reference, kind=kind)
+    if kind == "adapter_off":
+        config.model.lora = config_for(LoRA, rank=4)
+    experiment = config.instantiate()
+    program = Program(experiment, jax.devices()[:1])
+    experiment.data.setup(tmp_path)
+    experiment.companion.open(program, tmp_path, begins=True, tell=lambda line: None)
+    state = program.init()
+    divergences = []
+    for index in range(4):
+        delivered = experiment.data.train_batch(index, program.rows)
+        batch = jax.device_get(program.completed(state, program.put(delivered)))
+        is_close = np.allclose(batch["reference"], batch["behavior"], atol=2e-5)
+        assert is_close == (index == 0)
+        state, metrics = program.step(state, program.put(delivered))
+        divergences.append(float(metrics["head/kl"]))
+    assert divergences[0] == pytest.approx(0.0, abs=1e-6)
+    assert divergences[3] > 1e-5
+
+
 REFUSED = {
     "data.group_size": {"data__group_size": 1},
     "does not divide data.global_batch_size = 16": {"data__group_size": 5},
@@ -267,7 +295,7 @@ def test_other_data_is_refused():
         seq_len=8,
         global_batch_size=16,
     )
-    with pytest.raises(ValueError, match="data is a DataPipeline, not Prompts$"):
+    with pytest.raises(ValueError, match=r"data is a DataPipeline, not Prompts$"):
         Program(config.instantiate(), jax.devices()[:1])
 
 

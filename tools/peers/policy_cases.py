@@ -100,7 +100,7 @@ class Samples:
 
     def batch(self, advantages_B: np.ndarray, spreads_B: np.ndarray) -> Batch:
         """The arrays of a step."""
-        from framework.companions.rollouts import rows_of_answers
+        from framework.companions.answers import rows_of_answers
         from framework.inference.rollout import Answers
 
         counts_B = np.asarray([len(answer) for answer in self.answers], np.int32)

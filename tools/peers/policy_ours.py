@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from framework.companions.rollouts import advantages
+from framework.companions.answers import advantages
 from framework.layout import Nested, flatten
 from framework.program.program import Program
 from tools.peers import ours

@@ -104,6 +104,7 @@ class Ledger:
       host_peak: bytes in host memory at most.
       moved: bytes that went between host and device.
       worst: the program of the worst call, and what was alive then.
+      once: the calls are made before the first step, and not in each step.
     """
 
     def __init__(self) -> None:
@@ -114,6 +115,7 @@ class Ledger:
         self.host_peak = 0
         self.moved = 0
         self.worst: tuple[Compiled, list[LiveArray]] | None = None
+        self.once = False
 
     def count(self, program: Compiled, peak: int) -> None:
         """Counts a call, during which the device has `peak` bytes."""

@@ -1,0 +1,126 @@
+"""Log-probabilities that were computed once of every row of the data, in files of the workdir.
+
+    reference/reference.json    what they are of, and how many rows of each set are done
+    reference/train.f32         float32[rows, S] of a training source; of a validation set under its own name
+
+Rows are done in order, a batch at a time, and the JSON file counts them after they were written: a process that is
+killed loses the batches since, and the next one goes on there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from framework.data.batches import RowSet
+from framework.files.workdir import write_json
+
+FOLDER = "reference"
+_FACTS = "reference.json"
+# Rows are counted as done this often at most.
+_SECONDS = 0.2
+
+
+class StoredRows:
+    """The files of all sets; one process writes them.
+
+    Args:
+        folder: of the files.
+        sets: of the data, by name.
+        seq_len: S.
+        weights: a checksum of the weights that the values are of.
+    """
+
+    def __init__(self, folder: Path, sets: Mapping[str, RowSet], seq_len: int, weights: str):
+        self.folder = folder
+        self._sets = sets
+        self._seq_len = seq_len
+        self._facts = {
+            "weights": weights,
+            "data": {name: [rows.digest, rows.num_rows, seq_len] for name, rows in sets.items()},
+        }
+        self._saved_at = 0.0
+        self.done: dict[str, int] = dict.fromkeys(sets, 0)
+
+    @property
+    def difference(self) -> str | None:
+        """What the files in the folder are of that is not the run's: "weights", "data"; None where nothing differs.
+
+        "" stands for files that are not there, or cannot be read.
+        """
+        stored = self._read()
+        if stored is None:
+            return ""
+        for name, facts in self._facts.items():
+            if stored.get(name) != facts:
+                return name
+        return None
+
+    def begin(self, *, anew: bool) -> None:
+        """Makes the files ready to be written, those of an earlier start with what they have; `anew` drops that."""
+        stored = None if anew else self._read()
+        if stored is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            for name, rows in self._sets.items():
+                with open(self._file(name), "wb") as file:
+                    # A file of zeros, whose blocks the disk has yet to give.
+                    file.truncate(rows.num_rows * self._seq_len * 4)
+            self._save()
+        else:
+            self.done = {name: stored["done"][name] for name in self._sets}
+
+    def open(self) -> dict[str, np.ndarray]:
+        """The values of all sets, f32[rows, S], for reading."""
+        stored = self._read()
+        if stored is not None:
+            self.done = stored["done"]
+        return {name: self._values(name, "r") for name in self._sets}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows of all sets are done; known after `begin` or `open`."""
+        return all(self.done[name] == rows.num_rows for name, rows in self._sets.items())
+
+    def rows(self, name: str, first: int, count: int) -> np.ndarray:
+        """The values of rows that are done, f32[count, S]."""
+        return np.array(self._values(name, "r")[first : first + count])
+
+    def write(self, name: str, first: int, values: np.ndarray) -> None:
+        """Writes the rows of a set from `first` on, f32[n, S]; the rows before them are done."""
+        num_rows = min(len(values), self._sets[name].num_rows - first)
+        stored = self._values(name, "r+")
+        stored[first : first + num_rows] = values[:num_rows]
+        self.done[name] = first + num_rows
+        if self.is_complete or time.monotonic() - self._saved_at > _SECONDS:
+            if isinstance(stored, np.memmap):
+                stored.flush()
+            self._save()
+
+    def _save(self) -> None:
+        write_json(self.folder / _FACTS, {**self._facts, "done": self.done})
+        self._saved_at = time.monotonic()
+
+    def _read(self) -> dict[str, Any] | None:
+        """The content of the JSON file; None where it is not there, or says nothing that could be used."""
+        try:
+            stored = json.loads((self.folder / _FACTS).read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        return stored if isinstance(stored, dict) and isinstance(stored.get("done"), dict) else None
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.f32"
+
+    def _values(self, name: str, mode: Any) -> np.ndarray:
+        num_rows = self._sets[name].num_rows
+        # An empty file cannot be mapped.
+        if num_rows == 0:
+            return np.zeros((0, self._seq_len), np.float32)
+        return np.memmap(self._file(name), np.float32, mode, shape=(num_rows, self._seq_len))

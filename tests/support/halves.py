@@ -1,0 +1,80 @@
+"""A user's own config file: a preference run on plain text, of which each row is a pair of its two halves.
+
+The first half of a row is what is preferred, the second what is rejected; so a run with a reference needs no pairs.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from framework.companions.reference import Reference
+from framework.config import Config, config_for
+from framework.data.batches import RowSet, Shapes
+from framework.data.packing import Batch
+from framework.data.pipeline import DataPipeline
+from framework.layers.head import LMHead
+from framework.layers.lora import LoRA
+from framework.layers.norm import LayerNorm
+from framework.objectives.preferences import DPO
+from tests.support.tiny import tiny
+
+
+class Halves(DataPipeline):
+    """Rows of a text as pairs: `segments` 1 and 2, and `ends` at the end of each half."""
+
+    def arrays(self, *, evaluation: bool = False) -> Shapes:
+        shapes = super().arrays(evaluation=evaluation)
+        return {**shapes, "ends": shapes["weights"]}
+
+    def training_row(self, sequence: int, source: int, index: int) -> Batch:
+        return halved(super().training_row(sequence, source, index))
+
+    def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
+        num_rows, read = super().evaluation_rows(name)
+        return num_rows, lambda index: halved(read(index))
+
+    def row_sets(self) -> dict[str, RowSet]:
+        return {
+            name: replace_row(rows, lambda index, rows=rows: halved(rows.row(index)))
+            for name, rows in super().row_sets().items()
+        }
+
+
+def replace_row(rows: RowSet, row: Callable[[int], Batch]) -> RowSet:
+    """The same set with another function that reads a row."""
+    return rows._replace(row=row)
+
+
+def halved(row: Batch) -> Batch:
+    """The row as a pair; one that is not whole is padding."""
+    length = len(row["weights"])
+    half = length // 2
+    number = np.repeat([1, 2], [half, length - half]).astype(np.int32)
+    whole = np.int32(row["weights"].all())
+    ends = np.zeros(length, np.float32)
+    ends[[half - 1, length - 1]] = 1.0
+    positions = np.concatenate([np.arange(half), np.arange(length - half)]).astype(np.int32)
+    return {
+        **row,
+        "weights": row["weights"] * whole,
+        "segments": number * whole,
+        "positions": positions * whole,
+        "ends": ends * whole,
+    }
+
+
+def dpo() -> Config:
+    """tiny (0.05M parameters) by DPO, with a reference of whatever kind is right."""
+    config = tiny()
+    config.data = config_for(Halves, **{**{name: config.data[name] for name in config.data}, "document_mask": True})
+    config.model.head = config_for(LMHead, norm=config_for(LayerNorm), tied=True, objective=config_for(DPO))
+    config.companion = config_for(Reference)
+    config.trainer.eval_every = 6
+    return config
+
+
+def dpo_lora() -> Config:
+    """The same with adapters."""
+    config = dpo()
+    config.model.lora = config_for(LoRA, rank=4)
+    return config
