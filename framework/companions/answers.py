@@ -38,8 +38,7 @@ def demonstrated_answers(data: Prompts, host_batch: dict[str, np.ndarray]) -> An
     shape = (len(host_batch["lengths"]), data.answer_tokens)
     tokens_BA = np.zeros(shape, np.int32)
     counts_B = np.zeros(shape[0], np.int32)
-    (rows,) = np.nonzero(host_batch["lengths"])
-    for index in rows:
+    for index in np.flatnonzero(host_batch["lengths"]).tolist():
         row = row_of(data, host_batch, index)
         if "answer" not in row:
             raise ValueError(

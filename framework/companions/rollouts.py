@@ -73,7 +73,7 @@ class Rollouts(Companion):
         table_rows: PositiveInt = 4,
     ):
         self.reward = RewardFunction(reward)
-        self.scale = scale
+        self.scale: Literal["group", "batch", "none"] = scale
         self.reference: Companion | None = None if reference is None else reference.instantiate()
         self.demonstrations = demonstrations
         self.greedy_evaluation = greedy_evaluation
@@ -293,8 +293,8 @@ class Rollouts(Companion):
     def _rewards(self, data: Prompts, host_batch: dict[str, np.ndarray], texts: list[str]) -> np.ndarray:
         """f32[B]; rows without a prompt have 0, and are not judged."""
         rewards_B = np.zeros(len(texts), np.float32)
-        (judged,) = np.nonzero(host_batch["lengths"])
-        if not judged.size:
+        judged = np.flatnonzero(host_batch["lengths"]).tolist()
+        if not judged:
             return rewards_B
         rows = [row_of(data, host_batch, index) for index in judged]
         prompts = [prompt_text(row["prompt"]) for row in rows]

@@ -397,9 +397,9 @@ class Prompts(Pipeline):
         prompt_S[: len(tokens)] = tokens
         return {
             "prompts": prompt_S,
-            "lengths": np.int32(len(tokens)),
-            "sources": np.int32(number),
-            "indices": np.int32(index),
+            "lengths": np.asarray(len(tokens), np.int32),
+            "sources": np.asarray(number, np.int32),
+            "indices": np.asarray(index, np.int32),
         }
 
     def row(self, source: int, index: int) -> Row:

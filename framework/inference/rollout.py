@@ -26,9 +26,10 @@ class Answers(NamedTuple):
         counts: int32[B], tokens of each answer, the one that ends it among them.
     """
 
-    tokens: jax.Array
-    log_probs: jax.Array
-    counts: jax.Array
+    # On the devices, or on the host.
+    tokens: Any
+    log_probs: Any
+    counts: Any
 
 
 class Draws(NamedTuple):
@@ -41,10 +42,11 @@ class Draws(NamedTuple):
         greedy: bool; the likeliest tokens are taken, and nothing is drawn.
     """
 
-    words: jax.Array
-    stream: jax.Array
-    numbers: jax.Array
-    greedy: jax.Array
+    # Arrays, or abstract ones where the program is only compiled.
+    words: Any
+    stream: Any
+    numbers: Any
+    greedy: Any
 
 
 # Folded into the run's key, whose other branches are the steps' dropout.

@@ -107,7 +107,7 @@ class GRPO(Objective):
         token_weights_BS = ctx.batch["weights"]
         if self.normalization == "dapo":
             return token_weights_BS / ctx.num_targets
-        if self.normalization == "dr_grpo":
+        if self.answer_tokens is not None:
             return token_weights_BS / (ctx.num_sequences * self.answer_tokens)
         segments_BS = ctx.batch["segments"]
         lengths_BN = sequence_sums(token_weights_BS, segments_BS)
@@ -120,6 +120,8 @@ class GRPO(Objective):
         self, ratios_BS: jax.Array, divergences_BS: jax.Array | None, behavior_BS: jax.Array, ctx: Context
     ) -> dict[str, jax.Array]:
         """Means over answers (reward, reward_std of the groups, flat_groups, length) and over tokens (the others)."""
+        assert ctx.num_sequences is not None
+        assert ctx.num_targets is not None
         batch = ctx.batch
         answer_shares_BS = batch["ends"] / ctx.num_sequences
         token_shares_BS = batch["weights"] / ctx.num_targets

@@ -115,7 +115,7 @@ def test_rows_end_where_the_answer_ends():
         "lengths": np.asarray([3, 1, 0], np.int32),
     }
     log_probs = np.asarray([[-1, -2, -3], [-4, 0, 0], [0, 0, 0]], np.float32)
-    answers = Answers(np.asarray([[1, 2, 3], [4, 0, 0], [0, 0, 0]], np.int32), log_probs, np.asarray([3, 1, 0]))  # pyright: ignore[reportArgumentType]
+    answers = Answers(np.asarray([[1, 2, 3], [4, 0, 0], [0, 0, 0]], np.int32), log_probs, np.asarray([3, 1, 0]))
     batch = rows_of_answers(host_batch, answers)
     assert batch["tokens"].tolist() == [[5, 6, 7, 1, 2], [8, 0, 0, 0, 0], [0] * 5]
     assert batch["targets"].tolist() == [[6, 7, 1, 2, 3], [4, 0, 0, 0, 0], [0] * 5]

@@ -95,7 +95,8 @@ class Samples:
         lengths = rng.permutation([1, 3, ANSWER, 4, ANSWER, 2])
         answers = [rng.integers(3, VOCAB, length).tolist() for length in lengths]
         noise = rng.normal(size=(2, BATCH, ANSWER)).astype(np.float32)
-        behavior, reference = np.float32(-np.log(VOCAB)) + np.float32([[[0.3]], [[0.5]]]) * noise
+        scales = np.asarray([[[0.3]], [[0.5]]], np.float32)
+        behavior, reference = np.float32(-np.log(VOCAB)) + scales * noise
         return Samples(prompts, answers, behavior, reference, rng.normal(size=BATCH).astype(np.float32))
 
     def batch(self, advantages_B: np.ndarray, spreads_B: np.ndarray) -> Batch:
@@ -111,9 +112,9 @@ class Samples:
             tokens_BA[row, : len(answer)] = answer
         prompt_lengths_B = np.asarray([len(prompt) for prompt in self.prompts], np.int32)
         host_batch = {"prompts": prompts_BS, "lengths": prompt_lengths_B}
-        arrays = rows_of_answers(host_batch, Answers(tokens_BA, self.behavior, counts_B))  # pyright: ignore[reportArgumentType]
+        arrays = rows_of_answers(host_batch, Answers(tokens_BA, self.behavior, counts_B))
         # The same columns as those of `behavior`.
-        reference = rows_of_answers(host_batch, Answers(tokens_BA, self.reference, counts_B))["behavior"]  # pyright: ignore[reportArgumentType]
+        reference = rows_of_answers(host_batch, Answers(tokens_BA, self.reference, counts_B))["behavior"]
         return {
             **arrays,
             "reference": reference,

@@ -12,6 +12,8 @@ import tokenizers
 import torch
 import transformers
 import trl
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from tools.peers import theirs
 from tools.peers.policy_cases import ANSWER, BATCH, GROUP, MODEL, PROMPT, VOCAB, Case, PolicyResults, Samples
@@ -48,7 +50,7 @@ def versions() -> dict[str, str]:
 def _trainer(case: Case, model: Any) -> Any:
     """TRL's trainer. It wants data to begin with, of which nothing is used."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = trl.GRPOConfig(
+        arguments = GRPOConfig(
             output_dir=folder,
             use_cpu=True,
             bf16=False,
@@ -60,7 +62,7 @@ def _trainer(case: Case, model: Any) -> Any:
             disable_tqdm=True,
             **{**case.arguments, "beta": 0.0},
         )
-        trainer = trl.GRPOTrainer(
+        trainer: Any = GRPOTrainer(
             model=model,
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=arguments,
