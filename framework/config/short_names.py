@@ -50,6 +50,8 @@ _COMPONENTS = {
     "framework.learner.rules": ("Rule",),
     "framework.models.causal_lm": ("CausalLM",),
     "framework.models.flow": ("Flow",),
+    "framework.objectives.preferences": ("DPO", "IPO", "ORPO", "SimPO"),
+    "framework.objectives.thumbs": ("KTO",),
     "framework.optimizers.adalomo": ("adalomo",),
     "framework.optimizers.adam_mini": ("adam_mini",),
     "framework.optimizers.learning_rates": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
