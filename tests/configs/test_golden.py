@@ -42,7 +42,8 @@ PUBLISHED = {
 }
 FLOWS = {"digits-glow", "digits-realnvp", "digits-nice", "digits-residual", "images-glow"}
 TOYS = {"moe-tiny", "qwen3-moe-tiny", "olmoe-tiny", "gpt-oss-tiny", "deepseek-tiny"}
-OURS = TOYS | {"stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
+DISTILLED = {"distil-tiny", "distil-tiny-alone", "distil-tiny-teacher"}
+OURS = TOYS | DISTILLED | {"stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
 LARGE = sorted(set(NAMES) - OURS)
 
 
