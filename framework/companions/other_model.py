@@ -95,6 +95,11 @@ class OtherModel:
                 state = self.program.init()
         self._state = {group: state[group] for group in ("parameter", "frozen", "buffer")}
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it has its weights."""
+        return self._state is not None
+
     def unload(self) -> None:
         """Lets the weights go."""
         self._state = None
@@ -104,6 +109,11 @@ class OtherModel:
         if self._state is None:
             raise ValueError(f"{self.what} is not loaded: call the companion's open() before a step or an evaluation")
         return self._forward(self._state, batch, after)
+
+    @property
+    def hosted_bytes(self) -> int:
+        """The bytes of its weights in host memory, of one device."""
+        return self._forward.hosted_bytes
 
     def rehearsed(self, compile: Compile, *, beside: int) -> Ledger:
         """What a call needs with all weights, on the device and on the host; nothing is loaded.

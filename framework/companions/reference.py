@@ -149,6 +149,10 @@ class Reference(Companion):
             return {**batch, **self._without_adapters(program, group)(state, batch, after=state["counter"])}
         return {**batch, **self._other_of(program)(batch, after=state.get("counter", ()))}
 
+    def host_bytes(self, program: Any) -> int:
+        """See `Companion`: the weights of a hosted reference."""
+        return self._other_of(program).hosted_bytes if self.choice.kind == "hosted" else 0
+
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
         """See `Companion`: of adapter_off and hosted what each step runs, of stored what runs once before."""
         choice = self.choice

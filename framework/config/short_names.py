@@ -13,6 +13,8 @@ from framework.config.names import ConfigError, choices_in, did_you_mean, resolv
 # {module: the components that are marked in it}. Written down, as a search would import every module;
 # tests/config/test_short_names.py compares it with what is marked.
 _COMPONENTS = {
+    "framework.companions.reference": ("Reference",),
+    "framework.companions.rollouts": ("Rollouts",),
     "framework.config.config": ("reference",),
     "framework.data.chats": ("ChatSource",),
     "framework.data.held_out": ("TextPart", "TokenPart"),
@@ -22,6 +24,7 @@ _COMPONENTS = {
     "framework.data.preferences": ("PairSource", "ThumbSource"),
     "framework.data.pretrained_tokenizer": ("PretrainedTokenizer",),
     "framework.data.scored": ("LabelledSource", "RankedSource"),
+    "framework.data.prompts": ("Arithmetic", "PromptFiles", "Prompts"),
     "framework.data.sources": ("JsonLines", "Mixture", "Parquet", "StdlibSource", "TextFiles", "TokenMemmap"),
     "framework.data.tokenizers": ("BPETokenizer", "ByteTokenizer", "NoTokenizer"),
     "framework.devices.compiler": ("Compiler",),
@@ -54,7 +57,10 @@ _COMPONENTS = {
     "framework.learner.rules": ("Rule",),
     "framework.models.causal_lm": ("CausalLM",),
     "framework.models.flow": ("Flow",),
+    "framework.objectives.preferences": ("DPO", "IPO", "ORPO", "SimPO"),
+    "framework.objectives.thumbs": ("KTO",),
     "framework.objectives.rewards": ("Classification", "PairwiseReward"),
+    "framework.objectives.policy_gradient": ("GRPO",),
     "framework.optimizers.adalomo": ("adalomo",),
     "framework.optimizers.adam_mini": ("adam_mini",),
     "framework.optimizers.learning_rates": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),

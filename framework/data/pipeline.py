@@ -149,6 +149,12 @@ class DataPipeline(Pipeline):
         """All sources, those of training first."""
         return [*self.train_leaves, *self.validation_leaves.values()]
 
+    @property
+    def packing_seed(self) -> int | None:
+        """The seed, where it decides what the training rows hold, and not their order alone; else None."""
+        are_packed = any(isinstance(leaf.source, ExampleSource) for leaf in self.train_leaves)
+        return self.seed if are_packed else None
+
     def setup(
         self,
         workdir: str | Path,

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import abc
 import json
+import platform
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from framework.config import Fraction, component
+from framework.config import Fraction, PositiveInt, component
 from framework.data.comparisons import Judged, Words, pair_of, thumbs_of
 from framework.data.files import DataFile
+from framework.data.library_pairs import LIBRARY_PAIRS_VERSION, pairs_of_code
 from framework.data.preference_codec import PreferenceCodec
 from framework.data.preference_rows import JudgedRows, PairRows, ThumbRows
-from framework.data.sources import ExampleSource, rows_of_file, split_of
+from framework.data.sources import ExampleSource, StdlibSource, rows_of_file, split_of
 from framework.data.token_files import TokenStream
 from framework.data.tokenizers import Tokenizer
 
@@ -220,6 +222,45 @@ class ThumbSource(JudgedSource):
 
     def rows_of(self, stream: TokenStream, seq_len: int, seed: int | None) -> ThumbRows:
         return ThumbRows(stream, seq_len, seed, packed=self.packed)
+
+
+@component
+class StdlibPairs(PairSource):
+    """Pairs of the standard library's source: what follows some lines of a file, and the same words in another order.
+
+    Args:
+        split: "train" or "validation", by files as for StdlibSource.
+        every: of each file's pairs, the first and each so many behind it.
+        packed: put several pairs into a row, not one.
+    """
+
+    def __init__(
+        self,
+        *,
+        split: Literal["train", "validation"] = "train",
+        every: PositiveInt = 1,
+        packed: bool = True,
+    ):
+        super().__init__(paths=[], split=split, unusable="leave_out", packed=packed)
+        self.every = every
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "python": platform.python_version(), "pairs": LIBRARY_PAIRS_VERSION}
+
+    def files(self) -> list[DataFile]:
+        return StdlibSource(split=self._library_split).files()
+
+    def read(self, file: DataFile) -> Iterator[str]:
+        source = StdlibSource(split=self._library_split)
+        for text in source.read(file):
+            for number, pair in enumerate(pairs_of_code(text)):
+                if number % self.every:
+                    continue
+                yield self._document(f"{file}, pair {number + 1}", pair, None)
+
+    @property
+    def _library_split(self) -> Literal["train", "validation"]:
+        return "validation" if self.split == "validation" else "train"
 
 
 def _identity(examples: list[Judged], row: Any) -> str:

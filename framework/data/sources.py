@@ -17,7 +17,9 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+import annotated_types as at
 
 from framework.config import Config, NonNegativeInt, component, did_you_mean
 from framework.data.files import DataFile, FileHashes, digest_of, fetched, find, readable
@@ -28,17 +30,7 @@ from framework.data.tokenizers import Tokenizer
 _CHUNK_BYTES = 1 << 20
 
 # Folders of an installation that StdlibSource leaves out: tests, and packages that were added.
-_LEFT_OUT = frozenset(
-    {
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "_bundled",
-    }
-)
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 
 
 class TextSource(abc.ABC):
@@ -113,12 +105,7 @@ class ExampleSource(TextSource):
 
     @abc.abstractmethod
     def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> Examples:
-        """Returns the rows of the tokens that `codec` made.
-
-        Args:
-            stream: the tokens.
-            seq_len: S.
-            seed: decides the order in which documents are taken for packing; None takes them in the stream's order.
+        """Returns the rows of the tokens that `codec` made; the arguments are those of Examples.
 
         Raises:
             ValueError: a document does not fit, or none does.
@@ -135,18 +122,30 @@ class StdlibSource(TextSource):
 
     Args:
         split: which part to read.
+        share: of that part, about so many of the files, chosen by the sha256 of their names: little text, for runs that
+            are to see little.
     """
 
-    def __init__(self, *, split: Literal["train", "validation"] = "train"):
+    def __init__(
+        self,
+        *,
+        split: Literal["train", "validation"] = "train",
+        share: Annotated[float, at.Interval(gt=0, le=1)] = 1.0,
+    ):
         self.split = split
+        self.share = share
 
     def settings(self) -> dict[str, Any]:
-        return {"split": self.split, "python": platform.python_version()}
+        share = {} if self.share == 1.0 else {"share": self.share}
+        return {"split": self.split, **share, "python": platform.python_version()}
 
     def files(self) -> list[DataFile]:
         # In a virtual environment too, this is the folder of the base interpreter.
         root = Path(sysconfig.get_path("stdlib"))
         names = [name for name in library_files(root) if split_of(name) == self.split]
+        if self.share < 1.0:
+            # By another text than `name` alone, which has decided the split.
+            names = [name for name in names if split_of(f"share {name}", self.share) == "validation"]
         if not names:
             raise FileNotFoundError(f"the standard library at {root} has no sources (is it zipped or stripped?)")
         return find(str(root / name) for name in names)
@@ -260,10 +259,7 @@ def text_field(record: Any, field: str) -> str:
 
 
 def rows_of_file(file: DataFile) -> Iterator[tuple[str, Any]]:
-    """Yields (place, row) of each row of a file: Parquet where its name ends so, JSON lines otherwise.
-
-    Raises the errors of `parquet_rows` and `json_rows`.
-    """
+    """Yields (place, row) of each row of a file, as `parquet_rows` where its name ends so, otherwise as `json_rows`."""
     return parquet_rows(file) if file.path.endswith(".parquet") else json_rows(file)
 
 

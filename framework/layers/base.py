@@ -30,13 +30,13 @@ def batch_shards(sizes: Mapping[str, int]) -> int:
 
 
 def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, TensorSpec]:
-    """The layout of a batch's arrays [B, ...], given as (shape, dtype): B over BATCH_AXES, S of [B, S] over seq."""
+    """The layout of a batch's arrays [B, ...], given as (shape, dtype): B over BATCH_AXES, a token's S over seq."""
 
     def spec(shape: tuple[int, ...], dtype: str) -> TensorSpec:
         inner_axes: list[str | None]
-        # Two axes are those of tokens, [B, S]. The axes of an image have no mesh axis.
-        if len(shape) == 2:
-            inner_axes = ["seq"]
+        # Two axes are those of tokens, three those of several values for each token. An image's four have no mesh axis.
+        if len(shape) in (2, 3):
+            inner_axes = ["seq", *[None] * (len(shape) - 2)]
         else:
             inner_axes = [None] * (len(shape) - 1)
         return TensorSpec(shape, dtype, (BATCH_AXES, *inner_axes))

@@ -65,9 +65,9 @@ class PairLoss(Objective):
         answers = _answers(log_probs_BS, batch)
         # A sequence counts by the weight at its end; both of a pair have the same.
         counted_BP = pairs_of(sequence_sums(batch["ends"], batch["segments"])).chosen
-        pair_weights_BP = counted_BP * (2 / ctx.num_sequences)
         pair_values = {"preference": self.pair_losses(answers), **self._observed(answers)}
-        means = {name: jnp.sum(pair_weights_BP * values_BP) for name, values_BP in pair_values.items()}
+        # A pair is two sequences. Divided behind the sum, which may have more digits than the number.
+        means = {name: 2 * jnp.sum(counted_BP * values) / ctx.num_sequences for name, values in pair_values.items()}
         loss = means["preference"]
         if self.sft > 0:
             nll = -jnp.sum(self._sft_weights(batch) * log_probs_BS)

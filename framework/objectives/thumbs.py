@@ -85,10 +85,11 @@ class KTO(Objective):
         thumbs = _thumbs(head.log_probs(weights, x_BSD, ctx), ctx.batch)
         kl = _kl(thumbs)
         # How far an answer is on the right side, [B, N].
-        margins_BN = self.beta * (thumbs.desirable - thumbs.undesirable) * (thumbs.log_ratios - kl)
-        kind_weights_BN = self.desirable_weight * thumbs.desirable + self.undesirable_weight * thumbs.undesirable
+        margins_BN = (thumbs.desirable - thumbs.undesirable) * (self.beta * (thumbs.log_ratios - kl))
         # 1 - sigmoid(x) = sigmoid(-x), which loses no digits.
-        losses_BN = kind_weights_BN * jax.nn.sigmoid(-margins_BN)
+        losses_BN = jax.nn.sigmoid(-margins_BN)
+        desirable_loss = self.desirable_weight * jnp.sum(thumbs.desirable * losses_BN)
+        undesirable_loss = self.undesirable_weight * jnp.sum(thumbs.undesirable * losses_BN)
         num_answers = ctx.counts.get("answers", 1.0)
         counted_BN = thumbs.desirable + thumbs.undesirable
         metrics = {
@@ -97,7 +98,7 @@ class KTO(Objective):
             # The mean over microbatches, by their answers.
             "kl": kl * jnp.sum(counted_BN) / num_answers,
         }
-        loss = jnp.sum(losses_BN) / num_answers
+        loss = (desirable_loss + undesirable_loss) / num_answers
         return loss, jax.lax.stop_gradient({"preference": loss, **metrics})
 
     def _observed(self, thumbs: _Thumbs, counts: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -39,12 +39,21 @@ def need(program: Program) -> Need:
     state = layout.bytes_per_device(memory_kind="device")
     batch = sum(spec.num_bytes for spec in program.batch_specs.values()) // program.mesh.size
     try:
-        peak = program.execution.peak_bytes()
+        peak = max(program.execution.peak_bytes(), _companion_peak(program))
     except jax.errors.JaxRuntimeError as error:
         peak, message = refused(error)
     groups = {group: layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "optimizer", "ema")}
     groups["activations and temporaries"] = max(0, peak - state - batch)
     return Need(peak, state + batch, groups, message)
+
+
+def _companion_peak(program: Program) -> int:
+    """The bytes of a device while the experiment's companion completes a batch; 0 where it runs nothing."""
+    companion = program.experiment.companion
+    if companion is None:
+        return 0
+    ledgers = companion.rehearsed(program, program.execution.compile_here)
+    return max((ledger.peak for ledger in ledgers.values()), default=0)
 
 
 def refusal(

@@ -32,6 +32,9 @@ def check_host(program: Program, platform: str | None = None) -> None:
         # Activations are no part of the layout.
         estimate = closed_form(program.experiment, resolve("local"))
         hosted_bytes["activations"] = estimate.host_breakdown["activations"]
+    companion = program.experiment.companion
+    if companion is not None:
+        hosted_bytes["companion"] = companion.host_bytes(program)
     count = len(program.mesh.local_devices)
     need = count * sum(hosted_bytes.values())
     machine = machine_memory_bytes()

@@ -21,7 +21,7 @@ from framework.plan.estimate import Estimate
 from framework.plan.hlo import Array
 from framework.plan.jaxprs import FlopCount, flops_of_calls, unreached
 from framework.plan.naming import OF_LAYOUT, Named
-from framework.plan.rehearsal import compile_step, rehearsed
+from framework.plan.rehearsal import compile_step, rehearse_companion, rehearsed
 from framework.plan.report import KEYS
 from framework.plan.step_time.closed_form import closed_form_time
 from framework.plan.step_time.compiled_time import time_of
@@ -116,16 +116,19 @@ def plan(
     with phase("tracing the training step"):
         report |= traced(program)
     step = made.step if made else compile_step(program, target, limit)
+    companion = rehearse_companion(program, target)
     with phase("reading what the compiler says of it", patience=SHORT):
         report |= _flops(flops_of_calls(program.execution.step_jaxprs(step.ledger)), report["tokens_per_step"])
         report["notes"] += target.compiler_notes
         report |= _step(program, step)
         _add_host(report, _state_bytes(program).host, step.host_temp, target)
+        _add_companion(report, companion, target)
         need = closed_form(program.experiment, target)
         report["estimate"] = _compared_estimate(need, step)
-        report["time"] = _time_report(_step_time(program, need, target, step), program.experiment, target)
+        report["time"] = _time_report(_step_time(program, need, target, step, companion), program.experiment, target)
 
     peaks = {"train": _Peak(step.allocated, report["host_peak_bytes"])}
+    peaks |= _companion_peaks(companion, _state_bytes(program).host)
     peaks |= _save_and_restore(program, target)
     if phases:
         _add_phases(
@@ -168,18 +171,55 @@ def _state_bytes(program: Program) -> _Peak:
 def _phases(peaks: dict[str, _Peak]) -> Report:
     """The peaks as a report has them, in the order of a run."""
     phases = {}
-    for name in ("init", "restore", "train", "evaluation", "save"):
+    order = ("init", "restore", "train", "evaluation", "save")
+    # A companion's come before the step that they are for.
+    of_companion = [name for name in peaks if name not in order]
+    for name in (*order[:2], *of_companion, *order[2:]):
         if name in peaks:
             device, host = peaks[name]
             phases[name] = {"device_peak_bytes": device, "host_peak_bytes": host}
     return phases
 
 
-def _step_time(program: Program, need: Estimate, target: Target, step: Compiled) -> StepTime | None:
-    """The time of the compiled step; by the closed form where the compiler refused it."""
+def _companion_peaks(companion: dict[str, Compiled], state_host: int) -> dict[str, _Peak]:
+    """The peaks of a companion's programs, beside a state that has `state_host` bytes in host memory."""
+    peaks = {}
+    for name, compiled in companion.items():
+        ledger = compiled.ledger
+        host = 0 if ledger is None else ledger.host_peak
+        # What runs once runs before there is a state.
+        beside = 0 if ledger is not None and ledger.once else state_host
+        peaks[name] = _Peak(compiled.allocated, beside + host)
+    return peaks
+
+
+def _add_companion(report: Report, companion: dict[str, Compiled], target: Target) -> None:
+    """Adds what a companion keeps in host memory between steps, such as the weights of a reference."""
+    kept = 0
+    for compiled in companion.values():
+        report["compile_seconds"] = round(report["compile_seconds"] + compiled.seconds, 1)
+        report["message"] = report["message"] or compiled.message
+        if compiled.ledger is not None and not compiled.ledger.once:
+            kept += compiled.ledger.host_peak
+            report["host_transfer_bytes"] += compiled.ledger.moved
+    if kept:
+        report["host_breakdown"]["other"] += kept
+        temporary = report["host_peak_bytes"] - report["host_argument_bytes"]
+        _add_host(report, report["host_argument_bytes"] + kept, temporary, target)
+
+
+def _step_time(
+    program: Program, need: Estimate, target: Target, step: Compiled, companion: dict[str, Compiled]
+) -> StepTime | None:
+    """The time of the compiled step, and of what a companion runs before it; by the closed form where the compiler
+    refused it."""
     if step.ledger is None:
         return closed_time(program.experiment, need, target)
-    return time_of([call.about for call in step.ledger.calls], target, step.peak)
+    calls = [call.about for call in step.ledger.calls]
+    for compiled in companion.values():
+        if compiled.ledger is not None and not compiled.ledger.once:
+            calls += [call.about for call in compiled.ledger.calls]
+    return time_of(calls, target, step.peak)
 
 
 def closed_time(experiment: Experiment, need: Estimate, target: Target) -> StepTime | None:
@@ -221,8 +261,8 @@ def _add_phases(
     argument_bytes = sum(layout.bytes_per_device(group, "device") for group in ("parameter", "frozen", "buffer"))
     peaks["init"] = _Peak(init.allocated, state.host)
     peaks["evaluation"] = _Peak(evaluation.allocated - argument_bytes + state.device, state.host)
-    report["compile_seconds"] = round(step.seconds + init.seconds + evaluation.seconds, 1)
-    report["message"] = step.message or init.message or evaluation.message
+    report["compile_seconds"] = round(report["compile_seconds"] + init.seconds + evaluation.seconds, 1)
+    report["message"] = report["message"] or init.message or evaluation.message
 
 
 # --- the parts of a report -------------------------------------------------------------------------------------------

@@ -46,13 +46,42 @@ def rehearsed(target: Target, mib: int | None, run: Callable[[programs.Compile],
         run: rehearses with a function that compiles.
         what: what a person is told is being compiled, such as "the training step".
     """
-    seconds = 0.0
+    compile = _Compiler(target, mib, what)
+    try:
+        ledger = run(compile)
+    except RefusedError as error:
+        return replace(error.compiled, seconds=compile.seconds)
+    return _as_one(ledger, compile.seconds)
 
-    def compile(lowered: Any, hosted: HostBytes) -> programs.Compiled:
-        nonlocal seconds
-        with compile_times.compiling(f"{what} for {target.name}", lowered, about=target.name, times=times_folder()):
-            compiled = compile_for(lowered, target.platform, hosted, mib)
-        seconds += compiled.seconds
+
+def rehearse_companion(program: Program, target: Target) -> dict[str, Compiled]:
+    """What the programs of the experiment's companion need, by name; {} where there is none, or it runs none."""
+    companion = program.experiment.companion
+    if companion is None:
+        return {}
+    compile = _Compiler(target, None, "the companion")
+    try:
+        ledgers = companion.rehearsed(program, compile)
+    except RefusedError as error:
+        return {"companion": replace(error.compiled, seconds=compile.seconds)}
+    return {name: _as_one(ledger, compile.seconds) for name, ledger in ledgers.items()}
+
+
+class _Compiler:
+    """Compiles for a target, and adds up the seconds; see `rehearsed`. Raises RefusedError."""
+
+    def __init__(self, target: Target, mib: int | None, what: str):
+        self._target = target
+        self._mib = mib
+        self._what = what
+        self.seconds = 0.0
+
+    def __call__(self, lowered: Any, hosted: HostBytes) -> programs.Compiled:
+        target = self._target
+        what = f"{self._what} for {target.name}"
+        with compile_times.compiling(what, lowered, about=target.name, times=times_folder()):
+            compiled = compile_for(lowered, target.platform, hosted, self._mib)
+        self.seconds += compiled.seconds
         # One program that is refused ends the rehearsal, as the step cannot run without it.
         if compiled.message:
             raise RefusedError(compiled)
@@ -67,10 +96,9 @@ def rehearsed(target: Target, mib: int | None, run: Callable[[programs.Compile],
             moved=moved,
         )
 
-    try:
-        ledger = run(compile)
-    except RefusedError as error:
-        return replace(error.compiled, seconds=seconds)
+
+def _as_one(ledger: Ledger, seconds: float) -> Compiled:
+    """All calls of a rehearsal, as if they were one program."""
     assert ledger.worst is not None
     worst: Compiled = ledger.worst[0].about
     # The arrays that are no arguments of the worst program are alive while it runs.

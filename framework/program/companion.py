@@ -76,6 +76,10 @@ class Companion:
         """
         raise NotImplementedError
 
+    def host_bytes(self, program: Any) -> int:
+        """The bytes of host memory, of one device, in which it keeps arrays between steps."""
+        return 0
+
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
         """Compiles what `completed` runs with `compile`, also for a machine that is not here: {name: what it needs}.
 

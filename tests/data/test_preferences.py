@@ -18,6 +18,7 @@ from framework.data.pretrained_tokenizer import PretrainedTokenizer
 from framework.data.sources import Mixture, TextFiles
 from framework.data.tokenizers import BPETokenizer, ByteTokenizer
 from tests.support import pretrained
+from tests.support.preference_rows import CHATS, TEXTS, THUMBS
 
 USER = {"role": "user", "content": "who?"}
 SYSTEM = {"role": "system", "content": "short"}
@@ -146,7 +147,7 @@ def test_texts_may_be_messages():
     assert pair_of(row).prompt == "who?"
 
 
-THUMBS: dict[str, tuple[dict[str, Any], list[Judged]]] = {
+JUDGED: dict[str, tuple[dict[str, Any], list[Judged]]] = {
     "texts": (LABEL, [Judged("2+2=", [("desirable", "4")])]),
     "a number as the label": ({**LABEL, "label": 0}, [Judged("2+2=", [("undesirable", "4")])]),
     "messages": (
@@ -161,9 +162,9 @@ THUMBS: dict[str, tuple[dict[str, Any], list[Judged]]] = {
 }
 
 
-@pytest.mark.parametrize("case", THUMBS)
+@pytest.mark.parametrize("case", JUDGED)
 def test_formats_of_thumbs(case: str):
-    row, expected = THUMBS[case]
+    row, expected = JUDGED[case]
     assert thumbs_of(row) == expected
 
 
@@ -265,6 +266,44 @@ def test_texts_follow_their_prompt_as_the_model_is_given_it(family: str, tmp_pat
 def test_an_empty_prompt_is_the_separator(tmp_path: Path):
     rows = rows_of(pipeline_of(tmp_path, [{"prompt": "", "chosen": "b", "rejected": "c"}] * 2, packed=False))
     assert sequences_of(rows[0]) == [("<>", "b<>", 0, 1.0), ("<>", "c<>", 0, 1.0)]
+
+
+RECORDED = json.loads((Path(__file__).parent / "recorded_preferences.json").read_text())
+
+
+def ids_of(row: Batch) -> list[tuple[list[int], list[int]]]:
+    """(ids of the prompt, ids of the answer) of the two sequences of a row."""
+    sequences = []
+    for segment in (1, 2):
+        columns = row["segments"] == segment
+        first_answer = int(np.argmax(row["weights"][columns]))
+        tokens = [*row["tokens"][columns].tolist(), int(row["targets"][columns][-1])]
+        sequences.append((tokens[: first_answer + 1], tokens[first_answer + 1 :]))
+        assert row["weights"][columns].sum() == len(sequences[-1][1]), "all behind the prompt is the answer"
+    return sequences
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "source"),
+    [("texts", TEXTS, PairSource), ("chats", CHATS, PairSource), ("thumbs", THUMBS, ThumbSource)],
+)
+@pytest.mark.parametrize("family", pretrained.FAMILIES)
+def test_tokens_are_those_of_trl(family: str, kind: str, rows: list[Any], source: type, tmp_path: Path):
+    """The recorded ones are what tests/peers/test_preference_data.py computes."""
+    folder = str(pretrained.write(tmp_path / family, family))
+    tokenizer = config_for(PretrainedTokenizer, path=folder, vocab_size=512)
+    pipeline = pipeline_of(tmp_path, rows, source, tokenizer=tokenizer, seq_len=512, packed=False, global_batch_size=1)
+    ours = sorted(map(ids_of, rows_of(pipeline)))
+    theirs = sorted(RECORDED[family][kind])
+    assert len(ours) == len(theirs) == len(rows)
+    library = pipeline.tokenizer._library
+    for (first, second), (prompt, first_answer, second_answer, *_) in zip(ours, theirs, strict=True):
+        for (our_prompt, our_answer), their_answer in ((first, first_answer), (second, second_answer)):
+            assert our_prompt == prompt
+            # The line feed that templates write behind the end of an answer opens the next turn: no target of ours.
+            assert their_answer[: len(our_answer)] == our_answer
+            assert not library.decode(their_answer[len(our_answer) :], skip_special_tokens=False).strip()
+            assert kind == "chats" or their_answer == our_answer
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -90,23 +89,33 @@ def _log_probs(program: Program) -> Any:
     return jax.jit(log_probs)
 
 
-def compute(case: Case, results: PreferenceResults, seed: int, *, packed: bool) -> PreferenceResults:
-    """Everything that TRL computed, by our paths; `weights` and `reference` of `results` are given."""
-    program = program_of(case, packed=packed)
-    params = ours.parameters(MODEL, program.experiment.language_model, results.weights)
-    reference = ours.parameters(MODEL, program.experiment.language_model, results.reference)
-    first_batch = batch(program, case, reference, seed, packed=packed)
-    loss, metrics, gradients = _gradients(program, params, first_batch)
+def gradient_errors(case: Case, results: PreferenceResults, seed: int, *, packed: bool) -> dict[str, float]:
+    """How far our loss, gradients and metrics of a batch are from TRL's, relative, by path; of metrics that TRL has."""
+    program, params, reference = _given(case, results, packed=packed)
+    arrays = batch(program, case, reference, seed, packed=packed)
+    loss, metrics, gradients = _gradients(program, params, arrays)
+    errors = {"loss": _relative(loss, results.loss)}
+    errors |= _tensor_errors(flatten(gradients), results.gradients)
+    for name, value in results.metrics.items():
+        errors[f"metrics/{name}"] = _relative(metrics[f"head/{name}"], value)
+    return errors
+
+
+def training_errors(case: Case, results: PreferenceResults, seed: int, *, packed: bool) -> dict[str, float]:
+    """How far the losses of ten steps, and the weights behind them, are from TRL's, relative, by path."""
+    program, params, reference = _given(case, results, packed=packed)
     batches = [batch(program, case, reference, number, packed=packed) for number in training_seeds(seed)]
     losses, trained = _train(program, params, batches)
-    return replace(
-        results,
-        loss=loss,
-        metrics={name.removeprefix("head/"): value for name, value in metrics.items()},
-        gradients=flatten(gradients),
-        losses=losses,
-        trained=trained,
-    )
+    worst_loss = float(np.max(np.abs(losses / results.losses - 1)))
+    return {"losses": worst_loss, **_tensor_errors(trained, results.trained)}
+
+
+def _given(case: Case, results: PreferenceResults, *, packed: bool) -> tuple[Program, Nested, Nested]:
+    """(program, weights, weights of the reference)"""
+    program = program_of(case, packed=packed)
+    model = program.experiment.language_model
+    params = ours.parameters(MODEL, model, results.weights)
+    return program, params, ours.parameters(MODEL, model, results.reference)
 
 
 def _gradients(program: Program, params: Nested, arrays: Batch) -> tuple[np.ndarray, Tensors, Nested]:
@@ -140,22 +149,10 @@ def _state(program: Program, params: Nested) -> Nested:
     return jax.device_put(jax.tree.map(np.array, state), program.layout.shardings())
 
 
-def differences(computed: PreferenceResults, results: PreferenceResults) -> dict[str, float]:
-    """How far ours are from TRL's, relative: the loss, the losses of training, each gradient, each trained tensor, and
-    each metric that TRL has."""
-    errors = {
-        "loss": _relative(computed.loss, results.loss),
-        "losses": float(np.max(np.abs(computed.losses / results.losses - 1))),
-    }
-    for group in ("gradients", "trained"):
-        expected = flatten(ours.to_ours(MODEL, getattr(results, group)))
-        actual = getattr(computed, group)
-        assert expected.keys() == actual.keys()
-        for path, array in expected.items():
-            errors[f"{group}/{path}"] = _relative(actual[path], array)
-    for name, value in results.metrics.items():
-        errors[f"metrics/{name}"] = _relative(computed.metrics[name], value)
-    return errors
+def _tensor_errors(actual: Tensors, theirs: Tensors) -> dict[str, float]:
+    expected = flatten(ours.to_ours(MODEL, theirs))
+    assert expected.keys() == actual.keys()
+    return {path: _relative(actual[path], array) for path, array in expected.items()}
 
 
 def _relative(actual: np.ndarray, expected: np.ndarray) -> float:

@@ -1,0 +1,147 @@
+"""Every kind of reference gives the log-probabilities of the model that the run began with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from framework.companions.reference import Reference
+from framework.config import Config, ConfigError, config_for
+from framework.layers.chunked_loss import Loss
+from framework.layers.lora import LoRA
+from framework.layers.objective import Objective
+from framework.program.program import Program
+from tests.support import small
+
+MESH = {"data": 2, "fsdp": 2, "model": 2}
+
+
+class Apart(Objective):
+    """Mean squares of what log-probabilities are away from one nat above the reference's: all kinds can be tested."""
+
+    arrays = ("reference",)
+
+    def loss(self, head, weights, x_BSD, ctx) -> Loss:
+        """The mean over counted targets."""
+        ratios_BS = head.log_probs(weights, x_BSD, ctx) - ctx.batch["reference"]
+        squares = jnp.sum(ctx.batch["weights"] * (ratios_BS - 1.0) ** 2) / ctx.num_targets
+        return squares, {"ratio": jax.lax.stop_gradient(jnp.sum(ctx.batch["weights"] * ratios_BS))}
+
+    def summary(self, totals):
+        """The mean."""
+        return {"loss": totals["loss"] / totals["tokens"]}
+
+
+def experiment(kind: str = "auto", model: Config | None = None, **fields) -> Config:
+    """An experiment whose objective reads a reference."""
+    config = small.experiment(small.llama() if model is None else model, **fields)
+    config.model.head.objective = config_for(Apart)
+    config.companion = config_for(Reference, kind=kind)
+    return config
+
+
+def opened(config: Config, tmp_path) -> Program:
+    program = small.program(config)
+    program.experiment.companion.open(program, tmp_path, begins=True, tell=lambda line: None)
+    return program
+
+
+def with_lora(model: Config, **fields) -> Config:
+    model.lora = config_for(LoRA, rank=4, **fields)
+    return model
+
+
+ADAPTERS = {
+    "lora": (lambda: with_lora(small.llama()), {}),
+    "dropout": (lambda: with_lora(small.gpt2(), dropout=0.2), {}),
+    "nf4": (
+        lambda: with_lora(small.llama(dim=64, stack__pattern__0__mlp__hidden=64), base="nf4", base_targets="."),
+        {},
+    ),
+    "sections": (lambda: with_lora(small.llama(stack__num_layers=4)), {"memory": {"parameters": "pinned_host:2"}}),
+    "mesh": (lambda: with_lora(small.llama()), {"mesh": MESH, "accumulate": 2}),
+    "in_backward": (lambda: with_lora(small.llama()), {"memory": {"update": "in_backward"}, "clip": None}),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters_that_are_switched_off_are_the_first_weights_at_any_step(case, tmp_path):
+    model, fields = ADAPTERS[case]
+    program = opened(experiment("adapter_off", model(), **fields), tmp_path)
+    hosted = opened(experiment("hosted", model(), **fields), tmp_path)
+    batch = program.put(small.host_batch(program))
+    expected = hosted.completed(hosted.init(), batch)["reference"]
+    state, metrics = small.run(program, 2)
+    # Adapters that are trained change the loss, and so they are not what the reference is by chance.
+    assert metrics[0]["loss"] != metrics[1]["loss"]
+    completed = program.completed(state, batch)
+    np.testing.assert_allclose(completed["reference"], expected, atol=2e-5)
+    assert (np.asarray(completed["reference"])[np.asarray(batch["weights"]) == 0] == 0).all()
+    trained = program.execution.evaluate(state, completed, "parameter")
+    assert abs(float(trained["ratio"])) > 1e-3
+
+
+def test_at_the_first_step_nothing_has_gone_away_from_the_reference(tmp_path):
+    for kind in ("adapter_off", "hosted"):
+        program = opened(experiment(kind, with_lora(small.llama())), tmp_path)
+        _, metrics = small.run(program, 1)
+        # One nat is what the objective asks for.
+        assert metrics[0]["loss"] == pytest.approx(1.0, abs=1e-5)
+
+
+CHOICES = [
+    ({}, "stored", "all weights are trained"),
+    ({"model": "lora"}, "adapter_off", "without its adapters"),
+    ({"model": "lora", "memory": {"update": "layer_programs"}, "clip": None}, "stored", "layer_programs"),
+    ({"objective": None}, "none", "reads no reference"),
+    ({"model": "lora", "pretrained": "dir"}, "stored", "another model"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "reason"), CHOICES, ids=[f"{kind}-{i}" for i, (_, kind, _) in enumerate(CHOICES)]
+)
+def test_the_rule_of_auto(fields, kind, reason):
+    fields = dict(fields)
+    model = with_lora(small.llama()) if fields.pop("model", None) else small.llama()
+    pretrained = fields.pop("pretrained", None)
+    objective = fields.pop("objective", Apart)
+    config = experiment("auto", model, **fields)
+    config.companion.pretrained = pretrained
+    config.model.head.objective = None if objective is None else config_for(objective)
+    choice = config.instantiate().companion.choice
+    assert choice.kind == kind
+    assert reason in choice.reason
+
+
+WRONG = [
+    ({}, "adapter_off", None, "companion.kind = adapter_off, and model.lora is not set; expected stored or hosted"),
+    (
+        {"memory": {"update": "layer_programs"}, "clip": None},
+        "adapter_off",
+        "lora",
+        "companion.kind = adapter_off with memory.update = layer_programs",
+    ),
+    ({}, "none", None, "model.head.objective is Apart, which reads reference of a batch"),
+]
+
+
+@pytest.mark.parametrize(("fields", "kind", "lora", "message"), WRONG, ids=[case[3][:40] for case in WRONG])
+def test_what_does_not_fit_is_said_before_anything_is_compiled(fields, kind, lora, message):
+    model = with_lora(small.llama()) if lora else small.llama()
+    with pytest.raises(ValueError, match=message) as error:
+        small.program(experiment(kind, model, **fields))
+    assert "\n" not in str(error.value)
+
+
+def test_another_model_cannot_be_the_same_without_adapters():
+    config = experiment("adapter_off", with_lora(small.llama()))
+    config.companion.pretrained = "somewhere"
+    with pytest.raises(ConfigError, match=r"pretrained = somewhere with kind = adapter_off; expected kind = stored"):
+        config.instantiate()
+
+
+def test_a_step_says_that_the_companion_is_not_open():
+    program = small.program(experiment("hosted"))
+    with pytest.raises(ValueError, match=r"experiment.companion \(Reference\) is not open: .*companion.open\(program"):
+        program.step({}, program.put(small.host_batch(program)))
