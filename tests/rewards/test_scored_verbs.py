@@ -89,7 +89,8 @@ def test_what_goes_out_comes_in_with_its_names(
 
 
 def test_a_reward_model_of_any_directory_scores_pairs(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rows = [{"prompt": "def ", "chosen": f"f(x): return {n}", "rejected": f"the fox {n}"} for n in range(40)]
+    # Pairs of one prompt would be in one part of the split.
+    rows = [{"prompt": f"def {n}", "chosen": "f(x): return 1", "rejected": "the fox"} for n in range(80)]
     file = written(tmp_path / "rows.jsonl", *rows)
     rate = "--config.learner.optimizer.learning_rate.peak_value=0.003"
     arguments = [f"--config=reward:{base}", f"--data={file}", f"--workdir={tmp_path / 'run'}", rate, *SMALL]
@@ -99,8 +100,8 @@ def test_a_reward_model_of_any_directory_scores_pairs(base: Path, tmp_path: Path
     assert score.main([f"--workdir={tmp_path / 'run'}", f"--texts={file}", f"--out={out}"]) == 0
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(result["margin"] == pytest.approx(result["chosen"] - result["rejected"]) for result in results)
-    assert "40 pairs: accuracy 1.0000" in capsys.readouterr().err
-    text = written(tmp_path / "text.jsonl", {"text": "def f(x): return 0"})
+    assert "80 pairs: accuracy 1.0000" in capsys.readouterr().err
+    text = written(tmp_path / "text.jsonl", {"text": "def 0f(x): return 1"})
     assert score.main([f"--workdir={tmp_path / 'run'}", f"--texts={text}"]) == 0
     # The chosen one of row 0, as one text.
     assert json.loads(capsys.readouterr().out)["reward"] == pytest.approx(results[0]["chosen"], rel=1e-4)
