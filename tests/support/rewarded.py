@@ -61,12 +61,12 @@ def high_bytes(prompts, answers, rows):
     return [answer.count("\ufffd") / max(len(answer), 1) for answer in answers]
 
 
-def killed_at_fifth(prompts, answers, rows):
-    """high_bytes; the process that calls it for the fifth time is killed, unless $REWARDED has been killed before."""
+def killed_at_eighth(prompts, answers, rows):
+    """high_bytes; the process that calls it for the eighth time is killed; those of later runs in $REWARDED are not."""
     folder = Path(os.environ["REWARDED"])
     with open(folder / "calls", "a") as file:
         file.write("x")
-    if len((folder / "calls").read_text()) == 5:
+    if len((folder / "calls").read_text()) == 8:
         os.kill(os.getpid(), signal.SIGKILL)
     return high_bytes(prompts, answers, rows)
 
