@@ -184,9 +184,9 @@ def test_the_plan_counts_the_cache(program: Program):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"memory__update": "in_backward"}, marks=pytest.mark.pairs),
+        pytest.param({"memory__update": "in_backward", "learner__clip_mode": "two_pass"}, marks=pytest.mark.pairs),
         {"memory__update": "streamed", "learner__accumulate": 2},
-        pytest.param({"memory__parameters": "pinned_host", "memory__update": "in_backward"}, marks=pytest.mark.pairs),
+        pytest.param({"memory__parameters": "pinned_host", "memory__update": "streamed"}, marks=pytest.mark.pairs),
     ],
     ids=str,
 )
