@@ -42,7 +42,7 @@ PUBLISHED = {
 }
 FLOWS = {"digits-glow", "digits-realnvp", "digits-nice", "digits-residual", "images-glow"}
 TOYS = {"moe-tiny", "qwen3-moe-tiny", "olmoe-tiny", "gpt-oss-tiny", "deepseek-tiny"}
-OURS = TOYS | {"stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
+OURS = TOYS | {"stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny", "grpo-tiny"} | FLOWS
 LARGE = sorted(set(NAMES) - OURS)
 
 

@@ -25,8 +25,8 @@ REWARD = f"{__file__}:high_bytes"
 
 
 def rewarded() -> Config:
-    """Two layers of width 32, four prompts of four answers each."""
-    model = llama_model(layers=2, heads=4, kv_heads=2, dim=32, hidden=48, vocab_size=257)
+    """Two layers of width 32, four prompts of four answers each. One id of the vocabulary stands for no text."""
+    model = llama_model(layers=2, heads=4, kv_heads=2, dim=32, hidden=48, vocab_size=258)
     model.head.objective = config_for(GRPO)
     return config_for(
         Experiment,
