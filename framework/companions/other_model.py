@@ -95,6 +95,11 @@ class OtherModel:
                 state = self.program.init()
         self._state = {group: state[group] for group in ("parameter", "frozen", "buffer")}
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it has its weights."""
+        return self._state is not None
+
     def unload(self) -> None:
         """Lets the weights go."""
         self._state = None

@@ -146,6 +146,11 @@ class Pipeline(abc.ABC):
         other.global_batch_size = global_batch_size
         return other.fingerprint()
 
+    def locate(self, sequence: int) -> tuple[int, int]:
+        """Returns (source, row of it) of sequence `sequence` of the run; known after `setup`."""
+        assert self._order is not None, "setup() first"
+        return self._order.locate(sequence)
+
     def train_batch(self, index: int, rows: Sequence[int] | np.ndarray, origin: int = 0) -> Batch:
         """Returns rows of the global batch of that index: arrays [b, ...].
 

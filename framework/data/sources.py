@@ -17,28 +17,20 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+import annotated_types as at
 
 from framework.config import Config, NonNegativeInt, component, did_you_mean
 from framework.data.files import DataFile, FileHashes, digest_of, fetched, find, readable
-from framework.data.packing import Conversations, Windows
+from framework.data.packing import Examples, Windows
 from framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
 from framework.data.tokenizers import Tokenizer
 
 _CHUNK_BYTES = 1 << 20
 
 # Folders of an installation that StdlibSource leaves out: tests, and packages that were added.
-_LEFT_OUT = frozenset(
-    {
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "_bundled",
-    }
-)
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 
 
 class TextSource(abc.ABC):
@@ -65,6 +57,10 @@ class TextSource(abc.ABC):
     def codec(self, tokenizer: Tokenizer) -> Tokenizer:
         """Returns what turns the documents into tokens, given the config's tokenizer."""
         return tokenizer
+
+    def training_texts(self) -> Iterator[str]:
+        """Returns an iterator over what a tokenizer is trained on: the documents, as they are."""
+        return self.documents()
 
     def settings(self) -> dict[str, Any]:
         """Returns the JSON data that decides the documents beside the files' contents.
@@ -94,6 +90,28 @@ class TextSource(abc.ABC):
         return {"sha256": digest, **facts, "files": files}
 
 
+class ExampleSource(TextSource):
+    """A source whose documents stay whole in a row, masked from their neighbours: conversations, pairs of answers.
+
+    Attributes:
+        row_arrays: names of the arrays that its rows have beside tokens, targets, positions, segments and weights; all
+            are float32.
+    """
+
+    row_arrays: ClassVar[tuple[str, ...]] = ()
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises ValueError when the documents cannot be encoded by that tokenizer, as far as is known unread."""
+
+    @abc.abstractmethod
+    def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> Examples:
+        """Returns the rows of the tokens that `codec` made; the arguments are those of Examples.
+
+        Raises:
+            ValueError: a document does not fit, or none does.
+        """
+
+
 @component
 class StdlibSource(TextSource):
     """The `.py` files of the standard library of the Python that runs, one document per file, sorted by name.
@@ -104,18 +122,30 @@ class StdlibSource(TextSource):
 
     Args:
         split: which part to read.
+        share: of that part, about so many of the files, chosen by the sha256 of their names: little text, for runs that
+            are to see little.
     """
 
-    def __init__(self, *, split: Literal["train", "validation"] = "train"):
+    def __init__(
+        self,
+        *,
+        split: Literal["train", "validation"] = "train",
+        share: Annotated[float, at.Interval(gt=0, le=1)] = 1.0,
+    ):
         self.split = split
+        self.share = share
 
     def settings(self) -> dict[str, Any]:
-        return {"split": self.split, "python": platform.python_version()}
+        share = {} if self.share == 1.0 else {"share": self.share}
+        return {"split": self.split, **share, "python": platform.python_version()}
 
     def files(self) -> list[DataFile]:
         # In a virtual environment too, this is the folder of the base interpreter.
         root = Path(sysconfig.get_path("stdlib"))
         names = [name for name in library_files(root) if split_of(name) == self.split]
+        if self.share < 1.0:
+            # By another text than `name` alone, which has decided the split.
+            names = [name for name in names if split_of(f"share {name}", self.share) == "validation"]
         if not names:
             raise FileNotFoundError(f"the standard library at {root} has no sources (is it zipped or stripped?)")
         return find(str(root / name) for name in names)
@@ -226,6 +256,11 @@ def text_field(record: Any, field: str) -> str:
     # Encoding is a check: JSON can spell half of a surrogate pair, which no tokenizer takes.
     text.encode("utf-8")
     return text
+
+
+def rows_of_file(file: DataFile) -> Iterator[tuple[str, Any]]:
+    """Yields (place, row) of each row of a file, as `parquet_rows` where its name ends so, otherwise as `json_rows`."""
+    return parquet_rows(file) if file.path.endswith(".parquet") else json_rows(file)
 
 
 def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
@@ -413,7 +448,7 @@ class Leaf:
     weight: float
     source: TextSource | TokenMemmap
     stream: TokenStream = field(init=False)
-    rows: Windows | Conversations = field(init=False)
+    rows: Windows | Examples = field(init=False)
 
 
 def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Iterator[Leaf]:

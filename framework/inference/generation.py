@@ -65,6 +65,8 @@ class Generator:
     """
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
+        # Reading the property is the check.
+        _ = program.experiment.language_model.language_head
         self._program = program
         weights = program.weights(state, averaged=averaged)
         self._arrays = (weights, state["buffer"])
@@ -266,7 +268,7 @@ def read_prompts(
     cache = _placed_cache(jax.tree.map(lambda new: jnp.pad(new, pad), _caches(outs)), ctx)
     # Prompts are padded on the left, so the last token of each is in the last column.
     last_B1D = x_BSD[:, -1:]
-    logits_B1V = forward.model.head.logits(head, last_B1D, ctx)
+    logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
     return logits_B1V[:, 0], cache
 
 
@@ -314,7 +316,7 @@ def read_token(
 
     # All layers write the same slot of all rows, so this is one slice and no scatter.
     cache = _placed_cache(jax.tree.map(write, cache, _caches(outs)), ctx)
-    logits_B1V = forward.model.head.logits(head, x_B1D, ctx)
+    logits_B1V = forward.model.language_head.logits(head, x_B1D, ctx)
     return logits_B1V[:, 0], cache
 
 

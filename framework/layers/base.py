@@ -30,13 +30,13 @@ def batch_shards(sizes: Mapping[str, int]) -> int:
 
 
 def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, TensorSpec]:
-    """The layout of a batch's arrays [B, ...], given as (shape, dtype): B over BATCH_AXES, S of [B, S] over seq."""
+    """The layout of a batch's arrays [B, ...], given as (shape, dtype): B over BATCH_AXES, a token's S over seq."""
 
     def spec(shape: tuple[int, ...], dtype: str) -> TensorSpec:
         inner_axes: list[str | None]
-        # Two axes are those of tokens, [B, S]. The axes of an image have no mesh axis.
-        if len(shape) == 2:
-            inner_axes = ["seq"]
+        # Two axes are those of tokens, three those of several values for each token. An image's four have no mesh axis.
+        if len(shape) in (2, 3):
+            inner_axes = ["seq", *[None] * (len(shape) - 2)]
         else:
             inner_axes = [None] * (len(shape) - 1)
         return TensorSpec(shape, dtype, (BATCH_AXES, *inner_axes))
@@ -92,6 +92,8 @@ class Context:
         num_targets: f32 scalar, number of counted targets in the global batch: what losses are divided by.
         num_sequences: f32 scalar, number of counted sequences in the global batch; None where the batch has no array
             `ends`, which counts them.
+        counts: {name: f32 scalar}, further numbers of the global batch that an objective divides by, see
+            `framework.layers.objective.Objective.counts`; {} outside of training, where sums leave.
         training: whether dropout is on.
         cache: whether keys and values leave as layer_state, for generation.
         mesh: where constraints are placed; None means one device and no constraints.
@@ -105,6 +107,7 @@ class Context:
     rows: jax.Array | None = None
     num_targets: jax.Array | None = None
     num_sequences: jax.Array | None = None
+    counts: dict[str, jax.Array] = field(default_factory=dict)
     training: bool = field(default=False, metadata={"static": True})
     cache: bool = field(default=False, metadata={"static": True})
     mesh: Mesh | None = field(default=None, metadata={"static": True})

@@ -177,6 +177,26 @@ def token_log_probs(
     return log_probs(h_BSD, table_VD, targets_BS)
 
 
+def by_position(
+    values_of: Callable[[jax.Array], Any],
+    chunks: Chunks,
+    ctx: Context,
+    h_BSD: jax.Array,
+    table_VD: jax.Array,
+    softcap: float | None = None,
+) -> Any:
+    """What `values_of(logits)` gives of each position, arrays [B, S, ...] by its structure; not differentiable."""
+
+    def chunk_values(product: jax.Array, _: tuple[()]) -> Any:
+        return values_of(capped(product, softcap))
+
+    def no_loss(product: jax.Array, _: tuple[()]) -> Loss:
+        raise AssertionError("positions have values and no loss")
+
+    run = _ChunkedLoss(no_loss, chunks, Context(batch={}, mesh=ctx.mesh))
+    return run.by_position(chunk_values, h_BSD, table_VD, ())
+
+
 class _ChunkedLoss:
     """The loss, and its gradients, a chunk of positions at a time; see `chunked_loss`."""
 
@@ -201,18 +221,18 @@ class _ChunkedLoss:
         return sums
 
     def by_position(
-        self, values_of: Callable[[jax.Array, Any], jax.Array], h: jax.Array, table: jax.Array, inputs: Any
-    ) -> jax.Array:
-        """`values_of(product of hidden states and table, inputs)` of each position, [B, S]."""
+        self, values_of: Callable[[jax.Array, Any], Any], h: jax.Array, table: jax.Array, inputs: Any
+    ) -> Any:
+        """`values_of(product of hidden states and table, inputs)` of each position, arrays [B, S, ...]."""
         if self.chunks.count == 1:
             return values_of(logits_product(h, table), inputs)
 
-        def chunk_values(chunk: Any) -> jax.Array:
+        def chunk_values(chunk: Any) -> Any:
             chunk_h, chunk_inputs = chunk
             return values_of(logits_product(chunk_h, table), chunk_inputs)
 
         chunk_stack = jax.lax.map(chunk_values, self._split((h, inputs)))
-        return self._join(chunk_stack)
+        return jax.tree.map(self._join, chunk_stack)
 
     def loss_and_gradients(
         self, h: jax.Array, table: jax.Array, inputs: Any, *, of_table: bool

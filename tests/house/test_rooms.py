@@ -34,7 +34,7 @@ ROOMS = {
     "schedules terminal weights",
     "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "
     "schedules terminal",
-    "api": "checkpoint config data devices files inference learner metrics plan program run terminal weights",
+    "api": "checkpoint config data devices files inference layers learner metrics plan program run terminal weights",
 }
 # A package of the repository, and the others that it may import.
 PACKAGES = {"framework": "", "configs": "framework", "launch": "framework configs"}

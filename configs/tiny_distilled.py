@@ -1,0 +1,85 @@
+"""A small teacher and a smaller student, which a laptop's CPU trains in minutes on text that every machine has.
+
+    plimsoll train --config=distil-tiny-teacher --workdir=runs/teacher
+    plimsoll score --workdir=runs/teacher --config=distil-tiny --top_k=32 --out=runs/scores
+    plimsoll train --config=distil-tiny --config.companion.path=runs/scores --workdir=runs/student
+    plimsoll train --config=distil-tiny-alone --workdir=runs/alone
+
+The teacher has read the whole library. The student reads a fiftieth of it, several times over, as somebody does who has
+little text of the kind that matters. `python -m tools.bench.distillation` runs all of it, and compares.
+"""
+
+from __future__ import annotations
+
+from configs.parts import llama_model, muon
+from framework.companions.teacher import Teacher
+from framework.config import Config, config_for
+from framework.data.pipeline import DataPipeline
+from framework.data.sources import StdlibSource
+from framework.data.tokenizers import ByteTokenizer
+from framework.devices.mesh import MeshShape
+from framework.learner.learner import Learner
+from framework.objectives.distillation import Distillation
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
+
+# The likeliest bytes that the student is told apart, of 257.
+_TOP_K = 32
+
+
+def distil_tiny_teacher() -> Config:
+    """A 0.9M-parameter Llama-like model of the bytes of the Python standard library: the teacher of distil-tiny."""
+    return _experiment(layers=4, steps=900, share=1.0)
+
+
+def distil_tiny_alone() -> Config:
+    """A 0.5M-parameter Llama-like model of bytes of a fiftieth of the standard library: distil-tiny without teacher."""
+    return _experiment(layers=2, steps=400, share=0.02)
+
+
+def distil_tiny() -> Config:
+    """A 0.5M-parameter student of distil-tiny-teacher; companion.path is the folder of `plimsoll score`."""
+    config = distil_tiny_alone()
+    config.model.head.objective = config_for(Distillation, alpha=0.0, temperature=2.0)
+    config.companion = config_for(Teacher, path="runs/distil-tiny-scores", top_k=_TOP_K)
+    return config
+
+
+def _experiment(*, layers: int, steps: int, share: float) -> Config:
+    """A model of width 128 of so many layers, trained for so many steps on that share of the library."""
+    vocab_size = 257
+    model = llama_model(layers=layers, heads=2, dim=128, hidden=344, vocab_size=vocab_size)
+    model.stack.unroll = 0
+    model.embed.init.stddev = 0.5
+    optimizer, adam_rule = muon(peak=0.02, adam_peak=0.02, warmup=0.06, end=0.0)
+    return config_for(
+        Experiment,
+        model=model,
+        data=config_for(
+            DataPipeline,
+            source=config_for(StdlibSource, split="train", share=share),
+            validation={"stdlib": config_for(StdlibSource, split="validation")},
+            tokenizer=config_for(ByteTokenizer),
+            seq_len=256,
+            global_batch_size=8,
+        ),
+        mesh=config_for(MeshShape, data=-1, fsdp=1),
+        learner=config_for(Learner, optimizer=optimizer, rules=[adam_rule]),
+        trainer=config_for(
+            TrainerOptions,
+            max_steps=steps,
+            # Four times, so that a student that has begun to learn its text by heart shows.
+            eval_every=max(1, steps // 4),
+            # Of the held-out part 131 thousand bytes, the same for teacher and students.
+            eval_batches=64,
+            save_every=steps,
+            log_every=50,
+        ),
+    )
+
+
+CONFIGS = {
+    "distil-tiny": distil_tiny,
+    "distil-tiny-alone": distil_tiny_alone,
+    "distil-tiny-teacher": distil_tiny_teacher,
+}

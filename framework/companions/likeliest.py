@@ -1,0 +1,63 @@
+"""A model's likeliest next tokens at each position: what a student is told of its teacher."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from framework.companions.forward import HeadFunction
+from framework.data.batches import Shapes
+from framework.layers.base import Context
+from framework.layers.chunked_loss import by_position
+from framework.layers.head import LMHead
+from framework.layout import Nested
+
+IDS = "teacher_ids"
+LOG_PROBS = "teacher_log_probs"
+TAIL = "teacher_tail"
+# The log of a probability that no float32 sum with 1 would notice. An empty bucket has it: a divergence with minus
+# infinity in it would be no number.
+_LEAST_TAIL = -50.0
+
+
+def shapes(rows: int, length: int, top_k: int) -> Shapes:
+    """The arrays of a batch that a teacher adds; `framework.objectives.distillation` says what they hold."""
+    return {
+        IDS: ((rows, length, top_k), "int32"),
+        LOG_PROBS: ((rows, length, top_k), "float32"),
+        TAIL: ((rows, length), "float32"),
+    }
+
+
+def likeliest(top_k: int, vocab_size: int) -> HeadFunction:
+    """The function that gives the arrays of `shapes`, a chunk of positions at a time: logits never exist whole.
+
+    Args:
+        top_k: K.
+        vocab_size: the distribution is that over the ids below it: a teacher's table may be padded to more rows.
+    """
+
+    def function(head: LMHead, weights: Nested, x_BSD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
+        h_BSD = head.normed(weights, x_BSD, ctx)
+        batch, length, _ = h_BSD.shape
+        chunks = head.chunks(batch, length, ctx)
+        values_of = partial(_of_logits, top_k=top_k, vocab_size=vocab_size)
+        return by_position(values_of, chunks, ctx, h_BSD, weights["table"], head.softcap)
+
+    return function
+
+
+def _of_logits(logits_BSV: jax.Array, *, top_k: int, vocab_size: int) -> dict[str, jax.Array]:
+    logits_BSV = logits_BSV[..., :vocab_size]
+    lse_BS1 = jax.nn.logsumexp(logits_BSV, axis=-1, keepdims=True)
+    values_BSK, ids_BSK = jax.lax.top_k(logits_BSV, top_k)
+    # A sum over the other tokens: 1 minus the sum of the K would have no digits left where it is small.
+    others_BSV = jnp.put_along_axis(logits_BSV, ids_BSK, -jnp.inf, axis=-1, inplace=False)
+    tail_BS = jax.nn.logsumexp(others_BSV, axis=-1) - lse_BS1[..., 0]
+    return {
+        IDS: ids_BSK,
+        LOG_PROBS: (values_BSK - lse_BS1).astype(jnp.float32),
+        TAIL: jnp.maximum(tail_BS, _LEAST_TAIL).astype(jnp.float32),
+    }

@@ -1,0 +1,202 @@
+"""Teacher: adds to each batch the likeliest next tokens of another model, for `framework.objectives.distillation`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from framework.companions.likeliest import IDS, LOG_PROBS, TAIL, likeliest, shapes
+from framework.companions.other_model import OtherModel
+from framework.companions.teacher_files import Rows, TeacherRows, row_key
+from framework.companions.teacher_scoring import digests_of
+from framework.config import PositiveInt, component
+from framework.data.batches import Shapes
+from framework.data.pipeline import DataPipeline
+from framework.models.causal_lm import CausalLM
+from framework.program.companion import Companion, Tell
+from framework.program.rows import Batch
+from framework.schedules.layerwise.programs import Compile, Ledger
+
+
+@component
+class Teacher(Companion):
+    """Adds `teacher_ids`, `teacher_log_probs` and `teacher_tail` to each batch.
+
+    Args:
+        kind: "stored" reads what `plimsoll score` has stored of the run's rows, and costs no memory of the devices;
+            "live" computes it in each step by a model whose weights are in host memory.
+        path: of stored: the folder of `plimsoll score --out`; of live: a published model's directory, or the Hub's id.
+        top_k: K, the tokens of each position that the student is told apart. Of a folder with more, the likeliest K are
+            taken, and the others' probability goes to the bucket.
+    """
+
+    def __init__(self, *, kind: Literal["stored", "live"] = "stored", path: str, top_k: PositiveInt = 64):
+        self.kind: Literal["stored", "live"] = kind
+        self.path = path
+        self.top_k = top_k
+        self._rows: TeacherRows | None = None
+        self._model: OtherModel | None = None
+
+    def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
+        """See `Companion`."""
+        num_rows, length = delivered["tokens"][0]
+        return {**delivered, **shapes(num_rows, length, self.top_k)}
+
+    def check(self, experiment: Any) -> None:
+        """Raises ValueError: model or data are of another kind, K is over the vocabulary, or nothing reads a teacher's
+        arrays."""
+        model = experiment.model
+        if not isinstance(model, CausalLM) or not isinstance(experiment.data, DataPipeline):
+            raise ValueError(
+                "companion is a Teacher, which is for a CausalLM on a DataPipeline; "
+                f"model is a {type(model).__name__}, data a {type(experiment.data).__name__}"
+            )
+        if self.top_k > model.vocab_size:
+            raise ValueError(f"companion.top_k = {self.top_k}: expected at most model.vocab_size = {model.vocab_size}")
+        objective = model.head.objective
+        if objective is None or IDS not in objective.arrays:
+            raise ValueError(
+                "companion is a Teacher, and nothing reads what it adds: expected model.head.objective = "
+                "framework.objectives.distillation.Distillation"
+            )
+
+    def check_files(self, program: Any) -> None:
+        """See `Companion`: the folder's facts, or the headers and the tokenizer of the model."""
+        if self.kind == "stored":
+            self._rows = self._opened(program)
+        else:
+            self._live(program).check_files()
+
+    def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
+        """See `Companion`."""
+        if self.kind == "live":
+            self._live(program).load()
+            return
+        if self._rows is None:
+            self._rows = self._opened(program)
+        facts = self._rows.facts
+        tell(
+            f"teacher: {self.path} has {self._rows.num_rows:,} rows of {facts.seq_len} tokens, the likeliest "
+            f"{facts.top_k} of each, weights {facts.weights[:12]}"
+        )
+
+    def is_open(self, program: Any) -> bool:
+        """See `Companion`."""
+        if self.kind == "stored":
+            return self._rows is not None
+        return self._model is not None and self._model.run is program and self._model.is_loaded
+
+    def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+        """See `Companion`."""
+        if self.kind == "live":
+            return {**batch, **self._live(program)(batch, after=state.get("counter", ()))}
+        return {**batch, **program.put(self._stored(program, batch))}
+
+    def host_bytes(self, program: Any) -> int:
+        """See `Companion`: the weights of a live teacher."""
+        return self._live(program).hosted_bytes if self.kind == "live" else 0
+
+    def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
+        """See `Companion`: a live teacher's forward pass, in each step."""
+        if self.kind == "stored":
+            return {}
+        state_bytes = program.layout.bytes_per_device(memory_kind="device")
+        return {"teacher": self._live(program).rehearsed(compile, beside=state_bytes)}
+
+    def _live(self, program: Any) -> OtherModel:
+        """The model in host memory. Raises ValueError: its vocabulary is smaller than K."""
+        if self._model is not None and self._model.run is program:
+            return self._model
+        function = likeliest(self.top_k, program.experiment.language_model.vocab_size)
+        model = OtherModel(program, function, path=self.path, name="companion.path", what="the teacher")
+        vocab_size = model.program.experiment.language_model.vocab_size
+        if self.top_k > vocab_size:
+            raise ValueError(f"companion.top_k = {self.top_k}: the teacher {self.path} has {vocab_size} tokens")
+        self._model = model
+        return model
+
+    def _opened(self, program: Any) -> TeacherRows:
+        """The folder's rows. Raises FileNotFoundError, ValueError: they are of something else; one line."""
+        data = program.experiment.data
+        try:
+            rows = TeacherRows(Path(self.path).expanduser())
+        except (FileNotFoundError, ValueError) as error:
+            raise type(error)(f"companion.path: {error}") from None
+        facts = rows.facts
+        where = f"companion.path = {self.path}"
+        if facts.seq_len != data.seq_len:
+            raise ValueError(f"{where}: stored for data.seq_len = {facts.seq_len}, the run has {data.seq_len}")
+        if facts.tokenizer != data.tokenizer.digest:
+            raise ValueError(
+                f"{where}: the teacher's tokenizer is another one than data.tokenizer, so its tokens mean other texts"
+            )
+        vocab_size = program.experiment.language_model.vocab_size
+        if facts.vocab_size > vocab_size:
+            raise ValueError(
+                f"{where}: stored for {facts.vocab_size} ids; model.vocab_size = {vocab_size}, expected as many or more"
+            )
+        if facts.top_k < self.top_k:
+            raise ValueError(f"{where}: stored with --top_k={facts.top_k}, companion.top_k = {self.top_k} needs more")
+        stored_digests = set(facts.data.values())
+        for leaf, digest in zip(data.leaves, digests_of(data).values(), strict=True):
+            if digest not in stored_digests:
+                names = ", ".join(f"{name} {stored[:12]}" for name, stored in facts.data.items())
+                raise ValueError(
+                    f"{where}: stored for other data than {leaf.label} ({digest[:12]}; stored: {names}); expected the "
+                    "folder of `plimsoll score` on this config"
+                )
+        return rows
+
+    def _stored(self, program: Any, batch: Batch) -> dict[str, np.ndarray]:
+        """The arrays of this process's rows of a batch, on the host."""
+        names = [name for name in ("tokens", "segments", "weights") if name in batch]
+        host = {name: _on_host(batch[name], program.rows) for name in names}
+        num_rows, length = host["tokens"].shape
+        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes(num_rows, length, self.top_k).items()}
+        # A row without a counted target is padding behind the end of a validation set, and is stored nowhere.
+        counted = [row for row in range(num_rows) if host["weights"][row].any()]
+        numbers = [self._number_of({name: host[name][row] for name in names}) for row in counted]
+        assert self._rows is not None
+        stored = _with_fewer(self._rows.take(numbers), self.top_k)
+        arrays[IDS][counted] = stored.ids
+        arrays[LOG_PROBS][counted] = stored.log_probs
+        arrays[TAIL][counted] = stored.tails
+        return arrays
+
+    def _number_of(self, row: dict[str, np.ndarray]) -> int:
+        assert self._rows is not None
+        number = self._rows.number_of(row_key(row))
+        if number is None:
+            raise ValueError(
+                f"companion.path = {self.path}: has {self._rows.num_rows:,} rows, and not one that the run reads now; "
+                "run `plimsoll score` again, with this config's trainer.max_steps or with --rows=all"
+            )
+        return number
+
+
+def _with_fewer(rows: Rows, top_k: int) -> Rows:
+    """Rows with the likeliest K tokens of those that are stored; the others go to the tail."""
+    if rows.ids.shape[-1] == top_k:
+        return rows
+    others = rows.log_probs[..., top_k:].astype(np.float32)
+    tails = np.logaddexp(rows.tails, np.logaddexp.reduce(others, axis=-1))
+    return rows._replace(ids=rows.ids[..., :top_k], log_probs=rows.log_probs[..., :top_k], tails=tails)
+
+
+def _on_host(array: jax.Array, rows: np.ndarray) -> np.ndarray:
+    """This process's rows of an array [B, S]. Raises ValueError: other processes have a part of them."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    host = np.zeros((len(rows), array.shape[1]), array.dtype)
+    filled = np.zeros(host.shape, bool)
+    for shard in array.addressable_shards:
+        row_slice, column_slice = shard.index
+        shard_rows = np.searchsorted(rows, np.arange(array.shape[0])[row_slice])
+        host[shard_rows, column_slice] = np.asarray(shard.data)
+        filled[shard_rows, column_slice] = True
+    if not filled.all():
+        raise ValueError("companion.kind = stored: mesh.seq cuts rows between processes; expected mesh.seq within one")
+    return host

@@ -1,0 +1,251 @@
+"""What a teacher says of the rows of some data, stored once: `plimsoll score` writes a folder, `Teacher` reads it.
+
+    teacher.json    what the files are of (`Facts`), and how many rows they hold: N
+    rows.bin        uint8[N, 16]              the key of each row, see `row_key`
+    ids.bin         uint16 or 32[N, S, K]     the K likeliest tokens of each position, the likeliest first
+    log_probs.bin   float16[N, S, K]          their log-probabilities, in nats
+    tails.bin       float32[N, S]             the log of the probability of all other tokens together, at least -50
+
+All are little-endian arrays in C order without a header. A row takes S * (K * 4 + 4) + 16 bytes where the vocabulary
+has at most 65536 ids, otherwise S * (K * 6 + 4) + 16. float16 keeps a log-probability to one part in 2048.
+
+Rows are found by what is in them, so the order of the data, its seed and the batch size may change. The number in
+teacher.json is written last: what a kill leaves behind it is cut off by the next writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from framework.data.files import digest_of
+from framework.data.packing import Batch
+from framework.data.sources import Leaf
+from framework.files.workdir import write_json, writing
+
+MANIFEST = "teacher.json"
+_FORMAT = 1
+_KEY_BYTES = 16
+
+
+class Rows(NamedTuple):
+    """What is stored of N rows; the dtypes are those of the files."""
+
+    keys: np.ndarray
+    ids: np.ndarray
+    log_probs: np.ndarray
+    tails: np.ndarray
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the files of a folder are of.
+
+    Attributes:
+        weights: sha256 of the teacher's weights.
+        tokenizer: digest of the tokenizer, the teacher's and the data's; None where ids stand for no text.
+        vocab_size: the teacher's distribution is that over the ids below it.
+        seq_len: S.
+        top_k: K.
+        data: digest of each source by name, see `data_digests`.
+    """
+
+    weights: str
+    tokenizer: str | None
+    vocab_size: int
+    seq_len: int
+    top_k: int
+    data: dict[str, str]
+
+    @property
+    def ids_dtype(self) -> str:
+        """The dtype of ids.bin."""
+        return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
+
+    @property
+    def bytes_per_token(self) -> float:
+        """What a token takes in the files."""
+        return self.row_bytes / self.seq_len
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes in the files."""
+        return sum(array.size * array.itemsize for array in self.empty(1))
+
+    def empty(self, count: int) -> Rows:
+        """Arrays of so many rows, of the files' shapes and dtypes."""
+        shape = (count, self.seq_len, self.top_k)
+        return Rows(
+            keys=np.zeros((count, _KEY_BYTES), np.uint8),
+            ids=np.zeros(shape, f"<{np.dtype(self.ids_dtype).str[1:]}"),
+            log_probs=np.zeros(shape, "<f2"),
+            tails=np.zeros(shape[:2], "<f4"),
+        )
+
+
+def row_key(row: Batch) -> bytes:
+    """The key of a row: blake2b, of 16 bytes, of its tokens int32[S], and of its segments int32[S] where it has those.
+
+    Nothing else decides what a causal model says of each position.
+    """
+    key = hashlib.blake2b(digest_size=_KEY_BYTES)
+    for name in ("tokens", "segments"):
+        if name in row:
+            key.update(np.ascontiguousarray(row[name], "<i4").tobytes())
+    return key.digest()
+
+
+def data_digests(leaves: list[Leaf], seq_len: int, *, masked: bool, packing_seed: int | None) -> dict[str, str]:
+    """{name of a source: digest of all that decides its rows}; the data is set up.
+
+    Args:
+        leaves: the sources.
+        seq_len: S.
+        masked: documents are masked from each other.
+        packing_seed: the data's seed where that decides which conversations share a row; None for text.
+    """
+    digests = {}
+    for leaf in leaves:
+        facts = [leaf.stream.digest, seq_len, leaf.stream.eos_id if masked else None, packing_seed]
+        digests[leaf.name] = digest_of(facts)
+    return digests
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder, in the order of what they hold in `Rows`."""
+    return [folder / f"{name}.bin" for name in ("rows", "ids", "log_probs", "tails")]
+
+
+def read_manifest(folder: Path) -> tuple[Facts, int]:
+    """(facts, number of rows). Raises FileNotFoundError, ValueError: there is none, or it is of another kind."""
+    path = folder / MANIFEST
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} holds no {MANIFEST}: expected a folder that `plimsoll score` has written")
+    try:
+        manifest = json.loads(path.read_text())
+        stored_format = manifest.pop("format")
+        num_rows = manifest.pop("rows")
+        if stored_format == _FORMAT:
+            return Facts(**manifest), num_rows
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not what `plimsoll score` writes: {error!r}") from None
+    raise ValueError(f"{path} has format {stored_format}; this version reads format {_FORMAT}")
+
+
+class TeacherRows:
+    """The rows of a folder, open for reading; 16 bytes of each row and a few numbers are in memory.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such folder, or it is damaged; one line.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.facts, self.num_rows = read_manifest(folder)
+        arrays = []
+        for path, row in zip(_files(folder), self.facts.empty(1), strict=True):
+            num_bytes = self.num_rows * row.size * row.itemsize
+            size = path.stat().st_size if path.exists() else 0
+            if size < num_bytes:
+                raise ValueError(f"{path} has {size:,} bytes; its {self.num_rows:,} rows take {num_bytes:,}")
+            shape = (self.num_rows, *row.shape[1:])
+            # An empty file cannot be mapped.
+            arrays.append(np.memmap(path, row.dtype, "r", shape=shape) if self.num_rows else np.zeros(shape, row.dtype))
+        self._stored = Rows(*arrays)
+        self._number_by_key = {key.tobytes(): number for number, key in enumerate(np.asarray(self._stored.keys))}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._number_by_key
+
+    def number_of(self, key: bytes) -> int | None:
+        """The number of the row with this key; None where there is none."""
+        return self._number_by_key.get(key)
+
+    def take(self, numbers: list[int]) -> Rows:
+        """Copies of these rows."""
+        return Rows(*(np.asarray(array[numbers]) for array in self._stored))
+
+
+class TeacherWriter:
+    """Adds rows to a folder that is new, or holds rows of the same teacher and the same data; one writer at a time.
+
+    Args:
+        folder: made where it is not there.
+        facts: what the rows are of.
+
+    Raises:
+        ValueError: the folder holds rows of something else, or another process is writing; one line.
+    """
+
+    def __init__(self, folder: Path, facts: Facts):
+        self.folder = folder
+        self.facts = facts
+        self.num_rows = 0
+        if (folder / MANIFEST).exists():
+            stored_facts, self.num_rows = read_manifest(folder)
+            _check_same(folder, stored_facts, facts)
+        self._files: list[BinaryIO] = []
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[TeacherWriter]:
+        """The files are open, cut to the rows that count, and this process alone writes them."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            lock = stack.enter_context(open(self.folder / ".lock", "w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{self.folder}: another process is writing there") from None
+            self._files = []
+            for path, row in zip(_files(self.folder), self.facts.empty(1), strict=True):
+                file = stack.enter_context(open(path, "ab"))
+                file.truncate(self.num_rows * row.size * row.itemsize)
+                self._files.append(file)
+            # Also where no row follows, the folder says what it is of.
+            self.commit()
+            yield self
+
+    def append(self, rows: Rows) -> None:
+        """Writes rows behind the others; they count from the next `commit` on."""
+        for file, array, row in zip(self._files, rows, self.facts.empty(1), strict=True):
+            assert array.shape[1:] == row.shape[1:], (array.shape, row.shape)
+            with writing(file.name):
+                file.write(np.ascontiguousarray(array, row.dtype).tobytes())
+        self.num_rows += len(rows.keys)
+
+    def commit(self) -> None:
+        """All rows so far count, also after a kill at any moment."""
+        for file in self._files:
+            with writing(file.name):
+                file.flush()
+                os.fsync(file.fileno())
+        write_json(self.folder / MANIFEST, {"format": _FORMAT, **dataclasses.asdict(self.facts), "rows": self.num_rows})
+
+
+def _check_same(folder: Path, stored: Facts, facts: Facts) -> None:
+    """Raises ValueError: the folder's rows are of another teacher or of other data."""
+    for field in dataclasses.fields(Facts):
+        old = getattr(stored, field.name)
+        new = getattr(facts, field.name)
+        if old != new:
+            raise ValueError(
+                f"{folder} holds a teacher's answers with other {field.name}: {_short(old)}, not {_short(new)}; "
+                "expected an empty folder, or one with the same teacher and data"
+            )
+
+
+def _short(value: object) -> str:
+    """A fact as a message shows it: of hashes the beginning."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_short(part)}" for name, part in value.items())
+    return str(value)[:12]

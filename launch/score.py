@@ -1,0 +1,131 @@
+"""Store what a teacher says of every row that a config's run reads, for distillation: its likeliest tokens.
+
+    plimsoll score --workdir=runs/teacher --config=distil-tiny --out=runs/scores
+    plimsoll score --hf=ORG/NAME --config=my.py:student --data=chats.jsonl --top_k=64 --out=scores
+    plimsoll train --config=my.py:student --data=chats.jsonl --config.companion.path=scores --workdir=runs/student
+
+--config names the student's config, whose data is read; overrides are of that config. The same command goes on after a
+kill, with the same bits, and adds rows where trainer.max_steps has grown.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from framework.config import Config
+from framework.terminal.exit_codes import ExitCode
+from framework.terminal.phases import SHORT, phase
+from framework.terminal.tables import human_bytes
+from launch import cli, weights
+
+# The file that scores texts by a reward model or a classifier, and the flag that asks for it.
+_OF_TEXTS = "launch.score_texts"
+_TEXTS_FLAG = "--texts"
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Runs the verb; 0 when all rows are stored."""
+    is_of_texts = any(token.partition("=")[0] == _TEXTS_FLAG for token in argv)
+    if is_of_texts and importlib.util.find_spec(_OF_TEXTS):
+        return importlib.import_module(_OF_TEXTS).main(argv)
+    command = _parser().parse(argv)
+    for note in command.notes:
+        print(note, file=sys.stderr)
+    args = command.args
+    _check(args)
+    return _score(args, command.config)
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser("score", __doc__)
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--workdir", metavar="DIR", help="the teacher: a run of `plimsoll train`")
+    place.add_argument("--hf", metavar="DIR", help="the teacher: a Hugging Face directory, or the Hub's ORG/NAME")
+    parser.add_argument("--step", type=int, metavar="N", help="this checkpoint of the workdir, not the newest")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights of the workdir")
+    parser.add_argument(
+        "--host_weights", action="store_true", help="the teacher's stack stays in host memory, but for one layer"
+    )
+    parser.add_data()
+    parser.add_argument("--top_k", type=int, default=64, metavar="K", help="tokens stored of each position; default 64")
+    parser.add_argument(
+        "--rows", choices=["run", "all"], default="run", help="those that the config's run reads (default), or all"
+    )
+    parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="rows at a time; default 8")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="where the files go")
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises UsageError where a flag's value is of no use, before anything is loaded."""
+    for name in ("top_k", "batch_size"):
+        if getattr(args, name) < 1:
+            raise cli.UsageError(f"--{name}={getattr(args, name)}: expected at least 1")
+    if args.hf is not None and (args.step is not None or args.ema):
+        raise cli.UsageError("--step and --ema are of a --workdir")
+    if "://" in args.out:
+        raise cli.UsageError(f"--out={args.out}: expected a local folder")
+
+
+def _score(args: argparse.Namespace, config: Config) -> int:
+    """Loads the teacher, reads the data of the student's config, and stores what is not stored yet."""
+    from framework.companions.teacher_files import Facts
+    from framework.companions.teacher_scoring import (
+        TeacherScorer,
+        check_teacher,
+        digests_of,
+        rows_of,
+        store,
+        weights_digest,
+    )
+    from framework.data.pipeline import DataPipeline
+
+    student: Any = config.instantiate()
+    data = student.data
+    if not isinstance(data, DataPipeline):
+        raise ValueError(f"data is a {type(data).__name__}; a teacher reads the tokens of a DataPipeline")
+    folder = Path(args.out).expanduser()
+    teacher = weights.load(args, [])
+    with phase("preparing data", patience=SHORT):
+        data.setup(folder)
+    vocab_size = check_teacher(teacher.experiment, student, data, teacher.program, args.top_k)
+    with phase("hashing the teacher's weights", patience=SHORT):
+        digest = weights_digest(teacher.program.weights(teacher.state, averaged=teacher.averaged))
+    facts = Facts(
+        weights=digest,
+        tokenizer=data.tokenizer.digest,
+        vocab_size=vocab_size,
+        seq_len=data.seq_len,
+        top_k=args.top_k,
+        data=digests_of(data),
+    )
+    row_list = rows_of(student, data, args.rows)
+    _tell_size(facts, len(row_list.places_N2), folder)
+    scorer = TeacherScorer(teacher.program, teacher.state, facts, averaged=teacher.averaged, batch_size=args.batch_size)
+    num_added, num_rows = store(scorer, row_list, folder)
+    print(f"{folder}: {num_rows:,} rows, {num_added:,} of them new; train with --config.companion.path={folder}")
+    return ExitCode.DONE
+
+
+def _tell_size(facts: Any, num_rows: int, folder: Path) -> None:
+    """Prints what the files of such `Facts` will take. Raises ValueError: the disk has less."""
+    from framework.companions.teacher_files import MANIFEST, read_manifest
+
+    size = num_rows * facts.row_bytes
+    weights.tell(
+        f"{num_rows:,} rows of {facts.seq_len} tokens, the likeliest {facts.top_k} of {facts.vocab_size}: "
+        f"{facts.bytes_per_token:.1f} bytes per token, at most {human_bytes(size)} in {folder}"
+    )
+    stored = read_manifest(folder)[1] * facts.row_bytes if (folder / MANIFEST).exists() else 0
+    free = shutil.disk_usage(folder).free
+    if size - stored > free:
+        raise ValueError(f"--out={folder}: {human_bytes(size - stored)} to be written, {human_bytes(free)} free")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

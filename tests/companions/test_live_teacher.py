@@ -1,0 +1,121 @@
+"""A published model as the teacher of packed chats: live from host memory it says what `plimsoll score` has stored."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import configs
+from configs import families
+from framework.companions.likeliest import IDS, LOG_PROBS, TAIL
+from framework.companions.teacher import Teacher
+from framework.config import Config, config_for
+from framework.layout import flatten
+from framework.objectives.distillation import Distillation
+from framework.program.program import Program
+from framework.weights.export import export_model
+from launch import score
+from tests.support import pretrained, small
+
+TOP_K = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with a tokenizer and a chat template in folder/model, and chats."""
+    folder = tmp_path_factory.mktemp("live")
+    program = small.program(small.experiment(small.llama(vocab_size=512)))
+    facts, family = families.of_model(small.llama(vocab_size=512))
+    params = program.init()["parameter"]
+    export_model(folder / "model", program.experiment.model, params, family, facts | {"max_position_embeddings": 64})
+    pretrained.write(folder / "model", "chatml")
+    words = pretrained.TEXTS[0].split()
+    chats = [
+        [{"role": "user", "content": f"{words[i % 9]} {i}"}, {"role": "assistant", "content": words[i % 7]}]
+        for i in range(60)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return folder
+
+
+def overrides(folder: Path) -> dict[str, object]:
+    """What the chats' config has of its own, by path."""
+    chats = [f"{folder}/chats.jsonl"]
+    return {
+        "data.source.paths": chats,
+        "data.validation.chats.paths": chats,
+        "data.global_batch_size": 2,
+        "data.seq_len": 64,
+        "trainer.max_epochs": None,
+        "trainer.max_steps": 3,
+    }
+
+
+def student(folder: Path, kind: str, path: Path, **fields: object) -> Config:
+    """The model itself, on the chats, with a teacher of that kind."""
+    config = configs.load(f"hf:{folder}/model")
+    for name, value in overrides(folder).items():
+        config.set_path(name, value)
+    config.model.head.objective = config_for(Distillation)
+    config.companion = config_for(Teacher, kind=kind, path=str(path), top_k=TOP_K)
+    for name, value in fields.items():
+        config.set_path(name.replace("__", "."), value)
+    return config
+
+
+def opened(config: Config, workdir: Path) -> Program:
+    program = Program(config.instantiate(), jax.devices()[:2])
+    program.experiment.data.setup(workdir)
+    companion = program.experiment.companion
+    assert companion is not None
+    companion.check_files(program)
+    companion.open(program, workdir, begins=True, tell=lambda line: None)
+    return program
+
+
+def test_a_live_teacher_says_what_is_stored_of_packed_chats(folder: Path, tmp_path: Path) -> None:
+    flags = [f"--config.{name}={json.dumps(value)}" for name, value in overrides(folder).items() if value is not None]
+    words = [f"--hf={folder}/model", f"--config=hf:{folder}/model", "--config.trainer.max_epochs=none", *flags]
+    assert score.main([*words, f"--top_k={TOP_K}", f"--out={tmp_path}/scores"]) == 0
+    completed = {}
+    for kind, path in (("stored", tmp_path / "scores"), ("live", folder / "model")):
+        program = opened(student(folder, kind, path), tmp_path / kind)
+        data = program.experiment.data
+        batch = data.train_batch(1, program.rows)
+        assert 0 < batch["weights"].sum() < batch["weights"].size
+        assert batch["segments"].max() > 1
+        state = {"counter": {}}
+        completed[kind] = jax.device_get(program.completed(state, program.put(batch)))
+    stored, live = completed["stored"], completed["live"]
+    used = batch["segments"] > 0
+    np.testing.assert_allclose(stored[LOG_PROBS][used], live[LOG_PROBS][used], atol=4e-3)
+    np.testing.assert_allclose(stored[TAIL][used], live[TAIL][used], atol=1e-3)
+    # Two tokens may be as likely as each other, up to rounding.
+    assert (stored[IDS] == live[IDS])[used].mean() > 0.99
+
+
+def test_weights_of_a_live_teacher_are_in_host_memory_and_counted(folder: Path, tmp_path: Path) -> None:
+    program = opened(student(folder, "live", folder / "model"), tmp_path)
+    companion = program.experiment.companion
+    assert companion is not None
+    state = companion._model._state  # pyright: ignore
+    leaves = flatten(state["parameter"])
+    matrices = {path: leaf for path, leaf in leaves.items() if path.startswith("stack") and leaf.ndim == 3}
+    assert matrices
+    assert {leaf.sharding.memory_kind for leaf in matrices.values()} == {"pinned_host"}
+    assert companion.host_bytes(program) >= sum(leaf.nbytes for leaf in matrices.values()) // len(program.devices)
+
+
+def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, FileNotFoundError)) as info:
+        opened(student(folder, "live", tmp_path / "nowhere"), tmp_path)
+    assert "nowhere" in str(info.value)
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in (folder / "model").iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    pretrained.write(other, "llama3")
+    with pytest.raises(ValueError, match=r"companion.path = .*its token \d+ is .*expected a model of the same voc"):
+        opened(student(folder, "live", other), tmp_path)

@@ -1,0 +1,269 @@
+"""The teacher of a run: what is stored of it is what it says, found by row, and everything else is refused."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax, logsumexp
+
+from framework.companions.likeliest import IDS, LOG_PROBS, TAIL
+from framework.companions.teacher import Teacher
+from framework.companions.teacher_files import Facts, Rows, TeacherRows, TeacherWriter, row_key
+from framework.companions.teacher_scoring import TeacherScorer, digests_of, rows_of, store, weights_digest
+from framework.config import Config, config_for
+from framework.data.pipeline import DataPipeline
+from framework.data.sources import TextFiles
+from framework.data.tokenizers import ByteTokenizer
+from framework.objectives.distillation import Distillation
+from framework.program.program import Program
+from tests.support import small
+
+TOP_K = 8
+VOCAB = 257
+
+
+def written(folder: Path, *, words: int = 2000) -> Path:
+    """A folder with a text to train on and one that is held out."""
+    folder.mkdir()
+    rng = np.random.default_rng(words)
+    for name, count in (("train", words), ("valid", 60)):
+        text = " ".join(rng.choice(["the", "quick", "brown", "fox", "jumps", "over"], count))
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+def experiment(folder: Path, *, layers: int, mesh: dict[str, int] | None = None, masked: bool = False) -> Config:
+    """A byte-level llama of that many layers on the folder's texts."""
+    config = small.experiment(small.llama(vocab_size=VOCAB, stack__num_layers=layers), mesh=mesh)
+    config.data = config_for(
+        DataPipeline,
+        source=config_for(TextFiles, paths=[str(folder / "train.txt")]),
+        validation={"held": config_for(TextFiles, paths=[str(folder / "valid.txt")])},
+        tokenizer=config_for(ByteTokenizer),
+        seq_len=32,
+        global_batch_size=8,
+        document_mask=masked,
+        cache_dir=str(folder / "cache"),
+    )
+    return config
+
+
+def student(folder: Path, scores: Path, *, top_k: int = TOP_K, **fields) -> Config:
+    """A student whose companion reads the scores."""
+    config = experiment(folder, layers=1, **fields)
+    config.model.head.objective = config_for(Distillation, alpha=0.0)
+    config.companion = config_for(Teacher, path=str(scores), top_k=top_k)
+    return config
+
+
+def scorer_of(folder: Path, program: Program, state, data: DataPipeline, *, top_k: int = TOP_K) -> TeacherScorer:
+    facts = Facts(
+        weights=weights_digest(program.weights(state)),
+        tokenizer=data.tokenizer.digest,
+        vocab_size=VOCAB,
+        seq_len=data.seq_len,
+        top_k=top_k,
+        data=digests_of(data),
+    )
+    return TeacherScorer(program, state, facts, averaged=False, batch_size=4)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["text", "documents"])
+def scored(request, tmp_path_factory) -> tuple[Path, Path, Program, dict, bool]:
+    """(texts, scores, the teacher, its state, whether documents are masked)."""
+    root = tmp_path_factory.mktemp("teacher")
+    texts = written(root / "texts")
+    config = experiment(texts, layers=2, masked=request.param)
+    program = small.program(config)
+    state = program.init()
+    data = program.experiment.data
+    data.setup(root / "teacher")
+    config.trainer.max_steps = 10
+    num_added, num_rows = store(
+        scorer_of(texts, program, state, data), rows_of(config.instantiate(), data, "run"), root / "scores"
+    )
+    assert num_added == num_rows > 80
+    return texts, root / "scores", program, state, request.param
+
+
+def opened(config: Config, workdir: Path) -> Program:
+    program = small.program(config)
+    program.experiment.data.setup(workdir)
+    companion = program.experiment.companion
+    assert companion is not None
+    companion.open(program, workdir, begins=True, tell=lambda line: None)
+    return program
+
+
+def of_teacher(program: Program, state, batch) -> np.ndarray:
+    """The teacher's log-probabilities of every token, float64[B, S, V]."""
+    ctx = program.evaluation_context({name: jnp.asarray(value) for name, value in batch.items()})
+    logits = program.experiment.language_model.logits(program.weights(state), ctx, state["buffer"])
+    return log_softmax(np.asarray(logits, np.float64), axis=-1)
+
+
+def assert_is_what_the_teacher_says(completed, log_probs: np.ndarray, counted: np.ndarray, top_k: int) -> None:
+    ids, values, tail = (np.asarray(completed[name]) for name in (IDS, LOG_PROBS, TAIL))
+    assert ids.shape == (*log_probs.shape[:2], top_k)
+    expected = np.take_along_axis(log_probs, ids, -1)
+    np.testing.assert_allclose(values[counted], expected[counted], rtol=1e-3, atol=1e-4)
+    assert (np.diff(expected, axis=-1)[counted] <= 1e-6).all()
+    others = log_probs.copy()
+    np.put_along_axis(others, ids, -np.inf, -1)
+    np.testing.assert_allclose(tail[counted], logsumexp(others, axis=-1)[counted], rtol=1e-3, atol=5e-4)
+    assert (expected.min(-1) >= others.max(-1) - 1e-6)[counted].all()
+
+
+@pytest.mark.parametrize("mesh", [None, {"data": 2, "seq": 4}], ids=["one", "eight"])
+@pytest.mark.parametrize("top_k", [TOP_K, 3])
+def test_batches_have_what_the_teacher_says(scored, tmp_path, mesh, top_k):
+    """In another order than that of the files, in training and in evaluation, with fewer tokens, on eight devices."""
+    texts, scores, teacher, state, masked = scored
+    config = student(texts, scores, top_k=top_k, mesh=mesh, masked=masked)
+    program = opened(config, tmp_path)
+    data = program.experiment.data
+    for batch in (data.train_batch(3, program.rows), data.train_batch(0, program.rows[::-1])):
+        completed = program.completed({}, program.put(batch))
+        assert set(completed) == set(program.batch_specs)
+        delivered = {name: batch[name] for name in data.arrays()}
+        counted = batch["weights"] > 0
+        assert_is_what_the_teacher_says(completed, of_teacher(teacher, state, delivered), counted, top_k)
+    with data.eval_batches("held", program.rows) as batches:
+        last = list(batches)[-1]
+    # The last batch of an evaluation has rows of nothing but padding.
+    padding = last["weights"].sum(1) == 0
+    assert padding.any()
+    completed = program.completed({}, program.put(last))
+    delivered = {name: last[name] for name in data.arrays()}
+    assert_is_what_the_teacher_says(completed, of_teacher(teacher, state, delivered), last["weights"] > 0, top_k)
+    assert (np.asarray(completed[TAIL])[padding] == 0).all()
+
+
+def test_a_student_trains_and_evaluates(scored, tmp_path):
+    texts, scores, _, _, masked = scored
+    program = opened(student(texts, scores, masked=masked), tmp_path)
+    data = program.experiment.data
+    state = program.init()
+    divergences = []
+    for step in range(8):
+        batch = data.train_batch(step, program.rows)
+        state, metrics = program.step(state, program.put(batch))
+        divergences.append(float(metrics["head/kl"]))
+    assert divergences[-1] < 0.8 * divergences[0]
+    with data.eval_batches("held", program.rows) as batches:
+        sums = program.evaluate(state, program.put(next(iter(batches))))
+    summary = program.experiment.model.summary({name: float(value) for name, value in sums.items()})
+    assert {"loss", "kl", "nll", "perplexity", "agreement"} <= set(summary)
+
+
+def refusal(config: Config, workdir: Path) -> str:
+    """The one line with which a run on this config is refused."""
+    with pytest.raises((ValueError, FileNotFoundError)) as info:
+        opened(config, workdir)
+    assert "\n" not in str(info.value)
+    return str(info.value)
+
+
+def test_what_does_not_fit_is_refused(scored, tmp_path):
+    texts, scores, _, _, masked = scored
+
+    def line(change, *, folder=texts, path=scores) -> str:
+        config = student(folder, path, masked=masked)
+        change(config)
+        return refusal(config, tmp_path / "run")
+
+    def keep(config):
+        """Changes nothing."""
+
+    assert "holds no teacher.json: expected a folder that `plimsoll score`" in line(keep, path=tmp_path / "none")
+    assert "stored for data.seq_len = 32, the run has 16" in line(lambda c: c.data.set_path("seq_len", 16))
+    assert f"stored with --top_k={TOP_K}, companion.top_k = 9 needs" in line(lambda c: c.companion.set_path("top_k", 9))
+    assert "companion.top_k = 300: expected at most" in line(lambda c: c.companion.set_path("top_k", 300))
+    others = written(tmp_path / "others", words=1999)
+    assert re.search(r"stored for other data than data.source \(\w{12}; stored: train", line(keep, folder=others))
+    assert "nothing reads what it adds" in line(lambda c: c.model.head.set_path("objective", None))
+    # One mask is other data than none.
+    assert "stored for other data" in line(lambda c: c.data.set_path("document_mask", not masked))
+
+
+def test_a_row_that_is_not_stored_is_named(scored, tmp_path):
+    texts, scores, _, _, masked = scored
+    program = opened(student(texts, scores, masked=masked), tmp_path)
+    batch = program.experiment.data.train_batch(0, program.rows)
+    batch["tokens"] = batch["tokens"] + 1
+    with pytest.raises(ValueError, match=r"and not one that the run reads now; run `plimsoll score` again"):
+        program.completed({}, program.put(batch))
+
+
+FACTS = Facts("w" * 64, "t" * 64, VOCAB, 4, 2, {"train": "d" * 64})
+
+
+def drawn(count: int, seed: int = 0) -> Rows:
+    rng = np.random.default_rng(seed)
+    empty = FACTS.empty(count)
+    return Rows(*(rng.integers(0, 99, array.shape).astype(array.dtype) for array in empty))
+
+
+def test_rows_that_were_not_committed_are_written_again(tmp_path):
+    """The bytes of an undisturbed writer, after a kill between `append` and `commit`."""
+    first, second = drawn(3), drawn(2, seed=1)
+    for name in ("whole", "killed"):
+        with TeacherWriter(tmp_path / name, FACTS).open() as writer:
+            writer.append(first)
+            writer.commit()
+            writer.append(second)
+            if name == "whole":
+                writer.commit()
+    assert TeacherWriter(tmp_path / "killed", FACTS).num_rows == 3
+    with TeacherWriter(tmp_path / "killed", FACTS).open() as writer:
+        writer.append(second)
+        writer.commit()
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "killed" / path.name).read_bytes(), path.name
+    rows = TeacherRows(tmp_path / "whole")
+    number = rows.number_of(second.keys[1].tobytes())
+    assert number == 4
+    for stored, expected in zip(rows.take([4, 0]), second, strict=True):
+        np.testing.assert_array_equal(stored[0], expected[1])
+
+
+def test_files_are_those_of_the_documented_size(tmp_path):
+    with TeacherWriter(tmp_path, FACTS).open() as writer:
+        writer.append(drawn(5))
+        writer.commit()
+    sizes = sum(path.stat().st_size for path in tmp_path.glob("*.bin"))
+    assert sizes == 5 * (4 * (2 * 4 + 4) + 16) == 5 * FACTS.row_bytes
+
+
+def test_files_of_something_else_are_left_alone(tmp_path):
+    with TeacherWriter(tmp_path, FACTS).open() as writer:
+        writer.append(drawn(5))
+        writer.commit()
+        with pytest.raises(ValueError, match="another process is writing there"):
+            TeacherWriter(tmp_path, FACTS).open().__enter__()
+    other = Facts(**{**vars(FACTS), "weights": "x" * 64})
+    with pytest.raises(ValueError, match="a teacher's answers with other weights: wwwwwwwwwwww, not xxxxxxxxxxxx;"):
+        TeacherWriter(tmp_path, other)
+    (tmp_path / "ids.bin").write_bytes(b"12345")
+    with pytest.raises(ValueError, match=r"ids.bin has 5 bytes; its 5 rows take 80"):
+        TeacherRows(tmp_path)
+    (tmp_path / "teacher.json").write_text("[]")
+    with pytest.raises(ValueError, match="is not what `plimsoll score` writes"):
+        TeacherRows(tmp_path)
+
+
+def test_equal_tokens_in_other_documents_are_another_row():
+    tokens = np.arange(4, dtype=np.int32)
+    one, two = np.array([1, 1, 1, 1], np.int32), np.array([1, 1, 2, 2], np.int32)
+    keys = {row_key({"tokens": tokens}), *(row_key({"tokens": tokens, "segments": x}) for x in (one, two))}
+    assert len(keys) == 3
+
+
+def test_the_digest_of_weights_depends_on_each_of_them():
+    weights = {"a": jnp.ones(3), "b": {"c": jnp.zeros((2, 2))}}
+    changed = jax.tree.map(lambda x: x, weights)
+    changed["b"]["c"] = weights["b"]["c"].at[1, 1].set(1e-6)
+    assert weights_digest(weights) == weights_digest(jax.tree.map(lambda x: x + 0, weights)) != weights_digest(changed)

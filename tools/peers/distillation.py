@@ -1,0 +1,146 @@
+"""Divergences of a teacher and a student by torch and by TRL's GKD, beside ours; records what they compute.
+
+    python -m tools.peers.distillation [--seed=N]    # writes tests/peers/recorded/distillation.npz
+
+Theirs are of whole distributions, so ours are of as many likeliest tokens as there are. Needs torch and trl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from framework.config import config_for
+from framework.objectives.distillation import Distillation, TokenInputs, distillation_loss
+from tools.peers.recording import FOLDER
+
+FILE = FOLDER / "distillation.npz"
+SHAPE = (2, 6, 11)
+
+
+class Setting(NamedTuple):
+    """A divergence, and its numbers in our terms."""
+
+    divergence: str
+    beta: float
+    temperature: float
+
+
+SETTINGS = {
+    "forward": Setting("forward", 0.5, 1.0),
+    "forward, T = 2": Setting("forward", 0.5, 2.0),
+    "reverse": Setting("reverse", 0.5, 1.0),
+    "reverse, T = 0.7": Setting("reverse", 0.5, 0.7),
+    "jsd, beta = 0.5": Setting("jsd", 0.5, 1.0),
+    "jsd, beta = 0.1, T = 3": Setting("jsd", 0.1, 3.0),
+}
+
+
+class Logits(NamedTuple):
+    """Of student and teacher, f64[B, S, V], and the targets int32[B, S], -100 where none is counted, as in TRL."""
+
+    student: np.ndarray
+    teacher: np.ndarray
+    labels: np.ndarray
+
+    @classmethod
+    def draw(cls, seed: int) -> Logits:
+        """Random ones."""
+        rng = np.random.default_rng(seed)
+        labels = rng.integers(0, SHAPE[-1], SHAPE[:2]).astype(np.int32)
+        labels[rng.random(SHAPE[:2]) < 0.3] = -100
+        return cls(2 * rng.normal(size=SHAPE), 2 * rng.normal(size=SHAPE), labels)
+
+
+class Value(NamedTuple):
+    """The sum over counted positions, and its gradient by the student's logits."""
+
+    loss: float
+    grad: np.ndarray
+
+
+def ours(logits: Logits, setting: Setting) -> Value:
+    """By `framework.objectives.distillation`, in float64; the factor T^2 that it has is taken out."""
+    objective: Any = config_for(Distillation, alpha=0.0, **setting._asdict()).instantiate()
+    with jax.enable_x64(True):
+        log_probs = jax.nn.log_softmax(jnp.asarray(logits.teacher), axis=-1)
+        values, ids = jax.lax.top_k(log_probs, SHAPE[-1])
+        counted = logits.labels >= 0
+        inputs = TokenInputs(
+            targets_BS=jnp.asarray(np.where(counted, logits.labels, 0)),
+            weights_BS=jnp.asarray(counted, jnp.float64) / setting.temperature**2,
+            ids_BSK=ids,
+            log_probs_BSK=values,
+            tail_BS=jnp.full(SHAPE[:2], -50.0),
+        )
+
+        def loss(student: jax.Array) -> jax.Array:
+            return distillation_loss(student, inputs, objective=objective, softcap=None)[0]
+
+        value, grad = jax.value_and_grad(loss)(jnp.asarray(logits.student))
+        return Value(float(value), np.asarray(grad))
+
+
+def by_trl(logits: Logits, setting: Setting) -> Value:
+    """By trl.experimental.gkd, in float64."""
+    import torch
+    from trl.experimental.gkd import GKDTrainer
+
+    student = torch.tensor(logits.student, requires_grad=True)
+    # Their beta of 0 is KL(teacher || student), that of 1 the other way round.
+    beta = {"forward": 0.0, "reverse": 1.0}.get(setting.divergence, setting.beta)
+    loss = GKDTrainer.generalized_jsd_loss(
+        student,
+        torch.tensor(logits.teacher),
+        labels=torch.tensor(logits.labels),
+        beta=beta,
+        temperature=setting.temperature,
+        reduction="sum",
+    )
+    loss.backward()
+    assert student.grad is not None
+    return Value(float(loss.detach()), student.grad.numpy())
+
+
+def by_torch(logits: Logits, setting: Setting) -> Value:
+    """By torch.nn.functional.kl_div, in float64; forward and reverse alone."""
+    import torch
+    from torch.nn import functional
+
+    student = torch.tensor(logits.student, requires_grad=True)
+    teacher = torch.tensor(logits.teacher)
+    student_log_probs = functional.log_softmax(student / setting.temperature, dim=-1)
+    teacher_log_probs = functional.log_softmax(teacher / setting.temperature, dim=-1)
+    pair = (student_log_probs, teacher_log_probs)
+    if setting.divergence == "reverse":
+        pair = (teacher_log_probs, student_log_probs)
+    # kl_div(input, target) is KL(target || input).
+    terms = functional.kl_div(*pair, reduction="none", log_target=True)
+    loss = terms[torch.tensor(logits.labels >= 0)].sum()
+    loss.backward()
+    assert student.grad is not None
+    return Value(float(loss.detach()), student.grad.numpy())
+
+
+def main(argv: list[str]) -> int:
+    """Records what TRL computes; 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    logits = Logits.draw(args.seed)
+    arrays: dict[str, Any] = logits._asdict()
+    for name, setting in SETTINGS.items():
+        value = by_trl(logits, setting)
+        arrays |= {f"{name}: loss": value.loss, f"{name}: grad": value.grad}
+    np.savez_compressed(FILE, **arrays)
+    print(f"{FILE}: {FILE.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
