@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 Function = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
 
@@ -96,11 +96,11 @@ class RewardFunction:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{self._label}: cannot be imported: {type(error).__name__}: {reason}") from error
-        function: Any = getattr(module, name, None)
+        function = getattr(module, name, None)
         if not callable(function):
             raise ValueError(f"{self._label}: there is no function {name!r} in {path or module.__name__}")
-        self._function = function
-        return function
+        self._function = cast(Function, function)
+        return self._function
 
     def _place(self) -> tuple[Path | None, str]:
         """(file, or None of a dotted name; name of the function)."""
