@@ -34,7 +34,7 @@ def distil_tiny_teacher() -> Config:
 
 def distil_tiny_alone() -> Config:
     """A 0.5M-parameter Llama-like model of bytes of a fiftieth of the standard library: distil-tiny without teacher."""
-    return _experiment(layers=2, steps=400, share=0.02)
+    return _experiment(layers=2, steps=600, share=0.02)
 
 
 def distil_tiny() -> Config:

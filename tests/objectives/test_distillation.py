@@ -1,6 +1,7 @@
 """Distillation against its formulas in plain float64, torch's kl_div as recorded, and the same under every schedule."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, logsumexp
 
+from framework.companions.likeliest import likeliest
 from framework.config import ConfigError, config_for
 from framework.layers.base import Context
 from framework.layers.head import LMHead
@@ -233,3 +235,40 @@ def test_every_way_of_training_gives_the_same(way):
     other_losses, other_weights = trained(**WAYS[way])
     np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
     small.assert_close(other_weights, weights, 2e-3)
+
+
+def test_logits_never_exist_whole():
+    """Neither of the student, with their gradient, nor of the teacher: no buffer has an element of each position's."""
+    length, vocab, width, top_k = 64, 101, 8, 5
+    head = config_for(
+        LMHead,
+        dim=width,
+        vocab_size=vocab,
+        chunk_tokens=8,
+        gradient_tokens=8,
+        objective=config_for(Distillation, divergence="jsd"),
+    ).instantiate()
+    params = {"table": jnp.ones((vocab, width)), "norm": {"scale": jnp.ones(width)}}
+    ids = jnp.tile(jnp.arange(top_k), (1, length, 1))
+    batch = {
+        "targets": jnp.zeros((1, length), jnp.int32),
+        "weights": jnp.ones((1, length)),
+        "teacher_ids": ids,
+        "teacher_log_probs": jnp.full(ids.shape, -2.0),
+        "teacher_tail": jnp.full((1, length), -1.0),
+    }
+    x = jnp.ones((1, length, width))
+
+    def student(params, x):
+        ctx = Context(batch=batch, num_targets=jnp.float32(length), training=True)
+        return head.apply(head.prepare(params, ctx), x, ctx, {})[1].loss
+
+    def teacher(params, x):
+        ctx = Context(batch=batch)
+        return likeliest(top_k, vocab)(head, head.prepare(params, ctx), x, ctx)
+
+    for function in (jax.grad(student, argnums=(0, 1)), teacher):
+        text = jax.jit(function).lower(params, x).compile().as_text()
+        sizes = {math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)}
+        assert 8 * vocab in sizes
+        assert max(sizes) < length * vocab / 2

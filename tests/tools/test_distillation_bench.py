@@ -1,0 +1,33 @@
+"""tools.bench.distillation: what it takes from runs, and the share of the gap that it reports."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import configs
+from framework.layout import flatten
+from tools.bench import distillation
+
+
+def test_the_share_of_the_gap():
+    assert distillation.Outcome(teacher=1.0, alone=2.0, distilled=1.25, seconds=1.0).closed == pytest.approx(0.75)
+    assert distillation.Outcome(teacher=1.0, alone=2.0, distilled=2.5, seconds=1.0).closed == pytest.approx(-0.5)
+
+
+def test_the_last_evaluation_counts(tmp_path: Path):
+    assert distillation.last_loss(tmp_path, "nll") is None
+    rows = [{"step": 1, "eval/stdlib/nll": 3.0}, {"step": 2, "eval/stdlib/nll": 2.0}, {"step": 3, "train/loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert distillation.last_loss(tmp_path, "nll") == 2.0
+    assert distillation.last_loss(tmp_path, "loss") is None
+
+
+def test_students_differ_by_the_teacher_alone():
+    """The same model, data and steps: what differs is the objective and what it needs."""
+    alone = configs.load(distillation.ALONE).to_dict()
+    distilled = configs.load(distillation.DISTILLED).to_dict()
+    left, right = flatten(alone), flatten(distilled)
+    changed = {path for path in {*left, *right} if left.get(path) != right.get(path)}
+    assert {path for path in changed if not path.startswith(("model/head/objective", "companion"))} == set()
+    assert configs.load(distillation.DISTILLED).companion.top_k == distillation.TOP_K
