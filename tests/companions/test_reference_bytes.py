@@ -18,11 +18,11 @@ SIZES = {"dim": 128, "stack__num_layers": 4, "stack__pattern__0__mlp__hidden": 3
 def tuning(*, lora: bool, kind: str | None) -> Config:
     """Fine-tuning of a small model, by DPO with a kind of reference or (None) by the next tokens."""
     config = small.experiment(small.llama(**SIZES), seq_len=64, batch=2, documents=True)
-    config.data = config_for(Halves, **{name: config.data[name] for name in config.data})
     config.memory.remat = "full"
     if lora:
         config.model.lora = config_for(LoRA, rank=4)
     if kind is not None:
+        config.data = config_for(Halves, **{name: config.data[name] for name in config.data})
         config.model.head.objective = config_for(DPO)
         config.companion = config_for(Reference, kind=kind)
     return config
