@@ -116,7 +116,7 @@ def find(spec: str, tell: Callable[[str], None] = _ignore, *, shape_is_enough: b
 
 
 def is_of_published_model(spec: str) -> bool:
-    """Tells whether a spec is hf:SOURCE, lora:SOURCE or qlora:SOURCE."""
+    """Tells whether a spec is hf:SOURCE, lora:SOURCE, reward:SOURCE or another kind of a published model."""
     kind, _, source = spec.partition(":")
     return bool(source) and kind in _published_kinds()
 

@@ -5,9 +5,12 @@ LoRA is arXiv 2106.09685, QLoRA arXiv 2305.14314. Every named config takes adapt
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from configs import families
 from configs.families.published import place_to_plan
 from configs.parts import adamw, large
+from configs.scored import as_classifier, as_published, as_reward_model
 from configs.tiny import stdlib_tiny
 from framework.config import Config, config_for
 from framework.data.chats import ChatSource
@@ -78,7 +81,7 @@ def full(source: str, shape_is_enough: bool = False) -> Config:
     )
     config.memory.remat = "full"
     config.trainer.save_every = config.trainer.eval_every = 200
-    return config
+    return as_published(config, facts)
 
 
 def lora(source: str, shape_is_enough: bool = False, base: str | None = None) -> Config:
@@ -88,7 +91,7 @@ def lora(source: str, shape_is_enough: bool = False, base: str | None = None) ->
     config.learner.optimizer = adamw(peak=2e-4, warmup=0.05, weight_decay=0.0)
     config.learner.rules = []
     config.learner.master_dtype = config.learner.moment_dtype = None
-    return config
+    return as_published(config, config.pretrained.facts)
 
 
 def qlora(source: str, shape_is_enough: bool = False) -> Config:
@@ -98,5 +101,22 @@ def qlora(source: str, shape_is_enough: bool = False) -> Config:
     return config
 
 
+def _scored(change: Callable[..., Config], base: Callable[..., Config], what: str) -> Callable[..., Config]:
+    """Returns the function that makes `base`'s config of a published model, and changes it so that it scores."""
+
+    def scored(source: str, shape_is_enough: bool = False) -> Config:
+        config = base(source, shape_is_enough)
+        try:
+            return change(config, config.pretrained.facts)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    scored.__doc__ = f"As {base.__name__}, of {what}: its score head is drawn where the published model has none."
+    return scored
+
+
 CONFIGS = {"lora-tiny": lora_tiny}
 KINDS = {"hf": full, "lora": lora, "qlora": qlora}
+for _prefix, _base in (("", full), ("lora-", lora), ("qlora-", qlora)):
+    KINDS[f"{_prefix}reward"] = _scored(as_reward_model, _base, "a reward model (docs/preferences.md)")
+    KINDS[f"{_prefix}classify"] = _scored(as_classifier, _base, "a classifier (docs/preferences.md)")

@@ -11,7 +11,7 @@ from framework.config import Config, config_for
 from framework.layers.norm import RMSNorm
 
 
-def _norm_all_heads(model: Config, eps: float) -> None:
+def norm_all_heads(model: Config, eps: float) -> None:
     """Norms the queries and keys of all heads of a token together."""
     attention = model.stack.pattern[0].attention
     attention.qk_norm = config_for(RMSNorm, eps=eps)
@@ -33,7 +33,7 @@ def olmo2_7b() -> Config:
         theta=500_000.0,
         eps=eps,
     )
-    _norm_all_heads(model, eps)
+    norm_all_heads(model, eps)
     block = model.stack.pattern[0]
     block.post_norm = block.norm
     block.norm = None
@@ -55,7 +55,7 @@ def olmoe_1b_7b() -> Config:
         vocab_size=50304,
         eps=eps,
     )
-    _norm_all_heads(model, eps)
+    norm_all_heads(model, eps)
     block = model.stack.pattern[0]
     block.mlp = mixture(experts=64, top_k=8, hidden=hidden, normalize=False, balance=0.01)
     block.mlp.router.z = 0.001

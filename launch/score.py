@@ -5,12 +5,10 @@
     plimsoll train --config=my.py:student --data=chats.jsonl --config.companion.path=scores --workdir=runs/student
 
 --config names the student's config, whose data is read; overrides are of that config. The same command goes on after a
-kill, with the same bits, and adds rows where trainer.max_steps has grown.
+kill, with the same bits, and adds rows where trainer.max_steps has grown. With --rows=FILE it is `plimsoll score_texts`.
 """
 
 import argparse
-import importlib
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -22,23 +20,33 @@ from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
 from launch import cli, weights
 
-# The file that scores texts by a reward model or a classifier, and the flag that asks for it.
-_OF_TEXTS = "launch.score_texts"
-_TEXTS_FLAG = "--texts"
+# What --rows may say here; anything else is a file of texts, which a reward model or a classifier scores.
+_ROWS = ("run", "all")
 
 
 @cli.main
 def main(argv: list[str]) -> int:
     """Runs the verb; 0 when all rows are stored."""
-    is_of_texts = any(token.partition("=")[0] == _TEXTS_FLAG for token in argv)
-    if is_of_texts and importlib.util.find_spec(_OF_TEXTS):
-        return importlib.import_module(_OF_TEXTS).main(argv)
+    if _names_file(argv):
+        from launch import score_texts
+
+        return score_texts.main(argv)
     command = _parser().parse(argv)
     for note in command.notes:
         print(note, file=sys.stderr)
     args = command.args
     _check(args)
     return _score(args, command.config)
+
+
+def _names_file(argv: list[str]) -> bool:
+    """Whether --rows names a file."""
+    for index, token in enumerate(argv):
+        flag, separator, value = token.partition("=")
+        if flag == "--rows":
+            value = value if separator else "".join(argv[index + 1 : index + 2])
+            return value not in _ROWS
+    return False
 
 
 def _parser() -> cli.Parser:
@@ -54,7 +62,7 @@ def _parser() -> cli.Parser:
     parser.add_data()
     parser.add_argument("--top_k", type=int, default=64, metavar="K", help="tokens stored of each position; default 64")
     parser.add_argument(
-        "--rows", choices=["run", "all"], default="run", help="those that the config's run reads (default), or all"
+        "--rows", choices=_ROWS, default="run", help="those that the config's run reads (default), or all"
     )
     parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="rows at a time; default 8")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the files go")

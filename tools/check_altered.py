@@ -21,6 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from tools.peers.families import FAMILIES, VOCAB, ZERO_CENTERED
 from tools.peers.recording import Tensors
 
 LIMIT = 1e-4  # of the largest logit
+_LARGEST_ROUNDING = 1e-3  # of the largest logit: a greater difference is none of rounding
 LARGEST = 2_000_000  # elements of a model that is made anew for an alteration
 AGREE, WE_REFUSE, THEY_REFUSE = "agree", "we refuse", "they refuse"
 SILENT, UNNAMED = "SILENTLY DIFFERENT", "UNNAMED ERROR"
@@ -85,9 +87,9 @@ def our_logits(folder: Path) -> np.ndarray:
         return np.asarray(model.logits(unflatten(weights), context, {}))
 
 
-def their_logits(folder: Path) -> np.ndarray:
-    """The same of transformers. Where it takes float16 as it is, we make bfloat16 of it, and so does this. Raises
-    whatever transformers does."""
+def their_logits(folder: Path, dtype: str = "float32") -> np.ndarray:
+    """The same of transformers, computed in float32 or float64. Where it takes float16 as it is, we make bfloat16 of
+    it, and so does this. Raises whatever transformers does."""
     import torch
     import transformers
 
@@ -96,7 +98,8 @@ def their_logits(folder: Path) -> np.ndarray:
     ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.data = (parameter.bfloat16() if parameter.dtype == torch.float16 else parameter).float()
+            rounded = parameter.bfloat16() if parameter.dtype == torch.float16 else parameter
+            parameter.data = rounded.to(getattr(torch, dtype))
         outputs = model(torch.as_tensor(TOKENS))
     return (outputs[0] if isinstance(outputs, tuple) else outputs.logits).numpy()
 
@@ -174,14 +177,37 @@ def judge(alteration: Alteration, tensors: Tensors) -> Verdict:
             named = isinstance(ours, (ValueError, FileNotFoundError)) and not isinstance(ours, UnicodeError)
             return Verdict(alteration, WE_REFUSE if named else UNNAMED, f"{type(ours).__name__}: {text[:200]}")
         theirs = quietly(their_logits, folder)
+        precise = theirs
+        if _differ(ours, theirs):
+            # Some weights amplify rounding: the judge of two float32 results is a float64 one.
+            precise = quietly(partial(their_logits, dtype="float64"), folder)
     if isinstance(theirs, Exception):
         return Verdict(alteration, THEY_REFUSE, f"{type(theirs).__name__}: {str(theirs)[:120]!r}")
     if not np.isfinite(theirs).all():
         return Verdict(alteration, THEY_REFUSE, "not finite")
     if ours.shape != theirs.shape:
         return Verdict(alteration, SILENT, f"shapes {ours.shape}, {theirs.shape}")
-    difference = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-    return Verdict(alteration, AGREE if difference <= LIMIT else SILENT, f"{difference:.1e} of the largest logit")
+    difference = _difference(ours, theirs)
+    text = f"{difference:.1e} of the largest logit"
+    if difference <= LIMIT:
+        return Verdict(alteration, AGREE, text)
+    if isinstance(precise, Exception):
+        return Verdict(alteration, SILENT, text)
+    our_error = _difference(ours, precise)
+    their_error = _difference(theirs, precise)
+    agrees = our_error <= max(LIMIT, 2 * their_error) <= _LARGEST_ROUNDING
+    text += f"; from float64 we differ by {our_error:.1e}, transformers in float32 by {their_error:.1e}"
+    return Verdict(alteration, AGREE if agrees else SILENT, text)
+
+
+def _difference(logits: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, as a share of the largest logit expected."""
+    return float(np.abs(logits - expected).max() / np.abs(expected).max())
+
+
+def _differ(ours: np.ndarray, theirs: np.ndarray | Exception) -> bool:
+    """Whether both are logits of one shape, and differ by more than the limit."""
+    return isinstance(theirs, np.ndarray) and ours.shape == theirs.shape and _difference(ours, theirs) > LIMIT
 
 
 def weights_for(alteration: Alteration, base: Tensors) -> Iterator[tuple[Alteration, Tensors]]:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from configs.families import scores
 from configs.families.deepseek import DeepseekV2
 from configs.families.facts import Facts, float_dtype, refuse_unread
 from configs.families.gemma import Gemma2
@@ -129,6 +130,7 @@ def family_of(facts: dict[str, Any]) -> type[Family]:
         ValueError: the architecture is unknown, there are several, or model_type, by which transformers chooses, is of
             another one.
     """
+    facts = scores.language_facts(facts)
     architectures = facts.get("architectures") or []
     is_list_of_names = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     if not is_list_of_names:
@@ -163,7 +165,7 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
     """
     facts, family = read(path)
     try:
-        model = family.instantiate().model(facts)
+        model = described(family.instantiate(), facts)
         dtype = float_dtype(Facts(facts))
     except ValueError as error:
         raise ValueError(str(error).replace("config.json", f"{path}/config.json", 1)) from None
@@ -179,6 +181,18 @@ def model_of(path: str | Path) -> tuple[Config, Config]:
     is_wide = dtype in ("float32", "float64")
     model.param_dtype = model.compute_dtype = "float32" if is_wide else "bfloat16"
     return model, family
+
+
+def described(family: Family, facts: dict[str, Any]) -> Config:
+    """Returns the config of the model that a config.json describes, also of one that scores sequences.
+
+    Raises:
+        ValueError: as Family.model, or the labels cannot be read.
+    """
+    model = family.model(scores.language_facts(facts))
+    if not scores.is_scored(facts):
+        return model
+    return scores.with_score_head(model, len(scores.label_names(facts)))
 
 
 def _first_dtype(path: str | Path) -> str | None:
@@ -209,6 +223,8 @@ def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[di
         ValueError: no family has such models. The message says in what the nearest family differs.
     """
     fewest_differences: list[str] | None = None
+    is_scored = scores.has_score_head(model)
+    language_model = scores.with_language_head(model) if is_scored else model
     # The published file comes first, in all families: it may hold fields that we do not write, and tensors that are
     # fused, where another family has the same model in other files.
     candidates = (published, None) if published else (None,)
@@ -216,8 +232,10 @@ def of_model(model: Config, published: dict[str, Any] | None = None) -> tuple[di
         for family_class in FAMILIES:
             family = family_class()
             try:
-                facts = candidate or family.facts(model)
-                differences = _differences(model, family.model(facts))
+                facts = candidate or family.facts(language_model)
+                if is_scored:
+                    facts = scores.scored_facts(facts, model.head.num_labels)
+                differences = _differences(model, described(family, facts))
             # The model has not even the same layers, which counts as more than any difference.
             except (ConfigError, KeyError, ValueError) as error:
                 differences = [str(error)] * 100
@@ -247,6 +265,8 @@ _TRAINING = (
     # A config.json has both lists of longrope.
     "rotary.scaling.use",
 )
+# The beginning of fields about what a head minimizes.
+_OBJECTIVE = "head.objective"
 
 
 def _differences(model: Config, described: Config) -> list[str]:
@@ -267,6 +287,6 @@ def _computing_fields(config: Config) -> dict[str, Any]:
         # Adapters are written to a file of their own, or merged into the weights.
         is_adapter = path.startswith("lora")
         is_training = path.endswith(_TRAINING) or ".init" in f".{path}"
-        if not is_adapter and not is_training:
+        if not is_adapter and not is_training and not path.startswith(_OBJECTIVE):
             fields[path] = value
     return fields

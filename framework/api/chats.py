@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from framework.api.loaded import Loaded, Tell
 from framework.config import Config, target_of
 from framework.data.chats import ChatSource
+from framework.data.preferences import PairSource, ThumbSource
 from framework.data.pretrained_tokenizer import Message
 from framework.inference.chat import Answer, Chat, TranscriptForm, Turn, form_of
 from framework.inference.generation import Generator
@@ -148,8 +149,9 @@ def chat_of(
 
 
 def _template_variables(config: Config) -> dict[str, Any]:
-    """The variables that a run on chats has given to its chat template; none of other runs."""
-    if not config.data.takes("source") or target_of(config.data.source) is not ChatSource:
+    """The variables that a run on chats or answers has given to its chat template; none of other runs."""
+    sources = (ChatSource, PairSource, ThumbSource)
+    if not config.data.takes("source") or target_of(config.data.source) not in sources:
         return {}
     return config.data.source.instantiate().template_variables
 

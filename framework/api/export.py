@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from framework.api.loaded import Loaded
 from framework.config.named import family_module
 from framework.data.tokenizers import ByteTokenizer, Tokenizer
+from framework.layers.score_head import ScoreHead
 from framework.weights.export import export_adapters, export_model
 
 TOKENIZER_FILES = (
@@ -46,6 +47,9 @@ def export(loaded: Loaded, to: str, *, adapter: bool, tell: Callable[[str], None
     tokenizer = loaded.experiment.data.tokenizer
     pretrained_facts = None if pretrained is None else pretrained.facts
     facts, family = family_module().of_model(loaded.config.model, pretrained_facts)
+    classes = getattr(loaded.experiment.data, "classes", None)
+    if isinstance(model.head, ScoreHead) and classes is not None:
+        facts = {**facts, "id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     params = loaded.program.weights(loaded.state, averaged=loaded.averaged)
     beside = _tokenizer(loaded)
     if not beside:

@@ -122,7 +122,7 @@ class Forward:
     @cached_property
     def _delivered(self) -> Sequence[str]:
         """The names of the batch's arrays that the function takes."""
-        return tuple(self.program.experiment.data.arrays())
+        return tuple(self.program.experiment.data.sequence_arrays())
 
     @property
     def _waits(self) -> bool:
@@ -138,7 +138,7 @@ class Forward:
         """The function, lowered from specs alone."""
         layout = self.program.layout
         abstract_weights = [layout.abstract(layout.specs[group]) for group in self._groups]
-        delivered = layout.abstract(batch_specs(self.program.experiment.data.arrays()))
+        delivered = layout.abstract(batch_specs(self.program.experiment.data.sequence_arrays()))
         results = jax.eval_shape(self._rows, *abstract_weights, delivered)
         shapes = {name: (x.shape, str(x.dtype)) for name, x in results.items()}
         shardings = {name: layout.sharding(spec) for name, spec in batch_specs(shapes).items()}

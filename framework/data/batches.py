@@ -72,6 +72,13 @@ class Pipeline(abc.ABC):
     def arrays(self, *, evaluation: bool = False) -> Shapes:
         """Returns the arrays of a global batch of training, or of evaluation; the leading axis is the batch's."""
 
+    def sequence_arrays(self) -> Shapes:
+        """Returns the arrays of a global batch of training that a model runs over: its tokens, and what goes with them.
+
+        These are delivered, but where a companion makes the sequences of what is delivered, as of prompts.
+        """
+        return self.arrays()
+
     @abc.abstractmethod
     def training_row(self, sequence: int, source: int, index: int) -> Batch:
         """Returns sequence `sequence` of the run, which is row `index` of that source.

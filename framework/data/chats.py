@@ -16,8 +16,10 @@ import numpy as np
 
 from framework.config import Fraction, component
 from framework.data.files import DataFile, digest_of
+from framework.data.packing import Conversations
 from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
-from framework.data.sources import TextSource, json_rows, parquet_rows, split_of
+from framework.data.sources import ExampleSource, rows_of_file, split_of
+from framework.data.token_files import TokenStream
 from framework.data.tokenizers import Tokenizer
 
 # A letter of private use. It breaks a special token that a message spells, and stands in for an
@@ -37,7 +39,7 @@ _ROLES = {
 
 
 @component
-class ChatSource(TextSource):
+class ChatSource(ExampleSource):
     """Conversations from JSON lines or Parquet files; loss on what the assistant says, its end-of-turn token included.
 
     A row has "messages" ({"role", "content"}), ShareGPT's "conversations" ({"from", "value"}), "prompt" and
@@ -67,9 +69,7 @@ class ChatSource(TextSource):
 
     def read(self, file: DataFile) -> Iterator[str]:
         """Yields each row as JSON: [place, messages, tools]."""
-        is_parquet = file.path.endswith(".parquet")
-        rows = parquet_rows(file) if is_parquet else json_rows(file)
-        for place, row in rows:
+        for place, row in rows_of_file(file):
             try:
                 record = [conversation(row), row.get("tools")]
                 content = json.dumps(record, ensure_ascii=False)
@@ -85,6 +85,18 @@ class ChatSource(TextSource):
         # The pipeline has refused any other tokenizer by now.
         assert isinstance(tokenizer, PretrainedTokenizer)
         return ChatCodec(tokenizer, self.template_variables)
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        if not isinstance(tokenizer, PretrainedTokenizer):
+            raise ValueError(
+                f"ChatSource needs the chat template of a PretrainedTokenizer, given {type(tokenizer).__name__}"
+            )
+
+    def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> Conversations:
+        rows = Conversations(stream, seq_len, seed)
+        if not rows.num_rows:
+            raise ValueError(f"no conversation has an answer within data.seq_len={seq_len}")
+        return rows
 
 
 def conversation(row: Any) -> list[Message]:
@@ -116,7 +128,7 @@ def conversation(row: Any) -> list[Message]:
     if row.get("system"):
         checked_messages.append({"role": "system", "content": row["system"]})
     for number, message in enumerate(messages):
-        checked_messages.append(_message(number, message))
+        checked_messages.append(checked_message(number, message))
     return checked_messages
 
 
@@ -127,7 +139,7 @@ def _prompt_or_completion(role: str, content: Any) -> list[Any]:
     return [{"role": role, "content": content}]
 
 
-def _message(number: int, message: Any) -> Message:
+def checked_message(number: int, message: Any) -> Message:
     """Returns a message as templates read it.
 
     Raises:
@@ -181,7 +193,10 @@ class ChatCodec(Tokenizer):
         Raises:
             ValueError: the template cannot render a conversation. The message names file and row.
         """
-        rendered = [self._rendered(*json.loads(text)) for text in texts]
+        return self.encode_spans([self.rendered(*json.loads(text)) for text in texts])
+
+    def encode_spans(self, rendered: Sequence[tuple[str, list[Span]]]) -> list[np.ndarray]:
+        """Returns the ids of rendered texts, of which those within the spans are targets; int64[n] each."""
         encodings = self.tokenizer.encode_rendered([text for text, _ in rendered])
         encoded_texts = []
         for (text, spans), encoding in zip(rendered, encodings, strict=True):
@@ -231,13 +246,24 @@ class ChatCodec(Tokenizer):
         (encoding,) = self.tokenizer.encode_rendered([turn_end[0].lstrip()])
         return encoding.ids[-1:]
 
-    def _rendered(
+    def rendered(
         self,
         place: str,
         messages: list[Message],
         tools: Any,
+        first_turn: int = 0,
     ) -> tuple[str, list[Span]]:
-        """Returns (text of a conversation, the spans of its answers)."""
+        """Returns (text of a conversation, the spans of its answers).
+
+        Args:
+            place: what an error begins with.
+            messages: the conversation.
+            tools: for the template.
+            first_turn: number of a message; answers before it do not count. It is 0, or an answer's.
+
+        Raises:
+            ValueError: the template cannot render the conversation.
+        """
         messages = self._broken(messages)
         variables = {**self.variables, "tools": tools}
         try:
@@ -246,8 +272,11 @@ class ChatCodec(Tokenizer):
             if not _GENERATION.search(self.tokenizer.chat_template or ""):
                 spans = []
                 for turn, message in enumerate(messages):
-                    if message["role"] == "assistant":
+                    if message["role"] == "assistant" and turn >= first_turn:
                         spans.append(self._answer(text, messages, turn, variables))
+            elif first_turn:
+                first_start, _ = self._answer(text, messages, first_turn, variables)
+                spans = [(max(start, first_start), end) for start, end in spans if end > first_start]
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         return text, spans

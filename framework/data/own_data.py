@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from framework.config import Config, ConfigError, config_for, target_of
 from framework.files.hub_names import is_hub_url
 from framework.terminal.phases import SHORT, phase
 
+if TYPE_CHECKING:
+    from framework.data.recognize import Recognized
+
 # The validation set of one's own data: metrics are called eval/held_out/loss and so on.
 HELD_OUT = "held_out"
+# What is minimized on pairs and on judged answers, and what adds the log-probabilities that it compares with.
+_PAIR_OBJECTIVE = "framework.objectives.preferences.DPO"
+_THUMB_OBJECTIVE = "framework.objectives.thumbs.KTO"
+_REFERENCE = "framework.companions.reference.Reference"
 # The model's rows for a smaller vocabulary are a multiple of this.
 _MULTIPLE = 64
 
@@ -34,7 +42,6 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
         FileNotFoundError, PermissionError, ValueError: the data cannot be read.
     """
     # Imported here: every command line is read by this module's caller, few have data.
-    from framework.data.chats import ChatSource
     from framework.data.pipeline import DataPipeline
     from framework.data.pretrained_tokenizer import PretrainedTokenizer
     from framework.data.recognize import recognized
@@ -45,21 +52,80 @@ def with_data(named: Config, path: str, overridden: Sequence[str]) -> tuple[Conf
     if path.startswith("hf:") and not is_hub_url(path):
         raise ConfigError(f"--data={path}: a data set of the Hub is --data=hf://datasets/{path.removeprefix('hf:')}")
     with _of_data():
-        data = recognized(path)
+        data = _scored_data(config, path) if _scores_sequences(config) else recognized(path)
     lines = [data.line]
+    _fit_classes(config, data.classes, overridden)
     tokenizer = target_of(config.data.tokenizer)
     sets_tokenizer = any(name.split(".")[:2] == ["data", "tokenizer"] for name in overridden)
-    if target_of(data.source) is ChatSource and tokenizer is not PretrainedTokenizer and not sets_tokenizer:
+    if data.needs_template and tokenizer is not PretrainedTokenizer and not sets_tokenizer:
         raise ConfigError(
             f"--data={path} holds conversations, which need the chat template of a model: "
             "--config=hf:DIR with a directory of published weights (docs/finetune.md)"
         )
     config.data.source = data.source
     config.data.validation = {HELD_OUT: data.held_out}
+    lines += _choose_objective(config, overridden)
     # What the command line says of the tokenizer stays.
     if not sets_tokenizer:
         lines += _choose_tokenizer(config, data.has_text, overridden)
     return config, lines
+
+
+def _scores_sequences(config: Config) -> bool:
+    """Whether the config's model has a score head, whose data are pairs, or texts with labels."""
+    return config.model.takes("head") and config.model.head.takes("num_labels")
+
+
+def _scored_data(config: Config, path: str) -> Recognized:
+    """The data at `path` as the config's source of scored sequences has its own: pairs, or texts with labels.
+
+    A published classifier keeps its classes; otherwise they are those of the file.
+    """
+    from framework.data.recognize_scored import recognized_scored
+
+    is_reward = config.model.head.num_labels == 1
+    pretrained = config.pretrained if "pretrained" in config else None
+    keeps_classes = not is_reward and pretrained is not None and not pretrained.draws_head
+    template = config.data.source if config.data.source.takes("append_eos") else None
+    return recognized_scored(path, template, pairs=is_reward, keeps_classes=keeps_classes)
+
+
+def _fit_classes(config: Config, classes: list[str] | None, overridden: Sequence[str]) -> None:
+    """Gives a classifier as many labels as its new data has classes, unless the command line says how many."""
+    if classes is not None and not {"model", "model.head", "model.head.num_labels"} & set(overridden):
+        config.model.head.num_labels = len(classes)
+
+
+def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:
+    """Gives a language model an objective that goes with pairs or judged answers, and the reference that it needs.
+
+    What the config or the command line says of either stays; a config with an objective knows what it needs.
+
+    Returns:
+        the lines that say so.
+    """
+    from framework.data.preferences import PairSource, ThumbSource
+
+    objectives = {PairSource: _PAIR_OBJECTIVE, ThumbSource: _THUMB_OBJECTIVE}
+    name = objectives.get(target_of(config.data.source))
+    if name is None or "head" not in config.model or not config.model.head.takes("objective"):
+        return []
+    if config.model.head.objective is not None:
+        return []
+    settings: list[str] = []
+    if not _is_set("model.head.objective", overridden):
+        # By their names, as these packages are above the data's.
+        config.model.head.objective = Config.from_dict({"$class": name})
+        settings.append(f"model.head.objective={name.rpartition('.')[2]}")
+    if config.takes("companion") and config.companion is None and not _is_set("companion", overridden):
+        config.companion = Config.from_dict({"$class": _REFERENCE})
+        settings.append(f"companion={_REFERENCE.rpartition('.')[2]}")
+    return [f"objective: {', '.join(settings)}, as the data compares answers"] if settings else []
+
+
+def _is_set(path: str, overridden: Sequence[str]) -> bool:
+    """Whether the command line sets a field, or one below it."""
+    return any(name == path or name.startswith(f"{path}.") for name in overridden)
 
 
 def _choose_tokenizer(config: Config, has_text: bool, overridden: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 Text is cut into windows. Window i covers tokens [i*S, i*S + S], S + 1 of them: S inputs, and S targets that are the
 inputs' successors. So the windows of a stream tile its targets: each token but the very first is predicted once.
-Conversations stay whole.
+Conversations stay whole (`framework.data.preference_rows` has the rows of answers that are compared).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from framework.data.token_files import TokenStream
 
 Batch = dict[str, np.ndarray]
 
-# Conversations that are packed with each other. Rows depend on this number, and with them the order
+# Examples that are packed with each other. Rows depend on this number, and with them the order
 # of the data: another one needs another _FINGERPRINT in pipeline.py.
 _PACKING_GROUP = 8192
 
@@ -74,9 +74,11 @@ class Windows:
         num_rows: rows with at least one target.
         num_whole: rows with all S targets. Training leaves out the shorter row behind them.
         note: a remark for the start table.
+        facts: as those of Examples; there are none.
     """
 
     note = ""
+    facts: tuple[str, ...] = ()
 
     def __init__(self, stream: TokenStream, seq_len: int, *, masked: bool = False):
         self._stream = stream
@@ -102,25 +104,93 @@ def _only_row(batch: Batch) -> Batch:
     return {name: array[0] for name, array in batch.items()}
 
 
-class Conversations:
-    """Rows of whole conversations, masked from each other.
+class Examples:
+    """Rows of whole examples; an example is one sequence, or several that stay together, masked from each other.
 
-    Each conversation is cut after S + 1 tokens, and needs a target within them. The conversations are packed once, best
-    fit decreasing among 8192 at a time.
+    The examples are packed once, best fit decreasing among 8192 at a time.
 
     Args:
-        stream: conversations behind separators, 2 * id + 1 where a token is a target and 2 * id elsewhere.
+        stream: tokens, 2 * id + 1 where a token is a target and 2 * id elsewhere.
         seq_len: S.
-        seed: decides the order in which conversations are taken for packing; None takes them in the stream's order.
+        lengths: int[N], the columns that each example takes in a row, S at most: a sequence of n tokens takes n - 1, as
+            it has so many pairs of input and target.
+        seed: decides the order in which examples are taken for packing; None takes them in the stream's order.
+        packed: False gives each example a row of its own.
 
     Attributes:
         num_rows, num_whole: rows; the two are equal, as every row is used in training.
-        note: a remark for the start table: padding, and what was cut or left out.
+        padding: share of the columns that no example takes.
+        facts: what decides the rows beside the tokens and seq_len, for the fingerprint of the data.
+        note: a remark for the start table; a subclass sets it.
+    """
+
+    note: str
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        lengths: np.ndarray,
+        seed: int | None,
+        *,
+        packed: bool = True,
+    ):
+        self._stream = stream
+        self._seq_len = seq_len
+        # A row that is no longer than an example has room for no other one.
+        row_len = seq_len if packed else 0
+        self._rows = _packed_rows(lengths, row_len, seed)
+        self.num_whole = self.num_rows = len(self._rows)
+        self.padding = 1 - lengths.sum() / max(1, self.num_rows * seq_len)
+        self.facts: tuple[str, ...] = () if packed else ("one example a row",)
+
+    def sequences(self, example: int) -> list[np.ndarray]:
+        """Returns the sequences of an example, int32[n] each, with values as in the stream."""
+        raise NotImplementedError
+
+    def examples_of(self, index: int) -> np.ndarray:
+        """Returns the examples of a row, in order; from num_rows on there are none."""
+        return self._rows[index] if index < self.num_rows else np.zeros(0, np.int64)
+
+    def row(self, index: int) -> Batch:
+        """Returns arrays [S] as `pack` makes them, with weight 1 on answers.
+
+        From num_rows on they are nothing but padding.
+        """
+        padding_window = np.zeros(0, np.int32)
+        row = _only_row(pack([padding_window], self._seq_len, separators=[0]))
+        start = 0
+        segment = 0
+        for example in self.examples_of(index).tolist():
+            for values in self.sequences(example):
+                segment += 1
+                length = len(values) - 1
+                columns = slice(start, start + length)
+                # The lowest bit says whether a token is a target; the id stands above it.
+                row["tokens"][columns] = values[:-1] >> 1
+                row["targets"][columns] = values[1:] >> 1
+                row["weights"][columns] = values[1:] & 1
+                row["segments"][columns] = segment
+                row["positions"][columns] = np.arange(length)
+                start += length
+        return row
+
+
+class Conversations(Examples):
+    """Rows of whole conversations.
+
+    Each conversation is cut after S + 1 tokens, and needs a target within them.
+
+    Args:
+        stream: conversations behind separators.
+        seq_len: S.
+        seed: as for Examples.
+
+    Attributes:
+        note: padding, and what was cut or left out.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int | None):
-        self._stream = stream
-        self._seq_len = seq_len
         values = stream.read(0, stream.num_tokens)
         # Conversation i is values[starts[i] : ends[i]]; the separators are in none of them.
         starts = np.flatnonzero(values == stream.eos_id) + 1
@@ -132,43 +202,21 @@ class Conversations:
         first_targets = np.minimum(starts + 1, stops)
         has_target = target_counts[stops] > target_counts[first_targets]
         self._spans = np.stack([starts, stops], 1)[has_target]
-        # Columns that a conversation takes in a row: n tokens are n - 1 pairs of input and target.
         lengths = self._spans[:, 1] - self._spans[:, 0] - 1
-        self._rows = _packed_rows(lengths, seq_len, seed)
-        self.num_whole = self.num_rows = len(self._rows)
-        padding = 1 - lengths.sum() / max(1, self.num_rows * seq_len)
+        super().__init__(stream, seq_len, lengths, seed)
         num_cut = np.sum((ends > stops) & has_target)
         self.note = (
-            f"{padding:.1%} padding, {num_cut:,} conversations cut at {seq_len + 1:,} tokens, "
+            f"{self.padding:.1%} padding, {num_cut:,} conversations cut at {seq_len + 1:,} tokens, "
             f"{np.sum(~has_target):,} without an answer left out"
         )
 
-    def row(self, index: int) -> Batch:
-        """Returns arrays [S] as `pack` makes them, with weight 1 on answers.
-
-        From num_rows on they are nothing but padding.
-        """
-        padding_window = np.zeros(0, np.int32)
-        row = _only_row(pack([padding_window], self._seq_len, separators=[0]))
-        conversations = self._rows[index] if index < self.num_rows else []
-        start = 0
-        for segment, conversation in enumerate(conversations, start=1):
-            span_start, span_stop = self._spans[conversation].tolist()
-            values = self._stream.read(span_start, span_stop)
-            length = len(values) - 1
-            columns = slice(start, start + length)
-            # The lowest bit says whether a token is a target; the id stands above it.
-            row["tokens"][columns] = values[:-1] >> 1
-            row["targets"][columns] = values[1:] >> 1
-            row["weights"][columns] = values[1:] & 1
-            row["segments"][columns] = segment
-            row["positions"][columns] = np.arange(length)
-            start += length
-        return row
+    def sequences(self, example: int) -> list[np.ndarray]:
+        start, stop = self._spans[example].tolist()
+        return [self._stream.read(start, stop)]
 
 
 def _packed_rows(lengths: np.ndarray, seq_len: int, seed: int | None) -> list[np.ndarray]:
-    """Returns the conversations (indices of `lengths`) of each row."""
+    """Returns the examples (indices of `lengths`) of each row."""
     order: Sequence[int] | np.ndarray = range(len(lengths))
     if seed is not None:
         # Raw words of a counter-based generator, sorted: numpy promises to keep the stream of a bit
@@ -198,7 +246,8 @@ def _best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
         position = bisect.bisect_left(free_spaces, (length, 0))
         if position == len(free_spaces):
             groups.append([])
-            free = size
+            # What is longer than a group has a group of its own.
+            free = max(size, length)
             group = len(groups) - 1
         else:
             free, group = free_spaces.pop(position)

@@ -20,15 +20,14 @@ import numpy as np
 
 from framework.config import Config, PositiveInt, Seed, component
 from framework.data.batches import Pipeline, RowSet, Shapes
-from framework.data.chats import ChatSource
 from framework.data.files import FileHashes, digest_of
 from framework.data.order import GlobalOrder
-from framework.data.packing import Batch, Conversations, Windows
-from framework.data.pretrained_tokenizer import PretrainedTokenizer
-from framework.data.sources import Leaf, Mixture, TextSource, TokenMemmap, leaves_of, located
+from framework.data.packing import Batch, Windows
+from framework.data.sources import ExampleSource, Leaf, Mixture, TextSource, TokenMemmap, leaves_of, located
 from framework.data.token_files import TokenStream
 from framework.data.tokenize import write_tokens
 from framework.data.tokenizers import Tokenizer
+from framework.data.whole_sequences import SequenceSource, check_classes
 from framework.files.workdir import write_json
 from framework.terminal.phases import phase
 from framework.terminal.tables import human_bytes
@@ -80,7 +79,7 @@ class DataPipeline(Pipeline):
 
     A batch is a dict: tokens int32[B,S], targets int32[B,S] (the inputs' successors), weights float32[B,S] (0 = not
     counted), and with `document_mask` positions int32[B,S] (restart at 0 in each document) and segments int32[B,S] (1,
-    2, ... per row, 0 = padding).
+    2, ... per row, 0 = padding). A PairSource or ThumbSource adds ends float32[B,S] and labels float32[B,S].
 
     Args:
         source: config of the training source, of framework.data.sources or your own.
@@ -89,7 +88,8 @@ class DataPipeline(Pipeline):
         seq_len: S, tokens per sequence.
         global_batch_size: B, sequences per step over all processes and devices.
         seed: decides the order of training sequences, which is reshuffled each epoch.
-        document_mask: keep attention within documents, not one causal stream per row. Always on with a ChatSource.
+        document_mask: keep attention within documents, not one causal stream per row. Always on with a ChatSource,
+            PairSource or ThumbSource.
         prefetch: batches that wait ready in the background.
         cache_dir: folder for tokenized sources; None puts them into the workdir. A shared one saves work across runs.
     """
@@ -122,15 +122,22 @@ class DataPipeline(Pipeline):
         for name, config in validation.items():
             self.validation_leaves[name] = _validation_leaf(name, config)
         for leaf in self.leaves:
-            if not isinstance(leaf.source, ChatSource):
+            if not isinstance(leaf.source, ExampleSource):
                 continue
-            if not isinstance(self.tokenizer, PretrainedTokenizer):
-                raise ValueError(
-                    f"{leaf.label}: ChatSource needs the chat template of a PretrainedTokenizer, "
-                    f"given {type(self.tokenizer).__name__}"
-                )
+            with located(leaf.label):
+                leaf.source.check_tokenizer(self.tokenizer)
             # Several conversations share a row, so each must be masked from its neighbours.
             self.document_mask = True
+        self._row_arrays = _row_arrays(self.leaves)
+        first_source = self.train_leaves[0].source
+        # What says how a sequence is encoded to be scored; None where none is.
+        self.scored_source = first_source if isinstance(first_source, SequenceSource) else None
+        check_classes({leaf.label: leaf.source for leaf in self.leaves})
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes of labelled sequences; None for other data."""
+        return None if self.scored_source is None else self.scored_source.classes
 
     @property
     def validation_names(self) -> list[str]:
@@ -145,8 +152,8 @@ class DataPipeline(Pipeline):
     @property
     def packing_seed(self) -> int | None:
         """The seed, where it decides what the training rows hold, and not their order alone; else None."""
-        has_chats = any(isinstance(leaf.source, ChatSource) for leaf in self.train_leaves)
-        return self.seed if has_chats else None
+        are_packed = any(isinstance(leaf.source, ExampleSource) for leaf in self.train_leaves)
+        return self.seed if are_packed else None
 
     def setup(
         self,
@@ -204,6 +211,11 @@ class DataPipeline(Pipeline):
             hashes.save()
         row_counts = [leaf.rows.num_whole for leaf in self.train_leaves]
         num_rows = sum(row_counts)
+        if num_rows < self.global_batch_size and self._row_arrays:
+            raise ValueError(
+                f"data.source: its answers fill {num_rows} rows of data.seq_len={self.seq_len}, too few for one batch "
+                f"with data.global_batch_size={self.global_batch_size}; set these lower, or packed=false of the source"
+            )
         if num_rows < self.global_batch_size:
             streams = [leaf.stream for leaf in self.train_leaves]
             raise ValueError(
@@ -222,12 +234,10 @@ class DataPipeline(Pipeline):
             leaf.stream = cached_tokens(source, self.tokenizer, cache, hashes, write=write, name=leaf.name)
         else:
             leaf.stream = source.open(self.tokenizer, hashes, self.cache_dir)
-        if isinstance(source, ChatSource):
+        if isinstance(source, ExampleSource):
             # A validation set is packed in the order of its files, whatever the seed.
             packing_seed = self.seed if is_training else None
-            leaf.rows = Conversations(leaf.stream, self.seq_len, packing_seed)
-            if not leaf.rows.num_rows:
-                raise ValueError(f"no conversation has an answer within data.seq_len={self.seq_len}")
+            leaf.rows = source.rows(leaf.stream, self.seq_len, packing_seed)
             return
         num_tokens = leaf.stream.num_tokens
         # Training reads only rows with all S targets. An evaluation pads, so one target will do:
@@ -268,7 +278,7 @@ class DataPipeline(Pipeline):
         separators = None
         if self.document_mask:
             separators = [leaf.stream.eos_id for leaf in self.train_leaves]
-        sources = [[leaf.stream.digest, leaf.weight] for leaf in self.train_leaves]
+        sources = [[leaf.stream.digest, leaf.weight, *leaf.rows.facts] for leaf in self.train_leaves]
         facts = [
             _FINGERPRINT,
             sources,
@@ -283,13 +293,13 @@ class DataPipeline(Pipeline):
         names = ["tokens", "targets"]
         if self.document_mask:
             names += ["positions", "segments"]
-        names.append("weights")
+        names += ["weights", *self._row_arrays]
         if evaluation and self.tokenizer.has_text:
             names.append("bytes")
         shape = (self.global_batch_size, self.seq_len)
         shapes: Shapes = {}
         for name in names:
-            dtype = "float32" if name in ("weights", "bytes") else "int32"
+            dtype = "float32" if name in ("weights", "bytes", *self._row_arrays) else "int32"
             shapes[name] = (shape, dtype)
         return shapes | self.attached_shapes()
 
@@ -301,7 +311,7 @@ class DataPipeline(Pipeline):
         for leaf in self.train_leaves:
             sets[leaf.name] = RowSet(leaf.rows.num_whole, leaf.rows.row, training_digest)
         for name, leaf in self.validation_leaves.items():
-            facts = [leaf.stream.digest, self.seq_len, self.document_mask, leaf.rows.num_rows]
+            facts = [leaf.stream.digest, self.seq_len, self.document_mask, leaf.rows.num_rows, *leaf.rows.facts]
             sets[name] = RowSet(leaf.rows.num_rows, leaf.rows.row, digest_of(facts))
         return sets
 
@@ -346,8 +356,8 @@ class DataPipeline(Pipeline):
             stream = leaf.stream
             rows = leaf.rows
             is_validation = leaf.name in self.validation_leaves
-            # A chat's stream counts the bytes of its JSON records, not those of the rendered text.
-            num_bytes = None if isinstance(leaf.source, ChatSource) else stream.num_bytes
+            # The stream of examples counts the bytes of their JSON records, not those of the rendered text.
+            num_bytes = None if isinstance(leaf.source, ExampleSource) else stream.num_bytes
             entry = SourceReport(
                 name=leaf.name,
                 kind=type(leaf.source).__name__,
@@ -379,6 +389,21 @@ def _tokenizer_of_success(file: Path) -> Iterator[None]:
         if is_new:
             file.unlink(missing_ok=True)
         raise
+
+
+def _row_arrays(leaves: Sequence[Leaf]) -> tuple[str, ...]:
+    """The arrays that the rows of sources have beside those of all rows; raises ValueError where they differ."""
+    names_by_label = {}
+    for leaf in leaves:
+        names_by_label[leaf.label] = leaf.source.row_arrays if isinstance(leaf.source, ExampleSource) else ()
+    first = leaves[0]
+    for leaf in leaves:
+        if names_by_label[leaf.label] != names_by_label[first.label]:
+            raise ValueError(
+                f"{leaf.label} is a {type(leaf.source).__name__} and {first.label} a {type(first.source).__name__}: "
+                "expected sources of one kind, as both make batches of one step"
+            )
+    return names_by_label[first.label]
 
 
 def _validation_leaf(name: str, config: Config) -> Leaf:
@@ -453,7 +478,7 @@ def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
     for leaf, source in text_sources:
         remaining_bytes = budget * leaf.weight / total_weight
         with located(leaf.label):
-            for document in source.documents():
+            for document in source.training_texts():
                 yield document
                 remaining_bytes -= len(document.encode("utf-8"))
                 if remaining_bytes <= 0:

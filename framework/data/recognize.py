@@ -1,6 +1,6 @@
 """What --data=PATH means: finds the kind of somebody's own data, and how it is split for training and evaluation.
 
-recognized("my_folder/")          # text, JSON lines, Parquet, token files or conversations
+recognized("my_folder/")  # text, JSON lines, Parquet, token files, conversations, pairs of answers, judged answers
 """
 
 from __future__ import annotations
@@ -12,26 +12,44 @@ from typing import Any, NamedTuple
 from framework.config import Config, config_for
 from framework.data import hub_data, local_data
 from framework.data.chats import ChatSource, conversation
+from framework.data.comparisons import Judged, is_pair, is_thumb, pair_of, thumbs_of
 from framework.data.files import DataFile
 from framework.data.held_out import TextPart, TokenPart
 from framework.data.kinds import DataListing, Kind
-from framework.data.sources import JsonLines, Parquet, TextFiles, TokenMemmap, json_rows, parquet_rows
+from framework.data.preferences import PairSource, ThumbSource
+from framework.data.sources import (
+    ExampleSource,
+    JsonLines,
+    Parquet,
+    TextFiles,
+    TokenMemmap,
+    json_rows,
+    parquet_rows,
+)
 from framework.files.hub_names import is_hub_url
 
 # Columns that hold the text of a document, the likeliest first.
 _TEXT_FIELDS = ("text", "content", "document", "body", "story")
+# What the start line calls the examples of a source.
+_NOUNS: dict[type[ExampleSource], str] = {
+    ChatSource: "conversations",
+    PairSource: "pairs of answers",
+    ThumbSource: "judged answers",
+}
 
 
 class _Rows(NamedTuple):
     """What the rows of somebody's files hold.
 
     Attributes:
-        are_conversations: whether a row is one, as ChatSource reads it.
+        examples: the source that reads a row as a conversation, a pair or a judged answer; None where a row is none.
+        needs_template: an example is of messages, which need the chat template of a model.
         text_field: the field that holds a document; None where rows have no such field.
         text_fields: all fields that hold some text.
     """
 
-    are_conversations: bool = False
+    examples: type[ExampleSource] | None = None
+    needs_template: bool = False
     text_field: str | None = None
     text_fields: tuple[str, ...] = ()
 
@@ -51,13 +69,17 @@ class Recognized:
         source: config of the source that is trained on.
         held_out: config of the source that is evaluated.
         has_text: False for token files.
+        needs_template: it is of messages, which need the chat template of a model.
         line: what was found, and how it was split.
+        classes: the names of the classes of texts with labels; None for other data.
     """
 
     source: Config
     held_out: Config
     has_text: bool
+    needs_template: bool
     line: str
+    classes: list[str] | None = None
 
 
 def recognized(path: str, validation_fraction: float = 0.05) -> Recognized:
@@ -82,13 +104,14 @@ def recognized(path: str, validation_fraction: float = 0.05) -> Recognized:
         source=_source(listing.kind, rows, listing.train, train_part),
         held_out=_source(listing.kind, rows, held_out_paths, held_out_part),
         has_text=listing.kind != "tokens",
+        needs_template=rows.needs_template,
         line=_line(listing, rows, validation_fraction),
     )
 
 
 def _line(listing: DataListing, rows: _Rows, validation_fraction: float) -> str:
     """What the data is, and how it is split."""
-    what = "conversations" if rows.are_conversations else listing.kind
+    what = listing.kind if rows.examples is None else _NOUNS[rows.examples]
     files = _counted(listing.num_train, "file")
     line = f"data: {what} from {listing.place}: {files}"
     if listing.validation:
@@ -106,9 +129,17 @@ def _rows(listing: DataListing) -> _Rows:
     """Looks into the first row of files that have rows."""
     if listing.kind not in ("JSON lines", "Parquet"):
         return _Rows()
-    row = _first_row(listing.kind, listing.first)
+    place, row = _first_row(listing.kind, listing.first)
+    try:
+        # The fields of both say more than those of a conversation, which such a row may have as well.
+        if is_pair(row):
+            return _Rows(examples=PairSource, needs_template=_has_messages(pair_of(row)))
+        if is_thumb(row):
+            return _Rows(examples=ThumbSource, needs_template=_has_messages(*thumbs_of(row)))
+    except ValueError as error:
+        raise ValueError(f"{listing.first}, {place}: {error}") from error
     if _is_conversation(row):
-        return _Rows(are_conversations=True)
+        return _Rows(examples=ChatSource, needs_template=True)
     text_fields = tuple(name for name, value in row.items() if isinstance(value, str))
     if not text_fields:
         names = ", ".join(row) or "it has none"
@@ -122,13 +153,18 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _first_row(kind: Kind, file: DataFile) -> dict[str, Any]:
-    """The first row of a file. Raises ValueError: it is no JSON object, or there is none."""
+def _has_messages(*examples: Judged) -> bool:
+    """Whether the answers are messages, and no texts."""
+    return any(not isinstance(answer, str) for example in examples for _, answer in example.answers)
+
+
+def _first_row(kind: Kind, file: DataFile) -> tuple[str, dict[str, Any]]:
+    """(place, row) of the first row of a file. Raises ValueError: it is no JSON object, or there is none."""
     rows = parquet_rows(file) if kind == "Parquet" else json_rows(file)
     for place, row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"{file}, {place}: expected a JSON object, given {type(row).__name__}")
-        return row
+        return place, row
     raise ValueError(f"{file} holds no rows")
 
 
@@ -148,8 +184,8 @@ def _source(kind: Kind, rows: _Rows, paths: Sequence[str], part: _Part | None) -
         if len(paths) > 1:
             raise ValueError(f"{len(paths)} token files: name them by one glob in --config.data.source.path")
         return config_for(TokenPart if part else TokenMemmap, path=paths[0], **part_fields)
-    if rows.are_conversations:
-        return config_for(ChatSource, paths=list(paths), **part_fields)
+    if rows.examples is not None:
+        return config_for(rows.examples, paths=list(paths), **part_fields)
     if kind == "JSON lines":
         documents = config_for(JsonLines, paths=list(paths), field=rows.text_field)
     elif kind == "Parquet":

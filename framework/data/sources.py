@@ -17,30 +17,20 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import annotated_types as at
 
 from framework.config import Config, NonNegativeInt, component, did_you_mean
 from framework.data.files import DataFile, FileHashes, digest_of, fetched, find, readable
-from framework.data.packing import Conversations, Windows
+from framework.data.packing import Examples, Windows
 from framework.data.token_files import TokenDType, TokenShard, TokenStream, sidecar_name
 from framework.data.tokenizers import Tokenizer
 
 _CHUNK_BYTES = 1 << 20
 
 # Folders of an installation that StdlibSource leaves out: tests, and packages that were added.
-_LEFT_OUT = frozenset(
-    {
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "_bundled",
-    }
-)
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 
 
 class TextSource(abc.ABC):
@@ -68,6 +58,10 @@ class TextSource(abc.ABC):
         """Returns what turns the documents into tokens, given the config's tokenizer."""
         return tokenizer
 
+    def training_texts(self) -> Iterator[str]:
+        """Returns an iterator over what a tokenizer is trained on: the documents, as they are."""
+        return self.documents()
+
     def settings(self) -> dict[str, Any]:
         """Returns the JSON data that decides the documents beside the files' contents.
 
@@ -94,6 +88,28 @@ class TextSource(abc.ABC):
         file_digests = [file["sha256"] for file in files]
         digest = digest_of({**facts, "files": file_digests})
         return {"sha256": digest, **facts, "files": files}
+
+
+class ExampleSource(TextSource):
+    """A source whose documents stay whole in a row, masked from their neighbours: conversations, pairs of answers.
+
+    Attributes:
+        row_arrays: names of the arrays that its rows have beside tokens, targets, positions, segments and weights; all
+            are float32.
+    """
+
+    row_arrays: ClassVar[tuple[str, ...]] = ()
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises ValueError when the documents cannot be encoded by that tokenizer, as far as is known unread."""
+
+    @abc.abstractmethod
+    def rows(self, stream: TokenStream, seq_len: int, seed: int | None) -> Examples:
+        """Returns the rows of the tokens that `codec` made; the arguments are those of Examples.
+
+        Raises:
+            ValueError: a document does not fit, or none does.
+        """
 
 
 @component
@@ -240,6 +256,11 @@ def text_field(record: Any, field: str) -> str:
     # Encoding is a check: JSON can spell half of a surrogate pair, which no tokenizer takes.
     text.encode("utf-8")
     return text
+
+
+def rows_of_file(file: DataFile) -> Iterator[tuple[str, Any]]:
+    """Yields (place, row) of each row of a file, as `parquet_rows` where its name ends so, otherwise as `json_rows`."""
+    return parquet_rows(file) if file.path.endswith(".parquet") else json_rows(file)
 
 
 def json_rows(file: DataFile) -> Iterator[tuple[str, Any]]:
@@ -427,7 +448,7 @@ class Leaf:
     weight: float
     source: TextSource | TokenMemmap
     stream: TokenStream = field(init=False)
-    rows: Windows | Conversations = field(init=False)
+    rows: Windows | Examples = field(init=False)
 
 
 def leaves_of(source: object, label: str, name: str, weight: float = 1.0) -> Iterator[Leaf]:

@@ -65,6 +65,8 @@ class Generator:
     """
 
     def __init__(self, program: Program, state: Nested, *, averaged: bool = False):
+        # Reading the property is the check.
+        _ = program.experiment.language_model.language_head
         self._program = program
         weights = program.weights(state, averaged=averaged)
         self._arrays = (weights, state["buffer"])
@@ -233,6 +235,23 @@ def _prefill(
 ) -> Any:
     """The first new token of each row, and the cache of the prompts, with room for `capacity` positions."""
     kind, capacity = static
+    logits_BV, cache = read_prompts(forward, capacity, arrays, tokens_BS, first_B)
+    token_B = choose(kind, logits_BV, chosen, jnp.int32(0))
+    return token_B, cache
+
+
+def read_prompts(
+    forward: Forward, capacity: int, arrays: Any, tokens_BS: jax.Array, first_B: jax.Array
+) -> tuple[jax.Array, Nested]:
+    """Inside jit: the logits_BV of the first new token of each row, and the cache of the prompts.
+
+    Args:
+        forward: the model.
+        capacity: positions for which the cache has room.
+        arrays: its parameters and buffers.
+        tokens_BS: prompts, padded on the left.
+        first_B: where each begins.
+    """
     length = tokens_BS.shape[1]
     position_BS = jnp.arange(length) - first_B[:, None]
     # Padding is a segment of its own, 0, so that no token of the prompt attends to it.
@@ -249,9 +268,8 @@ def _prefill(
     cache = _placed_cache(jax.tree.map(lambda new: jnp.pad(new, pad), _caches(outs)), ctx)
     # Prompts are padded on the left, so the last token of each is in the last column.
     last_B1D = x_BSD[:, -1:]
-    logits_B1V = forward.model.head.logits(head, last_B1D, ctx)
-    token_B = choose(kind, logits_B1V[:, 0], chosen, jnp.int32(0))
-    return token_B, cache
+    logits_B1V = forward.model.language_head.logits(head, last_B1D, ctx)
+    return logits_B1V[:, 0], cache
 
 
 def _decode(
@@ -264,8 +282,23 @@ def _decode(
     chosen: Any,
 ) -> tuple[jax.Array, Nested]:
     """One more token of each row, and the cache with the keys and values of `token_B`."""
-    first_B = where["first"]
-    slot = where["slot"]
+    logits_BV, cache = read_token(forward, arrays, cache, token_B, where["first"], where["slot"])
+    (kind,) = static
+    token_B = choose(kind, logits_BV, chosen, where["index"])
+    return token_B, cache
+
+
+def read_token(
+    forward: Forward, arrays: Any, cache: Nested, token_B: jax.Array, first_B: jax.Array, slot: jax.Array
+) -> tuple[jax.Array, Nested]:
+    """Inside jit: the logits_BV of the token behind `token_B`, and the cache with the keys and values of `token_B`.
+
+    Args:
+        forward, arrays, first_B: as for `read_prompts`.
+        cache: of the tokens before.
+        token_B: the last token of each row.
+        slot: int32, the position of the cache where it belongs.
+    """
     batch = {
         "tokens": token_B[:, None],
         "positions": (slot - first_B)[:, None],
@@ -283,10 +316,8 @@ def _decode(
 
     # All layers write the same slot of all rows, so this is one slice and no scatter.
     cache = _placed_cache(jax.tree.map(write, cache, _caches(outs)), ctx)
-    logits_B1V = forward.model.head.logits(head, x_B1D, ctx)
-    (kind,) = static
-    token_B = choose(kind, logits_B1V[:, 0], chosen, where["index"])
-    return token_B, cache
+    logits_B1V = forward.model.language_head.logits(head, x_B1D, ctx)
+    return logits_B1V[:, 0], cache
 
 
 def _caches(outs: dict[str, Out]) -> Nested:

@@ -60,6 +60,8 @@ class Scorer:
         averaged: bool = False,
         batch_size: int = 8,
     ):
+        # Reading the property is the check.
+        _ = program.experiment.language_model.language_head
         weights = program.weights(state, averaged=averaged)
         self._arrays = (weights, state["buffer"])
         self.seq_len = program.experiment.data.seq_len
@@ -135,7 +137,7 @@ def _score(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Per row: the sum of log-probabilities, the number of targets, and of those that are not the most likely."""
     ctx = forward.program.evaluation_context(batch)
-    head = forward.model.head
+    head = forward.model.language_head
     x_BSD, weights, _ = forward(arrays, ctx)
     B, S, _ = x_BSD.shape
     chunks = head.chunks(B, S, ctx).count

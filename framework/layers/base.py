@@ -92,6 +92,8 @@ class Context:
         num_targets: f32 scalar, number of counted targets in the global batch: what losses are divided by.
         num_sequences: f32 scalar, number of counted sequences in the global batch; None where the batch has no array
             `ends`, which counts them.
+        counts: {name: f32 scalar}, further numbers of the global batch that an objective divides by, see
+            `framework.layers.objective.Objective.counts`; {} outside of training, where sums leave.
         training: whether dropout is on.
         cache: whether keys and values leave as layer_state, for generation.
         mesh: where constraints are placed; None means one device and no constraints.
@@ -105,6 +107,7 @@ class Context:
     rows: jax.Array | None = None
     num_targets: jax.Array | None = None
     num_sequences: jax.Array | None = None
+    counts: dict[str, jax.Array] = field(default_factory=dict)
     training: bool = field(default=False, metadata={"static": True})
     cache: bool = field(default=False, metadata={"static": True})
     mesh: Mesh | None = field(default=None, metadata={"static": True})

@@ -71,7 +71,7 @@ class ParameterSpec(TensorSpec):
 
     Args:
         initializer: `(key, shape, dtype) -> array`; called per layer for a stacked parameter.
-        roles: what each axis is: "layer", "in", "out", "heads", "vocab", "position", "channel", ...
+        roles: what each axis is: "layer", "in", "out", "heads", "vocab", "position", "label", "channel", ...
         num_heads: how many heads the axis of the role "heads" has, in queries and keys, where each
             stands by itself.
         trainable: whether the parameter learns; otherwise it is frozen, as by a rule of the

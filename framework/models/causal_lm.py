@@ -22,6 +22,7 @@ from framework.layers.embedding import Embedding
 from framework.layers.experts.moe import MoE
 from framework.layers.head import LMHead
 from framework.layers.latent_attention import LatentAttention
+from framework.layers.score_head import ScoreHead
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, nearest_divisors
 from framework.models.chain import Chain, Places
@@ -29,7 +30,7 @@ from framework.models.chain import Chain, Places
 
 @component
 class CausalLM(Chain):
-    """Predicts each next token.
+    """Predicts each next token; with a ScoreHead, what a sequence is worth or which class it is of.
 
     Args:
         dim: D, width of the residual stream.
@@ -38,7 +39,7 @@ class CausalLM(Chain):
         first: a `Stack` of layers before those of `stack`, of another kind than these; none by default. Settings of
             config.memory that count layers count those of `stack`, and these live as its first one does.
         stack: the layers between.
-        head: last stage.
+        head: last stage, an LMHead or a ScoreHead.
         lora: adapters, beside which all else is frozen; none by default.
         param_dtype: dtype of the parameters that the forward pass reads.
         compute_dtype: dtype of weights and activations inside layers.
@@ -72,7 +73,7 @@ class CausalLM(Chain):
                 raise ValueError(f"first.shared = {first.shared}; expected none: layers of `stack` alone may share")
             self.first = first_stack
             self.stack = stack.instantiate(dim=dim, depth=depth)
-        self.head: LMHead = head.instantiate(dim=dim, vocab_size=vocab_size)
+        self.head: LMHead | ScoreHead = head.instantiate(dim=dim, vocab_size=vocab_size)
         self.stages = {"embed": self.embed, **self._stacks(), "head": self.head}
         # By path. Taken before the adapters replace layers: published weights have none.
         self.base_specs: dict[str, ParameterSpec] = flatten(self._specs())
@@ -82,6 +83,26 @@ class CausalLM(Chain):
             units = {name: stack.unit for name, stack in self._stacks().items()}
             self.lora.wrap({**self.stages, **units})
         self.ties = {"head/table": "embed/token"} if self.head.tied else {}
+
+    @property
+    def language_head(self) -> LMHead:
+        """The head of a language model. Raises ValueError: the model scores sequences, and predicts no tokens."""
+        if not isinstance(self.head, LMHead):
+            raise ValueError(
+                f"model.head is a {type(self.head).__name__}, which predicts no tokens; expected an LMHead "
+                "(plimsoll score reads the scores of texts)"
+            )
+        return self.head
+
+    @property
+    def score_head(self) -> ScoreHead:
+        """The head that scores sequences. Raises ValueError: the model has another."""
+        if not isinstance(self.head, ScoreHead):
+            raise ValueError(
+                f"model.head is a {type(self.head).__name__}, which scores no texts; expected a ScoreHead: of a "
+                "reward model or a classifier"
+            )
+        return self.head
 
     def _stacks(self) -> dict[str, Stack]:
         """The whole stacks by stage, in order, also where sections of them run."""
@@ -115,11 +136,28 @@ class CausalLM(Chain):
                 f"nearest that do: {nearest_divisors(seq_len, seq_shards)}"
             )
         # A vocabulary may be padded: more rows than ids do no harm.
+        self._check_classes(data)
         if vocab_size > self.vocab_size:
             raise ValueError(
                 f"data.tokenizer has {vocab_size} ids, but model.vocab_size = {self.vocab_size}; "
                 "expected at least as many"
             )
+
+    def _check_classes(self, data: Any) -> None:
+        """Raises ValueError when a score head is given sequences without their last token, or other classes."""
+        if isinstance(self.head, ScoreHead) and getattr(data, "scored_source", self) is None:
+            source = type(data.train_leaves[0].source).__name__
+            raise ValueError(
+                f"data.source is a {source}, but model.head is a ScoreHead, which reads the last token of a whole "
+                "sequence; expected a LabelledSource, or a RankedSource of pairs"
+            )
+        classes = getattr(data, "classes", None)
+        if classes is None or not isinstance(self.head, ScoreHead) or len(classes) == self.head.num_labels:
+            return
+        raise ValueError(
+            f"model.head.num_labels = {self.head.num_labels}, but the data has {len(classes)} classes "
+            f"({', '.join(classes[:8])}{', ...' if len(classes) > 8 else ''}); expected as many labels"
+        )
 
     @property
     def max_positions(self) -> int | None:
@@ -156,7 +194,7 @@ class CausalLM(Chain):
         """float32 logits_BSV of ctx.batch["tokens"]: for sampling and tests; training never holds them."""
         carry, _ = self.hidden(params, ctx, buffers)
         weights = self.head_weights(params, ctx)
-        return self.head.logits(weights, carry, ctx)
+        return self.language_head.logits(weights, carry, ctx)
 
     def log_probs(self, params: Nested, ctx: Context, buffers: Nested, specs: Places | None = None) -> jax.Array:
         """f32[B, S], the log-probability of each of ctx.batch["targets"]; `specs` as for `run`."""
@@ -166,16 +204,21 @@ class CausalLM(Chain):
                 carry, _ = self.run(name, params, carry, ctx, buffers, specs)
         assert carry is not None
         weights = self.head_weights(params, ctx, specs)
-        return self.head.log_probs(weights, carry, ctx)
+        return self.language_head.log_probs(weights, carry, ctx)
+
+    def counts(self, batch: Nested) -> dict[str, jax.Array]:
+        """Those of the head's objective."""
+        objective = self.head.objective
+        return {} if objective is None else objective.counts(batch)
 
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
         """Nats over counted targets, their number, and their bytes if the batch has those.
 
-        With an objective: its loss and metrics, and the numbers of counted targets and sequences.
+        With an objective: its loss and metrics, the numbers of counted targets and sequences, and its own counts.
         """
         if self.head.objective is not None:
             assert out.loss is not None
-            sums = {"loss": out.loss, "tokens": jnp.sum(batch["weights"])}
+            sums = {"loss": out.loss, "tokens": jnp.sum(batch["weights"]), **self.counts(batch)}
             if "ends" in batch:
                 sums["sequences"] = jnp.sum(batch["ends"])
             for name, value in out.metrics.items():

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from framework.layers.base import Context, Layer, Out
 from framework.layers.lora import LoRA
+from framework.layers.score_head import LABEL
 from framework.layers.section import Section
 from framework.layers.stack import Stack
 from framework.layout import Nested, ParameterSpec, fetch_tree, flatten, unflatten
@@ -122,8 +123,9 @@ class Chain:
                 spec = replace(spec, dtype=self.param_dtype)
             if self.lora is None:
                 return spec
-            # Adapters alone are trained, and they alone have an axis of this role.
-            return replace(spec, trainable="rank" in spec.roles)
+            # Adapters alone are trained, and they alone have an axis of the role "rank"; and a score head, which is
+            # new where a base is adapted (peft's modules_to_save).
+            return replace(spec, trainable=not {"rank", LABEL}.isdisjoint(spec.roles))
 
         return jax.tree.map(in_model, self._specs())
 
@@ -208,6 +210,10 @@ class Chain:
                 fetch_unit,
                 shared,
             )
+
+    def counts(self, batch: Nested) -> dict[str, jax.Array]:
+        """{name: f32 scalar} of a global batch, which the loss is divided by beside counted targets and sequences."""
+        return {}
 
     def loss(
         self,

@@ -1,8 +1,11 @@
-"""Losses over pairs of answers, of which one was preferred.
+"""Losses over pairs of answers, of which one was preferred: DPO and IPO with a reference, ORPO and SimPO without one.
 
 The log-probability of an answer y to a prompt x is the sum over its tokens: log pi(y|x) = sum_t log pi(y_t | x, y_<t).
 A batch's rows are pairs of sequences (`framework.objectives.sequences`); weights_BS are 1 where an answer's token is
 predicted, and `reference` is f32[B, S], the log-probability of each of these tokens by the model that is compared with.
+
+Where implementations differ from the papers (IPO, ORPO), these losses are as TRL 1.16 computes them; each class says
+how. `python -m pytest -m peers tests/peers/test_preferences_live.py` compares.
 """
 
 from __future__ import annotations
@@ -10,16 +13,108 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from framework.config import Fraction, PositiveFloat, component
+from framework.config import Fraction, NonNegativeFloat, PositiveFloat, component
 from framework.layers.base import Context
 from framework.layers.chunked_loss import Loss
 from framework.layers.objective import Head, Objective
 from framework.layout import Nested
-from framework.objectives.sequences import pairs_of, sequence_sums
+from framework.objectives.sequences import Answers, Pairs, pairs_of, per_token, sequence_sums
+
+# What an evaluation adds up beside the metrics of pairs.
+_NOT_OF_PAIRS = ("loss", "tokens", "sequences", "sft", "sft_targets")
+
+
+class PairLoss(Objective):
+    """The base of losses over pairs: the mean of `pair_losses`, and `sft` times the mean cross-entropy of chosen ones.
+
+    Metrics, means over pairs: `preference` (the loss without the term of cross-entropy), `reward_chosen`,
+    `reward_rejected` and `margin`, the difference of the two; `accuracy`, how often it is above 0; `log_prob_chosen`,
+    `log_prob_rejected` and `length_chosen`, `length_rejected`, nats and tokens of an answer; with a reference `kl`, the
+    mean over both answers of log pi - log ref, in nats: it estimates the divergence from the reference as far as the
+    answers are like the model's own. `sft` is the cross-entropy, in nats per token, where it is a part of the loss.
+
+    Attributes:
+        sft: weight of the cross-entropy.
+        sft_prompt: whether the cross-entropy is of prompts, too.
+    """
+
+    arrays: tuple[str, ...] = ("ends", "segments")
+    unit = "nats per pair"
+    sft: float = 0.0
+    sft_prompt: bool = False
+
+    def rewards(self, answers: Answers) -> Pairs:
+        """The rewards of the answers that the loss implies; their differences are margins."""
+        raise NotImplementedError
+
+    def pair_losses(self, answers: Answers) -> jax.Array:
+        """The loss of each pair, [B, P]; that of a pair that is not there is finite."""
+        raise NotImplementedError
+
+    def counts(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """sft_targets: the tokens that the cross-entropy is a mean over."""
+        if self.sft == 0:
+            return {}
+        return {"sft_targets": jnp.sum(self._sft_weights(batch))}
+
+    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
+        """The mean over pairs, and the cross-entropy's over tokens."""
+        assert ctx.num_sequences is not None
+        batch = ctx.batch
+        log_probs_BS = head.log_probs(weights, x_BSD, ctx)
+        answers = _answers(log_probs_BS, batch)
+        # A sequence counts by the weight at its end; both of a pair have the same.
+        counted_BP = pairs_of(sequence_sums(batch["ends"], batch["segments"])).chosen
+        pair_values = {"preference": self.pair_losses(answers), **self._observed(answers)}
+        # A pair is two sequences. Divided behind the sum, which may have more digits than the number.
+        means = {name: 2 * jnp.sum(counted_BP * values) / ctx.num_sequences for name, values in pair_values.items()}
+        loss = means["preference"]
+        if self.sft > 0:
+            nll = -jnp.sum(self._sft_weights(batch) * log_probs_BS)
+            means["sft"] = nll / ctx.counts.get("sft_targets", 1.0)
+            loss = loss + self.sft * means["sft"]
+        return loss, jax.lax.stop_gradient(means)
+
+    def summary(self, totals: dict[str, float]) -> dict[str, float]:
+        """Means over pairs, "loss" and all metrics."""
+        # Each pair counts as two sequences, in the sums as well.
+        num_sequences = max(totals["sequences"], 1.0)
+        pair_metrics = [name for name in totals if name not in _NOT_OF_PAIRS]
+        summary = {name: totals[name] / num_sequences for name in pair_metrics}
+        # Of its parts, as the sum of losses mixes what is divided by pairs with what is divided by tokens.
+        loss = summary["preference"]
+        if self.sft > 0:
+            summary["sft"] = totals["sft"] / max(totals["sft_targets"], 1.0)
+            loss += self.sft * summary["sft"]
+        return {"loss": loss, **summary, "pairs": totals["sequences"] / 2}
+
+    def _sft_weights(self, batch: dict[str, jax.Array]) -> jax.Array:
+        """f32[B, S]: 1 where the cross-entropy counts a target."""
+        segments_BS = batch["segments"]
+        is_chosen_BS = (segments_BS % 2 == 1).astype(jnp.float32)
+        return is_chosen_BS if self.sft_prompt else is_chosen_BS * batch["weights"]
+
+    def _observed(self, answers: Answers) -> dict[str, jax.Array]:
+        """The metrics of each pair, [B, P]."""
+        rewards = self.rewards(answers)
+        margins_BP = rewards.chosen - rewards.rejected
+        observed = {
+            "reward_chosen": rewards.chosen,
+            "reward_rejected": rewards.rejected,
+            "margin": margins_BP,
+            "accuracy": margins_BP > 0,
+            "log_prob_chosen": answers.log_probs.chosen,
+            "log_prob_rejected": answers.log_probs.rejected,
+            "length_chosen": answers.lengths.chosen,
+            "length_rejected": answers.lengths.rejected,
+        }
+        if "reference" in self.arrays:
+            observed["kl"] = (answers.log_ratios.chosen + answers.log_ratios.rejected) / 2
+        return observed
 
 
 @component
-class DPO(Objective):
+class DPO(PairLoss):
     """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, equation 7).
 
     loss = -log sigmoid(margin), margin = beta ((log pi - log ref)(chosen) - (log pi - log ref)(rejected))
@@ -27,37 +122,168 @@ class DPO(Objective):
     Args:
         beta: how far the model may go from the reference: less is farther.
         label_smoothing: the probability that a preference is the wrong way round (conservative DPO, Mitchell 2023).
+        sft: weight of the mean cross-entropy of chosen answers' tokens, added to the loss (RPO, Pang et al. 2024, arXiv
+            2404.19733, whose mean is over each answer; TRL's over all tokens of the batch, as here).
     """
 
     arrays = ("ends", "segments", "reference")
-    unit = "nats per pair"
 
-    def __init__(self, *, beta: PositiveFloat = 0.1, label_smoothing: Fraction = 0.0):
+    def __init__(
+        self,
+        *,
+        beta: PositiveFloat = 0.1,
+        label_smoothing: Fraction = 0.0,
+        sft: NonNegativeFloat = 0.0,
+    ):
         self.beta = beta
         self.label_smoothing = label_smoothing
+        self.sft = sft
 
-    def loss(self, head: Head, weights: Nested, x_BSD: jax.Array, ctx: Context) -> Loss:
-        """The mean over pairs."""
-        assert ctx.num_sequences is not None
-        batch = ctx.batch
-        token_weights_BS = batch["weights"]
-        log_probs_BS = head.log_probs(weights, x_BSD, ctx)
-        ratios_BN = sequence_sums(token_weights_BS * (log_probs_BS - batch["reference"]), batch["segments"])
-        rewards = pairs_of(self.beta * ratios_BN)
-        margins_BP = rewards.chosen - rewards.rejected
-        smoothing = self.label_smoothing
-        losses_BP = -(1 - smoothing) * jax.nn.log_sigmoid(margins_BP) - smoothing * jax.nn.log_sigmoid(-margins_BP)
-        # A sequence counts by the weight at its end; both of a pair have the same.
-        pair_weights_BP = pairs_of(sequence_sums(batch["ends"], batch["segments"])).chosen * (2 / ctx.num_sequences)
-        metrics = {
-            "margin": jnp.sum(pair_weights_BP * margins_BP),
-            "accuracy": jnp.sum(pair_weights_BP * (margins_BP > 0)),
-        }
-        return jnp.sum(pair_weights_BP * losses_BP), jax.lax.stop_gradient(metrics)
+    def rewards(self, answers: Answers) -> Pairs:
+        """beta (log pi - log ref)."""
+        return _scaled(self.beta, answers.log_ratios)
 
-    def summary(self, totals: dict[str, float]) -> dict[str, float]:
-        """Means over pairs."""
-        # Each pair counts as two sequences, in the sums as well.
-        sequences = max(totals["sequences"], 1.0)
-        means = {name: totals[name] / sequences for name in ("loss", "margin", "accuracy")}
-        return {**means, "pairs": totals["sequences"] / 2}
+    def pair_losses(self, answers: Answers) -> jax.Array:
+        """The loss of each pair."""
+        rewards = self.rewards(answers)
+        return _logistic(rewards.chosen - rewards.rejected, self.label_smoothing)
+
+
+@component
+class IPO(PairLoss):
+    """Identity preference optimization (Azar et al. 2023, arXiv 2310.12036, equation 17).
+
+    loss = (h - 1 / (2 beta))^2, h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected)
+
+    The log-ratios of the paper are sums over an answer's tokens. TRL takes their means per token, which the authors
+    told them that they did; so do we, unless `per_token` is off.
+
+    Args:
+        beta: tau of the paper; the difference of log-ratios is drawn to 1 / (2 beta).
+        per_token: divide log-ratios by the answer's tokens.
+        sft: weight of the mean cross-entropy of chosen answers' tokens, added to the loss.
+    """
+
+    arrays = ("ends", "segments", "reference")
+    unit = "squared nats per pair"
+
+    def __init__(self, *, beta: PositiveFloat = 0.1, per_token: bool = True, sft: NonNegativeFloat = 0.0):
+        self.beta = beta
+        self.per_token = per_token
+        self.sft = sft
+
+    def rewards(self, answers: Answers) -> Pairs:
+        """beta (log pi - log ref), of sums over tokens as DPO's, so that the two compare."""
+        return _scaled(self.beta, answers.log_ratios)
+
+    def pair_losses(self, answers: Answers) -> jax.Array:
+        """The loss of each pair."""
+        log_ratios = answers.log_ratios
+        if self.per_token:
+            log_ratios = per_token(log_ratios, answers.lengths)
+        return jnp.square(log_ratios.chosen - log_ratios.rejected - 1 / (2 * self.beta))
+
+
+@component
+class ORPO(PairLoss):
+    """Odds ratio preference optimization (Hong et al. 2024, arXiv 2403.07691, equations 6 and 7); no reference.
+
+    loss = cross-entropy of what was chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)),
+    odds(y) = p / (1 - p), where log p is the answer's log-probability per token
+
+    The cross-entropy is as the authors' code and TRL have it: of prompt and answer, the mean over all tokens of the
+    batch. Means are over the global batch; TRL's, over each microbatch.
+
+    Args:
+        beta: lambda of the paper.
+        sft_prompt: the cross-entropy counts the prompts of chosen answers, too.
+    """
+
+    # The cross-entropy is a part of the method.
+    sft = 1.0
+
+    def __init__(self, *, beta: PositiveFloat = 0.1, sft_prompt: bool = True):
+        self.beta = beta
+        self.sft_prompt = sft_prompt
+
+    def rewards(self, answers: Answers) -> Pairs:
+        """beta times the log-probability per token."""
+        return _scaled(self.beta, answers.mean_log_probs)
+
+    def pair_losses(self, answers: Answers) -> jax.Array:
+        """The odds ratio's term of each pair."""
+        log_odds = Pairs(*map(_log_odds, answers.mean_log_probs))
+        return self.beta * _logistic(log_odds.chosen - log_odds.rejected)
+
+
+@component
+class SimPO(PairLoss):
+    """Simple preference optimization (Meng et al. 2024, arXiv 2405.14734, equation 6); no reference.
+
+    loss = -log sigmoid(beta (log pi(chosen) / |chosen| - log pi(rejected) / |rejected|) - gamma)
+
+    Args:
+        beta: scale of the log-probabilities per token.
+        gamma: the margin that is aimed at; the authors advise from 0.3 to 0.5 times beta at first.
+        label_smoothing: the probability that a preference is the wrong way round.
+        sft: weight of the mean cross-entropy of chosen answers' tokens, added to the loss (CPO-SimPO).
+    """
+
+    def __init__(
+        self,
+        *,
+        beta: PositiveFloat = 2.0,
+        gamma: NonNegativeFloat = 1.0,
+        label_smoothing: Fraction = 0.0,
+        sft: NonNegativeFloat = 0.0,
+    ):
+        self.beta = beta
+        self.gamma = gamma
+        self.label_smoothing = label_smoothing
+        self.sft = sft
+
+    def rewards(self, answers: Answers) -> Pairs:
+        """beta times the log-probability per token; gamma is in the loss alone."""
+        return _scaled(self.beta, answers.mean_log_probs)
+
+    def pair_losses(self, answers: Answers) -> jax.Array:
+        """The loss of each pair."""
+        rewards = self.rewards(answers)
+        return _logistic(rewards.chosen - rewards.rejected - self.gamma, self.label_smoothing)
+
+
+def _answers(log_probs_BS: jax.Array, batch: dict[str, jax.Array]) -> Answers:
+    """Sums over answers; without a reference the log-ratios are zeros."""
+    token_weights_BS = batch["weights"]
+    segments_BS = batch["segments"]
+
+    def sums(values_BS: jax.Array) -> Pairs:
+        return pairs_of(sequence_sums(token_weights_BS * values_BS, segments_BS))
+
+    log_ratios_BS = jnp.zeros_like(log_probs_BS)
+    if "reference" in batch:
+        log_ratios_BS = log_probs_BS - batch["reference"]
+    return Answers(
+        log_probs=sums(log_probs_BS),
+        log_ratios=sums(log_ratios_BS),
+        lengths=sums(jnp.ones_like(log_probs_BS)),
+    )
+
+
+def _scaled(factor: float, values: Pairs) -> Pairs:
+    return Pairs(factor * values.chosen, factor * values.rejected)
+
+
+def _logistic(margins_BP: jax.Array, smoothing: float = 0.0) -> jax.Array:
+    """-log sigmoid(margin), where a share `smoothing` of the preferences is taken for the opposite."""
+    losses_BP = -jax.nn.log_sigmoid(margins_BP)
+    if smoothing == 0:
+        return losses_BP
+    return (1 - smoothing) * losses_BP - smoothing * jax.nn.log_sigmoid(-margins_BP)
+
+
+def _log_odds(log_probs_BP: jax.Array) -> jax.Array:
+    """log(p / (1 - p)) of log p."""
+    # A probability of 1 has no odds; that of a sequence that is not there, an empty sum, would make NaN of gradients.
+    below_one_BP = jnp.minimum(log_probs_BP, -jnp.finfo(log_probs_BP.dtype).eps)
+    return below_one_BP - jnp.log(-jnp.expm1(below_one_BP))

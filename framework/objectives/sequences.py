@@ -2,7 +2,7 @@
 
 A row holds several sequences one after the other, masked from each other: position s belongs to number segments_BS[s],
 1, 2, ... in each row; 0 is padding. In a row of pairs, the odd numbers are the sequences that were chosen, and each is
-followed by the one that was rejected.
+followed by the one that was rejected. A sequence of n tokens takes n - 1 positions, each with the next token as target.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class Pairs(NamedTuple):
@@ -18,6 +19,25 @@ class Pairs(NamedTuple):
 
     chosen: jax.Array
     rejected: jax.Array
+
+
+class Answers(NamedTuple):
+    """What a loss over pairs is a function of.
+
+    Attributes:
+        log_probs: the log-probability of each answer, summed over its tokens.
+        log_ratios: that less the reference's; zeros where there is no reference.
+        lengths: tokens of each answer.
+    """
+
+    log_probs: Pairs
+    log_ratios: Pairs
+    lengths: Pairs
+
+    @property
+    def mean_log_probs(self) -> Pairs:
+        """The log-probabilities per token of each answer."""
+        return per_token(self.log_probs, self.lengths)
 
 
 def sequence_sums(values_BS: jax.Array, segments_BS: jax.Array) -> jax.Array:
@@ -33,3 +53,8 @@ def sequence_sums(values_BS: jax.Array, segments_BS: jax.Array) -> jax.Array:
 def pairs_of(values_BN: jax.Array) -> Pairs:
     """The values of chosen and rejected sequences, from those of all sequences."""
     return Pairs(chosen=values_BN[:, 0::2], rejected=values_BN[:, 1::2])
+
+
+def per_token(sums: Pairs, lengths: Pairs) -> Pairs:
+    """Sums over the tokens of answers, divided by their numbers; a sequence without an answer keeps its zero."""
+    return Pairs(*(values / jnp.maximum(lengths, 1.0) for values, lengths in zip(sums, lengths, strict=True)))

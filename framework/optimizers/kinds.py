@@ -8,14 +8,14 @@ from framework.layout import Nested, ParameterSpec, flatten
 
 Kind = Literal["matrix", "experts", "table", "other"]
 # The roles of an axis that make a parameter a table.
-TABLE_ROLES = {"vocab", "position"}
+TABLE_ROLES = {"vocab", "position", "label"}
 
 
 def kind(spec: ParameterSpec) -> Kind:
     """The kind of a parameter.
 
-    A "table" has a row for each token or position (embedding, head). A "matrix" is any other parameter with two axes.
-    "experts" are as many matrices as the first axis is long. Vectors, and parameters with more axes, are "other".
+    A "table" has a row for each token, position or label (embedding, head). A "matrix" is any other parameter with two
+    axes. "experts" are as many matrices as the first axis is long. Vectors, and parameters with more axes, are "other".
     """
     if TABLE_ROLES & {*spec.roles}:
         return "table"

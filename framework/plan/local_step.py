@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from framework.layers import attention, kernels_xla, lookup
 from framework.layers.base import Context, Out, batch_specs, cast
 from framework.layers.embedding import Embedding
+from framework.layers.head import LMHead
 from framework.layers.kernels_call import SAVED_NAME, AttentionCall
 from framework.layers.latent_attention import LatentAttention
 from framework.layers.stack import Stack
@@ -151,7 +152,8 @@ class _LocalStep:
             # A kernel would ask for the devices of the mesh.
             kernels=_LocalKernels(self.platform, self.sizes["seq"]),
         )
-        if not isinstance(model, CausalLM):
+        # A score head has no table whose gradient is summed chunk by chunk.
+        if not isinstance(model, CausalLM) or not isinstance(model.head, LMHead):
             return self._gradients_of_stages(params, frozen, buffers, ctx)
         # The head has no mesh: its chunks are those of this device's positions.
         head_ctx = functools.partial(Context, **fields)
@@ -202,7 +204,7 @@ class _LocalStep:
     ) -> Any:
         table_path = "embed/token" if model.head.tied else "head/table"
         sharded_table = flatten(merge(params, frozen))[table_path]
-        table = self._gather(model.head.table_spec(), sharded_table)
+        table = self._gather(model.language_head.table_spec(), sharded_table)
 
         def loss(params: Nested, table: jax.Array) -> jax.Array:
             weights = merge(params, model.split_units(frozen, ctx.remat))

@@ -201,6 +201,7 @@ def _add_companion(report: Report, companion: dict[str, Compiled], target: Targe
         report["message"] = report["message"] or compiled.message
         if compiled.ledger is not None and not compiled.ledger.once:
             kept += compiled.ledger.host_peak
+            report["host_transfer_bytes"] += compiled.ledger.moved
     if kept:
         report["host_breakdown"]["other"] += kept
         temporary = report["host_peak_bytes"] - report["host_argument_bytes"]

@@ -125,10 +125,20 @@ class Experiment:
         self._check_objective()
 
     def _check_objective(self) -> None:
-        """Raises ValueError when the batches lack an array that the head's objective reads."""
+        """Raises ValueError when the batches lack an array that the head's objective reads, or are not for it."""
         if self.companion is not None:
             self.companion.check(self)
         objective = self.model.head.objective if isinstance(self.model, CausalLM) else None
+        read = () if objective is None else objective.arrays
+        unread = [name for name in ("ends", "labels") if name in self.data.arrays() and name not in read]
+        if unread:
+            # The next tokens' loss would learn rejected answers as well as chosen ones.
+            given = "None, the loss of next tokens" if objective is None else type(objective).__name__
+            raise ValueError(
+                f"model.head.objective is {given}, which does not read {' and '.join(unread)} of the batches: data is "
+                "of sequences that were compared or judged; expected an objective of framework.objectives that reads "
+                "them (DPO of pairs, KTO of judged answers), or other data"
+            )
         if objective is None:
             return
         missing = [name for name in objective.arrays if name not in self.batch_arrays()]

@@ -113,6 +113,11 @@ class Program:
         return self._rows.specs
 
     @property
+    def delivered_specs(self) -> dict[str, TensorSpec]:
+        """The specs of the arrays of one global batch as the data gives it, before a companion."""
+        return self._rows.delivered_specs
+
+    @property
     def evaluation_specs(self) -> dict[str, TensorSpec]:
         """The specs of the arrays of one global evaluation batch, by name."""
         return self._rows.evaluation_specs

@@ -15,6 +15,7 @@ from framework.inference.generation import Generator
 from framework.inference.held_out import share_of
 from framework.inference.images import Images
 from framework.inference.sampling import Sampling
+from framework.layers.head import LMHead
 from framework.program.program import Program
 from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
@@ -103,6 +104,9 @@ def sample_text(program: Program, state: dict[str, Any]) -> str | None:
     options = program.experiment.trainer
     data = program.experiment.data
     if not options.sample_tokens or not isinstance(data, DataPipeline) or not data.tokenizer.has_text:
+        return None
+    # A model that scores sequences continues none.
+    if not isinstance(program.experiment.language_model.head, LMHead):
         return None
     tokenizer = data.tokenizer
     prompt = tokenizer.encode_prompt(options.sample_prompt)

@@ -34,6 +34,7 @@ def training_context(
     num_sequences = None
     if "ends" in batch:
         num_sequences = jnp.maximum(jnp.sum(batch["ends"]), 1.0)
+    counts = {name: jnp.maximum(count, 1.0) for name, count in model.counts(batch).items()}
     return Context(
         batch=batch,
         rng=step_key,
@@ -41,6 +42,7 @@ def training_context(
         # A batch without a counted target has the loss zero, not NaN.
         num_targets=jnp.maximum(counted_targets, 1.0),
         num_sequences=num_sequences,
+        counts=counts,
         training=True,
         mesh=layout.mesh,
         compute_dtype=model.compute_dtype,

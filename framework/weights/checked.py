@@ -9,7 +9,7 @@ import numpy as np
 
 from framework.models.causal_lm import CausalLM
 from framework.weights.directory import Directory
-from framework.weights.family import Family
+from framework.weights.family import SCORE, Family
 from framework.weights.source import Source, layer_shape
 
 _HEAD = "lm_head.weight"
@@ -23,20 +23,26 @@ def checked(
     directory: Directory,
     family: Family,
     model: CausalLM,
+    *,
+    draws_head: bool = False,
 ) -> dict[str, list[Source]]:
     """`family.places(model)`, with the names that the directory has: some leave the model's own prefix out.
+
+    With `draws_head`, the directory is of a language model, and the model's score head is none of its tensors.
 
     Raises:
         ValueError: tensors are missing, unexpected, of another shape, or no floats; the message holds a table. Or the
             head has other weights than the embedding that config.json ties it to.
     """
     places = family.places(model)
+    if draws_head:
+        places = {path: sources for path, sources in places.items() if path not in SCORE}
     names = set()
     for path, sources in places.items():
         for source in sources:
             names |= {part.source.name for part in source.parts(layer_shape(model.base_specs[path]))}
     # A prefix is of the model without its head.
-    names.discard(_HEAD)
+    names -= {_HEAD, *(source.name for source in SCORE.values())}
     if not names & directory.home.keys():
         places = {path: [_without_prefix(source) for source in sources] for path, sources in places.items()}
     if model.ties:
@@ -52,7 +58,7 @@ def checked(
                 if row is not None:
                     rows.append(row)
     # A directory may hold the tied head a second time.
-    ignored = f"{family.ignored}|^lm_head.weight$" if model.ties else family.ignored
+    ignored = f"{family.ignored}|^lm_head.weight$" if model.ties or draws_head else family.ignored
     ignored_pattern = re.compile(ignored)
     for name in sorted(directory.home.keys() - used_names):
         if not ignored_pattern.search(name):

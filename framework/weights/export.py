@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from framework.files import hub_models
 from framework.files.workdir import writing
 from framework.layers.lora import merge_adapters
+from framework.layers.score_head import ScoreHead
 from framework.layout import Nested, flatten, unflatten
 from framework.models.causal_lm import CausalLM
 from framework.terminal import interrupts
@@ -178,9 +179,15 @@ def export_adapters(
     tensors = _adapter_tensors(model, flatten(params), family)
     # peft matches modules by the ends of their names: a tensor's name is base_model.model.MODULE.lora_A.weight.
     target_modules = {name.split(".", 2)[2].rsplit(".", 2)[0] for name in tensors}
+    task_facts: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    if isinstance(model.head, ScoreHead):
+        # The score head learns whole, beside the adapters.
+        task_facts = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+        (score,) = family.places(model)["head/score"]
+        tensors[f"base_model.model.{score.name}"] = np.asarray(flatten(params)["head/score"])
     facts = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **task_facts,
         **hub_models.base_of_adapter(base),
         "r": model.lora.rank,
         "lora_alpha": model.lora.scale * model.lora.rank,

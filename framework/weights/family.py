@@ -10,6 +10,9 @@ from framework.layers.stack import Stack
 from framework.models.causal_lm import CausalLM
 from framework.weights.source import Source
 
+# The tensor of a score head, in all families.
+SCORE = {"head/score": Source("score.weight")}
+
 
 class Family:
     """Models of one kind. Configs are read from and written as config.json; tensors are found by name."""
@@ -60,7 +63,8 @@ class Family:
             else:
                 name = path
                 layers = [0]
-            if name not in self.names:
+            names = {**self.names, **SCORE}
+            if name not in names:
                 raise ValueError(f"{type(self).__name__} models have no {path}; they have {', '.join(self.names)}")
-            sources[path] = [self.names[name].of(layer) for layer in layers]
+            sources[path] = [names[name].of(layer) for layer in layers]
         return sources

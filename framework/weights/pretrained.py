@@ -42,6 +42,7 @@ class Pretrained:
         family: which maps names; of configs/families.
         facts: the directory's config.json, which an export begins with.
         generation: the directory's generation_config.json, which an export writes again; empty if there is none.
+        draws_head: the directory is of a language model: the weights of a score head are drawn.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Pretrained:
         family: Config,
         facts: dict[str, Any] = {},  # noqa: B006
         generation: dict[str, Any] = {},  # noqa: B006
+        draws_head: bool = False,
     ):
         for name, published in (("facts", facts), ("generation", generation)):
             # An export would hand it on to whoever loads that.
@@ -59,6 +61,7 @@ class Pretrained:
         self.path = path
         self.facts = facts
         self.generation = generation
+        self.draws_head = draws_head
         self.family: Family = family.instantiate()
 
     def places(self, model: CausalLM) -> dict[str, list[Source]]:
@@ -67,7 +70,7 @@ class Pretrained:
         Raises:
             FileNotFoundError, ValueError: see `Directory`; or tensors are missing, unexpected, or of another shape.
         """
-        return checked(Directory(self.path), self.family, model)
+        return checked(Directory(self.path), self.family, model, draws_head=self.draws_head)
 
     def init(self, program: Program) -> State:
         """The state at step 0, with the directory's weights.

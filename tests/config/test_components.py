@@ -89,6 +89,7 @@ def test_the_mark_is_neither_inherited_nor_copied():
 # What required fields are given, by their names; `_late` below has what only a parent knows.
 DATA = config_for(sources.TextFiles, paths=["not/there.txt"])
 FIELDS: dict[str, Any] = {
+    "classes": ["a", "b"],
     "dim": 8,
     "dims": 32,
     "factor": 2.0,

@@ -39,9 +39,15 @@ PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     "olmo2-7b": 7_298_617_344,
     "olmoe-1b-7b": 6_919_161_856,
+    "gemma3-12b": 11_766_034_176,
+    "phi3-mini": 3_821_079_552,
+    "phi4": 14_659_507_200,
 }
 FLOWS = {"digits-glow", "digits-realnvp", "digits-nice", "digits-residual", "images-glow"}
-TOYS = {"moe-tiny", "qwen3-moe-tiny", "olmoe-tiny", "gpt-oss-tiny", "deepseek-tiny"}
+TOYS = {
+    "moe-tiny", "qwen3-moe-tiny", "olmoe-tiny", "gpt-oss-tiny", "deepseek-tiny",
+    "gemma3-tiny", "phi4-mini-tiny", "olmo2-tiny",
+}  # fmt: skip
 DISTILLED = {"distil-tiny", "distil-tiny-alone", "distil-tiny-teacher"}
 OURS = TOYS | DISTILLED | {"stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
 LARGE = sorted(set(NAMES) - OURS)

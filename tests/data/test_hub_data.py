@@ -4,10 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import configs
+from framework.config import target_of
 from framework.data.own_data import with_data
+from framework.data.preferences import PairSource
 from framework.data.recognize import recognized
 from tests.support.hub import COMMIT, Repository, empty_cache, fill_cache
 
@@ -63,6 +67,20 @@ def test_parts_by_names(data_set, names: list[str], train: list[str], held_out: 
     assert ("split" in data.source) == (held_out is None)
     assert recognized(PINNED).source == data.source, "the config names the commit"
     assert recognized("hf://acme/code").source == data.source
+
+
+def test_pairs_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    empty_cache(tmp_path, monkeypatch)
+    rows = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(200)]
+    (tmp_path / "files").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "files/train.parquet")
+    fill_cache(tmp_path / "cache", Repository("dataset", "acme/code", tmp_path / "files"))
+    data = recognized(URL)
+    assert target_of(data.source) is PairSource
+    assert names_of(data.source) == names_of(data.held_out) == ["train.parquet"]
+    parts = [len(list(source.instantiate().documents())) for source in (data.source, data.held_out)]
+    assert sum(parts) == 200
+    assert 0 < parts[1] < 30
 
 
 def test_parts_by_the_card(data_set):

@@ -30,11 +30,11 @@ ROOMS = {
     "plan": "checkpoint config data devices layers layout learner metrics models optimizers program schedules terminal",
     "functions": "checkpoint layers layout optimizers plan processes",
     "weights": "config files layers layout models program schedules terminal",
-    "companions": "config data devices files inference layers layout learner models processes program schedules terminal "
-    "weights",
+    "companions": "config data devices files inference layers layout learner models objectives processes program "
+    "schedules terminal weights",
     "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "
     "schedules terminal",
-    "api": "checkpoint config data devices files inference learner metrics plan program run terminal weights",
+    "api": "checkpoint config data devices files inference layers learner metrics plan program run terminal weights",
 }
 # A package of the repository, and the others that it may import.
 PACKAGES = {"framework": "", "configs": "framework", "launch": "framework configs"}

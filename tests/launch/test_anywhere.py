@@ -89,6 +89,7 @@ VERBS = {
     "chat": ["--help"],
     "export": ["--help"],
     "sample": ["--help"],
+    "score_texts": ["--help"],
 }
 
 

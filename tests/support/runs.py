@@ -29,9 +29,9 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def train(workdir: Path | str, *flags: str, config: str = "tiny") -> int:
+def train(workdir: Path | str, *flags: str, config: str = "tiny", file: str = CONFIG) -> int:
     """`plimsoll train` in this process; the exit code."""
-    return main([f"--config={CONFIG}:{config}", f"--workdir={workdir}", *flags])
+    return main([f"--config={file}:{config}", f"--workdir={workdir}", *flags])
 
 
 TRAIN = ("-m", "launch.train")

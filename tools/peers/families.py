@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from configs.families import family_of
+from configs.families import described, family_of
 from framework.config import Config
 from framework.weights import family
 from framework.weights.source import Source
@@ -42,7 +42,7 @@ class Family:
 
     def ours(self) -> Config:
         """Our model, in float32."""
-        return self.mapping.model(self.facts)
+        return described(self.mapping, self.facts)
 
     @cached_property
     def places(self) -> dict[str, list[Source]]:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
+from configs.families import scores
 from framework.layout import flatten
 from tools.peers.families import ROTARY, ROTARY_POSITIONS, SEQ_LEN, VOCAB, ZERO_CENTERED, Family
 from tools.peers.ours import to_ours
@@ -64,7 +65,9 @@ def _empty(family: Family) -> Model:
     config = transformers.AutoConfig.for_model(**copy.deepcopy(family.facts))
     # Eager: attention written out, rather than one fused operation; and experts one after the other.
     config._experts_implementation = "eager"
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    is_scored = scores.is_scored(family.facts)
+    auto = transformers.AutoModelForSequenceClassification if is_scored else transformers.AutoModelForCausalLM
+    return auto.from_config(config, attn_implementation="eager").eval()
 
 
 def _ones(model: Model) -> float:

@@ -1,0 +1,56 @@
+"""Toys of dense published models, which a laptop's CPU trains in minutes: stdlib-tiny with their parts.
+
+What a family has and Llama has not is there, at the sizes of stdlib-tiny; rates and batches are stdlib-tiny's.
+"""
+
+from __future__ import annotations
+
+from configs.gemma import gemma_layers
+from configs.olmo import norm_all_heads
+from configs.tiny import stdlib_tiny
+from framework.config import Config
+
+
+def _tie(config: Config) -> None:
+    """Makes the table of embeddings that of the logits too, with what it then needs: small values, and a small rate."""
+    config.model.head.tied = True
+    config.model.embed.init.stddev = 0.05
+    # The first rule is of an embedding by itself, whose rows are seldom met.
+    config.learner.rules = config.learner.rules[1:]
+
+
+def gemma3_tiny() -> Config:
+    """stdlib-tiny after Gemma 3 (arXiv 2503.19786), 1.3M parameters: windows by turns, norms behind branches, tied."""
+    config = stdlib_tiny()
+    _tie(config)
+    # Gemma's files state both.
+    attention = config.model.stack.pattern[0].attention
+    attention.num_kv_heads = 2
+    attention.head_dim = 64
+    gemma_layers(config.model, window=64, local_layers=1, scaling=None)
+    return config
+
+
+def phi4_mini_tiny() -> Config:
+    """stdlib-tiny after Phi-4-mini, 1.3M parameters: three quarters of each head turn, one table of tokens."""
+    config = stdlib_tiny()
+    _tie(config)
+    config.model.stack.pattern[0].attention.rotary.rotary_dim = 48
+    return config
+
+
+def olmo2_tiny() -> Config:
+    """stdlib-tiny after OLMo 2 (arXiv 2501.00656), 1.8M parameters: norms of what branches give, and of all heads."""
+    config = stdlib_tiny()
+    norm_all_heads(config.model, eps=1e-5)
+    block = config.model.stack.pattern[0]
+    block.post_norm = block.norm
+    block.norm = None
+    return config
+
+
+CONFIGS = {
+    "gemma3-tiny": gemma3_tiny,
+    "phi4-mini-tiny": phi4_mini_tiny,
+    "olmo2-tiny": olmo2_tiny,
+}

@@ -1,0 +1,112 @@
+"""Models that score sequences: transformers' ...ForSequenceClassification of the language model of a family.
+
+They have the tensors of the language model but for lm_head.weight, and score.weight; their config.json has the names of
+the labels, of which a reward model has one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.families.facts import Facts
+from framework.config import Config, config_for, target_of
+from framework.layers.head import LMHead
+from framework.layers.score_head import ScoreHead
+
+# By architecture, that of the language model. transformers has none for OLMoE.
+LANGUAGE_MODELS = {
+    "LlamaForSequenceClassification": "LlamaForCausalLM",
+    "MistralForSequenceClassification": "MistralForCausalLM",
+    "Qwen2ForSequenceClassification": "Qwen2ForCausalLM",
+    "Qwen3ForSequenceClassification": "Qwen3ForCausalLM",
+    "Gemma2ForSequenceClassification": "Gemma2ForCausalLM",
+    "GPT2ForSequenceClassification": "GPT2LMHeadModel",
+    "MixtralForSequenceClassification": "MixtralForCausalLM",
+    "Qwen3MoeForSequenceClassification": "Qwen3MoeForCausalLM",
+    "GptOssForSequenceClassification": "GptOssForCausalLM",
+    "DeepseekV2ForSequenceClassification": "DeepseekV2ForCausalLM",
+    "Olmo2ForSequenceClassification": "Olmo2ForCausalLM",
+    "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
+    "Phi3ForSequenceClassification": "Phi3ForCausalLM",
+}
+
+
+def is_scored(facts: dict[str, Any]) -> bool:
+    """Tells whether a config.json is of a model that scores sequences."""
+    architectures = facts.get("architectures")
+    return isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in LANGUAGE_MODELS
+
+
+def language_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of the language model that a model was made of; that of a language model as it is."""
+    if not is_scored(facts):
+        return facts
+    return {**facts, "architectures": [LANGUAGE_MODELS[facts["architectures"][0]]]}
+
+
+def scored_facts(facts: dict[str, Any], num_labels: int) -> dict[str, Any]:
+    """Returns the config.json of a model with a score head, from that of its language model or of such a model.
+
+    Raises:
+        ValueError: transformers has no such model.
+    """
+    if is_scored(facts):
+        return facts
+    (architecture,) = facts["architectures"]
+    for scored, language in LANGUAGE_MODELS.items():
+        if language == architecture:
+            return {**facts, "architectures": [scored], **label_facts([f"LABEL_{i}" for i in range(num_labels)])}
+    raise ValueError(f"head.num_labels = {num_labels}: transformers has no {architecture} that scores sequences")
+
+
+def label_facts(names: list[str]) -> dict[str, Any]:
+    """Returns the fields of config.json about labels of these names."""
+    id2label = {str(number): name for number, name in enumerate(names)}
+    return {"id2label": id2label, "label2id": {name: number for number, name in enumerate(names)}}
+
+
+def label_names(facts: dict[str, Any]) -> list[str]:
+    """Returns the names of the labels of a config.json, as transformers reads it.
+
+    Raises:
+        ValueError: numbers and names contradict each other, or the labels are not of one choice.
+    """
+    fields = Facts(facts)
+    part = fields.any("id2label", None)
+    if part is None:
+        # transformers' default, which it does not write down.
+        names = [f"LABEL_{number}" for number in range(fields.size("num_labels", 2))]
+    else:
+        if not isinstance(part, dict) or not all(isinstance(name, str) for name in part.values()):
+            raise fields.error("id2label", "an object of names by number")
+        if sorted(part) != sorted(str(number) for number in range(len(part))) or not part:
+            raise fields.error("id2label", "the numbers 0, 1, ... as keys")
+        names = [part[str(number)] for number in range(len(part))]
+        if fields.any("num_labels", None) not in (None, len(names)):
+            raise fields.error("num_labels", f"{len(names)}, as many as id2label has")
+        if len(set(names)) < len(names):
+            raise fields.error("id2label", "different names")
+    kind = fields.any("problem_type", None)
+    allowed = (None, "regression") if len(names) == 1 else (None, "single_label_classification")
+    if kind not in allowed:
+        raise fields.error("problem_type", " or ".join("null" if one is None else one for one in allowed))
+    return names
+
+
+def has_score_head(model: Config) -> bool:
+    """Tells whether a model's config has a score head."""
+    return target_of(model.head) is ScoreHead
+
+
+def with_score_head(model: Config, num_labels: int) -> Config:
+    """Returns a copy of a language model's config with a score head in the place of the other."""
+    scored = model.copy()
+    scored.head = config_for(ScoreHead, num_labels=num_labels, norm=model.head.norm)
+    return scored
+
+
+def with_language_head(model: Config) -> Config:
+    """Returns a copy of the config of a model with a score head that has a language model's head."""
+    language = model.copy()
+    language.head = config_for(LMHead, norm=model.head.norm)
+    return language

@@ -1,0 +1,126 @@
+"""A user's reward function: found by its name, called with the answers of a batch, and checked.
+
+    def reward(prompts: list[str], answers: list[str], rows: list[dict]) -> list[float]
+
+`prompts` are texts (of messages: the last one's), `answers` what the model wrote up to the token that ends an answer,
+and `rows` the rows of the data, whole. It returns a finite number for each answer. It runs in the process that trains.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Function = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
+
+
+class RewardFunction:
+    """The function of a name; nothing is imported before it is called.
+
+    Args:
+        name: "path/to/file.py:function", or a dotted name, "package.module.function".
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._function: Function | None = None
+
+    def __call__(self, prompts: list[str], answers: list[str], rows: list[dict[str, Any]]) -> list[float]:
+        """The rewards, a finite number for each answer.
+
+        Raises:
+            ValueError: it raised an error, or returned something else. The message names the function.
+        """
+        function = self.load()
+        try:
+            rewards = [float(reward) for reward in function(list(prompts), list(answers), list(rows))]
+        except Exception as error:
+            # In one line, as it ends a run; the cause has the frames.
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{self._label}: {type(error).__name__}: {reason}") from error
+        if len(rewards) != len(answers):
+            raise ValueError(
+                f"{self._label}: expected {len(answers)} rewards, one for each answer, given {len(rewards)}"
+            )
+        for number, reward in enumerate(rewards):
+            if not math.isfinite(reward):
+                raise ValueError(
+                    f"{self._label}: expected finite numbers, given {reward} for the answer {answers[number]!r} "
+                    f"to {prompts[number]!r}"
+                )
+        return rewards
+
+    @property
+    def _label(self) -> str:
+        return f"companion.reward = {self.name}"
+
+    def check(self) -> None:
+        """Looks whether there is such a function, and runs none of the user's code.
+
+        Raises:
+            ValueError: the name has not the form, or the file has no such function.
+            FileNotFoundError: there is no such file.
+        """
+        path, name = self._place()
+        if path is None:
+            package = self.name.partition(".")[0]
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"{self._label}: there is no package {package!r}")
+            return
+        if not path.is_file():
+            raise FileNotFoundError(f"{self._label}: {path} does not exist")
+        try:
+            statements = ast.parse(path.read_bytes()).body
+        except SyntaxError as error:
+            raise ValueError(f"{self._label}: line {error.lineno}: {error.msg}") from error
+        functions = [statement.name for statement in statements if isinstance(statement, ast.FunctionDef)]
+        # Something imported or assigned may be callable as well; a file that defines functions alone is told apart.
+        is_plain = not any(isinstance(one, ast.ImportFrom | ast.Assign | ast.ClassDef) for one in statements)
+        if name not in functions and is_plain:
+            raise ValueError(f"{self._label}: expected a function of {path.name}: {', '.join(functions) or 'none'}")
+
+    def load(self) -> Function:
+        """The function, imported once. Raises ValueError: there is none of that name, or importing it failed."""
+        if self._function is not None:
+            return self._function
+        path, name = self._place()
+        try:
+            module = importlib.import_module(self.name.rpartition(".")[0]) if path is None else _imported(path)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{self._label}: cannot be imported: {type(error).__name__}: {reason}") from error
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise ValueError(f"{self._label}: there is no function {name!r} in {path or module.__name__}")
+        self._function = function
+        return function
+
+    def _place(self) -> tuple[Path | None, str]:
+        """(file, or None of a dotted name; name of the function)."""
+        path, colon, name = self.name.rpartition(":")
+        if colon and path.endswith(".py") and name.isidentifier():
+            return Path(path), name
+        module, _, name = self.name.rpartition(".")
+        if not colon and module and all(part.isidentifier() for part in self.name.split(".")):
+            return None, name
+        raise ValueError(f'{self._label}: expected "path/to/file.py:function" or "package.module.function"')
+
+
+def _imported(path: Path) -> ModuleType:
+    """The module of a file. Modules beside it can be imported, and shadow nothing."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = importlib.util.spec_from_file_location(f"user_reward_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,339 @@
+"""Rollouts: the answers that the model itself gives to a batch's prompts, and what they are worth.
+
+Before each step, the weights that are being trained sample `data.group_size` answers to each prompt: the state's own
+arrays, by one program that is compiled once. A user's function gives each answer a reward, and an answer's advantage is
+its reward beside those of the other answers to its prompt (DeepSeekMath, arXiv 2402.03300).
+
+Draws are keyed by (the run's seed, the step, the row), so a run that is killed and goes on samples the same answers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from framework.companions.answers import (
+    Clock,
+    advantages,
+    demonstrated_answers,
+    row_of,
+    rows_of_answers,
+    texts_of,
+)
+from framework.companions.reference import Reference
+from framework.companions.reward_function import RewardFunction
+from framework.config import Config, NonNegativeInt, PositiveInt, component
+from framework.data.batches import Shapes
+from framework.data.prompts import Prompts, prompt_text
+from framework.devices.executables import HostBytes
+from framework.inference.rollout import Answers, Draws, rollout_jit
+from framework.layout import merge
+from framework.models.causal_lm import CausalLM
+from framework.objectives.policy_gradient import GRPO
+from framework.program.companion import Companion, Tell
+from framework.program.rows import Batch
+from framework.schedules.layerwise.programs import Compile, Ledger
+from framework.schedules.sections import sections_of
+
+_FILE = "rollouts.jsonl"
+
+
+@component
+class Rollouts(Companion):
+    """Samples answers, has them judged, and completes a batch for a GRPO objective. On one machine.
+
+    Args:
+        reward: the function that judges, "my_rewards.py:exact" or "package.module.function"; see
+            `framework.companions.reward_function`.
+        scale: what advantages are divided by: the standard deviation of the rewards of a group, of the batch, or
+            nothing (arXiv 2503.20783).
+        reference: a companion that adds the `reference` of the answers, for a GRPO with beta > 0.
+        demonstrations: in so many first steps the answers are the right ones, which the rows have in a field "answer",
+            each with the advantage 1: supervised fine-tuning, for a model that would otherwise get no reward. The
+            metrics of these steps have the reward 0, as nothing was sampled.
+        greedy_evaluation: held-out prompts are answered by the likeliest tokens; False draws, as in training.
+        table_every: some answers are printed this often, in steps, and written to WORKDIR/rollouts.jsonl; those to
+            held-out prompts in every evaluation.
+        table_rows: prompts of such a table.
+    """
+
+    def __init__(
+        self,
+        *,
+        reward: str,
+        scale: Literal["group", "batch", "none"] = "group",
+        reference: Config | None = None,
+        demonstrations: NonNegativeInt = 0,
+        greedy_evaluation: bool = True,
+        table_every: PositiveInt = 100,
+        table_rows: PositiveInt = 4,
+    ):
+        self.reward = RewardFunction(reward)
+        self.scale: Literal["group", "batch", "none"] = scale
+        self.reference: Companion | None = None if reference is None else reference.instantiate()
+        self.demonstrations = demonstrations
+        self.greedy_evaluation = greedy_evaluation
+        self.table_every = table_every
+        self.table_rows = table_rows
+        self._samplers: dict[str, Any] = {}
+        self._tell: Tell | None = None
+        self._file: Path | None = None
+        self._clock = Clock()
+
+    def join(self, experiment: Any) -> None:
+        """See `Companion`."""
+        if self.reference is not None:
+            self.reference.join(experiment)
+
+    def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
+        """tokens, targets, positions and segments int32[B, S], all others f32[B, S]."""
+        shape, _ = delivered["prompts"]
+        whole_numbers = ("tokens", "targets", "positions", "segments")
+        numbers = ("weights", "ends", "advantages", "behavior", "rewards", "spreads")
+        shapes: Shapes = {
+            **dict.fromkeys(whole_numbers, (shape, "int32")),
+            **dict.fromkeys(numbers, (shape, "float32")),
+        }
+        if self.reference is None:
+            return shapes
+        return self.reference.arrays(shapes, evaluation=evaluation)
+
+    def check(self, experiment: Any) -> None:
+        """See `Companion`; also looks whether the reward function is there.
+
+        Raises:
+            ValueError: model, data, memory or mesh are not such that the model can answer prompts while it trains.
+        """
+        data = experiment.data
+        if not isinstance(data, Prompts):
+            raise ValueError(
+                f"companion is Rollouts, which answers prompts; data is a {type(data).__name__}, not Prompts"
+            )
+        objective = experiment.model.head.objective if isinstance(experiment.model, CausalLM) else None
+        if not isinstance(objective, GRPO):
+            raise ValueError("companion is Rollouts; expected model.head.objective = GRPO, which trains on its rewards")
+        if objective.answer_tokens not in (None, data.answer_tokens):
+            raise ValueError(
+                f"model.head.objective.answer_tokens = {objective.answer_tokens}; expected data.answer_tokens = "
+                f"{data.answer_tokens}"
+            )
+        if (objective.beta > 0) != (self.reference is not None):
+            raise ValueError(
+                f"model.head.objective.beta = {objective.beta}: expected a companion.reference if, and only if, it is "
+                "over 0"
+            )
+        memory = experiment.memory
+        if memory.update == "layer_programs":
+            raise ValueError(
+                "memory.update = layer_programs has no stack that could answer prompts; with companion = Rollouts "
+                "expected in_backward, streamed or after_backward"
+            )
+        if not all(section.is_whole for section in sections_of(experiment.model, memory)):
+            raise ValueError(
+                "memory settings that differ by layer, with companion = Rollouts: expected one value for all layers"
+            )
+        num_cuts = experiment.mesh.sizes["seq"]
+        if num_cuts != 1:
+            raise ValueError(f"mesh.seq = {num_cuts}: an answer is made a token at a time; expected 1")
+        self.reward.check()
+        if self.reference is None:
+            return
+        if isinstance(self.reference, Reference) and self.reference.choice.kind in ("stored", "none"):
+            raise ValueError(
+                f"companion.reference.kind = {self.reference.choice.kind} ({self.reference.choice.reason}); expected "
+                "adapter_off (with model.lora) or hosted: answers are sampled anew, and nothing is stored of them"
+            )
+        self.reference.check(experiment)
+
+    def check_files(self, program: Any) -> None:
+        """See `Companion`."""
+        if self.reference is not None:
+            self.reference.check_files(program)
+
+    def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
+        """See `Companion`. Raises ValueError: there are several processes, or no such reward function."""
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"companion = Rollouts samples on one machine: expected 1 process, given {jax.process_count()}"
+            )
+        self.reward.load()
+        self._tell = tell
+        self._file = workdir / _FILE
+        if self.reference is not None:
+            self.reference.open(program, workdir, begins=begins, tell=tell)
+
+    def is_open(self, program: Any) -> bool:
+        """See `Companion`: only a reference needs it."""
+        return self.reference is None or self.reference.is_open(program)
+
+    def host_bytes(self, program: Any) -> int:
+        """See `Companion`."""
+        return 0 if self.reference is None else self.reference.host_bytes(program)
+
+    def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+        """See `Companion`. Raises ValueError: the reward function failed."""
+        host_batch = {name: np.asarray(array) for name, array in batch.items()}
+        # A state for inference counts no steps.
+        step = int(state["counter"]["step"]) if "counter" in state else None
+        is_training = not host_batch["sources"].any()
+        if is_training and step is not None and step < self.demonstrations:
+            arrays = self._demonstrated(program.experiment.data, host_batch)
+        else:
+            arrays = self._sampled(program, state, batch, host_batch, step, group)
+        completed = program.put(arrays)
+        if self.reference is not None:
+            completed = self.reference.completed(program, state, completed, group=group)
+        return completed
+
+    def _demonstrated(self, data: Prompts, host_batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The arrays of a batch whose answers are the right ones, each with the advantage 1."""
+        answers = demonstrated_answers(data, host_batch)
+        arrays = rows_of_answers(host_batch, answers)
+        zeros_BS = np.zeros_like(arrays["weights"])
+        return {**arrays, "advantages": arrays["weights"], "rewards": zeros_BS, "spreads": zeros_BS}
+
+    def _sampled(
+        self,
+        program: Any,
+        state: dict[str, Any],
+        batch: Batch,
+        host_batch: dict[str, np.ndarray],
+        step: int | None,
+        group: str,
+    ) -> dict[str, np.ndarray]:
+        """The arrays of a batch whose answers the model gives."""
+        data: Prompts = program.experiment.data
+        # Before the clock starts: the step before this one may still run.
+        jax.block_until_ready(state["parameter"])
+        self._clock.begin()
+        answers = self._answers(program, state, batch, host_batch, step, group)
+        self._clock.sampled()
+        texts = texts_of(data, host_batch, answers)
+        rewards_B = self._rewards(data, host_batch, texts)
+        self._clock.judged()
+        self._show(program, step, host_batch, texts, rewards_B)
+        group_size = 1 if host_batch["sources"].any() else data.group_size
+        arrays = rows_of_answers(host_batch, answers)
+        advantages_B, spreads_B = advantages(rewards_B, group_size, self.scale)
+        arrays["advantages"] = arrays["weights"] * advantages_B[:, None]
+        arrays["rewards"] = arrays["ends"] * rewards_B[:, None]
+        arrays["spreads"] = arrays["ends"] * spreads_B[:, None]
+        self._clock.end()
+        return arrays
+
+    def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
+        """See `Companion`: the program that samples, with its cache, beside the rest of the training state."""
+        data: Prompts = program.experiment.data
+        layout = program.layout
+        weight_groups = ("parameter", "frozen", "buffer")
+        groups = {name: layout.abstract(layout.specs[name]) for name in weight_groups}
+        weights = merge(groups["parameter"], groups["frozen"])
+        batch = layout.abstract(program.delivered_specs)
+        words = layout.abstract(layout.specs["counter"])["rng"]
+
+        def everywhere(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=program.replicated)
+
+        numbers = everywhere((data.global_batch_size,), np.int32)
+        draws = Draws(words, everywhere((), np.int32), numbers, everywhere((), bool))
+        # Without data, as in a plan, nobody knows what ends an answer, and no byte depends on it.
+        stop_ids = data.stop_ids if data.is_ready else (0,)
+        sampler = rollout_jit(program, weights, data.answer_tokens, stop_ids)
+        lowered = sampler.lower((weights, groups["buffer"]), batch["prompts"], batch["lengths"], draws)
+        hosted = sum(layout.bytes_per_device(name, "pinned_host") for name in weight_groups)
+        resident = sum(layout.bytes_per_device(name, "device") for name in weight_groups)
+        compiled = compile(lowered, HostBytes(arguments=hosted))
+        if compiled.run is not None and data.is_ready:
+            # It was compiled for the devices that are here, and is what they run.
+            self._samplers["parameter"] = compiled.run
+        ledger = Ledger()
+        ledger.count(compiled, compiled.peak + layout.bytes_per_device(memory_kind="device") - resident)
+        ledger.host_peak = compiled.host_temp
+        ledger.moved = compiled.moved
+        others = {} if self.reference is None else self.reference.rehearsed(program, compile)
+        return {"rollouts": ledger, **others}
+
+    def _answers(
+        self,
+        program: Any,
+        state: dict[str, Any],
+        batch: Batch,
+        host_batch: dict[str, np.ndarray],
+        step: int | None,
+        group: str,
+    ) -> Answers:
+        """Samples on the devices; arrays on the host."""
+        data: Prompts = program.experiment.data
+        weights = merge(state[group], state["frozen"])
+        sampler = self._samplers.get(group)
+        if sampler is None:
+            # A group's weights live where they live for the whole run, so one program serves all of its steps.
+            sampler = rollout_jit(program, weights, data.answer_tokens, data.stop_ids)
+            self._samplers[group] = sampler
+        is_training = not host_batch["sources"].any()
+        if is_training:
+            stream, numbers = step or 0, np.arange(data.global_batch_size)
+        else:
+            # An evaluation draws the same whatever the step and the batch in which a prompt stands.
+            stream, numbers = -1 - int(host_batch["sources"].max()), host_batch["indices"]
+        greedy = self.greedy_evaluation and not is_training
+        host_draws = (np.int32(stream), numbers.astype(np.int32), np.bool_(greedy))
+        if step is None:
+            words = jax.device_put(jax.random.key_data(jax.random.key(0)), program.replicated)
+        else:
+            words = state["counter"]["rng"]
+        draws = Draws(words, *jax.device_put(host_draws, program.replicated))
+        answers = sampler((weights, state["buffer"]), batch["prompts"], batch["lengths"], draws)
+        return Answers(*jax.device_get(answers))
+
+    def _rewards(self, data: Prompts, host_batch: dict[str, np.ndarray], texts: list[str]) -> np.ndarray:
+        """f32[B]; rows without a prompt have 0, and are not judged."""
+        rewards_B = np.zeros(len(texts), np.float32)
+        judged = np.flatnonzero(host_batch["lengths"]).tolist()
+        if not judged:
+            return rewards_B
+        rows = [row_of(data, host_batch, index) for index in judged]
+        prompts = [prompt_text(row["prompt"]) for row in rows]
+        rewards_B[judged] = self.reward(prompts, [texts[index] for index in judged], rows)
+        return rewards_B
+
+    def _show(
+        self,
+        program: Any,
+        step: int | None,
+        host_batch: dict[str, np.ndarray],
+        texts: list[str],
+        rewards_B: np.ndarray,
+    ) -> None:
+        """Prints and writes some answers, where it is time for that."""
+        data: Prompts = program.experiment.data
+        set_number = int(host_batch["sources"].max())
+        indices = host_batch["indices"]
+        if set_number:
+            # Those at the beginning of a set, which are in the first batch of its evaluation.
+            chosen = [i for i in range(len(texts)) if host_batch["lengths"][i] and indices[i] < self.table_rows]
+        else:
+            step = step or 0
+            is_last = step + 1 == program.experiment.trainer.known_steps
+            is_due = step % self.table_every == 0 or is_last
+            chosen = list(range(0, len(texts), data.group_size))[: self.table_rows] if is_due else []
+        if self._tell is None or self._file is None or not host_batch["lengths"].any() or not chosen:
+            return
+        name = data.sets[set_number].name
+        records = []
+        for index in chosen:
+            prompt = prompt_text(row_of(data, host_batch, index)["prompt"])
+            reward = float(rewards_B[index])
+            records.append({"step": step, "set": name, "prompt": prompt, "answer": texts[index], "reward": reward})
+        table = ["", *(f"  {r['prompt']!r} -> {r['answer']!r}  reward {r['reward']:.3g}" for r in records)]
+        after = "" if step is None else f" after {step} steps"
+        self._tell(f"answers{after}, {name}{self._clock.shares()}:" + "\n".join(table))
+        # An evaluation of a run that is over is no part of it.
+        if step is None:
+            return
+        with self._file.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)

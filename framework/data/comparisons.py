@@ -1,0 +1,256 @@
+"""Rows of answers that people compared or judged, in the usual formats -> a prompt and its answers.
+
+The formats are those that TRL and its data sets use: prompt, chosen and rejected, as texts or as messages; chosen and
+rejected with the prompt in them; prompt, completion and label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from framework.config import did_you_mean
+from framework.data.chats import checked_message
+from framework.data.pretrained_tokenizer import Message
+
+# A text as it stands, or messages for a chat template.
+Words = str | list[Message]
+
+# What is known of an answer. The order is part of how token files are written: append only.
+Verdict = Literal["chosen", "rejected", "desirable", "undesirable"]
+VERDICTS: tuple[Verdict, ...] = ("chosen", "rejected", "desirable", "undesirable")
+
+
+class Judged(NamedTuple):
+    """Answers to one prompt; prompt and answers are all texts, or all messages.
+
+    Attributes:
+        prompt: what precedes each answer.
+        answers: (what is known of it, the answer).
+    """
+
+    prompt: Words
+    answers: list[tuple[Verdict, Words]]
+
+    @property
+    def problem(self) -> str | None:
+        """What makes the answers useless, in words; None where nothing does."""
+        for verdict, answer in self.answers:
+            if not _has_words(answer):
+                return f"the {verdict} answer is empty"
+        words = [answer for _, answer in self.answers]
+        if len(words) == 2 and words[0] == words[1]:
+            return "both answers are the same"
+        return None
+
+
+def pair_of(row: Any, *, strings_are_messages: bool = False) -> Judged:
+    """Returns the chosen and the rejected answer of a row.
+
+    Args:
+        row: with chosen and rejected, and with a prompt unless both hold it.
+        strings_are_messages: a prompt that is a text is what the user says, and its answers what the assistant says;
+            otherwise they are texts as they stand, unless a system prompt is beside them.
+
+    Raises:
+        ValueError: the row is in none of the formats. The message names the field.
+    """
+    row = _checked_row(row)
+    answers: dict[str, Any] = {}
+    for name in ("chosen", "rejected"):
+        answers[name] = _field(row, name, "a pair has chosen and rejected")
+    if answers["chosen"] == answers["rejected"]:
+        # The prompt cannot be told from equal answers, and does not matter: `Judged.problem` refuses them.
+        same = _words("chosen", answers["chosen"])
+        return Judged("" if isinstance(same, str) else [], [("chosen", same), ("rejected", same)])
+    prompt, (chosen, rejected) = _prompt_and_answers(row, answers, strings_are_messages)
+    return Judged(prompt, [("chosen", chosen), ("rejected", rejected)])
+
+
+def thumbs_of(row: Any, *, strings_are_messages: bool = False) -> list[Judged]:
+    """Returns the judged answers of a row, each on its own: one with a label, or the two of a pair.
+
+    Args:
+        row: with prompt, completion and label (true or false, or 1 or 0), or with messages and label; or as for
+            `pair_of`.
+        strings_are_messages: as for `pair_of`.
+
+    Raises:
+        ValueError: the row is in none of the formats. The message names the field.
+    """
+    row = _checked_row(row)
+    if is_pair(row):
+        pair = pair_of(row, strings_are_messages=strings_are_messages)
+        (_, chosen), (_, rejected) = pair.answers
+        return [Judged(pair.prompt, [("desirable", chosen)]), Judged(pair.prompt, [("undesirable", rejected)])]
+    label = _field(row, "label", "a judged answer has prompt, completion and label, a pair chosen and rejected")
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise ValueError(f"field 'label' is {str(label)[:40]!r}, expected true or false")
+    name = "completion"
+    if row.get(name) is None:
+        name = "messages" if row.get("messages") is not None else "conversations"
+    if row.get(name) is None:
+        _field(row, "completion", "a judged answer has prompt, completion and label")
+    prompt, (answer,) = _prompt_and_answers(row, {name: row[name]}, strings_are_messages)
+    return [Judged(prompt, [("desirable" if label else "undesirable", answer)])]
+
+
+def is_pair(row: Mapping[str, Any]) -> bool:
+    """Whether a row was meant as a pair: it has a field of one."""
+    return row.get("chosen") is not None or row.get("rejected") is not None
+
+
+def is_thumb(row: Mapping[str, Any]) -> bool:
+    """Whether a row was meant as a judged answer: a label that is true or false, beside an answer or a conversation."""
+    answer_names = ("completion", "messages", "conversations")
+    return isinstance(row.get("label"), bool) and any(row.get(name) is not None for name in answer_names)
+
+
+def _checked_row(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, given {type(row).__name__}")
+    return row
+
+
+def _field(row: dict[str, Any], name: str, expected: str) -> Any:
+    """Returns what stands in a field; raises ValueError where it is absent, or null."""
+    value = row.get(name)
+    if value is not None:
+        return value
+    if name in row:
+        raise ValueError(f"field {name!r} is null; {expected}")
+    meant = did_you_mean(name, row)
+    # Without a near name, the fields that are there are listed behind what was expected.
+    hint = meant if "did you mean" in meant else f", given {', '.join(row) or 'nothing'}"
+    raise ValueError(f"no field {name!r}: {expected}{hint}")
+
+
+def _words(name: str, value: Any) -> Words:
+    """Returns the text or the messages of a field, checked.
+
+    Raises:
+        ValueError: it is neither. The message names the field.
+    """
+    # A lone message need not stand in a list.
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, list):
+        try:
+            return [checked_message(number, message) for number, message in enumerate(value)]
+        except ValueError as error:
+            raise ValueError(f"field {name!r}: {error}") from error
+    if not isinstance(value, str):
+        raise ValueError(f"field {name!r} is {type(value).__name__}, expected text or messages")
+    # Encoding is a check: JSON can spell half of a surrogate pair, which no tokenizer takes.
+    value.encode("utf-8")
+    return value
+
+
+def _prompt_and_answers(
+    row: dict[str, Any],
+    answers: dict[str, Any],
+    strings_are_messages: bool,
+) -> tuple[Words, list[Words]]:
+    """Returns (the prompt, what each of the answers says behind it).
+
+    Args:
+        row: with a prompt, or without one where the answers hold it.
+        answers: the row's fields that hold answers, by name.
+        strings_are_messages: as for `pair_of`.
+    """
+    prompt = row.get("prompt")
+    if prompt is None and not {"messages", "conversations"} & answers.keys():
+        # Some give the turns before the answers under the name of a conversation.
+        prompt = row.get("messages") or row.get("conversations")
+    words_by_name = {name: _words(name, value) for name, value in answers.items()}
+    prompt_words = None if prompt is None else _words("prompt", prompt)
+    all_words = [*words_by_name.values(), *([] if prompt_words is None else [prompt_words])]
+    all_texts = [words for words in all_words if isinstance(words, str)]
+    system = row.get("system")
+    if len(all_texts) == len(all_words) and not strings_are_messages and not system:
+        if prompt_words is None:
+            return _common_text(words_by_name)
+        return prompt_words, list(words_by_name.values())
+    return _turns(words_by_name, prompt_words, system)
+
+
+def _common_text(words_by_name: Mapping[str, Words]) -> tuple[Words, list[Words]]:
+    """Returns (the text with which all answers begin, the texts behind it); an answer begins with a whole word."""
+    texts = [words for words in words_by_name.values() if isinstance(words, str)]
+    if len(texts) == 1:
+        raise ValueError("no field 'prompt', and the answer is a text: expected both, or messages")
+    length = 0
+    while length < min(map(len, texts)) and len({text[length] for text in texts}) == 1:
+        length += 1
+    prompt = texts[0][:length]
+    # The space before a word belongs to its token, so it stays with the answer.
+    while prompt and any(_is_inside_word(text, len(prompt)) for text in texts):
+        prompt = prompt[:-1]
+    if prompt.endswith(" "):
+        prompt = prompt[:-1]
+    return prompt, [text[len(prompt) :] for text in texts]
+
+
+def _is_inside_word(text: str, position: int) -> bool:
+    return position < len(text) and not text[position].isspace() and not text[position - 1].isspace()
+
+
+def _turns(
+    words_by_name: Mapping[str, Words],
+    prompt: Words | None,
+    system: Any,
+) -> tuple[list[Message], list[Words]]:
+    """Returns (the messages of the prompt, the messages of each answer)."""
+    turns_by_name: dict[str, list[Message]] = {}
+    for name, words in words_by_name.items():
+        if isinstance(words, str) and prompt is None:
+            raise ValueError(f"no field 'prompt', and {name!r} is a text: expected a prompt, or messages")
+        turns_by_name[name] = [{"role": "assistant", "content": words}] if isinstance(words, str) else words
+    prompt_turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    # What begins with another role than the assistant's is a conversation, with the prompt in it.
+    holding_names = [name for name, turns in turns_by_name.items() if turns and turns[0]["role"] != "assistant"]
+    for name in holding_names:
+        if prompt_turns is not None and not _holds(turns_by_name[name], prompt_turns):
+            raise ValueError(f"field {name!r} is a conversation without the prompt; expected the prompt in it, or none")
+    if prompt_turns is None or len(holding_names) == len(turns_by_name):
+        conversations = list(turns_by_name.values())
+        length = _common_turns(conversations)
+        prompt_turns = conversations[0][:length]
+        answers = [turns[length:] for turns in conversations]
+    elif holding_names:
+        raise ValueError(f"field {holding_names[0]!r} is a conversation and the other one an answer alone")
+    else:
+        answers = list(turns_by_name.values())
+    if system:
+        if not isinstance(system, str):
+            raise ValueError(f"field 'system' is {type(system).__name__}, expected text")
+        prompt_turns = [{"role": "system", "content": system}, *prompt_turns]
+    return prompt_turns, list(answers)
+
+
+def _holds(conversation: list[Message], prompt: list[Message]) -> bool:
+    """Whether a conversation has all that the prompt says, in any of its turns."""
+    said = [message.get("content") for message in conversation]
+    return all(message.get("content") in said for message in prompt)
+
+
+def _common_turns(conversations: list[list[Message]]) -> int:
+    """Returns the number of turns that are the prompt of conversations.
+
+    Of several these are the turns with which all begin; of one, those up to the user's last one.
+    """
+    if len(conversations) == 1:
+        roles = [message["role"] for message in conversations[0]]
+        return len(roles) - roles[::-1].index("user") if "user" in roles else 0
+    length = 0
+    while all(length < len(turns) and turns[length] == conversations[0][length] for turns in conversations):
+        length += 1
+    return length
+
+
+def _has_words(answer: Words) -> bool:
+    """Whether an answer says anything: a text that is no white space, or a call of a tool."""
+    if isinstance(answer, str):
+        return bool(answer.strip())
+    said = [message for message in answer if message["role"] == "assistant"]
+    return any((message.get("content") or "").strip() or message.get("tool_calls") for message in said)

@@ -1,0 +1,114 @@
+"""Passages of the standard library's source, to score: with the kind of text as a class, and in pairs.
+
+They are of the files of StdlibSource, so that no file has passages in both splits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from framework.config import PositiveInt, component
+from framework.data.files import DataFile
+from framework.data.sources import StdlibSource
+from framework.data.whole_sequences import Content, SequenceSource
+
+Split = Literal["train", "validation"]
+_DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
+# Different words of a passage that is a part of a pair, at least.
+_LEAST_WORDS = 8
+_COMMENT = re.compile(r"(?:^[ \t]*#[^\n]*\n){2,}", re.MULTILINE)
+
+
+class _LibrarySource(SequenceSource):
+    """The base: settings and files are those of StdlibSource."""
+
+    def __init__(self, split: Split, characters: int):
+        self.split: Split = split
+        self.characters = characters
+
+    def settings(self) -> dict[str, object]:
+        return {**StdlibSource(split=self.split).settings(), "characters": self.characters, "version": 2}
+
+    def files(self) -> list[DataFile]:
+        return StdlibSource(split=self.split).files()
+
+    def text_of(self, file: DataFile) -> str:
+        """Returns the text of a file."""
+        return file.read().decode("utf-8", errors="replace")
+
+
+@component
+class LibraryPassages(_LibrarySource):
+    """Passages of the standard library: is it code, a comment or a docstring?
+
+    The signs by which that would be seen at once, quotes and the # of each line, are taken away. A file has as many
+    passages of a class as of the class that has fewest in it, and one at least of each that it has.
+
+    Args:
+        split: which part of the files.
+        characters: of a passage at most.
+    """
+
+    row_arrays = ("ends", "labels")
+
+    def __init__(self, *, split: Literal["train", "validation"] = "train", characters: PositiveInt = 300):
+        super().__init__(split, characters)
+        self.classes: list[str] = ["code", "comment", "docstring"]
+
+    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """As SequenceSource.scored_rows."""
+        text = self.text_of(file)
+        comments = [re.sub(r"(?m)^[ \t]*#+ ?", "", match[0]) for match in _COMMENT.finditer(text)]
+        docstrings = [match[1] for match in _DOCSTRING.finditer(text)]
+        code = _COMMENT.sub("", _DOCSTRING.sub("", text))
+        pieces = [code[start : start + self.characters] for start in range(0, len(code), self.characters)]
+        passages = []
+        for texts in (pieces, comments, docstrings):
+            passages.append([stripped for one in texts if len(stripped := one.strip()[: self.characters]) >= 40])
+        fewest = max(1, min(len(texts) for texts in passages))
+        for label, texts in enumerate(passages):
+            for number, passage in enumerate(texts[:fewest]):
+                yield f"{file}, {self.classes[label]} {number}", [passage], label
+
+
+@component
+class LibraryPairs(_LibrarySource):
+    """A passage of the standard library and how it goes on, against the same words in another order.
+
+    Args:
+        split: which part of the files.
+        characters: of a prompt, and of what follows it.
+    """
+
+    num_sequences = 2
+    row_arrays = ("ends",)
+
+    def __init__(self, *, split: Literal["train", "validation"] = "train", characters: PositiveInt = 80):
+        super().__init__(split, characters)
+
+    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """As SequenceSource.scored_rows."""
+        text = self.text_of(file)
+        size = 2 * self.characters
+        for start in range(0, len(text) - size + 1, size):
+            prompt = text[start : start + self.characters]
+            answer = text[start + self.characters : start + size]
+            # Words, and what stands between them, which keeps its place.
+            words = re.split(r"(\W+)", answer)
+            shuffled = words[::2]
+            # So few words may make as much sense in any order.
+            if len(set(shuffled)) < _LEAST_WORDS:
+                continue
+            # Raw bits of a hash: the pairs are the same on every machine.
+            seed = hashlib.sha256(answer.encode()).digest()
+            keys = [
+                hashlib.sha256(seed + bytes([number % 256, number // 256])).digest() for number in range(len(shuffled))
+            ]
+            shuffled = [word for _, word in sorted(zip(keys, shuffled, strict=True), key=lambda pair: pair[0])]
+            words[::2] = shuffled
+            corrupted = "".join(words)
+            if corrupted != answer:
+                yield f"{file}, character {start}", [prompt + answer, prompt + corrupted], None

@@ -1,0 +1,117 @@
+"""Judged answers as tokens.
+
+Each answer is one sequence, prompt and answer together: the value 2 * id + 1 is a token of the answer, 2 * id one of
+the prompt. A sequence is opened by a mark that says what is known of the answer, a document by a separator; these
+values come after all others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from framework.data.chats import ChatCodec
+from framework.data.comparisons import VERDICTS, Verdict
+from framework.data.files import digest_of
+from framework.data.pretrained_tokenizer import Message, PretrainedTokenizer, Span
+from framework.data.tokenizers import Tokenizer
+
+# A letter of private use, which stands for the prompt where an answer is encoded on its own.
+_PROMPT = "\U0010fffd"
+
+
+def mark_of(verdict: Verdict, separator: int) -> int:
+    """Returns the value that opens a sequence, given the one that opens a document."""
+    return separator + 1 + VERDICTS.index(verdict)
+
+
+class PreferenceCodec(Tokenizer):
+    """A tokenizer of the documents of PairSource and ThumbSource.
+
+    Args:
+        tokenizer: of the config; messages need a PretrainedTokenizer.
+        variables: for the chat template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, variables: dict[str, Any]):
+        self.tokenizer = tokenizer
+        self._chats = ChatCodec(tokenizer, variables) if isinstance(tokenizer, PretrainedTokenizer) else None
+        self._separator = 2 * tokenizer.vocab_size
+        self.eos_id = self._separator
+        self.vocab_size = self._separator + 1 + len(VERDICTS)
+        template = tokenizer.chat_template if isinstance(tokenizer, PretrainedTokenizer) else None
+        # The number is the version of this encoding: another one makes other files in the cache.
+        facts = ["preferences", 1, tokenizer.digest, tokenizer.eos_id, template, variables]
+        self.digest = digest_of(facts)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the values of each document, int64[n]; none where it has no answers.
+
+        Raises:
+            ValueError: there is no chat template for messages, or it cannot render them. The message names file and
+                row.
+        """
+        records = [json.loads(text) for text in texts]
+        rendered = []
+        for place, prompt, answers, tools in records:
+            for _, answer in answers:
+                if not isinstance(answer, str):
+                    rendered.append(self._rendered(place, prompt, answer, tools))
+        # All conversations at once, as the library encodes them by many threads.
+        encoded_chats = iter(self._chats.encode_spans(rendered) if self._chats else [])
+        encoded_documents = []
+        for _, prompt, answers, _ in records:
+            parts = [np.zeros(0, np.int64)]
+            for verdict, answer in answers:
+                mark = np.array([mark_of(verdict, self._separator)], np.int64)
+                values = self._text_values(prompt, answer) if isinstance(answer, str) else next(encoded_chats)
+                parts += [mark, values]
+            encoded_documents.append(np.concatenate(parts))
+        return encoded_documents
+
+    def _rendered(
+        self,
+        place: str,
+        prompt: list[Message],
+        answer: list[Message],
+        tools: Any,
+    ) -> tuple[str, list[Span]]:
+        """Returns (text of prompt and answer, the spans of what the assistant says in the answer)."""
+        if self._chats is None:
+            raise ValueError(
+                f"{place}: messages need the chat template of a PretrainedTokenizer, "
+                f"given {type(self.tokenizer).__name__}"
+            )
+        roles = [message["role"] for message in answer]
+        first_turn = len(prompt) + roles.index("assistant")
+        return self._chats.rendered(place, [*prompt, *answer], tools, first_turn)
+
+    def _text_values(self, prompt: str, answer: str) -> np.ndarray:
+        """Returns the values of a prompt as a model is given it, an answer behind it, and the end token."""
+        tokenizer = self.tokenizer
+        assert tokenizer.eos_id is not None
+        prompt_ids = tokenizer.encode_prompt(prompt)
+        both_ids = tokenizer.encode_prompt(prompt + answer)
+        answer_ids = both_ids[len(prompt_ids) :]
+        if both_ids[: len(prompt_ids)] != prompt_ids:
+            # Letters of both would become one token, which no prompt ends with: the answer is encoded on its own.
+            answer_ids = self._ids(answer)
+        if not prompt_ids:
+            # Something must predict the answer's first token.
+            prompt_ids = [tokenizer.eos_id if tokenizer.separator_id is None else tokenizer.separator_id]
+        if answer_ids[-1:] != [tokenizer.eos_id]:
+            answer_ids = [*answer_ids, tokenizer.eos_id]
+        return np.concatenate([2 * np.array(prompt_ids, np.int64), 2 * np.array(answer_ids, np.int64) + 1])
+
+    def _ids(self, text: str) -> list[int]:
+        """Returns the ids of a text that goes on behind another one; special tokens as `encode_prompt` reads them."""
+        if isinstance(self.tokenizer, PretrainedTokenizer):
+            # At the beginning of a text, sentencepiece would put a space before it.
+            (encoding,) = self.tokenizer.encode_rendered([_PROMPT + text])
+            offsets = zip(encoding.ids, encoding.offsets, strict=True)
+            return [token for token, (start, _) in offsets if start >= len(_PROMPT)]
+        (ids,) = self.tokenizer.encode_batch([text])
+        return ids.tolist()

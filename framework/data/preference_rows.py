@@ -1,0 +1,273 @@
+"""Rows of judged answers, as losses over preferences read them.
+
+A row holds sequences in twos, masked from each other: odd segments are answers, and the even one behind each is what
+the answer is compared with: a pair's rejected answer, or a mismatched one. `ends` f32[S] is 1 in the last column of
+each sequence that counts; `labels` f32[S] is 1 in all columns of an answer that was found good, -1 of one found bad.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from framework.data.comparisons import VERDICTS
+from framework.data.packing import Batch, Examples
+from framework.data.preference_codec import mark_of
+from framework.data.token_files import TokenStream
+
+
+class _Answers(NamedTuple):
+    """The answers of a stream, one after the other; all are int64[N].
+
+    Attributes:
+        documents: number of the document that each belongs to.
+        verdicts: place in VERDICTS of what is known of it.
+        starts: index of the first token of its prompt.
+        prompt_lens: tokens of its prompt.
+        answer_lens: tokens of the answer, up to its last target; 0 where there is no target.
+        num_documents: of the stream, with those that have no answers.
+    """
+
+    documents: np.ndarray
+    verdicts: np.ndarray
+    starts: np.ndarray
+    prompt_lens: np.ndarray
+    answer_lens: np.ndarray
+    num_documents: int
+
+    def at(self, numbers: np.ndarray) -> _Answers:
+        """Some of the answers."""
+        return _Answers(
+            documents=self.documents[numbers],
+            verdicts=self.verdicts[numbers],
+            starts=self.starts[numbers],
+            prompt_lens=self.prompt_lens[numbers],
+            answer_lens=self.answer_lens[numbers],
+            num_documents=self.num_documents,
+        )
+
+
+def _answers(values: np.ndarray, separator: int) -> _Answers:
+    """Finds the answers among the values of a stream, as PreferenceCodec writes them."""
+    marks = np.flatnonzero(values >= separator)
+    ends = np.append(marks[1:], len(values))
+    documents = np.cumsum(values[marks] == separator) - 1
+    opens_answer = values[marks] > separator
+    starts = marks[opens_answer] + 1
+    stops = ends[opens_answer]
+    targets = np.flatnonzero((values & 1 == 1) & (values < separator))
+    first = np.searchsorted(targets, starts)
+    last = np.searchsorted(targets, stops) - 1
+    has_target = last >= first
+    # Behind the last target, so that these are places even where a sequence has none.
+    targets = np.append(targets, 0)
+    # The first token of a sequence is predicted by nothing, and so belongs to the prompt.
+    answer_starts = np.where(has_target, np.maximum(targets[first], starts + 1), stops)
+    answer_stops = np.where(has_target, np.maximum(targets[last] + 1, answer_starts), stops)
+    return _Answers(
+        documents=documents[opens_answer],
+        verdicts=values[marks][opens_answer] - mark_of(VERDICTS[0], separator),
+        starts=starts,
+        prompt_lens=answer_starts - starts,
+        answer_lens=answer_stops - answer_starts,
+        num_documents=int(np.sum(values[marks] == separator)),
+    )
+
+
+class _Sequences(NamedTuple):
+    """One sequence of each example: a prompt, and an answer that may be another prompt's; all are int64[N].
+
+    Attributes:
+        prompt_starts: index of the prompt's first token.
+        prompt_lens: tokens of the prompt.
+        answer_starts: index of the answer's first token.
+        answer_lens: tokens of the answer.
+    """
+
+    prompt_starts: np.ndarray
+    prompt_lens: np.ndarray
+    answer_starts: np.ndarray
+    answer_lens: np.ndarray
+
+    @property
+    def columns(self) -> np.ndarray:
+        """Columns of a row that each takes: one less than its tokens."""
+        return self.prompt_lens + self.answer_lens - 1
+
+    def cut(self, answer_lens: np.ndarray) -> _Sequences:
+        """The same with shorter answers."""
+        return self._replace(answer_lens=np.minimum(self.answer_lens, answer_lens))
+
+
+def _joined(prompts: _Answers, answers: _Answers) -> _Sequences:
+    """The prompts of some answers, with the answers of others."""
+    answer_starts = answers.starts + answers.prompt_lens
+    return _Sequences(prompts.starts, prompts.prompt_lens, answer_starts, answers.answer_lens)
+
+
+class JudgedRows(Examples):
+    """Rows of examples of two sequences.
+
+    Answers of an example that is longer than a row are cut, the longer one first, both to the same length if need be.
+
+    Args:
+        stream: as PreferenceCodec writes it.
+        seq_len: S.
+        documents: int64[N], the document of each example.
+        first: the first sequence of each example.
+        second: the second one.
+        num_left_out: examples that were left out before.
+        seed, packed: as for Examples.
+
+    Attributes:
+        first_unusable: (number of a document that has no room in a row, what is wrong with it); None without one.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        seq_len: int,
+        documents: np.ndarray,
+        first: _Sequences,
+        second: _Sequences,
+        *,
+        num_left_out: int,
+        seed: int | None,
+        packed: bool,
+    ):
+        # Tokens of both answers for which the prompts leave room.
+        room = seq_len + 2 - first.prompt_lens - second.prompt_lens
+        has_answers = (first.answer_lens > 0) & (second.answer_lens > 0)
+        is_usable = has_answers & (room >= 2)
+        self.first_unusable: tuple[int, str] | None = None
+        if not is_usable.all():
+            number = int(np.argmin(is_usable))
+            problem = "the chat template gives an answer no token"
+            if has_answers[number]:
+                problem = (
+                    f"its prompt of {int(first.prompt_lens[number]):,} tokens leaves no room for two answers in a row "
+                    f"of data.seq_len={seq_len:,}, which holds the prompt twice"
+                )
+            self.first_unusable = int(documents[number]), problem
+        shorter = np.minimum(first.answer_lens, second.answer_lens)
+        longest = np.maximum(room // 2, room - shorter)
+        self._sequences = [
+            _Sequences(*(array[is_usable] for array in sequence.cut(longest))) for sequence in (first, second)
+        ]
+        lengths = self._sequences[0].columns + self._sequences[1].columns
+        super().__init__(stream, seq_len, lengths, seed, packed=packed)
+        is_cut = is_usable & (first.answer_lens + second.answer_lens > room)
+        self.is_usable = is_usable
+        self.note = (
+            f"{len(lengths):,} examples of two sequences, {self.padding:.1%} padding, {is_cut.sum():,} with answers "
+            f"cut, {num_left_out + np.sum(~is_usable):,} left out"
+        )
+
+    def sequences(self, example: int) -> list[np.ndarray]:
+        sequences = []
+        for sequence in self._sequences:
+            prompt_start, prompt_len, answer_start, answer_len = (int(array[example]) for array in sequence)
+            prompt = self._stream.read(prompt_start, prompt_start + prompt_len)
+            answer = self._stream.read(answer_start, answer_start + answer_len)
+            # A prompt may hold earlier answers, which were judged by nobody.
+            sequences.append(np.concatenate([prompt & ~1, answer]))
+        return sequences
+
+    def row(self, index: int) -> Batch:
+        """Returns the arrays [S] of Examples.row, and `ends`."""
+        row = super().row(index)
+        segments = row["segments"]
+        is_last = segments != np.append(segments[1:], 0)
+        row["ends"] = (is_last & (segments > 0)).astype(np.float32)
+        return row
+
+
+class PairRows(JudgedRows):
+    """Rows of pairs: a chosen answer, and the rejected one to the same prompt.
+
+    Args:
+        stream, seq_len, seed, packed: as for JudgedRows.
+    """
+
+    def __init__(self, stream: TokenStream, seq_len: int, seed: int | None, *, packed: bool = True):
+        answers = _answers(stream.read(0, stream.num_tokens), stream.eos_id or 0)
+        chosen = answers.at(np.flatnonzero(answers.verdicts == VERDICTS.index("chosen")))
+        rejected = answers.at(np.flatnonzero(answers.verdicts == VERDICTS.index("rejected")))
+        super().__init__(
+            stream,
+            seq_len,
+            chosen.documents,
+            _joined(chosen, chosen),
+            _joined(rejected, rejected),
+            num_left_out=answers.num_documents - len(chosen.documents),
+            seed=seed,
+            packed=packed,
+        )
+
+
+class ThumbRows(JudgedRows):
+    """Rows of answers that were found good or bad, each followed by a mismatched one.
+
+    That is the answer before it in the stream (before the first comes the last) behind the prompt of this one: KTO's
+    estimate of the KL divergence between two models takes answers that are unrelated to their prompts (Ethayarajh et
+    al. 2024, arXiv 2402.01306, section 4.2). Answers to the same prompt are passed over. A mismatched sequence has the
+    label 0 and counts as no sequence.
+
+    Args:
+        stream, seq_len, seed, packed: as for JudgedRows.
+    """
+
+    def __init__(self, stream: TokenStream, seq_len: int, seed: int | None, *, packed: bool = True):
+        values = stream.read(0, stream.num_tokens)
+        answers = _answers(values, stream.eos_id or 0)
+        mismatched = answers.at(_mismatches(values, answers))
+        super().__init__(
+            stream,
+            seq_len,
+            answers.documents,
+            _joined(answers, answers),
+            _joined(answers, mismatched),
+            num_left_out=answers.num_documents - len(answers.documents),
+            seed=seed,
+            packed=packed,
+        )
+        is_desirable = answers.verdicts[self.is_usable] == VERDICTS.index("desirable")
+        self._labels = np.where(is_desirable, 1.0, -1.0).astype(np.float32)
+        self.note += f", {is_desirable.sum():,} desirable and {np.sum(~is_desirable):,} undesirable"
+
+    def row(self, index: int) -> Batch:
+        """Returns the arrays [S] of JudgedRows.row, and `labels`."""
+        row = super().row(index)
+        labels_by_segment = [0.0]
+        for example in self.examples_of(index):
+            labels_by_segment += [float(self._labels[example]), 0.0]
+        row["labels"] = np.array(labels_by_segment, np.float32)[row["segments"]]
+        row["ends"] *= np.abs(row["labels"])
+        return row
+
+
+def _mismatches(values: np.ndarray, answers: _Answers) -> np.ndarray:
+    """int64[N], the answer that each prompt is mismatched with.
+
+    Raises:
+        ValueError: there is only one answer.
+    """
+    num_answers = len(answers.starts)
+    if num_answers == 1:
+        raise ValueError("one judged answer alone: KTO's estimate of the KL divergence takes two; expected more rows")
+    prompts = []
+    for start, length in zip(answers.starts.tolist(), answers.prompt_lens.tolist(), strict=True):
+        prompts.append(values[start : start + length].tobytes())
+    previous = np.arange(-1, num_answers - 1) % max(1, num_answers)
+    if len(set(prompts)) == 1:
+        # Where all answer one prompt, a neighbour's will do.
+        return previous
+    mismatches = previous.copy()
+    # The second round is for what passes over the first answer, whose own mismatch is known only then.
+    for _ in range(2):
+        for number in range(num_answers):
+            neighbour = int(previous[number])
+            if prompts[neighbour] == prompts[number]:
+                mismatches[number] = mismatches[neighbour]
+    return mismatches

@@ -1,0 +1,441 @@
+"""Prompts that a model answers itself: from files, or made up; their other fields are for whoever judges the answers.
+
+A run over prompts has no targets of its own. `framework.companions.rollouts` samples the answers, which fill the rest
+of a row. Each prompt of a training batch stands in `group_size` rows, one after the other, so that its answers compare.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from framework.config import Config, Fraction, PositiveInt, Seed, component
+from framework.data.batches import Pipeline, Shapes
+from framework.data.chats import ChatCodec
+from framework.data.files import digest_of, find
+from framework.data.order import GlobalOrder
+from framework.data.packing import Batch
+from framework.data.pretrained_tokenizer import PretrainedTokenizer
+from framework.data.sources import json_rows, located, parquet_rows, split_of
+from framework.data.tokenizers import Tokenizer
+
+# A row of the source: "prompt", and whatever fields it has beside that.
+Row = dict[str, Any]
+Split = Literal["all", "train", "validation"]
+
+# Raise this when a change of this file changes the batches that a config gives.
+_FINGERPRINT = 1
+# All problems are made before some are taken: of 1000 times 1000 for each operator that is about a second.
+_LARGEST_NUMBER = 999
+
+
+class PromptSource(abc.ABC):
+    """A source of prompts. The constructor only keeps its arguments."""
+
+    @abc.abstractmethod
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """Yields (place, row), in order; a row's "prompt" is a text, or a list of messages.
+
+        Raises:
+            FileNotFoundError, ValueError: a file is missing, or is not what it should be.
+        """
+
+
+@component
+class PromptFiles(PromptSource):
+    """Rows of JSON lines or Parquet files with a field "prompt": a text, or messages ({"role", "content"}).
+
+    The reward function gets each row whole.
+
+    Args:
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet where a name ends in .parquet.
+        split: "all", or one of two disjoint parts; the sha256 of a prompt decides to which it belongs.
+        validation_fraction: about so much of all prompts is "validation".
+    """
+
+    def __init__(self, *, paths: list[str], split: Split = "all", validation_fraction: Fraction = 0.05):
+        self.paths = paths
+        self.split = split
+        self.validation_fraction = validation_fraction
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        for file in find(self.paths):
+            is_parquet = file.path.endswith(".parquet")
+            for place, row in parquet_rows(file) if is_parquet else json_rows(file):
+                if not isinstance(row, dict) or "prompt" not in row:
+                    fields = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                    raise ValueError(f'{file}, {place}: expected a row with a field "prompt", given {fields or "none"}')
+                part = split_of(json.dumps(row["prompt"], sort_keys=True), self.validation_fraction)
+                if self.split in ("all", part):
+                    yield f"{file}, {place}", row
+
+
+@component
+class Arithmetic(PromptSource):
+    """Problems such as {"prompt": "3+4=", "answer": "7"}: different ones, in an order that the seed decides.
+
+    Args:
+        operators: of the problems, some of "+-*".
+        largest: numbers are 0 to that, at most 999.
+        count: that many problems at most; None for all there are.
+        seed: decides the order, and so which ones are taken.
+        split: "all", or one of two disjoint parts; the sha256 of a problem decides to which it belongs.
+        validation_fraction: about so much of all problems is "validation".
+    """
+
+    def __init__(
+        self,
+        *,
+        operators: str = "+",
+        largest: PositiveInt = 9,
+        count: PositiveInt | None = None,
+        seed: Seed = 0,
+        split: Split = "all",
+        validation_fraction: Fraction = 0.1,
+    ):
+        if not operators or set(operators) - set("+-*"):
+            raise ValueError(f'Arithmetic.operators: expected some of "+-*", given {operators!r}')
+        if largest > _LARGEST_NUMBER:
+            raise ValueError(f"Arithmetic.largest: expected {_LARGEST_NUMBER} at most, given {largest}")
+        self.operators = operators
+        self.largest = largest
+        self.count = count
+        self.seed = seed
+        self.split = split
+        self.validation_fraction = validation_fraction
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        numbers = range(self.largest + 1)
+        problems = []
+        for operator, first, second in itertools.product(self.operators, numbers, numbers):
+            prompt = f"{first}{operator}{second}="
+            if self.split in ("all", split_of(prompt, self.validation_fraction)):
+                answer = {"+": first + second, "-": first - second, "*": first * second}[operator]
+                problems.append({"prompt": prompt, "answer": str(answer)})
+
+        def place_in_order(problem: Row) -> bytes:
+            return hashlib.sha256(f"{self.seed}/{problem['prompt']}".encode()).digest()
+
+        problems.sort(key=place_in_order)
+        for number, problem in enumerate(problems[: self.count]):
+            yield f"problem {number}", problem
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """One row of the start table: what a source holds.
+
+    Attributes:
+        name: "train", or a validation set's name.
+        kind: class of the source.
+        prompts: how many there are.
+        longest: tokens of the longest prompt.
+        room: tokens that a prompt may have.
+    """
+
+    name: str
+    kind: str
+    prompts: int
+    longest: int
+    room: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.prompts:,} prompts, the longest of {self.longest} tokens (room for {self.room})"
+
+
+@dataclass
+class PromptSet:
+    """The prompts of one source.
+
+    Attributes:
+        label: the source's dotted config path.
+        name: "train", or a validation set's name.
+        source: the source.
+        rows: as the source gave them; set by Prompts.setup, like `tokens`.
+        tokens: of each prompt, int32[n].
+    """
+
+    label: str
+    name: str
+    source: PromptSource
+    rows: list[Row]
+    tokens: list[np.ndarray]
+
+
+@component
+class Prompts(Pipeline):
+    """Prompts in, batches out: prompts int32[B,S] that begin in column 0, lengths int32[B] of these (0 = no prompt),
+    and sources int32[B] and indices int32[B], which lead to the row (`row`).
+
+    In training, rows g * group_size to (g + 1) * group_size - 1 have the same prompt. In an evaluation each prompt
+    comes once. All prompts are in memory.
+
+    Args:
+        source: config of PromptFiles, Arithmetic, or your own PromptSource.
+        validation: named sources of held-out prompts.
+        tokenizer: config of ByteTokenizer, BPETokenizer (with a `path`) or PretrainedTokenizer. Prompts that are
+            messages need a PretrainedTokenizer, whose chat template writes them.
+        seq_len: S, tokens of a prompt and its answer, less the last one, which is a target alone.
+        answer_tokens: of the longest answer, the token that ends it included; an answer is cut there. The rest of S,
+            and one more, is for the prompt.
+        group_size: answers to each prompt of a training batch.
+        global_batch_size: B, answers per step over all devices; a multiple of group_size.
+        seed: decides the order of prompts, which is reshuffled each epoch.
+        template_variables: what the chat template may ask for, such as {"enable_thinking": false}.
+        prefetch: batches that wait ready in the background.
+    """
+
+    item = "token"
+    loss_unit = "advantage per token"
+
+    def __init__(
+        self,
+        *,
+        source: Config,
+        validation: dict[str, Config] = {},  # noqa: B006
+        tokenizer: Config,
+        seq_len: PositiveInt,
+        answer_tokens: PositiveInt,
+        group_size: PositiveInt = 8,
+        global_batch_size: PositiveInt,
+        seed: Seed = 0,
+        template_variables: dict[str, Any] = {},  # noqa: B006
+        prefetch: PositiveInt = 2,
+    ):
+        if group_size < 2:
+            raise ValueError(
+                f"data.group_size: expected at least 2, given {group_size}: an answer is compared with others"
+            )
+        if global_batch_size % group_size:
+            raise ValueError(
+                f"data.group_size = {group_size} does not divide data.global_batch_size = {global_batch_size}"
+            )
+        if answer_tokens > seq_len:
+            raise ValueError(
+                f"data.answer_tokens = {answer_tokens} leaves no room for a prompt in data.seq_len = {seq_len}"
+            )
+        self.seq_len = seq_len
+        self.answer_tokens = answer_tokens
+        self.group_size = group_size
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.template_variables = template_variables
+        self.prefetch = prefetch
+        self.tokenizer: Tokenizer = tokenizer.instantiate()
+        # The number of a set in `sources` is its place here.
+        self.sets = [_prompt_set("data.source", "train", source)]
+        for name, config in validation.items():
+            self.sets.append(_prompt_set(f"data.validation.{name}", name, config))
+        self._codec: ChatCodec | None = None
+        # Whether `setup` is done.
+        self.is_ready = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that a prompt may have."""
+        return self.seq_len + 1 - self.answer_tokens
+
+    @property
+    def validation_names(self) -> list[str]:
+        """The held-out sets, in the order in which they are configured."""
+        return [prompts.name for prompts in self.sets[1:]]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer; known after `setup`."""
+        turn_ends = [] if self._codec is None else self._codec.turn_end_ids()
+        return tuple(sorted({*self.tokenizer.stop_ids, *turn_ends}))
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends an answer which is given to the model; known after `setup`."""
+        turn_ends = [] if self._codec is None else self._codec.turn_end_ids()
+        return [*turn_ends, *self.tokenizer.stop_ids][0]
+
+    def setup(
+        self,
+        workdir: str | Path,
+        *,
+        is_primary: bool = True,
+        barrier: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Reads and tokenizes all prompts.
+
+        Args:
+            workdir: a local folder; a tokenizer may be kept in it.
+            is_primary: True in the one process that writes.
+            barrier: waits for all processes; called once.
+
+        Raises:
+            FileNotFoundError, ValueError: a file is missing, a row has no prompt, or it is too long. The message begins
+                with the config path, and names the row.
+        """
+        folder = Path(workdir)
+        if is_primary:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._prepare_tokenizer(folder, write=True)
+        barrier()
+        if not is_primary:
+            self._prepare_tokenizer(folder, write=False)
+        for prompts in self.sets:
+            with located(prompts.label):
+                self._read(prompts)
+        num_prompts = len(self.sets[0].rows)
+        groups = self.global_batch_size // self.group_size
+        if num_prompts < groups:
+            raise ValueError(
+                f"data.source: holds {num_prompts} prompts, too few for the {groups} of a batch "
+                f"(data.global_batch_size = {self.global_batch_size}, data.group_size = {self.group_size})"
+            )
+        self._num_rows = num_prompts * self.group_size
+        # Of prompts, not of rows: see `training_row`.
+        self._prompt_order = GlobalOrder([num_prompts], [1.0], self.seed)
+        self._order = _RowsAsTheyAre()
+        self.is_ready = True
+
+    def _prepare_tokenizer(self, folder: Path, *, write: bool) -> None:
+        with located("data.tokenizer"):
+            self.tokenizer.prepare(folder, None, write=write)
+            if not self.tokenizer.has_text:
+                raise ValueError(f"expected a tokenizer with text, given {type(self.tokenizer).__name__}")
+            if not self.tokenizer.stop_ids:
+                raise ValueError("expected a tokenizer with a token that ends a text, as answers end by it")
+
+    def _read(self, prompts: PromptSet) -> None:
+        """Reads the rows of a source, and tokenizes their prompts."""
+        prompts.rows, prompts.tokens = [], []
+        for place, row in prompts.source.rows():
+            try:
+                tokens = self._encoded(row["prompt"])
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+            if len(tokens) > self.prompt_tokens:
+                raise ValueError(
+                    f"{place}: a prompt of {len(tokens)} tokens; data.seq_len = {self.seq_len} and "
+                    f"data.answer_tokens = {self.answer_tokens} leave room for {self.prompt_tokens}"
+                )
+            prompts.rows.append(row)
+            prompts.tokens.append(np.asarray(tokens, np.int32))
+        if not prompts.rows:
+            raise ValueError("holds no prompt")
+
+    def _encoded(self, prompt: Any) -> list[int]:
+        """The tokens of a prompt. Raises ValueError: it is neither text nor messages, or there is no template."""
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode_prompt(prompt)
+            if not tokens:
+                raise ValueError("a prompt without a token")
+            return tokens
+        is_chat = isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
+        if not is_chat:
+            raise ValueError(f'field "prompt": expected text or a list of messages, given {type(prompt).__name__}')
+        if self._codec is None:
+            if not isinstance(self.tokenizer, PretrainedTokenizer) or self.tokenizer.chat_template is None:
+                raise ValueError(
+                    f'field "prompt" is a list of messages, which needs a PretrainedTokenizer with a chat template; '
+                    f"data.tokenizer is a {type(self.tokenizer).__name__}"
+                )
+            self._codec = ChatCodec(self.tokenizer, self.template_variables)
+        return self._codec.encode_question(prompt)
+
+    def fingerprint(self) -> str:
+        """sha256 of all that decides the training batches, and of the fields that answers are judged by."""
+        train = self.sets[0]
+        prompts = [[tokens.tolist(), row] for tokens, row in zip(train.tokens, train.rows, strict=True)]
+        # Values of Parquet files, such as dates, are no JSON.
+        digest = hashlib.sha256(json.dumps(prompts, sort_keys=True, default=str).encode()).hexdigest()
+        facts = [
+            _FINGERPRINT,
+            digest,
+            self.seq_len,
+            self.answer_tokens,
+            self.group_size,
+            self.global_batch_size,
+            self.seed,
+        ]
+        return digest_of(facts)
+
+    def arrays(self, *, evaluation: bool = False) -> Shapes:
+        """The same arrays in training and in an evaluation."""
+        batch = self.global_batch_size
+        shapes: Shapes = {"prompts": ((batch, self.seq_len), "int32")}
+        for name in ("lengths", "sources", "indices"):
+            shapes[name] = ((batch,), "int32")
+        return shapes
+
+    def sequence_arrays(self) -> Shapes:
+        """Those of prompts with their answers."""
+        shape = (self.global_batch_size, self.seq_len)
+        shapes: Shapes = dict.fromkeys(("tokens", "targets", "positions", "segments"), (shape, "int32"))
+        return {**shapes, "weights": (shape, "float32")}
+
+    def training_row(self, sequence: int, source: int, index: int) -> Batch:
+        """The prompt of the group that row `sequence` of the run belongs to."""
+        _, prompt_index = self._prompt_order.locate(sequence // self.group_size)
+        return self._array_row(0, prompt_index)
+
+    def evaluation_rows(self, name: str) -> tuple[int, Callable[[int], Batch]]:
+        """Rows beyond the end of a set have the length 0."""
+        if name not in self.validation_names:
+            raise ValueError(f"no validation set {name!r}; data.validation has {', '.join(self.validation_names)}")
+        number = 1 + self.validation_names.index(name)
+        return len(self.sets[number].rows), lambda index: self._array_row(number, index)
+
+    def _array_row(self, number: int, index: int) -> Batch:
+        """The arrays of prompt `index` of set `number`, without a batch's axis."""
+        prompts = self.sets[number]
+        tokens = prompts.tokens[index] if index < len(prompts.tokens) else np.zeros(0, np.int32)
+        prompt_S = np.zeros(self.seq_len, np.int32)
+        prompt_S[: len(tokens)] = tokens
+        return {
+            "prompts": prompt_S,
+            "lengths": np.asarray(len(tokens), np.int32),
+            "sources": np.asarray(number, np.int32),
+            "indices": np.asarray(index, np.int32),
+        }
+
+    def row(self, source: int, index: int) -> Row:
+        """Returns the row of a prompt, by what a batch says of it."""
+        return self.sets[source].rows[index]
+
+    def source_report(self) -> list[PromptReport]:
+        """The rows of the start table."""
+        report = []
+        for prompts in self.sets:
+            longest = max(map(len, prompts.tokens))
+            kind = type(prompts.source).__name__
+            report.append(PromptReport(prompts.name, kind, len(prompts.rows), longest, self.prompt_tokens))
+        return report
+
+
+class _RowsAsTheyAre(GlobalOrder):
+    """Sequence g of the run is row g of the only source: `Prompts.training_row` finds its prompt."""
+
+    def __init__(self) -> None:
+        super().__init__([1], [1.0], 0)
+
+    def locate(self, sequence: int) -> tuple[int, int]:
+        return 0, sequence
+
+
+def _prompt_set(label: str, name: str, config: Config) -> PromptSet:
+    """The set of a source that is not read yet. Raises ValueError: it is no source of prompts."""
+    source = config.instantiate()
+    if not isinstance(source, PromptSource):
+        raise ValueError(f"{label}: expected a PromptSource (PromptFiles, Arithmetic), given {type(source).__name__}")
+    return PromptSet(label, name, source, [], [])
+
+
+def prompt_text(prompt: Any) -> str:
+    """Returns what a person, or a reward function, reads of a prompt: its text, or that of its last message."""
+    if isinstance(prompt, str):
+        return prompt
+    return str(prompt[-1].get("content", ""))

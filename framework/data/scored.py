@@ -1,0 +1,197 @@
+"""Data of reward models and classifiers: JSON lines or Parquet of texts or conversations, with a label or in pairs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from framework.config import Fraction, component
+from framework.data.chats import conversation
+from framework.data.comparisons import pair_of
+from framework.data.files import DataFile, find
+from framework.data.sources import rows_of_file, split_of, text_field
+from framework.data.whole_sequences import Content, SequenceSource
+
+
+@component
+class LabelledSource(SequenceSource):
+    """Texts or conversations with the name or the number of a class.
+
+    A row is {"text": ..., "label": ...}, or a conversation in a form of ChatSource with a "label" beside it; messages
+    need a PretrainedTokenizer.
+
+    Args:
+        paths: local paths, globs or fsspec URLs, read in this order; Parquet where a name ends in .parquet.
+        classes: names of the classes, in the order of their numbers. A label is one of the names, or a number.
+        split: "all", or one of two disjoint parts; the sha256 of a row decides to which it belongs.
+        validation_fraction: about so much of all rows is "validation".
+        append_eos, pad_token_id, template_variables: see SequenceSource.
+    """
+
+    row_arrays = ("ends", "labels")
+
+    def __init__(
+        self,
+        *,
+        paths: list[str],
+        classes: list[str],
+        split: Literal["all", "train", "validation"] = "all",
+        validation_fraction: Fraction = 0.05,
+        append_eos: bool = False,
+        pad_token_id: int | None = None,
+        template_variables: dict[str, Any] = {},  # noqa: B006
+    ):
+        if len(set(classes)) != len(classes):
+            raise ValueError(f"classes = {classes}: expected different names")
+        self.paths = paths
+        self.classes: list[str] = classes
+        self.split = split
+        self.validation_fraction = validation_fraction
+        self.append_eos = append_eos
+        self.pad_token_id = pad_token_id
+        self.template_variables = template_variables
+
+    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """As SequenceSource.scored_rows."""
+        for place, row in rows_of_file(file):
+            try:
+                content = content_of(row)
+                label = class_number(row, self.classes)
+                part = split_of(json.dumps([content, label]), self.validation_fraction)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{file}, {place}: {error}") from error
+            if self.split in ("all", part):
+                yield f"{file}, {place}", [content], label
+
+
+@component
+class RankedSource(SequenceSource):
+    """Pairs of sequences, of which one was preferred, for a reward model.
+
+    A row has "chosen" and "rejected", in the formats of PairSource. Messages need a PretrainedTokenizer.
+
+    Args:
+        paths, split, validation_fraction, pad_token_id, template_variables: as for LabelledSource.
+        append_eos: whether a text ends with the token that ends texts, as TRL's RewardTrainer has it.
+    """
+
+    num_sequences = 2
+    row_arrays = ("ends",)
+
+    def __init__(
+        self,
+        *,
+        paths: list[str],
+        split: Literal["all", "train", "validation"] = "all",
+        validation_fraction: Fraction = 0.05,
+        append_eos: bool = True,
+        pad_token_id: int | None = None,
+        template_variables: dict[str, Any] = {},  # noqa: B006
+    ):
+        self.paths = paths
+        self.split = split
+        self.validation_fraction = validation_fraction
+        self.append_eos = append_eos
+        self.pad_token_id = pad_token_id
+        self.template_variables = template_variables
+
+    def scored_rows(self, file: DataFile) -> Iterator[tuple[str, list[Content], int | None]]:
+        """As SequenceSource.scored_rows."""
+        for place, row in rows_of_file(file):
+            try:
+                pair = sequences_of(row)
+                part = split_of(json.dumps(pair), self.validation_fraction)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{file}, {place}: {error}") from error
+            if self.split in ("all", part):
+                yield f"{file}, {place}", pair, None
+
+
+def content_of(row: Any) -> Content:
+    """Returns the text or the conversation of a row.
+
+    Raises:
+        ValueError: it has neither. The message names the field.
+    """
+    if isinstance(row, dict) and "text" in row:
+        return _text(row, "text")
+    return conversation(row)
+
+
+def class_name(row: Any) -> str:
+    """Returns the label of a row as the name of a class: a number's digits.
+
+    Raises:
+        ValueError: there is no label, or it is neither a text nor a whole number.
+    """
+    if not isinstance(row, dict) or "label" not in row:
+        raise ValueError("no field 'label'")
+    label = row["label"]
+    # In Python, true is a number.
+    if isinstance(label, bool) or not isinstance(label, int | str):
+        raise ValueError(f"field 'label' is {label!r}; expected the name of a class or its number")
+    return str(label)
+
+
+def class_number(row: Any, classes: list[str]) -> int:
+    """Returns the number of a row's class.
+
+    Raises:
+        ValueError: as from `class_name`, or the label is no class.
+    """
+    name = class_name(row)
+    if name in classes:
+        return classes.index(name)
+    label = row["label"]
+    # Where classes have names, a number is that of a class.
+    if isinstance(label, int) and 0 <= label < len(classes) and not any(known.isdecimal() for known in classes):
+        return label
+    raise ValueError(f"field 'label' is {label!r}; expected one of {', '.join(classes)}")
+
+
+def class_names(paths: Iterable[str]) -> list[str]:
+    """Returns the names of the classes of somebody's files, sorted; whole numbers by their size.
+
+    Raises:
+        ValueError: a row has no label, or all rows have the same one. The message names file and row.
+    """
+    names: set[str] = set()
+    for file in find(list(paths)):
+        for place, row in rows_of_file(file):
+            try:
+                names.add(class_name(row))
+            except ValueError as error:
+                raise ValueError(f"{file}, {place}: {error}") from error
+    if len(names) < 2:
+        raise ValueError(f"field 'label' is {', '.join(names) or 'in no row'} everywhere; expected two classes or more")
+    return sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
+
+
+def sequences_of(row: Any) -> list[Content]:
+    """Returns the chosen and the rejected sequence of a row, each with the prompt before it.
+
+    The formats are those of `framework.data.comparisons`.
+
+    Raises:
+        ValueError: a field is missing, is neither text nor messages, or the two are the same. The message names it.
+    """
+    pair = pair_of(row)
+    if pair.problem is not None:
+        raise ValueError(f"{pair.problem}; expected a chosen and a rejected sequence that differ")
+    sequences: list[Content] = []
+    for _, answer in pair.answers:
+        if isinstance(answer, str) and isinstance(pair.prompt, str):
+            sequences.append(pair.prompt + answer)
+        else:
+            assert isinstance(answer, list)
+            assert isinstance(pair.prompt, list)
+            sequences.append([*pair.prompt, *answer])
+    return sequences
+
+
+def _text(row: dict[str, Any], field: str) -> str:
+    text = text_field(row, field)
+    if not text:
+        raise ValueError(f"field {field!r} is empty; expected text")
+    return text

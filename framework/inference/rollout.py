@@ -1,0 +1,145 @@
+"""Rollout: answers to a batch of prompts, sampled by one compiled program, with the log-probability of each token.
+
+`framework.inference.generation` looks at every token on the host, to show it. Training does not, so the loop over
+tokens is on the device. It ends when all answers have.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from framework.inference.generation import Forward, bucket, read_prompts, read_token
+from framework.layout import Nested
+from framework.program.program import Program
+
+
+class Answers(NamedTuple):
+    """Answers to the prompts of a batch.
+
+    Attributes:
+        tokens: int32[B, A]; 0 behind the end.
+        log_probs: f32[B, A], the log-probability of each token by the model that drew it; 0 behind the end.
+        counts: int32[B], tokens of each answer, the one that ends it among them.
+    """
+
+    # On the devices, or on the host.
+    tokens: Any
+    log_probs: Any
+    counts: Any
+
+
+class Draws(NamedTuple):
+    """What decides the draws of a batch, so that the same state gives the same answers again.
+
+    Attributes:
+        words: uint32[2], the key data of the run.
+        stream: int32, the step.
+        numbers: int32[B], of the rows.
+        greedy: bool; the likeliest tokens are taken, and nothing is drawn.
+    """
+
+    # Arrays, or abstract ones where the program is only compiled.
+    words: Any
+    stream: Any
+    numbers: Any
+    greedy: Any
+
+
+# Folded into the run's key, whose other branches are the steps' dropout.
+_ROLLOUTS = 0x726F6C6C
+
+
+def rollout_jit(program: Program, weights: Nested, answer_tokens: int, stop_ids: tuple[int, ...]) -> Any:
+    """The jitted function ((weights, buffers), prompts_BS, lengths_B, Draws) -> Answers.
+
+    Args:
+        program: the experiment on its mesh.
+        weights: all parameters, arrays or abstract ones; where they live matters, and they are not kept.
+        answer_tokens: A, of the longest answer.
+        stop_ids: tokens that end an answer.
+    """
+    forward = Forward(program, weights)
+    function = functools.partial(_rollout, forward, answer_tokens, stop_ids)
+    return program.jit(function, out_shardings=program.replicated)
+
+
+def _rollout(
+    forward: Forward,
+    answer_tokens: int,
+    stop_ids: tuple[int, ...],
+    arrays: tuple[Nested, Nested],
+    prompts_BS: jax.Array,
+    lengths_B: jax.Array,
+    draws: Draws,
+) -> Answers:
+    """Continues prompts that begin in the first column. A row of length 0 has no prompt, and gets no answer."""
+    running_B = lengths_B > 0
+    longest_prompt = prompts_BS.shape[1] + 1 - answer_tokens
+    num_rows = prompts_BS.shape[0]
+    # A model reads at least one token.
+    lengths_B = jnp.maximum(lengths_B, 1)
+    length = bucket(longest_prompt)
+    first_B = length - lengths_B
+    # Column c of a prompt that is padded on the left is column c - first of the one that was given.
+    columns_BP = jnp.arange(length) - first_B[:, None]
+    shifted_BP = jnp.take_along_axis(prompts_BS, jnp.maximum(columns_BP, 0), axis=1)
+    tokens_BP = jnp.where(columns_BP >= 0, shifted_BP, 0)
+    keys_B = _row_keys(draws)
+    capacity = bucket(length + answer_tokens)
+    logits_BV, cache = read_prompts(forward, capacity, arrays, tokens_BP, first_B)
+    token_B, log_prob_B = _drawn(logits_BV, keys_B, jnp.int32(0), draws.greedy)
+    none_BA = jnp.zeros((num_rows, answer_tokens), jnp.int32)
+    answers = Answers(none_BA, none_BA.astype(jnp.float32), jnp.zeros(num_rows, jnp.int32))
+
+    def goes_on(carry: Any) -> jax.Array:
+        index, _, _, running_B, _, _ = carry
+        return (index < answer_tokens) & jnp.any(running_B)
+
+    def next_token(carry: Any) -> Any:
+        index, token_B, log_prob_B, running_B, cache, answers = carry
+        answers = _with_column(answers, index, token_B, log_prob_B, running_B)
+        running_B = running_B & ~jnp.isin(token_B, jnp.asarray(stop_ids, jnp.int32))
+        # The token of the last turn is read as well, which costs one token's time and keeps the loop simple.
+        logits_BV, cache = read_token(forward, arrays, cache, token_B, first_B, length + index)
+        token_B, log_prob_B = _drawn(logits_BV, keys_B, index + 1, draws.greedy)
+        return index + 1, token_B, log_prob_B, running_B, cache, answers
+
+    carry = (jnp.int32(0), token_B, log_prob_B, running_B, cache, answers)
+    *_, answers = jax.lax.while_loop(goes_on, next_token, carry)
+    return answers
+
+
+def _with_column(
+    answers: Answers, index: jax.Array, token_B: jax.Array, log_prob_B: jax.Array, running_B: jax.Array
+) -> Answers:
+    """The answers with the token of place `index` of those that still run."""
+    column = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=1)
+    tokens_B1 = jnp.where(running_B, token_B, 0)[:, None]
+    log_probs_B1 = jnp.where(running_B, log_prob_B, 0.0)[:, None]
+    return Answers(
+        column(answers.tokens, tokens_B1),
+        column(answers.log_probs, log_probs_B1),
+        answers.counts + running_B.astype(jnp.int32),
+    )
+
+
+def _row_keys(draws: Draws) -> jax.Array:
+    """The key of each row, [B]: a function of (run, stream, number of the row) alone."""
+    run_key = jax.random.fold_in(jax.random.wrap_key_data(draws.words), _ROLLOUTS)
+    stream_key = jax.random.fold_in(run_key, draws.stream)
+    return jax.vmap(functools.partial(jax.random.fold_in, stream_key))(draws.numbers)
+
+
+def _drawn(logits_BV: jax.Array, keys_B: jax.Array, index: jax.Array, greedy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The token of place `index` of each row, int32[B], and its log-probability, f32[B]."""
+    keys_of_place_B = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys_B)
+    drawn_B = jax.vmap(jax.random.categorical)(keys_of_place_B, logits_BV)
+    likeliest_B = jnp.argmax(logits_BV, axis=-1)
+    token_B = jnp.where(greedy, likeliest_B, drawn_B).astype(jnp.int32)
+    log_probs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32), axis=-1)
+    log_prob_B1 = jnp.take_along_axis(log_probs_BV, token_B[:, None], axis=-1)
+    return token_B, log_prob_B1[:, 0]

@@ -1,0 +1,166 @@
+"""Score texts, conversations or pairs by a reward model or a classifier; a JSON line for each row.
+
+    plimsoll score_texts --workdir=runs/reward-tiny --rows=pairs.jsonl
+    plimsoll score_texts --hf=DIR --rows=texts.jsonl --out=scores.jsonl
+
+A row is {"text": ...}, a conversation, or a pair, {"chosen": ..., "rejected": ...}, with "prompt" beside it or not.
+A reward model writes "reward", of a pair "chosen", "rejected" and "margin"; a classifier "label" and "probabilities".
+Where rows are pairs, or have a "label", the accuracy goes to stderr.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from framework.files.workdir import writing
+from framework.terminal.exit_codes import ExitCode
+from framework.terminal.phases import SHORT, phase
+from launch import cli, weights
+
+
+class Row(NamedTuple):
+    """A row of a file: its sequences, of which a pair has two, and the label that it has, None for none."""
+
+    place: str
+    contents: list[Any]
+    label: Any
+
+
+def add_flags(parser: cli.Parser) -> None:
+    """The flags of this verb, beside those that name the model."""
+    parser.add_argument("--rows", metavar="FILE", required=True, help="JSON lines, or Parquet")
+    parser.add_argument("--out", metavar="FILE", help="instead of stdout")
+    parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="sequences at a time; default 8")
+
+
+@cli.main
+def main(argv: list[str]) -> int:
+    """Runs the verb; 0 when all is written."""
+    parser = weights.parser("score_texts", __doc__)
+    add_flags(parser)
+    return run(*weights.parse(parser, argv))
+
+
+def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
+    """Scores the rows that the flags name.
+
+    Raises:
+        FileNotFoundError, ValueError: the file cannot be read, or the model scores no texts; one line.
+    """
+    if args.batch_size < 1:
+        raise cli.UsageError(f"--batch_size={args.batch_size}: expected at least 1")
+    if args.out is not None and not Path(args.out).expanduser().parent.is_dir():
+        raise FileNotFoundError(f"--out: no folder {Path(args.out).parent}")
+    # Rows are read before JAX starts, so that mistakes in them show at once.
+    rows = list(read_rows(args.rows))
+    loaded = weights.load(args, overrides)
+    results = scored(loaded, rows, args.batch_size)
+    with ExitStack() as stack:
+        out = sys.stdout
+        if args.out is not None:
+            stack.enter_context(writing(args.out))
+            out = stack.enter_context(Path(args.out).expanduser().open("w", encoding="utf-8"))
+        for result in results:
+            print(json.dumps(result, ensure_ascii=False), file=out)
+    line = accuracy_line(rows, results)
+    if line:
+        weights.tell(line)
+    return ExitCode.DONE
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """The rows of a file. Raises ValueError, with file, row and field: a row is no text, conversation or pair."""
+    from framework.data.files import find
+    from framework.data.scored import class_name, content_of, sequences_of
+    from framework.data.sources import rows_of_file
+
+    for file in find([path]):
+        for place, row in rows_of_file(file):
+            try:
+                if isinstance(row, dict) and {"chosen", "rejected"} & row.keys():
+                    yield Row(f"{file}, {place}", sequences_of(row), None)
+                    continue
+                label = class_name(row) if isinstance(row, dict) and "label" in row else None
+                yield Row(f"{file}, {place}", [content_of(row)], label)
+            except ValueError as error:
+                raise ValueError(f"{file}, {place}: {error}") from error
+
+
+def scored(loaded: weights.Loaded, rows: list[Row], batch_size: int = 8) -> list[dict[str, Any]]:
+    """The result of each row, as the verb writes it.
+
+    Raises:
+        ValueError: the model scores no texts, a classifier is given pairs, or a row cannot be encoded.
+    """
+    from framework.inference.sequence_scores import SequenceScorer
+
+    source = loaded.experiment.data.scored_source
+    scorer = SequenceScorer(loaded.program, loaded.state, averaged=loaded.averaged, batch_size=batch_size)
+    num_labels = loaded.experiment.language_model.score_head.num_labels
+    if source is None:
+        raise ValueError("data.source: its sequences are not scored, so it does not say how texts are encoded")
+    codec = source.codec(loaded.tokenizer)
+    sequences = []
+    for row in rows:
+        if num_labels > 1 and len(row.contents) > 1:
+            raise ValueError(f"{row.place}: a pair, for a classifier of {num_labels} classes; expected a text")
+        for content in row.contents:
+            try:
+                sequences.append(codec.encode(content))
+            except ValueError as error:
+                raise ValueError(f"{row.place}: {error}") from error
+    num_cut = sum(len(tokens) > scorer.seq_len for tokens in sequences)
+    if num_cut:
+        weights.tell(f"{num_cut} of {len(sequences)} sequences were cut at data.seq_len={scorer.seq_len} tokens")
+    scores = []
+    with phase("scoring", patience=SHORT) as scoring:
+        for score in scorer(sequences):
+            scores.append(score)
+            scoring.progress(len(scores), len(sequences))
+    remaining = iter(scores)
+    return [_result([next(remaining) for _ in row.contents], source.classes) for row in rows]
+
+
+def _result(scores: list[Any], classes: list[str] | None) -> dict[str, Any]:
+    """What is written of a row with these scores, one float32[C] for each of its sequences."""
+    import numpy as np
+
+    if len(scores) == 2:
+        chosen, rejected = (float(score[0]) for score in scores)
+        return {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected}
+    (score,) = scores
+    if len(score) == 1:
+        return {"reward": float(score[0])}
+    # The largest is taken off, so that no exponential overflows.
+    shares = np.exp(score.astype(np.float64) - score.max())
+    names = classes or [str(number) for number in range(len(score))]
+    probabilities = dict(zip(names, (shares / shares.sum()).tolist(), strict=True))
+    return {"label": names[int(score.argmax())], "probabilities": probabilities}
+
+
+def accuracy_line(rows: list[Row], results: list[dict[str, Any]]) -> str:
+    """How many pairs, or labels, were right, in words; "" where no row says what would be."""
+    margins = [result["margin"] for result in results if "margin" in result]
+    if margins:
+        right = sum(margin > 0 for margin in margins)
+        mean = sum(margins) / len(margins)
+        return f"{len(margins)} pairs: accuracy {right / len(margins):.4f}, margin {mean:.4f}"
+    judged = [(row, result) for row, result in zip(rows, results, strict=True) if row.label is not None]
+    judged = [(row, result) for row, result in judged if "label" in result]
+    if not judged:
+        return ""
+    right = 0
+    for row, result in judged:
+        names = list(result["probabilities"])
+        # As in training: where no name is a number, a number is that of a class.
+        is_number = row.label.isdecimal() and row.label not in names and int(row.label) < len(names)
+        right += result["label"] == (names[int(row.label)] if is_number else row.label)
+    return f"{len(judged)} labels: accuracy {right / len(judged):.4f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

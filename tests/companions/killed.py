@@ -1,0 +1,37 @@
+"""`plimsoll train` that gets a SIGKILL while the reference is computed: `python tests/companions/killed.py N FLAGS`.
+
+N batches of the data are computed before it. Every batch is counted as done as soon as it is written.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from framework.companions import stored
+from framework.companions.scoring import Scoring
+from launch.train import main
+
+
+def kill_after(count: int) -> None:
+    """The next process that has gathered so many batches is gone before it writes the next one."""
+    gathered = Scoring._gathered
+    seen = [0]
+
+    def gather(self: Scoring, values: jax.Array) -> np.ndarray:
+        array: Any = gathered(self, values)
+        if seen[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen[0] += 1
+        return array
+
+    Scoring._gathered = gather
+    stored._SECONDS = 0.0
+
+
+if __name__ == "__main__":
+    kill_after(int(sys.argv[1]))
+    sys.exit(main(sys.argv[2:]))

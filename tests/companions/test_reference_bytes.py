@@ -1,0 +1,69 @@
+"""What a reference costs in device memory, by the compiler: next to nothing beside fine-tuning on the same tokens."""
+
+import pytest
+
+from framework.companions.reference import Reference
+from framework.config import Config, config_for
+from framework.layers.lora import LoRA
+from framework.objectives.preferences import DPO
+from framework.plan.guard import need
+from framework.plan.plan import plan
+from framework.plan.targets import resolve
+from tests.support import small
+from tests.support.halves import Halves
+
+SIZES = {"dim": 128, "stack__num_layers": 4, "stack__pattern__0__mlp__hidden": 352}
+
+
+def tuning(*, lora: bool, kind: str | None) -> Config:
+    """Fine-tuning of a small model, by DPO with a kind of reference or (None) by the next tokens."""
+    config = small.experiment(small.llama(**SIZES), seq_len=64, batch=2, documents=True)
+    config.data = config_for(Halves, **{name: config.data[name] for name in config.data})
+    config.memory.remat = "full"
+    if lora:
+        config.model.lora = config_for(LoRA, rank=4)
+    if kind is not None:
+        config.model.head.objective = config_for(DPO)
+        config.companion = config_for(Reference, kind=kind)
+    return config
+
+
+def planned(**fields) -> dict:
+    return plan("small", tuning(**fields), resolve("cpu:1"), None, phases=False)
+
+
+def most(report: dict) -> int:
+    """The peak of all that runs in a step."""
+    return max(report["phases"][name]["device_peak_bytes"] for name in ("train", "reference"))
+
+
+@pytest.fixture(scope="module")
+def base() -> dict[bool, int]:
+    """The peaks of the next tokens' loss, without and with adapters."""
+    return {lora: planned(lora=lora, kind=None)["phases"]["train"]["device_peak_bytes"] for lora in (False, True)}
+
+
+@pytest.mark.parametrize(
+    ("lora", "kind", "bound"), [(True, "adapter_off", 1.02), (False, "hosted", 1.05), (False, "stored", 1.05)]
+)
+def test_preferences_take_the_memory_of_fine_tuning(lora, kind, bound, base):
+    report = planned(lora=lora, kind=kind)
+    assert report["fits"]
+    assert most(report) <= bound * base[lora]
+    program = small.program(tuning(lora=lora, kind=kind))
+    weights = sum(leaf.bytes_per_device for leaf in program.layout if leaf.group in ("parameter", "frozen"))
+    # A second copy of the weights in the device's memory would have shown.
+    assert most(report) + weights > 1.1 * bound * base[lora]
+    kept = report["host_peak_bytes"]
+    if kind == "hosted":
+        assert 0.95 * weights < kept <= weights
+        assert report["phases"]["reference"]["host_peak_bytes"] == kept
+    else:
+        assert kept == 0
+    # The guard of `plimsoll train` counts it as the plan does.
+    assert need(program).peak == most(report)
+
+
+def test_a_step_takes_the_time_of_its_reference_too():
+    seconds = {kind: planned(lora=True, kind=kind)["time"]["seconds"] for kind in ("adapter_off", "stored")}
+    assert 1.1 < seconds["adapter_off"] / seconds["stored"] < 1.6

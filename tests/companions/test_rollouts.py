@@ -1,0 +1,334 @@
+"""Rollouts: what the model answers and with which probability, the batches that come of it, and what is refused."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from framework.api.configs import override
+from framework.companions.answers import rows_of_answers
+from framework.companions.reference import Reference
+from framework.companions.rollouts import Rollouts
+from framework.config import config_for
+from framework.data.pipeline import DataPipeline
+from framework.data.sources import TokenMemmap
+from framework.inference.generation import Generator
+from framework.inference.rollout import Answers
+from framework.inference.sampling import Sampling
+from framework.layers.lora import LoRA
+from framework.program.program import Program
+from tests.support import rewarded, runs
+
+
+def program_of(folder: Path, devices: int = 1, **changes) -> Program:
+    """A program whose data is ready and whose companion is open; `changes`: paths with __ for dots."""
+    config = rewarded.rewarded()
+    override(config, {path.replace("__", "."): value for path, value in changes.items()})
+    experiment = config.instantiate()
+    program = Program(experiment, jax.devices()[:devices])
+    experiment.data.setup(folder)
+    experiment.companion.open(program, folder, begins=True, tell=lambda line: None)
+    return program
+
+
+def completed(program: Program, state, index: int = 0) -> dict[str, np.ndarray]:
+    """A batch of the data with the model's answers, on the host."""
+    batch = program.experiment.data.train_batch(index, program.rows)
+    return jax.device_get(program.completed(state, program.put(batch)))
+
+
+def answers_of(batch: dict[str, np.ndarray]) -> list[list[int]]:
+    """The tokens of each answer."""
+    return [row[weights > 0].tolist() for row, weights in zip(batch["targets"], batch["weights"], strict=True)]
+
+
+def train(program: Program, steps: int = 3) -> tuple[list[float], list[float]]:
+    """(losses, rewards) of so many steps."""
+    state = program.init()
+    losses, rewards = [], []
+    for index in range(steps):
+        batch = program.experiment.data.train_batch(index, program.rows)
+        state, metrics = program.step(state, program.put(batch))
+        losses.append(float(metrics["loss"]))
+        rewards.append(float(metrics["head/reward"]))
+    return losses, rewards
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    return program_of(tmp_path_factory.mktemp("rollouts"))
+
+
+@pytest.fixture(scope="module")
+def state(program: Program):
+    return program.init()
+
+
+def test_log_probabilities_are_those_of_the_model_that_trains(program: Program, state):
+    """`behavior` comes from the loop over tokens with a cache, `log_probs` from the forward pass of a whole row."""
+    batch = completed(program, state)
+    model = program.experiment.language_model
+
+    def log_probs(weights, batch):
+        return model.log_probs(weights, program.evaluation_context(batch), state["buffer"])
+
+    expected = jax.jit(log_probs)(program.weights(state), batch)
+    is_answer = batch["weights"] > 0
+    np.testing.assert_allclose(batch["behavior"][is_answer], np.asarray(expected)[is_answer], atol=2e-5)
+    assert not batch["behavior"][~is_answer].any()
+
+
+def test_the_likeliest_answers_are_the_generators(program: Program, state):
+    """Evaluation is greedy, and `generate` continues the same prompts token by token."""
+    data = program.experiment.data
+    with data.eval_batches("sums", program.rows) as batches:
+        delivered = next(batches)
+    batch = jax.device_get(program.completed(state, program.put(delivered)))
+    prompts = [row[:length].tolist() for row, length in zip(delivered["prompts"], delivered["lengths"], strict=True)]
+    prompts = [prompt for prompt in prompts if prompt]
+    assert 0 < len(prompts) < 16, "some rows of the last batch are padding"
+    sampling = Sampling(max_new_tokens=4, temperature=0.0, stop_ids=data.stop_ids)
+    continued = Generator(program, state)(prompts, sampling)
+    # The generator leaves the token out that ends an answer.
+    answers = [[token for token in answer if token not in data.stop_ids] for answer in answers_of(batch)]
+    assert answers[: len(prompts)] == continued
+    assert batch["ends"].sum() == len(prompts)
+    assert not batch["weights"][len(prompts) :].any()
+
+
+def test_draws_are_a_function_of_step_and_row(program: Program, state):
+    first = answers_of(completed(program, state))
+    assert answers_of(completed(program, state)) == first
+    # The four answers to a prompt are drawn apart.
+    assert len({tuple(answer) for answer in first[:4]}) == 4
+    later = {**state, "counter": {**state["counter"], "step": state["counter"]["step"] + 1}}
+    assert answers_of(completed(program, later)) != first
+
+
+def test_rows_end_where_the_answer_ends():
+    host_batch = {
+        "prompts": np.asarray([[5, 6, 7, 0, 0], [8, 0, 0, 0, 0], [0, 0, 0, 0, 0]], np.int32),
+        "lengths": np.asarray([3, 1, 0], np.int32),
+    }
+    log_probs = np.asarray([[-1, -2, -3], [-4, 0, 0], [0, 0, 0]], np.float32)
+    answers = Answers(np.asarray([[1, 2, 3], [4, 0, 0], [0, 0, 0]], np.int32), log_probs, np.asarray([3, 1, 0]))
+    batch = rows_of_answers(host_batch, answers)
+    assert batch["tokens"].tolist() == [[5, 6, 7, 1, 2], [8, 0, 0, 0, 0], [0] * 5]
+    assert batch["targets"].tolist() == [[6, 7, 1, 2, 3], [4, 0, 0, 0, 0], [0] * 5]
+    assert batch["weights"].tolist() == [[0, 0, 1, 1, 1], [1, 0, 0, 0, 0], [0] * 5]
+    assert batch["behavior"].tolist() == [[0, 0, -1, -2, -3], [-4, 0, 0, 0, 0], [0] * 5]
+    assert batch["ends"].tolist() == [[0, 0, 0, 0, 1], [1, 0, 0, 0, 0], [0] * 5]
+    assert batch["segments"].tolist() == [[1] * 5, [1, 0, 0, 0, 0], [0] * 5]
+    assert batch["positions"].tolist() == [[0, 1, 2, 3, 4], [0] * 5, [0] * 5]
+
+
+def test_demonstrations_have_the_gradient_of_supervised_training(tmp_path: Path):
+    """The next tokens' cross-entropy, mean over the answers' tokens."""
+    program = program_of(tmp_path, companion__demonstrations=1)
+    state = program.init()
+    batch = completed(program, state)
+    assert np.isnan(batch["behavior"][batch["weights"] > 0]).all()
+    texts = [program.experiment.data.tokenizer.decode(answer) for answer in answers_of(batch)]
+    rows = program.experiment.data.sets[0].rows
+    assert set(texts) <= {row["answer"] for row in rows}
+    plain = rewarded.rewarded()
+    plain.model.head.objective = None
+    plain.companion = None
+    supervised = Program(plain.instantiate(), jax.devices()[:1], training=False)
+
+    def gradients(program: Program):
+        model = program.experiment.language_model
+
+        def loss(weights):
+            ctx = program.evaluation_context(batch)
+            return model.loss(weights, ctx, state["buffer"])[0]
+
+        return jax.jit(jax.grad(loss))(program.weights(state))
+
+    expected = gradients(supervised)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients(program), expected)
+
+
+def test_one_program_samples_for_all_steps_and_evaluations(tmp_path: Path):
+    program = program_of(tmp_path)
+    state = program.init()
+    program.compile_evaluation(state)
+    for index in range(3):
+        batch = program.experiment.data.train_batch(index, program.rows)
+        state, _ = program.step(state, program.put(batch))
+    with program.experiment.data.eval_batches("sums", program.rows) as batches:
+        for batch in batches:
+            program.evaluate(state, program.put(batch))
+    samplers = program.experiment.companion._samplers
+    assert {group: sampler._cache_size() for group, sampler in samplers.items()} == {"parameter": 1}
+
+
+def test_the_plan_counts_the_cache(program: Program):
+    peaks = {}
+    for name, answer_tokens in {"short": 4, "long": 4000}.items():
+        config = rewarded.rewarded()
+        config.data.seq_len = answer_tokens + 4
+        config.data.answer_tokens = answer_tokens
+        longer = Program(config.instantiate(), jax.devices()[:1])
+        ledgers = longer.experiment.companion.rehearsed(longer, longer.execution.compile_here)
+        peaks[name] = ledgers["rollouts"].peak
+    # Keys and values of two layers, two heads of width 8 each, float32, for 16 rows.
+    per_token = 16 * 2 * 2 * 2 * 8 * 4
+    assert peaks["long"] - peaks["short"] > 3900 * per_token
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"memory__update": "in_backward"}, marks=pytest.mark.pairs),
+        {"memory__update": "streamed", "learner__accumulate": 2},
+        pytest.param({"memory__parameters": "pinned_host", "memory__update": "in_backward"}, marks=pytest.mark.pairs),
+    ],
+    ids=str,
+)
+def test_schedules_agree(changes, program: Program, tmp_path: Path):
+    losses, rewards = train(program)
+    other_losses, other_rewards = train(program_of(tmp_path, **changes))
+    np.testing.assert_allclose(other_losses, losses, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(other_rewards, rewards, rtol=1e-6)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("mesh", [{"data": 8, "fsdp": 1}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "model": 2}], ids=str)
+def test_eight_devices_answer_as_one(mesh: dict[str, int], program: Program, tmp_path: Path):
+    losses, rewards = train(program)
+    changes = {f"mesh__{axis}": size for axis, size in mesh.items()}
+    other_losses, other_rewards = train(program_of(tmp_path, devices=8, **changes))
+    np.testing.assert_allclose(other_losses, losses, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(other_rewards, rewards, rtol=1e-6)
+
+
+def test_rewards_rise(tmp_path: Path):
+    changes = {"learner__optimizer__learning_rate": 0.02, "data__global_batch_size": 64, "data__group_size": 16}
+    _, rewards = train(program_of(tmp_path, **changes), steps=40)
+    assert np.mean(rewards[:3]) < 0.7
+    assert np.mean(rewards[-5:]) > 0.9
+
+
+@pytest.mark.parametrize("kind", ["hosted", pytest.param("adapter_off", marks=pytest.mark.pairs)])
+def test_the_reference_is_the_model_of_the_first_step(kind: str, tmp_path: Path):
+    """At first the divergence from it is zero, and behavior and reference are one; later they are not."""
+    config = rewarded.rewarded()
+    config.model.head.objective.beta = 0.1
+    config.companion.reference = config_for(Reference, kind=kind)
+    if kind == "adapter_off":
+        config.model.lora = config_for(LoRA, rank=4)
+    experiment = config.instantiate()
+    program = Program(experiment, jax.devices()[:1])
+    experiment.data.setup(tmp_path)
+    experiment.companion.open(program, tmp_path, begins=True, tell=lambda line: None)
+    state = program.init()
+    divergences = []
+    for index in range(4):
+        delivered = experiment.data.train_batch(index, program.rows)
+        batch = jax.device_get(program.completed(state, program.put(delivered)))
+        is_close = np.allclose(batch["reference"], batch["behavior"], atol=2e-5)
+        assert is_close == (index == 0)
+        state, metrics = program.step(state, program.put(delivered))
+        divergences.append(float(metrics["head/kl"]))
+    assert divergences[0] == pytest.approx(0.0, abs=1e-6)
+    assert divergences[3] > 1e-5
+
+
+REFUSED = {
+    "data.group_size": {"data__group_size": 1},
+    "does not divide data.global_batch_size = 16": {"data__group_size": 5},
+    "leaves no room for a prompt": {"data__answer_tokens": 9},
+    "leave room for 4": {"data__answer_tokens": 5},
+    "there is no package 'nowhere'": {"companion__reward": "nowhere.exact"},
+    "nowhere.py does not exist": {"companion__reward": "nowhere.py:exact"},
+    'expected "path/to/file.py:function"': {"companion__reward": "exact"},
+    "cannot be imported: ModuleNotFoundError": {"companion__reward": "framework.companions.nowhere.exact"},
+    "there is no function 'exakt'": {"companion__reward": "framework.companions.rewards.exakt"},
+    "has no stack that could answer": {"memory__update": "layer_programs"},
+    "mesh.seq = 2": {"mesh__seq": 2},
+    "beta = 0.1: expected a companion.reference": {"model__head__objective__beta": 0.1},
+    "expected less than 1": {"model__head__objective__epsilon": 1.0},
+    "expected a number with dr_grpo": {"model__head__objective__normalization": "dr_grpo"},
+    "holds 3 prompts, too few for the 4": {"data__source__count": 3},
+    'expected some of "+-*"': {"data__source__operators": "/"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_one_line_says_what_is_wrong(message: str, tmp_path: Path):
+    with pytest.raises((ValueError, FileNotFoundError)) as raised:
+        program_of(tmp_path, devices=8 if "mesh" in message else 1, **REFUSED[message])
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("too_few", "expected 16 rewards, one for each answer, given 15"),
+        ("not_a_number", "expected finite numbers, given nan for the answer"),
+        ("failing", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_reward_function_that_fails_is_named(function: str, message: str, program: Program, state):
+    reward = rewarded.REWARD.replace("high_bytes", function)
+    companion = Rollouts(reward=reward)
+    batch = program.experiment.data.train_batch(0, program.rows)
+    with pytest.raises(ValueError, match=r"companion\.reward = ") as raised:
+        companion.completed(program, state, program.put(batch))
+    assert message in str(raised.value)
+    assert f":{function}: " in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_other_data_is_refused():
+    config = rewarded.rewarded()
+    config.data = config_for(
+        DataPipeline,
+        source=config_for(TokenMemmap, path="never-read.bin"),
+        tokenizer=config.data.tokenizer,
+        seq_len=8,
+        global_batch_size=16,
+    )
+    with pytest.raises(ValueError, match=r"data is a DataPipeline, not Prompts$"):
+        Program(config.instantiate(), jax.devices()[:1])
+
+
+def test_a_run_writes_tables_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert runs.train(tmp_path / "run", config="rewarded", file=rewarded.__file__) == 0
+    out = capsys.readouterr().out
+    assert "answers after 0 steps, train:" in out
+    assert "answers after 7 steps, train (" in out
+    assert "answers after 8 steps, sums (" in out
+    records = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    assert {(record["step"], record["set"]) for record in records} == {
+        (0, "train"),
+        (4, "train"),
+        (7, "train"),
+        (8, "sums"),
+    }
+    rows = runs.rows(tmp_path / "run")
+    assert all(0 <= row["train/head/reward"] <= 1 for row in rows if "train/head/reward" in row)
+    assert any("eval/sums/reward" in row for row in rows)
+
+
+@pytest.mark.pairs
+def test_killed_among_the_answers_it_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REWARDED", str(tmp_path))
+    kind = {"config": "rewarded", "file": rewarded.__file__}
+    flag = f"--config.companion.reward={rewarded.REWARD.replace('high_bytes', 'killed_at_fifth')}"
+    killed = tmp_path / "killed"
+    # The fifth call is that of the fifth step: a checkpoint of the third is there, and the fourth is lost.
+    assert runs.start(killed, flag, **kind).wait() == -signal.SIGKILL
+    assert max(runs.losses(killed)) < 5
+    assert runs.start(killed, flag, **kind).wait() == 0
+    assert "resumed from step 3" in runs.output(killed)
+    whole = tmp_path / "whole"
+    assert runs.start(whole, flag, **kind).wait() == 0
+    assert runs.losses(killed) == runs.losses(whole)
+    assert len(os.listdir(whole / "checkpoints")) == len(os.listdir(killed / "checkpoints"))

@@ -1,0 +1,86 @@
+"""Stored values: the data delivers them with the rows that they are of; those of other weights or data are refused."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from framework.companions.other_model import OtherModel
+from framework.program.program import Program
+from tests.support.halves import dpo
+from tests.support.runs import write_text
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch) -> Program:
+    """A program whose stored reference was computed, in the folder `run` of the test's."""
+    monkeypatch.setenv("TINY_TEXT", "")
+    write_text(tmp_path / "text")
+    program = fresh(tmp_path)
+    said: list[str] = []
+    program.experiment.companion.open(program, tmp_path / "run", begins=True, tell=said.append)
+    assert said == ["reference: stored (all weights are trained, and the values of the first ones are computed once)"]
+    return program
+
+
+def fresh(tmp_path: Path, kind: str = "auto", **fields) -> Program:
+    """The program of a new start, whose data is ready."""
+    config = dpo()
+    config.companion.kind = kind
+    for path, value in fields.items():
+        config.set_path(path.replace("__", "."), value)
+    program = Program(config.instantiate(), jax.devices()[:1])
+    program.experiment.data.setup(tmp_path / "run")
+    return program
+
+
+def test_batches_have_the_values_of_their_rows(begun: Program, tmp_path: Path):
+    hosted = fresh(tmp_path, "hosted")
+    hosted.experiment.companion.open(hosted, tmp_path / "hosted", begins=True, tell=lambda line: None)
+    data = begun.experiment.data
+    batches = [data.train_batch(number, begun.rows) for number in (0, 7, 33)]
+    with data.eval_batches("held", begun.rows) as evaluations:
+        batches += list(evaluations)
+    for batch in batches:
+        expected = hosted.completed({}, hosted.put({name: x for name, x in batch.items() if name != "reference"}))
+        np.testing.assert_allclose(batch["reference"], expected["reference"], atol=1e-5)
+        assert (batch["reference"][batch["weights"] == 0] == 0).all()
+    # Rows behind the end of a validation set are padding.
+    assert any((batch["weights"][-1] == 0).all() for batch in batches)
+    assert begun.experiment.companion.completed(begun, {}, begun.put(batches[0])).keys() == batches[0].keys()
+
+
+def test_a_run_that_goes_on_reads_them_and_no_model(begun: Program, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(OtherModel, "load", lambda self: pytest.fail("the model is loaded"))
+    program = fresh(tmp_path)
+    program.experiment.companion.open(program, tmp_path / "run", begins=False, tell=lambda line: None)
+    first = [one.experiment.data.train_batch(3, one.rows)["reference"] for one in (begun, program)]
+    np.testing.assert_array_equal(*first)
+
+
+@pytest.mark.parametrize(("fields", "what"), [({"trainer__seed": 5}, "weights"), ({"data__seed": 7}, "data")])
+def test_values_of_other_weights_or_data_are_refused(begun: Program, fields, what, tmp_path: Path):
+    program = fresh(tmp_path, **fields)
+    with pytest.raises(
+        ValueError, match=f"run/reference holds a reference of other {what} than those of this run"
+    ) as e:
+        program.experiment.companion.open(program, tmp_path / "run", begins=False, tell=lambda line: None)
+    assert "\n" not in str(e.value)
+    values = tmp_path / "run" / "reference" / "train.f32"
+    before = values.read_bytes()
+    said: list[str] = []
+    program.experiment.companion.open(program, tmp_path / "run", begins=True, tell=said.append)
+    assert f"holds a reference of other {what}: it is computed again" in said[1]
+    # Another seed of the data is another order of the same rows of text.
+    assert (values.read_bytes() == before) == (what == "data")
+
+
+def test_values_by_another_model_of_the_same_weights_are_computed_again(begun: Program, tmp_path: Path):
+    program = fresh(tmp_path, model__stack__pattern__0__attention__num_heads=4)
+    said: list[str] = []
+    program.experiment.companion.open(program, tmp_path / "run", begins=True, tell=said.append)
+    assert "holds a reference by another program: it is computed again" in said[1]
+    done = json.loads((tmp_path / "run" / "reference" / "reference.json").read_text())["done"]
+    assert done == {name: rows.num_rows for name, rows in program.experiment.data.row_sets().items()}

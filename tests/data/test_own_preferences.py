@@ -1,0 +1,193 @@
+"""--data=FILE of pairs or judged answers: it is recognized, gets its objective and its reference, and trains."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+import configs
+from framework.companions.reference import Reference
+from framework.config import Config, ConfigError, config_for, target_of
+from framework.data.chats import ChatSource
+from framework.data.own_data import with_data
+from framework.data.preferences import PairSource, ThumbSource
+from framework.data.recognize import recognized
+from framework.data.sources import TextFiles
+from framework.data.tokenizers import ByteTokenizer
+from framework.objectives.preferences import DPO, ORPO
+from framework.objectives.thumbs import KTO
+from tests.support import runs, small
+
+USER = {"role": "user", "content": "who?"}
+GOOD = {"role": "assistant", "content": "a model"}
+BAD = {"role": "assistant", "content": "a fox"}
+PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+CHATS = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+THUMB = {"prompt": "2+2=", "completion": "4", "label": True}
+SUMS = [(a, b) for a in range(8) for b in range(8)]
+ROWS = {
+    "pairs": [{"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": f"{a * b + 20}"} for a, b in SUMS],
+    "thumbs": [{"prompt": f"{a}+{b}=", "completion": f"{a + b}", "label": b % 2 == 0} for a, b in SUMS],
+}
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "source", "noun", "needs_template"),
+    [
+        (PAIR, PairSource, "pairs of answers", False),
+        (CHATS, PairSource, "pairs of answers", True),
+        ({"prompt": [USER], "completion": [GOOD], "label": False}, ThumbSource, "judged answers", True),
+        (THUMB, ThumbSource, "judged answers", False),
+        ({"messages": [USER, GOOD], "label": True}, ThumbSource, "judged answers", True),
+        ({"messages": [USER, GOOD], "label": 3}, ChatSource, "conversations", True),
+        ({"prompt": "a", "completion": "b"}, ChatSource, "conversations", True),
+    ],
+)
+def test_rows_are_recognized_by_their_fields(
+    row: dict[str, Any], source: type, noun: str, needs_template: bool, tmp_path: Path
+):
+    file = write_rows(tmp_path / "a.jsonl", [row])
+    data = recognized(str(file))
+    assert (target_of(data.source), data.needs_template) == (source, needs_template)
+    assert (data.source.split, data.held_out.split) == ("train", "validation")
+    assert data.line == f"data: {noun} from {file}: 1 file, 5% held out"
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "b.parquet")
+    assert target_of(recognized(str(tmp_path / "b.parquet")).source) is source
+
+
+def test_parts_that_names_tell(tmp_path: Path):
+    for name in ("train.jsonl", "test.jsonl"):
+        write_rows(tmp_path / name, [PAIR])
+    data = recognized(str(tmp_path))
+    assert (data.source.paths, data.held_out.paths) == ([f"{tmp_path}/train.jsonl"], [f"{tmp_path}/test.jsonl"])
+    assert data.source.split == data.held_out.split == "all"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, r"a.jsonl, line 1 \(byte 0\): no field 'rejected': a pair has chosen and rej"),
+        ({"prompt": "a", "rejected": "b", "chosen": None}, r"line 1 \(byte 0\): field 'chosen' is null"),
+        ({"completion": "a", "label": True}, r"line 1 \(byte 0\): no field 'prompt'"),
+    ],
+)
+def test_a_first_row_that_is_half_a_pair_is_no_text(row: dict[str, Any], message: str, tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", [row])
+    with pytest.raises(ValueError, match=f"--data: .*{message}"):
+        with_data(configs.load("stdlib-tiny"), str(file), [])
+
+
+@pytest.mark.parametrize(("rows", "objective"), [("pairs", DPO), ("thumbs", KTO)])
+def test_the_config_gets_an_objective_and_a_reference(rows: str, objective: type, tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", ROWS[rows])
+    config, lines = with_data(configs.load("stdlib-tiny"), str(file), [])
+    assert target_of(config.model.head.objective) is objective
+    assert target_of(config.companion) is Reference
+    name = objective.__name__
+    assert f"objective: model.head.objective={name}, companion=Reference, as the data compares answers" in lines
+    # A tokenizer that is trained sees what prompts and answers say.
+    assert config.data.tokenizer.vocab_size < 300
+
+
+def test_what_the_command_line_or_the_config_says_stays(tmp_path: Path):
+    file = str(write_rows(tmp_path / "a.jsonl", ROWS["pairs"]))
+    named = configs.load("stdlib-tiny")
+    config, lines = with_data(named, file, ["model.head.objective"])
+    assert config.model.head.objective is None
+    assert target_of(config.companion) is Reference
+    assert "objective: companion=Reference, as the data compares answers" in lines
+    config, lines = with_data(named, file, ["model.head.objective", "companion.kind"])
+    assert config.companion is None
+    assert not any(line.startswith("objective") for line in lines)
+    named.model.head.objective = config_for(ORPO)
+    config, lines = with_data(named, file, [])
+    assert target_of(config.model.head.objective) is ORPO
+    assert config.companion is None
+    assert not any(line.startswith("objective") for line in lines)
+
+
+def test_messages_need_a_model_with_a_template(tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", [CHATS])
+    with pytest.raises(ConfigError, match="conversations, which need the chat template of a model: --config=hf:DIR"):
+        with_data(configs.load("stdlib-tiny"), str(file), [])
+
+
+# --- data and objectives that do not go together ---------------------------------------------------------------------
+
+
+def checked(source: type, objective: type | None, *, reference: bool = True) -> None:
+    """Checks an experiment with such data and objective; nothing is read."""
+    config: Config = small.experiment(small.llama(vocab_size=257))
+    config.data.source = config_for(source, paths=["never-read.jsonl"])
+    config.data.tokenizer = config_for(ByteTokenizer)
+    config.model.head.objective = None if objective is None else config_for(objective)
+    config.companion = config_for(Reference) if reference else None
+    experiment = config.instantiate()
+    experiment.check(experiment.mesh.build(jax.devices()[:1]), reach=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "objective", "message"),
+    [
+        (PairSource, None, r"model.head.objective is None, the loss of next tokens, which does not read ends"),
+        (ThumbSource, None, r"model.head.objective is None, .* does not read ends and labels"),
+        (ThumbSource, DPO, r"model.head.objective is DPO, which does not read labels .*KTO of judged answers"),
+        (PairSource, KTO, r"model.head.objective is KTO, which reads labels of a batch"),
+        (TextFiles, DPO, r"model.head.objective is DPO, which reads ends, segments of a batch"),
+    ],
+)
+def test_other_data_is_refused(source: type, objective: type | None, message: str):
+    with pytest.raises(ValueError, match=message) as refusal:
+        checked(source, objective)
+    assert "\n" not in str(refusal.value)
+
+
+def test_data_and_objective_that_go_together():
+    checked(PairSource, DPO)
+    checked(ThumbSource, KTO)
+    checked(PairSource, ORPO, reference=False)
+    with pytest.raises(ValueError, match=r"DPO, which reads reference of a batch; .* or a companion that adds them"):
+        checked(PairSource, DPO, reference=False)
+
+
+# --- from a file to a step -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.once("pairs")
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_file_trains(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The first loss is that of a model that is its own reference: log 2 of DPO, 1 - sigmoid(0) of KTO."""
+    runs.write_text(tmp_path / "text")
+    file = write_rows(tmp_path / "rows.jsonl", ROWS[rows])
+    flags = ["model.stack.pattern.0.dropout=0", "model.embed.dropout=0", "trainer.max_steps=2", "trainer.eval_every=2"]
+    assert runs.train(tmp_path / "run", f"--data={file}", *(f"--config.{flag}" for flag in flags)) == 0
+    output = capsys.readouterr()
+    assert f"objective: model.head.objective={'DPO' if rows == 'pairs' else 'KTO'}" in output.out + output.err
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert losses[0] == pytest.approx(math.log(2) if rows == "pairs" else 0.5, abs=1e-4)
+    assert losses[1] != losses[0]
+    (evaluation,) = [line for line in lines if "eval/held_out/loss" in line]
+    assert 0 <= evaluation["eval/held_out/accuracy"] <= 1
+    names = ("pairs",) if rows == "pairs" else ("desirable", "undesirable")
+    assert sum(evaluation[f"eval/held_out/{name}"] for name in names) >= 1
+
+
+def test_a_row_that_is_wrong_ends_the_run_before_a_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs.write_text(tmp_path / "text")
+    file = write_rows(tmp_path / "rows.jsonl", [*ROWS["pairs"], {**PAIR, "chosen": "5"}])
+    assert runs.train(tmp_path / "run", f"--data={file}") == 2
+    error = capsys.readouterr().err
+    assert "both answers are the same" in error
+    assert "rows.jsonl, line 65 (byte" in error
+    assert "compiling" not in error

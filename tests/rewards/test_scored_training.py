@@ -1,0 +1,79 @@
+"""Score heads under every schedule, on meshes, with adapters and microbatches: the same numbers everywhere."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from framework.layout import flatten
+from tests.support import scored, small
+
+MESH = {"data": 2, "fsdp": 2, "model": 2}
+STEPS = 3
+
+
+def trained(kind: str, steps: int = STEPS, **fields: Any) -> tuple[dict[str, np.ndarray], list[float]]:
+    """(weights, losses) after some steps; weights by the path at which the schedule has them."""
+    program = small.program(scored.experiment(kind, **fields))
+    state, metrics = scored.run(program, steps)
+    return small.arrays(state["parameter"]), [step["loss"] for step in metrics]
+
+
+@pytest.fixture(scope="module", params=["reward", "classify"])
+def reference(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    """(kind, what plain training gives)."""
+    return request.param, trained(request.param)
+
+
+@pytest.mark.parametrize(
+    ("memory", "learner"),
+    [
+        ({"update": "streamed"}, {}),
+        ({"update": "in_backward"}, {}),
+        ({"update": "layer_programs"}, {}),
+        ({"update": "streamed", "gradients": "pinned_host"}, {}),
+        ({"remat": "full"}, {"accumulate": 2}),
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())) or "plain",
+)
+def test_schedules_give_the_same(reference, memory: dict[str, Any], learner: dict[str, Any]):
+    kind, (_, losses) = reference
+    _, other_losses = trained(kind, memory=memory, **learner)
+    np.testing.assert_allclose(other_losses, losses, rtol=2e-6)
+    assert losses[-1] != losses[0]
+
+
+def test_meshes_give_the_same(reference):
+    kind, (weights, losses) = reference
+    other, other_losses = trained(kind, mesh=MESH)
+    np.testing.assert_allclose(other_losses, losses, rtol=2e-5)
+    small.assert_close(other, weights, 2e-3)
+
+
+@pytest.mark.parametrize("base", ["float32", "nf4"])
+@pytest.mark.parametrize("update", ["after_backward", "in_backward"])
+def test_with_adapters_the_score_head_learns_whole_and_the_base_is_frozen(base: str, update: str):
+    program = small.program(scored.experiment("reward", lora=base, memory={"update": update}))
+    first = jax.device_get(program.init())
+    trained_paths = {path.rsplit("/", 1)[1] for path in flatten(first["parameter"])}
+    assert trained_paths == {"lora_a", "lora_b", "score"}
+    before = small.arrays(first)
+    state, _ = scored.run(program, 2)
+    after = small.arrays(state)
+    assert not np.array_equal(after["parameter/head/score"], before["parameter/head/score"])
+    small.assert_same_bits(state["frozen"], first["frozen"])
+
+
+def test_an_evaluation_reports_means_over_sequences(reference):
+    kind, _ = reference
+    program = small.program(scored.experiment(kind))
+    state = program.init()
+    batch = scored.batch(program)
+    sums = {name: float(value) for name, value in program.evaluate(state, program.put(batch)).items()}
+    summary = program.experiment.model.summary(sums)
+    _, metrics = program.step(state, program.put(batch))
+    assert summary["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-5)
+    assert summary["accuracy"] == pytest.approx(float(metrics["head/accuracy"]), rel=1e-5)
+    count = batch["ends"].sum()
+    assert summary["pairs" if kind == "reward" else "sequences"] == (count / 2 if kind == "reward" else count)

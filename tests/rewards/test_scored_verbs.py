@@ -1,0 +1,125 @@
+"""A reward model and a classifier from data to directory and back: train, evaluate, score_texts, export, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import configs
+from launch import evaluate, export, generate, score_texts, train
+from tests.support import pretrained, small
+
+TEXTS = {"code": "def f(x): return x + 1", "prose": "the quick brown fox jumps over a lazy dog"}
+SMALL = [
+    "--config.data.seq_len=32",
+    "--config.data.global_batch_size=8",
+    "--config.trainer.max_epochs=null",
+    "--config.trainer.save_every=100",
+]
+
+
+def written(path: Path, *rows: object) -> Path:
+    """Writes JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with a tokenizer, as a directory of a language model."""
+    from configs import families
+    from framework.weights.export import export_model
+
+    folder = tmp_path_factory.mktemp("base") / "model"
+    config = small.llama(vocab_size=400)
+    program = small.program(small.experiment(config))
+    facts, family = families.of_model(config)
+    facts |= {"max_position_embeddings": 128}
+    export_model(folder, program.experiment.model, program.init()["parameter"], family, facts)
+    return pretrained.write(folder, "llama3")
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(workdir, file) of a classifier of two kinds of text, a few words of each cut off."""
+    folder = tmp_path_factory.mktemp("trained")
+    rows = []
+    for number in range(60):
+        for label, text in TEXTS.items():
+            rows.append({"text": text[: 12 + number % 8], "label": label})
+    file = written(folder / "rows.jsonl", *rows)
+    arguments = [f"--config=lora-classify:{base}", f"--data={file}", f"--workdir={folder / 'run'}", *SMALL]
+    rate = "--config.learner.optimizer.learning_rate.peak_value=0.01"
+    assert train.main([*arguments, rate, "--config.trainer.max_steps=30"]) == 0
+    return folder / "run", file
+
+
+def test_a_classifier_learns_and_says_so(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
+    workdir, file = trained
+    assert score_texts.main([f"--workdir={workdir}", f"--rows={file}"]) == 0
+    captured = capsys.readouterr()
+    results = [json.loads(line) for line in captured.out.splitlines()]
+    assert len(results) == 120
+    for result in results:
+        assert list(result["probabilities"]) == ["code", "prose"]
+        assert sum(result["probabilities"].values()) == pytest.approx(1)
+        assert result["label"] == max(result["probabilities"], key=result["probabilities"].__getitem__)
+    assert "120 labels: accuracy 1.0000" in captured.err
+    assert evaluate.main([f"--workdir={workdir}", "--validation"]) == 0
+    assert "accuracy 1" in capsys.readouterr().out
+
+
+def test_what_goes_out_comes_in_with_its_names(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    workdir, file = trained
+    assert export.main([f"--workdir={workdir}", f"--to={tmp_path / 'out'}"]) == 0
+    assert "LlamaForSequenceClassification" in capsys.readouterr().out
+    facts = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert facts["id2label"] == {"0": "code", "1": "prose"}
+    outputs = []
+    for place in (f"--workdir={workdir}", f"--hf={tmp_path / 'out'}"):
+        assert score_texts.main([place, f"--rows={file}"]) == 0
+        outputs.append([json.loads(line)["probabilities"]["code"] for line in capsys.readouterr().out.splitlines()])
+    assert outputs[1] == pytest.approx(outputs[0], abs=0.02)
+    config = configs.load(f"hf:{tmp_path / 'out'}")
+    assert config.data.source.classes == ["code", "prose"]
+    with pytest.raises(ValueError, match="has 2 labels; expected one"):
+        configs.load(f"reward:{tmp_path / 'out'}")
+
+
+def test_a_reward_model_of_any_directory_scores_pairs(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [{"prompt": "def ", "chosen": f"f(x): return {n}", "rejected": f"the fox {n}"} for n in range(40)]
+    file = written(tmp_path / "rows.jsonl", *rows)
+    rate = "--config.learner.optimizer.learning_rate.peak_value=0.003"
+    arguments = [f"--config=reward:{base}", f"--data={file}", f"--workdir={tmp_path / 'run'}", rate, *SMALL]
+    assert train.main([*arguments, "--config.trainer.max_steps=20"]) == 0
+    capsys.readouterr()
+    out = tmp_path / "scores.jsonl"
+    assert score_texts.main([f"--workdir={tmp_path / 'run'}", f"--rows={file}", f"--out={out}"]) == 0
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(result["margin"] == pytest.approx(result["chosen"] - result["rejected"]) for result in results)
+    assert "40 pairs: accuracy 1.0000" in capsys.readouterr().err
+    text = written(tmp_path / "text.jsonl", {"text": "def f(x): return 0"})
+    assert score_texts.main([f"--workdir={tmp_path / 'run'}", f"--rows={text}"]) == 0
+    # The chosen one of row 0, as one text.
+    assert json.loads(capsys.readouterr().out)["reward"] == pytest.approx(results[0]["chosen"], rel=1e-4)
+
+
+def test_what_a_model_cannot_do_is_one_line(
+    base: Path, trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    workdir, _ = trained
+    pair = written(tmp_path / "pair.jsonl", {"chosen": "a", "rejected": "b"})
+    bad = written(tmp_path / "bad.jsonl", {"text": "a"}, {"txt": "a"})
+    text = written(tmp_path / "text.jsonl", {"text": "a"})
+    three = "--config.model.head.num_labels=3"
+    for verb, arguments, message in [
+        (score_texts, [f"--workdir={workdir}", f"--rows={pair}"], "line 1 (byte 0): a pair, for a classifier"),
+        (score_texts, [f"--workdir={workdir}", f"--rows={bad}"], "line 2 (byte 14): expected a row with"),
+        (score_texts, [f"--hf={base}", f"--rows={text}"], "model.head is a LMHead, which scores no texts"),
+        (generate, [f"--workdir={workdir}", "--prompt=x"], "model.head is a ScoreHead, which predicts no tokens"),
+        (train, [f"--config=classify:{base}", three, f"--workdir={tmp_path / 'x'}"], "the data has 2 classes (0, 1)"),
+    ]:
+        assert verb.main(arguments) == 2, arguments
+        assert message in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""Losses over preferences as their papers write them, one sequence after the other, in float64; rows of sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from framework.config import Config, config_for
+from framework.data.packing import Batch
+from framework.objectives.preferences import DPO, IPO, ORPO, SimPO
+from framework.objectives.thumbs import KTO
+from tools.peers.preference_rows import Answered, batch_of
+
+# By name: ours, and which of the plain formulas it is, with what they take.
+OBJECTIVES: dict[str, Config] = {
+    "dpo": config_for(DPO, beta=0.3),
+    "dpo_smooth_sft": config_for(DPO, beta=0.3, label_smoothing=0.2, sft=0.5),
+    "ipo": config_for(IPO, beta=0.4),
+    "ipo_sums": config_for(IPO, beta=0.4, per_token=False, sft=0.3),
+    "orpo": config_for(ORPO, beta=0.7),
+    "orpo_answers": config_for(ORPO, beta=0.7, sft_prompt=False),
+    "simpo": config_for(SimPO, beta=2.0, gamma=0.6),
+    "simpo_smooth_sft": config_for(SimPO, beta=2.0, gamma=0.6, label_smoothing=0.1, sft=0.4),
+    "kto": config_for(KTO, beta=0.3, desirable_weight=1.4, undesirable_weight=0.6),
+}
+
+
+class PlainSequence(NamedTuple):
+    """One sequence of a row: lists of floats, one for each target of the answer, and of prompt and answer."""
+
+    log_probs: list[float]
+    references: list[float]
+    all_log_probs: list[float]
+    label: float
+    counted: bool
+
+
+def sequences(batch: Batch, log_probs_BS: np.ndarray) -> list[list[PlainSequence]]:
+    """The sequences of each row, read from the arrays position by position."""
+    rows = []
+    for row in range(batch["tokens"].shape[0]):
+        members = []
+        for number in range(1, int(batch["segments"][row].max()) + 1):
+            columns = [s for s in range(batch["tokens"].shape[1]) if batch["segments"][row, s] == number]
+            answer = [s for s in columns if batch["weights"][row, s] > 0]
+            members.append(
+                PlainSequence(
+                    [float(log_probs_BS[row, s]) for s in answer],
+                    [float(batch["reference"][row, s]) for s in answer],
+                    [float(log_probs_BS[row, s]) for s in columns],
+                    float(batch["labels"][row, columns[-1]]) if "labels" in batch else 1.0,
+                    bool(batch["ends"][row, columns[-1]]),
+                )
+            )
+        rows.append(members)
+    return rows
+
+
+def plain_loss(name: str, batch: Batch, log_probs_BS: np.ndarray, microbatches: int = 1) -> float:
+    """The loss of a batch, by the formula of the paper (for IPO and ORPO: of TRL); rows are dealt to microbatches."""
+    rows = sequences(batch, log_probs_BS)
+    fields = dict(OBJECTIVES[name].items())
+    if name == "kto":
+        return _kto([rows[part::microbatches] for part in range(microbatches)], fields)
+    pairs = [(row[i], row[i + 1]) for row in rows for i in range(0, len(row), 2) if row[i].counted]
+    loss = sum(_pair_loss(name, fields, *pair) for pair in pairs) / len(pairs)
+    prompts = fields.get("sft_prompt", False)
+    nlls = [-p for chosen, _ in pairs for p in (chosen.all_log_probs if prompts else chosen.log_probs)]
+    sft = 1.0 if name.startswith("orpo") else fields["sft"]
+    return loss + sft * sum(nlls) / len(nlls)
+
+
+def _pair_loss(name: str, fields: dict[str, Any], chosen: PlainSequence, rejected: PlainSequence) -> float:
+    beta = fields["beta"]
+    if name.startswith(("dpo", "ipo")):
+        ratios = [sum(one.log_probs) - sum(one.references) for one in (chosen, rejected)]
+        if name.startswith("dpo"):
+            return _smoothed(beta * (ratios[0] - ratios[1]), fields["label_smoothing"])
+        if fields["per_token"]:
+            ratios = [ratio / len(one.log_probs) for ratio, one in zip(ratios, (chosen, rejected), strict=True)]
+        return (ratios[0] - ratios[1] - 1 / (2 * beta)) ** 2
+    means = [sum(one.log_probs) / len(one.log_probs) for one in (chosen, rejected)]
+    if name.startswith("simpo"):
+        return _smoothed(beta * means[0] - beta * means[1] - fields["gamma"], fields["label_smoothing"])
+    odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in means]
+    return -beta * math.log(_sigmoid(math.log(odds[0] / odds[1])))
+
+
+def _smoothed(margin: float, smoothing: float) -> float:
+    return -(1 - smoothing) * math.log(_sigmoid(margin)) - smoothing * math.log(_sigmoid(-margin))
+
+
+def _kto(parts: list[list[list[PlainSequence]]], fields: dict[str, Any]) -> float:
+    losses = []
+    for rows in parts:
+        members = [one for row in rows for one in row]
+        estimates = [sum(one.log_probs) - sum(one.references) for one in members if one.label == 0]
+        kl = max(0.0, sum(estimates) / len(estimates)) if estimates else 0.0
+        for one in members:
+            if one.label == 0:
+                continue
+            ratio = sum(one.log_probs) - sum(one.references)
+            if one.label > 0:
+                losses.append(fields["desirable_weight"] * (1 - _sigmoid(fields["beta"] * (ratio - kl))))
+            else:
+                losses.append(fields["undesirable_weight"] * (1 - _sigmoid(fields["beta"] * (kl - ratio))))
+    return sum(losses) / len(losses)
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def random_batch(name: str, shape: tuple[int, int], vocab_size: int, seed: int = 0) -> Batch:
+    """Rows of as many random sequences as fit, of many lengths, with a reference; the last row has the fewest.
+
+    Pairs take turns; of thumbs each is followed by a sequence for the estimate of KL.
+    """
+    rng = np.random.default_rng(seed)
+    thumbs = name == "kto"
+    rows: list[Sequence[Answered]] = []
+    for row in range(shape[0]):
+        members: list[Answered] = []
+        room = shape[1]
+        for turn in range(2 if row < shape[0] - 1 else 1):
+            prompt = rng.integers(1, vocab_size, rng.integers(1, 3)).tolist()
+            answers = [rng.integers(1, vocab_size, length).tolist() for length in rng.permutation([1 + turn, 3])]
+            labels = (int(rng.choice([1, -1])), 0) if thumbs else (1, 1)
+            columns = sum(len(prompt) + len(answer) - 1 for answer in answers)
+            if columns <= room:
+                room -= columns
+                members += [Answered(prompt, answer, label) for answer, label in zip(answers, labels, strict=True)]
+        rows.append(members)
+    batch = batch_of(rows, shape[1], labels=thumbs)
+    # What the model itself would say, about: so that log-ratios have both signs.
+    reference = np.where(batch["weights"] > 0, -math.log(vocab_size) + rng.normal(size=shape), 0.0)
+    return {**batch, "reference": reference.astype(np.float32)}

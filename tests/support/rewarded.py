@@ -1,0 +1,89 @@
+"""A user's own config file: a model of a few layers that answers sums and gets rewards, in $REWARDED where it says so.
+
+The reward functions of the tests are in here as well, so `companion.reward` names this file.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import optax
+
+from configs.parts import llama_model
+from framework.companions.rollouts import Rollouts
+from framework.config import Config, config_for
+from framework.data.prompts import Arithmetic, Prompts
+from framework.data.tokenizers import ByteTokenizer
+from framework.devices.mesh import MeshShape
+from framework.learner.learner import Learner
+from framework.objectives.policy_gradient import GRPO
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
+from tests.support.tiny import CACHE
+
+REWARD = f"{__file__}:high_bytes"
+
+
+def rewarded() -> Config:
+    """Two layers of width 32, four prompts of four answers each."""
+    model = llama_model(layers=2, heads=4, kv_heads=2, dim=32, hidden=48, vocab_size=257)
+    model.head.objective = config_for(GRPO)
+    return config_for(
+        Experiment,
+        model=model,
+        data=config_for(
+            Prompts,
+            source=config_for(Arithmetic, split="train"),
+            validation={"sums": config_for(Arithmetic, split="validation")},
+            tokenizer=config_for(ByteTokenizer),
+            seq_len=8,
+            answer_tokens=4,
+            group_size=4,
+            global_batch_size=16,
+        ),
+        companion=config_for(Rollouts, reward=REWARD, table_every=4),
+        mesh=config_for(MeshShape),
+        learner=config_for(Learner, optimizer=config_for(optax.adamw, learning_rate=3e-3)),
+        trainer=config_for(
+            TrainerOptions,
+            max_steps=8,
+            log_every=1,
+            eval_every=None,
+            save_every=3,
+            compilation_cache=CACHE,
+        ),
+    )
+
+
+def high_bytes(prompts, answers, rows):
+    """The share of characters that are no UTF-8: a bit more than a half of what an untrained model writes."""
+    assert all(prompt == row["prompt"] for prompt, row in zip(prompts, rows, strict=True))
+    return [answer.count("\ufffd") / max(len(answer), 1) for answer in answers]
+
+
+def killed_at_fifth(prompts, answers, rows):
+    """high_bytes; the process that calls it for the fifth time is killed, unless $REWARDED has been killed before."""
+    folder = Path(os.environ["REWARDED"])
+    with open(folder / "calls", "a") as file:
+        file.write("x")
+    if len((folder / "calls").read_text()) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return high_bytes(prompts, answers, rows)
+
+
+def too_few(prompts, answers, rows):
+    """One reward is missing."""
+    return [0.0] * (len(answers) - 1)
+
+
+def not_a_number(prompts, answers, rows):
+    """The last one is NaN."""
+    return [0.0] * (len(answers) - 1) + [float("nan")]
+
+
+def failing(prompts, answers, rows):
+    """It fails."""
+    return [1 / 0 for _ in answers]
+
+
+CONFIGS = {"rewarded": rewarded}

@@ -1,0 +1,105 @@
+"""Batches of preferences that are made by hand: sequences of ids, one after the other in each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from framework.data.batches import Pipeline, Shapes
+from framework.data.packing import Batch
+from framework.data.tokenizers import NoTokenizer
+from tools.peers.preference_cases import Pair, Thumb
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt with an answer.
+
+    Args:
+        prompt, answer: ids; a prompt has one at least.
+        label: +1 desirable, -1 undesirable, 0 for the estimate of KL, which is not counted. Pairs have no labels: 1.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    label: int = 1
+
+
+class GivenBatches(Pipeline):
+    """Stands for the data of an experiment whose batches a caller makes.
+
+    Args:
+        shape: [B, S].
+        vocab_size: every id is below it.
+        extra: {name: dtype} of arrays beside tokens, targets, weights, positions, segments and ends.
+    """
+
+    item = "token"
+    loss_unit = "nats"
+    document_mask = True
+    validation_names = ()
+
+    def __init__(self, shape: tuple[int, int], vocab_size: int, extra: dict[str, str]):
+        self.global_batch_size, self.seq_len = shape
+        self.tokenizer = NoTokenizer(vocab_size=vocab_size)
+        self._extra = extra
+
+    def arrays(self, *, evaluation: bool = False) -> Shapes:
+        """All arrays of a batch."""
+        shape = (self.global_batch_size, self.seq_len)
+        dtypes = dict.fromkeys(("tokens", "targets", "positions", "segments"), "int32")
+        dtypes |= {"weights": "float32", "ends": "float32", **self._extra}
+        return {name: (shape, dtype) for name, dtype in dtypes.items()}
+
+    def training_row(self, sequence: int, source: int, index: int) -> Batch:
+        """There is none."""
+        raise AssertionError("the caller makes the batches")
+
+    def evaluation_rows(self, name: str) -> Any:
+        """There is none."""
+        raise AssertionError("the caller makes the batches")
+
+
+def sequences_of(example: Pair | Thumb) -> list[Answered]:
+    """The two sequences of an example: chosen and rejected, or the answer and what estimates KL."""
+    if isinstance(example, Pair):
+        return [Answered(example.prompt, example.chosen), Answered(example.prompt, example.rejected)]
+    label = 1 if example.liked else -1
+    return [Answered(example.prompt, example.answer, label), Answered(example.prompt, example.other_answer, 0)]
+
+
+def rows_of(examples: Sequence[Pair | Thumb], num_rows: int) -> list[list[Answered]]:
+    """The sequences of each row; each row has as many examples."""
+    per_row = len(examples) // num_rows
+    rows = []
+    for row in range(num_rows):
+        members = examples[row * per_row : (row + 1) * per_row]
+        rows.append([sequence for example in members for sequence in sequences_of(example)])
+    return rows
+
+
+def batch_of(rows: Sequence[Sequence[Answered]], seq_len: int, *, labels: bool) -> Batch:
+    """The arrays of a batch, [B, S], without `reference`; a sequence of n tokens takes n - 1 columns."""
+    shape = (len(rows), seq_len)
+    batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions", "segments")}
+    batch |= {name: np.zeros(shape, np.float32) for name in ("weights", "ends", "labels")}
+    for row, sequences in enumerate(rows):
+        start = 0
+        for number, sequence in enumerate(sequences, start=1):
+            ids = sequence.prompt + sequence.answer
+            stop = start + len(ids) - 1
+            columns = slice(start, stop)
+            batch["tokens"][row, columns] = ids[:-1]
+            batch["targets"][row, columns] = ids[1:]
+            batch["positions"][row, columns] = np.arange(len(ids) - 1)
+            batch["segments"][row, columns] = number
+            batch["weights"][row, start + len(sequence.prompt) - 1 : stop] = 1.0
+            batch["labels"][row, columns] = sequence.label
+            batch["ends"][row, stop - 1] = float(sequence.label != 0)
+            start = stop
+    if not labels:
+        del batch["labels"]
+    return batch

@@ -1,0 +1,243 @@
+"""Models that score sequences, against transformers' ...ForSequenceClassification and the loss of TRL's RewardTrainer.
+
+They get their sequences padded, as they have them; we get the same ones packed, two in a row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from configs.families import scores
+from framework.config import config_for
+from framework.data.packing import Batch
+from framework.data.pipeline import DataPipeline
+from framework.data.scored import LabelledSource, RankedSource
+from framework.data.tokenizers import NoTokenizer
+from framework.layout import Nested, flatten
+from framework.learner.learner import Learner
+from framework.objectives.rewards import Classification, PairwiseReward
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
+from framework.program.program import Program
+from framework.schedules.after_backward import accumulated_gradients
+from framework.schedules.step import training_context
+from tools.peers.families import FAMILIES, SEQ_LEN, VOCAB, Family
+from tools.peers.recording import BETAS, CLIP, EPS, LEARNING_RATE, TRAINING_STEPS, WEIGHT_DECAY, Tensors
+
+Kind = Literal["classify", "reward"]
+CLASSES = ["red", "green", "blue"]
+# Lengths of the sequences of each of our rows; in the rewards' each row is a pair.
+LENGTHS = ((5, 9), (11, 4))
+PAD = 0
+# The shape that `tools.record_scored` records.
+RECORDED_SHAPE = "llama"
+MARGIN, CENTERING = 0.25, 0.05
+# {the language model's shape: transformers' name of the scored one}, without what transformers lacks.
+LANGUAGE_SHAPES = [name for name, one in FAMILIES.items() if one.facts["architectures"] != ["OlmoeForCausalLM"]]
+
+
+def family_of(name: str, kind: Kind) -> Family:
+    """The shape of a family with a score head in the place of the other."""
+    names = CLASSES if kind == "classify" else ["LABEL_0"]
+    facts = scores.scored_facts(FAMILIES[name].facts, len(names))
+    no_gradient = FAMILIES[name].no_gradient
+    return Family(f"{kind}-{name}", {**facts, **scores.label_facts(names), "pad_token_id": PAD}, no_gradient)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Token ids of sequences, drawn from a seed, and their classes.
+
+    Args:
+        tokens: int32 ids of each, none of them that of padding; those of row 0 come first.
+        labels: the class of each.
+    """
+
+    tokens: list[np.ndarray]
+    labels: np.ndarray
+
+    @staticmethod
+    def draw(seed: int) -> Sequences:
+        """New ones."""
+        rng = np.random.default_rng(seed)
+        lengths = [length for row in LENGTHS for length in row]
+        tokens = [rng.integers(1, VOCAB, length).astype(np.int32) for length in lengths]
+        return Sequences(tokens, rng.integers(0, len(CLASSES), len(lengths)))
+
+    def batch(self, kind: Kind) -> Batch:
+        """As the data pipeline would hand them to our model."""
+        shape = (len(LENGTHS), SEQ_LEN)
+        batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions", "segments")}
+        batch |= {name: np.zeros(shape, np.float32) for name in ("weights", "ends", "labels")}
+        number = 0
+        for row, lengths in enumerate(LENGTHS):
+            start = 0
+            for segment, length in enumerate(lengths, 1):
+                columns = slice(start, start + length)
+                batch["tokens"][row, columns] = self.tokens[number]
+                batch["positions"][row, columns] = np.arange(length)
+                batch["segments"][row, columns] = segment
+                batch["weights"][row, columns] = 1
+                start += length
+                batch["ends"][row, start - 1] = 1
+                batch["labels"][row, start - 1] = self.labels[number]
+                number += 1
+        if kind == "reward":
+            del batch["labels"]
+        return batch
+
+    def padded(self, kind: Kind) -> dict[str, np.ndarray]:
+        """As transformers has them: all chosen ones before all rejected ones, as TRL's collator does."""
+        order = [0, 2, 1, 3] if kind == "reward" else [0, 1, 2, 3]
+        rows = [self.tokens[number] for number in order]
+        longest = max(map(len, rows))
+        ids = np.stack([np.pad(row, (0, longest - len(row)), constant_values=PAD) for row in rows])
+        arrays = {"input_ids": ids.astype(np.int64), "attention_mask": (ids != PAD).astype(np.int64)}
+        if kind == "classify":
+            return {**arrays, "labels": self.labels[order].astype(np.int64)}
+        return {**arrays, "margin": np.full(2, MARGIN, np.float32)}
+
+
+def recorded(file: Path) -> tuple[int, Tensors, Tensors, Tensors]:
+    """(the seed of the inputs, weights, gradients, and logits, loss and losses) of a recorded file."""
+    groups: dict[str, Tensors] = {"weights": {}, "gradients": {}, "": {}}
+    with np.load(file) as arrays:
+        for key in arrays.files:
+            group, _, name = key.rpartition(":")
+            groups[group][name] = arrays[key]
+    weights = {name: tensor.astype(np.float32) for name, tensor in groups["weights"].items()}
+    return int(groups[""]["seed"]), weights, groups["gradients"], groups[""]
+
+
+# --- ours ----------------------------------------------------------------------------------------------------------
+
+
+def program_of(family: Family, kind: Kind, **model: Any) -> Program:
+    """On one device; its data is never opened."""
+    config = family.ours()
+    for field, value in model.items():
+        config[field] = value
+    source = config_for(RankedSource, paths=["not-there.jsonl"])
+    config.head.objective = config_for(PairwiseReward, margin=MARGIN, centering=CENTERING)
+    if kind == "classify":
+        source = config_for(LabelledSource, paths=["not-there.jsonl"], classes=CLASSES)
+        config.head.objective = config_for(Classification)
+    optimizer = config_for(
+        optax.adamw, learning_rate=LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY
+    )
+    experiment = config_for(
+        Experiment,
+        model=config,
+        data=config_for(
+            DataPipeline,
+            source=source,
+            tokenizer=config_for(NoTokenizer, vocab_size=VOCAB),
+            seq_len=SEQ_LEN,
+            global_batch_size=len(LENGTHS),
+        ),
+        learner=config_for(Learner, optimizer=optimizer, clip=CLIP),
+        trainer=config_for(TrainerOptions, max_steps=1),
+    )
+    return Program(experiment.instantiate(), jax.devices()[:1])
+
+
+def gradients(program: Program, params: Nested, batch: Batch) -> tuple[np.ndarray, np.ndarray, Nested]:
+    """(scores [N, C] of the sequences in the order of the rows, loss, gradients) on the host."""
+    model, experiment = program.experiment.language_model, program.experiment
+
+    def run(params: Nested, batch: Batch) -> Any:
+        counter = {"rng": jax.random.key_data(jax.random.key(0)), "step": jnp.int32(0)}
+        ctx = training_context(batch, counter, model, program.layout, experiment.memory.remat)
+        state = {"parameter": params, "frozen": {}, "buffer": {}}
+        (loss, _), grads = accumulated_gradients(model, experiment.learner, state, ctx)
+        x_BSD, _ = model.hidden(params, ctx, {})
+        scores_BSC = model.score_head.scores(model.head_weights(params, ctx), x_BSD, ctx)
+        return scores_BSC, loss, grads
+
+    scores_BSC, loss, grads = jax.device_get(jax.jit(run)(params, batch))
+    return scores_BSC[batch["ends"] > 0], loss, grads
+
+
+def train(program: Program, params: Nested, batches: list[Batch]) -> tuple[np.ndarray, Tensors]:
+    """(losses of the steps, how far each parameter moved, by path)."""
+    weights, optimizer, ema = program.experiment.learner.init(params)
+    counter = {"step": np.int32(0), "skipped": np.int32(0), "grad_norm": np.float32(0)}
+    counter["rng"] = jax.random.key_data(jax.random.key(0))
+    state = {"parameter": weights, "frozen": {}, "buffer": {}, "optimizer": optimizer, "ema": ema, "counter": counter}
+    state = jax.device_put(state, program.layout.shardings())
+    losses = []
+    for batch in batches:
+        state, metrics = program.step(state, program.put(batch))
+        losses.append(np.asarray(metrics["loss"]))
+    first = flatten(params)
+    moved = {path: np.asarray(array, np.float64) - first[path] for path, array in flatten(state["parameter"]).items()}
+    return np.asarray(losses), {path: np.asarray(np.linalg.norm(array)) for path, array in moved.items()}
+
+
+def training_sequences(seed: int) -> list[Sequences]:
+    """Those of each step: two batches that repeat, so that the loss falls."""
+    return [Sequences.draw(seed + 1 + step % 2) for step in range(TRAINING_STEPS)]
+
+
+# --- theirs --------------------------------------------------------------------------------------------------------
+
+
+def their_loss(model: Any, sequences: Sequences, kind: Kind) -> tuple[Any, Any]:
+    """(logits [N, C] in the order of our rows, loss) as torch tensors: by transformers itself, or by RewardTrainer."""
+    import torch
+
+    arrays = {name: torch.as_tensor(array) for name, array in sequences.padded(kind).items()}
+    if kind == "classify":
+        out = model(**arrays)
+        return out.logits, out.loss
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    # What its loss reads of the trainer.
+    trainer: Any = SimpleNamespace(
+        model=model,
+        args=SimpleNamespace(center_rewards_coefficient=CENTERING),
+        accelerator=SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    pair: Any = RewardTrainer.compute_loss(trainer, model, arrays, return_outputs=True)
+    loss, out = pair
+    return out.logits[[0, 2, 1, 3]], loss
+
+
+def their_gradients(model: Any, sequences: Sequences, kind: Kind) -> tuple[np.ndarray, np.ndarray, Tensors]:
+    """(logits, loss, gradients by the names of published files)."""
+    from tools.peers import theirs
+
+    model.zero_grad(set_to_none=True)
+    logits, loss = their_loss(model, sequences, kind)
+    loss.backward()
+    named = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}
+    grads = theirs.published(model.config.model_type, named)
+    return logits.detach().numpy(), loss.detach().numpy(), grads
+
+
+def their_training(model: Any, steps: list[Sequences], kind: Kind) -> np.ndarray:
+    """The losses of steps of plain AdamW, gradients clipped by their global norm; the model is trained."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    losses = []
+    for sequences in steps:
+        optimizer.zero_grad(set_to_none=True)
+        _, loss = their_loss(model, sequences, kind)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(loss.item())
+    return np.asarray(losses, np.float32)

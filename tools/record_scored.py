@@ -1,0 +1,51 @@
+"""Records what transformers and TRL compute for a small classifier and a small reward model, so that `make test` needs
+neither.
+
+    python -m tools.record_scored [--seed=N] [--out=FOLDER]
+
+Writes a file for each kind (tools/peers/scored.py): weights, logits, loss, gradients, and the losses of ten steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.peers import scored, theirs
+from tools.peers.recording import FOLDER
+
+KINDS: tuple[scored.Kind, ...] = ("classify", "reward")
+
+
+def record(out: Path, seed: int, kind: scored.Kind) -> Path:
+    """Writes the file of a kind, and returns its path."""
+    family = scored.family_of(scored.RECORDED_SHAPE, kind)
+    model = theirs.build(family, seed)
+    weights = theirs.weights_of(model)
+    logits, loss, gradients = scored.their_gradients(model, scored.Sequences.draw(seed), kind)
+    arrays: dict[str, Any] = {"seed": np.asarray(seed), "logits": logits, "loss": loss}
+    # The weights are float16 numbers, see `theirs.build`.
+    arrays |= {f"weights:{name}": tensor.astype(np.float16) for name, tensor in weights.items()}
+    arrays |= {f"gradients:{name}": tensor for name, tensor in gradients.items()}
+    arrays["losses"] = scored.their_training(model, scored.training_sequences(seed), kind)
+    file = out / f"scored-{kind}.npz"
+    np.savez_compressed(file, **arrays)
+    return file
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Records what transformers and TRL compute for small score models.")
+    parser.add_argument("--seed", type=int, default=20_260)
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    for kind in KINDS:
+        file = record(args.out, args.seed, kind)
+        print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
