@@ -5,7 +5,7 @@
     plimsoll train --config=my.py:student --data=chats.jsonl --config.companion.path=scores --workdir=runs/student
 
 --config names the student's config, whose data is read; overrides are of that config. The same command goes on after a
-kill, with the same bits, and adds rows where trainer.max_steps has grown. With --rows=FILE it is `plimsoll score_texts`.
+kill, with the same bits, and adds rows where trainer.max_steps has grown. --rows=FILE is for `plimsoll score_texts`.
 """
 
 import argparse
