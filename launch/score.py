@@ -3,9 +3,15 @@
     plimsoll score --workdir=runs/teacher --config=distil-tiny --out=runs/scores
     plimsoll score --hf=ORG/NAME --config=my.py:student --data=chats.jsonl --top_k=64 --out=scores
     plimsoll train --config=my.py:student --data=chats.jsonl --config.companion.path=scores --workdir=runs/student
+    plimsoll score --workdir=runs/reward --texts=pairs.jsonl
 
 --config names the student's config, whose data is read; overrides are of that config. The same command goes on after a
+<<<<<<< HEAD
 kill, with the same bits, and adds rows where trainer.max_steps has grown. --rows=FILE is for `plimsoll score_texts`.
+=======
+kill, with the same bits, and adds rows where trainer.max_steps has grown. With --texts a reward model or a classifier
+scores texts instead: `plimsoll score --texts= --help`.
+>>>>>>> main
 """
 
 import argparse

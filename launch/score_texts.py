@@ -1,7 +1,7 @@
 """Score texts, conversations or pairs by a reward model or a classifier; a JSON line for each row.
 
-    plimsoll score_texts --workdir=runs/reward-tiny --rows=pairs.jsonl
-    plimsoll score_texts --hf=DIR --rows=texts.jsonl --out=scores.jsonl
+    plimsoll score --workdir=runs/reward-tiny --texts=pairs.jsonl
+    plimsoll score --hf=DIR --texts=texts.jsonl --out=scores.jsonl
 
 A row is {"text": ...}, a conversation, or a pair, {"chosen": ..., "rejected": ...}, with "prompt" beside it or not.
 A reward model writes "reward", of a pair "chosen", "rejected" and "margin"; a classifier "label" and "probabilities".
@@ -32,15 +32,14 @@ class Row(NamedTuple):
 
 def add_flags(parser: cli.Parser) -> None:
     """The flags of this verb, beside those that name the model."""
-    parser.add_argument("--rows", metavar="FILE", required=True, help="JSON lines, or Parquet")
+    parser.add_argument("--texts", metavar="FILE", required=True, help="JSON lines, or Parquet")
     parser.add_argument("--out", metavar="FILE", help="instead of stdout")
     parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="sequences at a time; default 8")
 
 
-@cli.main
 def main(argv: list[str]) -> int:
-    """Runs the verb; 0 when all is written."""
-    parser = weights.parser("score_texts", __doc__)
+    """Runs `plimsoll score --texts=FILE`, which hands over its words; 0 when all is written."""
+    parser = weights.parser("score", __doc__)
     add_flags(parser)
     return run(*weights.parse(parser, argv))
 
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace, overrides: cli.Overrides) -> int:
     if args.out is not None and not Path(args.out).expanduser().parent.is_dir():
         raise FileNotFoundError(f"--out: no folder {Path(args.out).parent}")
     # Rows are read before JAX starts, so that mistakes in them show at once.
-    rows = list(read_rows(args.rows))
+    rows = list(read_rows(args.texts))
     loaded = weights.load(args, overrides)
     results = scored(loaded, rows, args.batch_size)
     with ExitStack() as stack:
@@ -160,7 +159,3 @@ def accuracy_line(rows: list[Row], results: list[dict[str, Any]]) -> str:
         is_number = row.label.isdecimal() and row.label not in names and int(row.label) < len(names)
         right += result["label"] == (names[int(row.label)] if is_number else row.label)
     return f"{len(judged)} labels: accuracy {right / len(judged):.4f}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -65,8 +65,8 @@ def rows_of_answers(host_batch: dict[str, np.ndarray], answers: Answers) -> dict
     """
     prompts_BS = host_batch["prompts"]
     shape = prompts_BS.shape
-    tokens_BS, targets_BS, positions_BS, segments_BS = np.zeros((4, *shape), np.int32)
-    weights_BS, behavior_BS, ends_BS = np.zeros((3, *shape), np.float32)
+    tokens_BS, targets_BS, positions_BS, segments_BS = (np.zeros(shape, np.int32) for _ in range(4))
+    weights_BS, behavior_BS, ends_BS = (np.zeros(shape, np.float32) for _ in range(3))
     for row, (length, count) in enumerate(zip(host_batch["lengths"], answers.counts, strict=True)):
         # A row without a prompt has no answer, and is padding from end to end.
         if not length or not count:

@@ -167,7 +167,7 @@ class Forward:
                 x_BSD, _ = model.run(stage, params, x_BSD, ctx, buffers, places)
         assert x_BSD is not None
         weights = model.head_weights(params, ctx, places)
-        return self._function(model.head, weights, x_BSD, ctx)
+        return self._function(model.language_head, weights, x_BSD, ctx)
 
 
 def _in_order(parts: jax.Array) -> jax.Array:

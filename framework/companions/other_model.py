@@ -165,7 +165,8 @@ def _experiment(run: Experiment, path: str | None) -> Experiment:
         data=run.data,
         mesh=run.mesh,
         learner=learner,
-        memory=config_for(Memory, parameters=run.memory.parameters.text),
+        # Where parameters may be depends on how a step updates them.
+        memory=config_for(Memory, update=run.memory.update, parameters=run.memory.parameters.text),
         trainer=run.trainer,
         compiler=run.compiler,
         health=run.health,

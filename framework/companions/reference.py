@@ -88,6 +88,8 @@ class Reference(Companion):
             return Choice("stored", "all weights are trained, and the values of the first ones are computed once")
         if self._experiment.memory.update == "layer_programs":
             return Choice("stored", "memory.update = layer_programs runs no forward pass beside its step")
+        if model.buffer_specs():
+            return Choice("stored", "the model has buffers that steps move, adapters or not")
         return Choice("adapter_off", "the model without its adapters is the one that the run began with")
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
@@ -110,6 +112,11 @@ class Reference(Companion):
             raise ValueError(
                 "companion.kind = adapter_off with memory.update = layer_programs, which runs no forward pass beside "
                 "its step; expected companion.kind = stored or hosted"
+            )
+        if kind == "adapter_off" and model.buffer_specs():
+            raise ValueError(
+                "companion.kind = adapter_off, and the model has buffers (a router's bias) that steps move, so that it "
+                "is not what the run began with; expected companion.kind = stored or hosted"
             )
 
     def check_files(self, program: Any) -> None:

@@ -145,7 +145,7 @@ class TeacherScorer:
         def score(arrays: Any, batch: Nested) -> dict[str, jax.Array]:
             ctx = program.evaluation_context(batch)
             x_BSD, head_weights, _ = forward(arrays, ctx)
-            return values_of(forward.model.head, head_weights, x_BSD, ctx)
+            return values_of(forward.model.language_head, head_weights, x_BSD, ctx)
 
         self._score = program.jit(score, out_shardings=program.replicated)
 

@@ -24,7 +24,8 @@ class LabelledSource(SequenceSource):
     Args:
         paths: local paths, globs or fsspec URLs, read in this order; Parquet where a name ends in .parquet.
         classes: names of the classes, in the order of their numbers. A label is one of the names, or a number.
-        split: "all", or one of two disjoint parts; the sha256 of a row decides to which it belongs.
+        split: "all", or one of two disjoint parts; the sha256 of a row decides to which it belongs, of a pair with a
+            prompt that of the prompt.
         validation_fraction: about so much of all rows is "validation".
         append_eos, pad_token_id, template_variables: see SequenceSource.
     """
@@ -101,7 +102,9 @@ class RankedSource(SequenceSource):
         for place, row in rows_of_file(file):
             try:
                 pair = sequences_of(row)
-                part = split_of(json.dumps(pair), self.validation_fraction)
+                # Pairs of one prompt stay in one part: answers to it would give away what is held out.
+                prompt = pair_of(row).prompt
+                part = split_of(json.dumps(prompt or pair), self.validation_fraction)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {place}: {error}") from error
             if self.split in ("all", part):

@@ -90,7 +90,7 @@ class CausalLM(Chain):
         if not isinstance(self.head, LMHead):
             raise ValueError(
                 f"model.head is a {type(self.head).__name__}, which predicts no tokens; expected an LMHead "
-                "(plimsoll score reads the scores of texts)"
+                "(`plimsoll score --texts` has its scores)"
             )
         return self.head
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs.parts import mixture
 from framework.companions.reference import Reference
 from framework.config import Config, ConfigError, config_for
 from framework.layers.chunked_loss import Loss
@@ -51,14 +52,25 @@ def with_lora(model: Config, **fields) -> Config:
     return model
 
 
+def mixed(**router) -> Config:
+    """A small model with experts."""
+    model = small.llama()
+    small.block(model).mlp = mixture(experts=4, top_k=2, hidden=24, **router)
+    return model
+
+
 ADAPTERS = {
+    "experts": (lambda: with_lora(mixed(), targets="experts|."), {}),
     "lora": (lambda: with_lora(small.llama()), {}),
     "dropout": (lambda: with_lora(small.gpt2(), dropout=0.2), {}),
     "nf4": (
         lambda: with_lora(small.llama(dim=64, stack__pattern__0__mlp__hidden=64), base="nf4", base_targets="."),
         {},
     ),
-    "sections": (lambda: with_lora(small.llama(stack__num_layers=4)), {"memory": {"parameters": "pinned_host:2"}}),
+    "sections": (
+        lambda: with_lora(small.llama(stack__num_layers=4)),
+        {"memory": {"parameters": "pinned_host:2", "update": "in_backward"}, "clip": None},
+    ),
     "mesh": (lambda: with_lora(small.llama()), {"mesh": MESH, "accumulate": 2}),
     "in_backward": (lambda: with_lora(small.llama()), {"memory": {"update": "in_backward"}, "clip": None}),
 }

@@ -23,7 +23,7 @@ from framework.config import Config, ConfigError, config_for, reference
 from framework.config import components as config_components
 from framework.config import names as config_names
 from framework.config.components import is_component
-from framework.data import images, sources, tokenizers
+from framework.data import images, prompts, sources, tokenizers
 from framework.layers.attention import Attention
 from framework.layers.block import Block
 from framework.layers.experts.experts import Experts
@@ -133,6 +133,12 @@ BLOCK = config_for(Block, attention=config_for(Attention, num_heads=2), mlp=conf
 SCHEDULES = ("warmup_cosine", "warmup_linear", "warmup_stable_decay")
 SPECIAL: dict[str, dict[str, Any]] = {
     "framework.data.images.ImagePipeline": {"source": config_for(images.DigitsSource)},
+    "framework.companions.rollouts.Rollouts": {"reward": "framework.companions.rewards.exact"},
+    "framework.data.prompts.Prompts": {
+        "source": config_for(prompts.Arithmetic),
+        "answer_tokens": 4,
+        "global_batch_size": 16,
+    },
     "framework.layers.stack.Stack": {"pattern": [BLOCK]},
     "framework.layers.experts.moe.MoE": {
         "experts": config_for(Experts, hidden=16),

@@ -89,7 +89,6 @@ VERBS = {
     "chat": ["--help"],
     "export": ["--help"],
     "sample": ["--help"],
-    "score_texts": ["--help"],
 }
 
 

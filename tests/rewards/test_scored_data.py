@@ -124,6 +124,18 @@ def test_both_parts_are_disjoint_and_parquet_is_read(tmp_path: Path):
     assert all(parts)
 
 
+def test_pairs_of_one_prompt_are_in_one_part(tmp_path: Path):
+    rows = [{"prompt": f"{n % 20} ", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(100)]
+    file = written(tmp_path / "a.jsonl", *rows)
+    prompts = []
+    for split in ("train", "validation"):
+        source = RankedSource(paths=[str(file)], split=split, validation_fraction=0.3)
+        prompts.append({json.loads(document)[1][0].split()[0] for document in source.documents()})
+    assert prompts[0] | prompts[1] == {str(n) for n in range(20)}
+    assert not prompts[0] & prompts[1]
+    assert all(prompts)
+
+
 def test_classes_are_the_sorted_names_of_a_file(tmp_path: Path):
     by_name = written(tmp_path / "a.jsonl", *({"text": "x", "label": label} for label in ("b", "a", "b")))
     assert class_names([str(by_name)]) == ["a", "b"]

@@ -9,7 +9,7 @@ import pytest
 from framework.layout import flatten
 from tests.support import scored, small
 
-MESH = {"data": 2, "fsdp": 2, "model": 2}
+MESHES = [{"data": 2, "fsdp": 2, "model": 2}, {"fsdp": 2, "seq": 4}]
 STEPS = 3
 
 
@@ -44,9 +44,10 @@ def test_schedules_give_the_same(reference, memory: dict[str, Any], learner: dic
     assert losses[-1] != losses[0]
 
 
-def test_meshes_give_the_same(reference):
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
+def test_meshes_give_the_same(reference, mesh: dict[str, int]):
     kind, (weights, losses) = reference
-    other, other_losses = trained(kind, mesh=MESH)
+    other, other_losses = trained(kind, mesh=mesh)
     np.testing.assert_allclose(other_losses, losses, rtol=2e-5)
     small.assert_close(other, weights, 2e-3)
 

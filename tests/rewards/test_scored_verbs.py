@@ -1,4 +1,4 @@
-"""A reward model and a classifier from data to directory and back: train, evaluate, score_texts, export, refusals."""
+"""A reward model and a classifier from data to directory and back: train, evaluate, score --texts, export, refusals."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from launch import evaluate, export, generate, score_texts, train
+from launch import evaluate, export, generate, score, train
 from tests.support import pretrained, small
 
 TEXTS = {"code": "def f(x): return x + 1", "prose": "the quick brown fox jumps over a lazy dog"}
@@ -56,7 +56,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 def test_a_classifier_learns_and_says_so(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
     workdir, file = trained
-    assert score_texts.main([f"--workdir={workdir}", f"--rows={file}"]) == 0
+    assert score.main([f"--workdir={workdir}", f"--texts={file}"]) == 0
     captured = capsys.readouterr()
     results = [json.loads(line) for line in captured.out.splitlines()]
     assert len(results) == 120
@@ -79,7 +79,7 @@ def test_what_goes_out_comes_in_with_its_names(
     assert facts["id2label"] == {"0": "code", "1": "prose"}
     outputs = []
     for place in (f"--workdir={workdir}", f"--hf={tmp_path / 'out'}"):
-        assert score_texts.main([place, f"--rows={file}"]) == 0
+        assert score.main([place, f"--texts={file}"]) == 0
         outputs.append([json.loads(line)["probabilities"]["code"] for line in capsys.readouterr().out.splitlines()])
     assert outputs[1] == pytest.approx(outputs[0], abs=0.02)
     config = configs.load(f"hf:{tmp_path / 'out'}")
@@ -89,19 +89,20 @@ def test_what_goes_out_comes_in_with_its_names(
 
 
 def test_a_reward_model_of_any_directory_scores_pairs(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rows = [{"prompt": "def ", "chosen": f"f(x): return {n}", "rejected": f"the fox {n}"} for n in range(40)]
+    # Pairs of one prompt would be in one part of the split.
+    rows = [{"prompt": f"def {n}", "chosen": "f(x): return 1", "rejected": "the fox"} for n in range(80)]
     file = written(tmp_path / "rows.jsonl", *rows)
     rate = "--config.learner.optimizer.learning_rate.peak_value=0.003"
     arguments = [f"--config=reward:{base}", f"--data={file}", f"--workdir={tmp_path / 'run'}", rate, *SMALL]
     assert train.main([*arguments, "--config.trainer.max_steps=20"]) == 0
     capsys.readouterr()
     out = tmp_path / "scores.jsonl"
-    assert score_texts.main([f"--workdir={tmp_path / 'run'}", f"--rows={file}", f"--out={out}"]) == 0
+    assert score.main([f"--workdir={tmp_path / 'run'}", f"--texts={file}", f"--out={out}"]) == 0
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(result["margin"] == pytest.approx(result["chosen"] - result["rejected"]) for result in results)
-    assert "40 pairs: accuracy 1.0000" in capsys.readouterr().err
-    text = written(tmp_path / "text.jsonl", {"text": "def f(x): return 0"})
-    assert score_texts.main([f"--workdir={tmp_path / 'run'}", f"--rows={text}"]) == 0
+    assert "80 pairs: accuracy 1.0000" in capsys.readouterr().err
+    text = written(tmp_path / "text.jsonl", {"text": "def 0f(x): return 1"})
+    assert score.main([f"--workdir={tmp_path / 'run'}", f"--texts={text}"]) == 0
     # The chosen one of row 0, as one text.
     assert json.loads(capsys.readouterr().out)["reward"] == pytest.approx(results[0]["chosen"], rel=1e-4)
 
@@ -115,9 +116,9 @@ def test_what_a_model_cannot_do_is_one_line(
     text = written(tmp_path / "text.jsonl", {"text": "a"})
     three = "--config.model.head.num_labels=3"
     for verb, arguments, message in [
-        (score_texts, [f"--workdir={workdir}", f"--rows={pair}"], "line 1 (byte 0): a pair, for a classifier"),
-        (score_texts, [f"--workdir={workdir}", f"--rows={bad}"], "line 2 (byte 14): expected a row with"),
-        (score_texts, [f"--hf={base}", f"--rows={text}"], "model.head is a LMHead, which scores no texts"),
+        (score, [f"--workdir={workdir}", f"--texts={pair}"], "line 1 (byte 0): a pair, for a classifier"),
+        (score, [f"--workdir={workdir}", f"--texts={bad}"], "line 2 (byte 14): expected a row with"),
+        (score, [f"--hf={base}", f"--texts={text}"], "model.head is a LMHead, which scores no texts"),
         (generate, [f"--workdir={workdir}", "--prompt=x"], "model.head is a ScoreHead, which predicts no tokens"),
         (train, [f"--config=classify:{base}", three, f"--workdir={tmp_path / 'x'}"], "the data has 2 classes (0, 1)"),
     ]:

@@ -25,8 +25,8 @@ REWARD = f"{__file__}:high_bytes"
 
 
 def rewarded() -> Config:
-    """Two layers of width 32, four prompts of four answers each."""
-    model = llama_model(layers=2, heads=4, kv_heads=2, dim=32, hidden=48, vocab_size=257)
+    """Two layers of width 32, four prompts of four answers each. One id of the vocabulary stands for no text."""
+    model = llama_model(layers=2, heads=4, kv_heads=2, dim=32, hidden=48, vocab_size=258)
     model.head.objective = config_for(GRPO)
     return config_for(
         Experiment,
@@ -61,12 +61,12 @@ def high_bytes(prompts, answers, rows):
     return [answer.count("\ufffd") / max(len(answer), 1) for answer in answers]
 
 
-def killed_at_fifth(prompts, answers, rows):
-    """high_bytes; the process that calls it for the fifth time is killed, unless $REWARDED has been killed before."""
+def killed_at_eighth(prompts, answers, rows):
+    """high_bytes; the process that calls it for the eighth time is killed; those of later runs in $REWARDED are not."""
     folder = Path(os.environ["REWARDED"])
     with open(folder / "calls", "a") as file:
         file.write("x")
-    if len((folder / "calls").read_text()) == 5:
+    if len((folder / "calls").read_text()) == 8:
         os.kill(os.getpid(), signal.SIGKILL)
     return high_bytes(prompts, answers, rows)
 

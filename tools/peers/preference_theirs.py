@@ -14,6 +14,10 @@ import transformers
 import trl
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.kto_config import KTOConfig
+from trl.trainer.kto_trainer import KTOTrainer
 
 from tools.peers import theirs
 from tools.peers.preference_cases import (
@@ -32,8 +36,8 @@ from tools.peers.preference_recording import PreferenceResults
 from tools.peers.recording import Tensors
 
 _TRAINERS = {
-    "dpo": (trl.DPOTrainer, trl.DPOConfig),
-    "kto": (trl.KTOTrainer, trl.KTOConfig),
+    "dpo": (DPOTrainer, DPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
     "orpo": (ORPOTrainer, ORPOConfig),
     "cpo": (CPOTrainer, CPOConfig),
 }
@@ -170,7 +174,7 @@ def _train(trainer: Any, case: Case, seed: int) -> np.ndarray:
 def _metrics(trainer: Any, case: Case) -> Tensors:
     """The metrics of the only batch so far, by our names."""
     stored = trainer._metrics if hasattr(trainer, "_metrics") else trainer._stored_metrics
-    return {ours: np.float32(stored["train"][name][-1]) for ours, name in _METRICS[case.trainer].items()}
+    return {ours: np.asarray(stored["train"][name][-1], np.float32) for ours, name in _METRICS[case.trainer].items()}
 
 
 def _array(tensor: Any) -> np.ndarray:

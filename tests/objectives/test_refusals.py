@@ -1,0 +1,58 @@
+"""A loss over preferences that does not fit its data or has no meaning is refused in one line, before any compile."""
+
+import jax
+import pytest
+
+from framework.config import ConfigError, config_for
+from framework.learner.learner import Learner
+from framework.objectives.preferences import DPO, SimPO
+from framework.objectives.thumbs import KTO
+from framework.program.experiment import Experiment
+from framework.program.options import TrainerOptions
+from framework.program.program import Program
+from tests.support import small
+from tests.support.exact import OPTIMIZERS
+from tools.peers.preference_rows import GivenBatches
+
+
+def program(objective, extra, **fields):
+    config = config_for(
+        Experiment,
+        model=small.llama(head__objective=objective, **fields),
+        learner=config_for(Learner, optimizer=OPTIMIZERS["adamw"].copy()),
+        trainer=config_for(TrainerOptions, max_steps=1),
+    )
+    data = GivenBatches((4, 16), small.VOCAB, dict.fromkeys(extra, "float32"))
+    return Program(config.instantiate(data=data), jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("objective", "extra", "missing"),
+    [
+        (config_for(DPO), [], "reference"),
+        (config_for(KTO), ["reference"], "labels"),
+        (config_for(KTO), [], "reference, labels"),
+    ],
+)
+def test_an_array_that_nothing_gives(objective, extra, missing):
+    with pytest.raises(ValueError, match=f"which reads {missing} of a batch; data is a GivenBatches") as error:
+        program(objective, extra)
+    assert "\n" not in str(error.value)
+
+
+def test_a_loss_without_a_reference_asks_for_none():
+    assert "reference" not in program(config_for(SimPO), []).batch_specs
+
+
+@pytest.mark.parametrize(
+    ("objective", "field", "value"),
+    [(DPO, "beta", 0.0), (DPO, "label_smoothing", 1.0), (SimPO, "gamma", -1.0), (KTO, "desirable_weight", -0.5)],
+)
+def test_a_value_out_of_range(objective, field, value):
+    with pytest.raises(ConfigError, match=field):
+        config_for(objective, **{field: value}).instantiate()
+
+
+def test_z_loss_is_of_the_next_tokens():
+    with pytest.raises(ValueError, match="z_loss"):
+        program(config_for(SimPO), [], head__z_loss=1e-3)
