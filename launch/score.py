@@ -6,12 +6,8 @@
     plimsoll score --workdir=runs/reward --texts=pairs.jsonl
 
 --config names the student's config, whose data is read; overrides are of that config. The same command goes on after a
-<<<<<<< HEAD
-kill, with the same bits, and adds rows where trainer.max_steps has grown. --rows=FILE is for `plimsoll score_texts`.
-=======
 kill, with the same bits, and adds rows where trainer.max_steps has grown. With --texts a reward model or a classifier
 scores texts instead: `plimsoll score --texts= --help`.
->>>>>>> main
 """
 
 import argparse
@@ -26,14 +22,14 @@ from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
 from launch import cli, weights
 
-# What --rows may say here; anything else is a file of texts, which a reward model or a classifier scores.
-_ROWS = ("run", "all")
+# The flag that asks for the scores of a reward model or a classifier.
+_TEXTS_FLAG = "--texts"
 
 
 @cli.main
 def main(argv: list[str]) -> int:
     """Runs the verb; 0 when all rows are stored."""
-    if _names_file(argv):
+    if any(token.partition("=")[0] == _TEXTS_FLAG for token in argv):
         from launch import score_texts
 
         return score_texts.main(argv)
@@ -43,16 +39,6 @@ def main(argv: list[str]) -> int:
     args = command.args
     _check(args)
     return _score(args, command.config)
-
-
-def _names_file(argv: list[str]) -> bool:
-    """Whether --rows names a file."""
-    for index, token in enumerate(argv):
-        flag, separator, value = token.partition("=")
-        if flag == "--rows":
-            value = value if separator else "".join(argv[index + 1 : index + 2])
-            return value not in _ROWS
-    return False
 
 
 def _parser() -> cli.Parser:
@@ -68,7 +54,7 @@ def _parser() -> cli.Parser:
     parser.add_data()
     parser.add_argument("--top_k", type=int, default=64, metavar="K", help="tokens stored of each position; default 64")
     parser.add_argument(
-        "--rows", choices=_ROWS, default="run", help="those that the config's run reads (default), or all"
+        "--rows", choices=["run", "all"], default="run", help="those that the config's run reads (default), or all"
     )
     parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="rows at a time; default 8")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the files go")

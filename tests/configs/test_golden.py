@@ -48,16 +48,11 @@ TOYS = {
     "moe-tiny", "qwen3-moe-tiny", "olmoe-tiny", "gpt-oss-tiny", "deepseek-tiny",
     "gemma3-tiny", "phi4-mini-tiny", "olmo2-tiny",
 }  # fmt: skip
-<<<<<<< HEAD
-DISTILLED = {"distil-tiny", "distil-tiny-alone", "distil-tiny-teacher"}
-OURS = TOYS | DISTILLED | {"stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
-=======
 # What is trained for another aim than the next token of a text.
 TUNED = {
     "dpo-tiny", "distil-tiny", "distil-tiny-alone", "distil-tiny-teacher", "grpo-tiny", "reward-tiny", "classify-tiny",
 }  # fmt: skip
 OURS = TOYS | TUNED | {"stdlib-tiny", "stdlib-tiny-reversible", "nanogpt-cpu", "lora-tiny"} | FLOWS
->>>>>>> main
 LARGE = sorted(set(NAMES) - OURS)
 
 
