@@ -11,8 +11,6 @@ scores texts instead: `plimsoll score --texts= --help`.
 """
 
 import argparse
-import importlib
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -24,17 +22,17 @@ from framework.terminal.phases import SHORT, phase
 from framework.terminal.tables import human_bytes
 from launch import cli, weights
 
-# The file that scores texts by a reward model or a classifier, and the flag that asks for it.
-_OF_TEXTS = "launch.score_texts"
+# The flag that asks for the scores of a reward model or a classifier.
 _TEXTS_FLAG = "--texts"
 
 
 @cli.main
 def main(argv: list[str]) -> int:
     """Runs the verb; 0 when all rows are stored."""
-    is_of_texts = any(token.partition("=")[0] == _TEXTS_FLAG for token in argv)
-    if is_of_texts and importlib.util.find_spec(_OF_TEXTS):
-        return importlib.import_module(_OF_TEXTS).main(argv)
+    if any(token.partition("=")[0] == _TEXTS_FLAG for token in argv):
+        from launch import score_texts
+
+        return score_texts.main(argv)
     command = _parser().parse(argv)
     for note in command.notes:
         print(note, file=sys.stderr)

@@ -149,3 +149,8 @@ def test_another_teacher_does_not_write_into_the_folder(
     assert score.main([f"--workdir={folder}/other", *words]) == 2
     assert "holds a teacher's answers with other weights: " in capsys.readouterr().err
     assert (tmp_path / "scores" / "ids.bin").read_bytes() == before
+
+
+def test_texts_are_scored_by_another_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert score.main([f"--workdir={folder}/teacher", "--texts=nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl" in capsys.readouterr().err

@@ -11,16 +11,17 @@ from tools.bench import distillation
 
 
 def test_the_share_of_the_gap():
-    assert distillation.Outcome(teacher=1.0, alone=2.0, distilled=1.25, seconds=1.0).closed == pytest.approx(0.75)
-    assert distillation.Outcome(teacher=1.0, alone=2.0, distilled=2.5, seconds=1.0).closed == pytest.approx(-0.5)
+    result = distillation.Outcome(teacher=1.0, alone=2.0, distilled=1.25, best_alone=1.5, seconds=1.0)
+    assert (result.closed, result.closed_of_best) == (pytest.approx(0.75), pytest.approx(0.5))
+    assert result._replace(distilled=2.5).closed == pytest.approx(-0.5)
 
 
-def test_the_last_evaluation_counts(tmp_path: Path):
-    assert distillation.last_loss(tmp_path, "nll") is None
+def test_evaluations_are_read_by_step(tmp_path: Path):
+    assert distillation.evaluations(tmp_path, "nll") == {}
     rows = [{"step": 1, "eval/stdlib/nll": 3.0}, {"step": 2, "eval/stdlib/nll": 2.0}, {"step": 3, "train/loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert distillation.last_loss(tmp_path, "nll") == 2.0
-    assert distillation.last_loss(tmp_path, "loss") is None
+    assert distillation.evaluations(tmp_path, "nll") == {1: 3.0, 2: 2.0}
+    assert distillation.evaluations(tmp_path, "loss") == {}
 
 
 def test_students_differ_by_the_teacher_alone():

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+import configs
 from framework.metrics.jsonl import read_metrics
 from framework.terminal.tables import Section, render
 
@@ -26,11 +27,18 @@ TOP_K = 32
 
 
 class Outcome(NamedTuple):
-    """What one seed comes to: nats per byte of held-out text, and the seconds of all commands that ran now."""
+    """What one seed comes to: nats per byte of held-out text, and the seconds of all commands that ran now.
+
+    Attributes:
+        teacher, alone, distilled: at the end of the run.
+        best_alone: the least of the evaluations of the student alone, which learns its text by heart in the end.
+        seconds: of all commands.
+    """
 
     teacher: float
     alone: float
     distilled: float
+    best_alone: float
     seconds: float
 
     @property
@@ -38,46 +46,54 @@ class Outcome(NamedTuple):
         """The share of the gap between the teacher and the student alone that the distilled student closes."""
         return (self.alone - self.distilled) / (self.alone - self.teacher)
 
+    @property
+    def closed_of_best(self) -> float:
+        """The same where the student alone had been stopped at its best."""
+        return (self.best_alone - self.distilled) / (self.best_alone - self.teacher)
+
 
 def plimsoll(*argv: str) -> None:
     """Runs a verb. Raises CalledProcessError: it failed."""
     subprocess.run([sys.executable, "-m", "launch", *argv], check=True)
 
 
-def last_loss(folder: Path, name: str) -> float | None:
-    """The last value of a metric of the held-out text; None where there is none yet."""
+def evaluations(folder: Path, name: str) -> dict[int, float]:
+    """A metric of the held-out text, by step."""
     file = folder / "metrics.jsonl"
     if not file.exists():
-        return None
-    values = [row[f"eval/stdlib/{name}"] for row in read_metrics(file) if f"eval/stdlib/{name}" in row]
-    return values[-1] if values else None
+        return {}
+    key = f"eval/stdlib/{name}"
+    return {row["step"]: row[key] for row in read_metrics(file) if key in row}
 
 
-def trained(name: str, folder: Path, metric: str, *overrides: str) -> float:
-    """Trains a config, unless it is trained; the metric of the held-out text at its end."""
-    loss = last_loss(folder, metric)
-    if loss is None:
+def trained(name: str, folder: Path, metric: str, *overrides: str) -> list[float]:
+    """Trains a config, unless it is trained; the metric of the held-out text, the last one that of the run's end."""
+    if configs.load(name).trainer.max_steps not in evaluations(folder, metric):
         plimsoll("train", f"--config={name}", f"--workdir={folder}", *overrides)
-        loss = last_loss(folder, metric)
-    assert loss is not None
-    return loss
+    return list(evaluations(folder, metric).values())
 
 
-def outcome(seed: int, workdir: Path, overrides: list[str]) -> Outcome:
+def outcome(seed: int, workdir: Path) -> Outcome:
     """Trains teacher and students of one seed."""
     begin = time.monotonic()
     seeded = [f"--config.trainer.seed={seed}", f"--config.data.seed={seed}"]
     teacher = workdir / f"{TEACHER}-{seed}"
     scores = workdir / f"scores-{seed}"
-    teacher_loss = trained(TEACHER, teacher, "loss", *seeded)
-    alone_loss = trained(ALONE, workdir / f"{ALONE}-{seed}", "loss", *seeded)
+    teacher_losses = trained(TEACHER, teacher, "loss", *seeded)
+    alone_losses = trained(ALONE, workdir / f"{ALONE}-{seed}", "loss", *seeded)
     # Where all rows are stored already, this adds none.
     place = f"--config.companion.path={scores}"
     plimsoll(
         "score", f"--workdir={teacher}", f"--config={DISTILLED}", f"--top_k={TOP_K}", f"--out={scores}", place, *seeded
     )
-    distilled_loss = trained(DISTILLED, workdir / f"{DISTILLED}-{seed}", "nll", place, *seeded, *overrides)
-    return Outcome(teacher_loss, alone_loss, distilled_loss, time.monotonic() - begin)
+    distilled_losses = trained(DISTILLED, workdir / f"{DISTILLED}-{seed}", "nll", place, *seeded)
+    return Outcome(
+        teacher=teacher_losses[-1],
+        alone=alone_losses[-1],
+        distilled=distilled_losses[-1],
+        best_alone=min(alone_losses),
+        seconds=time.monotonic() - begin,
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -85,14 +101,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    args, overrides = parser.parse_known_args(argv)
-    table = [["seed", "teacher", "student alone", "student distilled", "gap closed", "seconds"]]
+    args = parser.parse_args(argv)
+    heading = ["seed", "teacher", "student alone", "its best", "distilled", "gap closed", "of its best", "seconds"]
+    table = [heading]
     outcomes = []
     for seed in args.seeds:
-        result = outcome(seed, args.workdir, overrides)
+        result = outcome(seed, args.workdir)
         outcomes.append(result)
-        losses = [f"{loss:.4f}" for loss in result[:3]]
-        table.append([str(seed), *losses, f"{result.closed:.0%}", f"{result.seconds:.0f}"])
+        losses = (result.teacher, result.alone, result.best_alone, result.distilled)
+        shares = (result.closed, result.closed_of_best)
+        row = [str(seed), *(f"{loss:.4f}" for loss in losses), *(f"{share:.0%}" for share in shares)]
+        table.append([*row, f"{result.seconds:.0f}"])
     about = [["versions", f"jax {version('jax')}, jaxlib {version('jaxlib')}"]]
     print(render([Section("nats per byte of the held-out text", table), Section("about", about)]), end="")
     return 0 if all(result.closed >= 0.5 for result in outcomes) else 1
