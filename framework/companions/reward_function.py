@@ -96,7 +96,7 @@ class RewardFunction:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{self._label}: cannot be imported: {type(error).__name__}: {reason}") from error
-        function = getattr(module, name, None)
+        function: Function | None = getattr(module, name, None)
         if not callable(function):
             raise ValueError(f"{self._label}: there is no function {name!r} in {path or module.__name__}")
         self._function = cast(Function, function)
