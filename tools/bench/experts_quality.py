@@ -31,7 +31,7 @@ def trained(name: str, seed: int, workdir: Path, steps: int) -> list[dict[str, A
     rows = read_metrics(metrics_file) if metrics_file.exists() else []
     if not any(row["step"] == steps and _BITS in row for row in rows):
         overrides = [f"--config.trainer.seed={seed}", f"--config.trainer.max_steps={steps}"]
-        command = [sys.executable, "-m", "plimsoll_command", "train", f"--config={name}", f"--workdir={folder}"]
+        command = [sys.executable, "-m", "launch", "train", f"--config={name}", f"--workdir={folder}"]
         subprocess.run([*command, *overrides], check=True)
         rows = read_metrics(metrics_file)
     return rows
