@@ -18,8 +18,8 @@ def grpo_tiny() -> Config:
     """A 0.1M-parameter Llama-like model learns sums of two digits by GRPO; minutes on 2 CPU cores.
 
     Tokens are bytes, and an answer has a reward if it is exactly right. The first 60 steps show right answers, after
-    which about a tenth of the model's own is right. The other 1140 steps see nothing but rewards. A fifth of the sums is
-    held out.
+    which about a tenth of the model's own is right. The other 1140 steps see nothing but rewards. A fifth of the sums
+    is held out.
     """
     model = llama_model(layers=2, heads=4, dim=64, hidden=172, vocab_size=257)
     model.stack.unroll = 0

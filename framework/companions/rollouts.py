@@ -48,7 +48,8 @@ class Rollouts(Companion):
 
     Args:
         reward: the function that judges, "my_rewards.py:exact" or "package.module.function"; see
-            `framework.companions.reward_function`.
+            `framework.companions.reward_function`. A config that a run has stored is read without it, unless it is one
+            of ours: it is code, and the workdir may be a stranger's. None is for that, and samples nothing.
         scale: what advantages are divided by: the standard deviation of the rewards of a group, of the batch, or
             nothing (arXiv 2503.20783).
         reference: a companion that adds the `reference` of the answers, for a GRPO with beta > 0.
@@ -64,7 +65,7 @@ class Rollouts(Companion):
     def __init__(
         self,
         *,
-        reward: str,
+        reward: str | None = None,
         scale: Literal["group", "batch", "none"] = "group",
         reference: Config | None = None,
         demonstrations: NonNegativeInt = 0,
@@ -72,7 +73,7 @@ class Rollouts(Companion):
         table_every: PositiveInt = 100,
         table_rows: PositiveInt = 4,
     ):
-        self.reward = RewardFunction(reward)
+        self._reward: RewardFunction | None = None if reward is None else RewardFunction(reward)
         self.scale: Literal["group", "batch", "none"] = scale
         self.reference: Companion | None = None if reference is None else reference.instantiate()
         self.demonstrations = demonstrations
@@ -88,6 +89,13 @@ class Rollouts(Companion):
         """See `Companion`."""
         if self.reference is not None:
             self.reference.join(experiment)
+
+    @property
+    def reward(self) -> RewardFunction:
+        """The function that judges. Raises ValueError: none is named."""
+        if self._reward is None:
+            raise ValueError("companion.reward is None; expected the function that judges answers, FILE.py:FUNCTION")
+        return self._reward
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
         """tokens, targets, positions and segments int32[B, S], all others f32[B, S]."""

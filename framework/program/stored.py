@@ -6,12 +6,14 @@ runs the verb to say: the workdir may be a stranger's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from framework.config import Config, ConfigError, did_you_mean, target_of
 from framework.config.names import printable
 from framework.devices.compiler import names_files
+
+_OUR_REWARDS = "framework.companions.rewards."
 
 
 def read(workdir: Path, tell: Callable[[str], None]) -> Config:
@@ -74,7 +76,7 @@ def check(config: Config) -> None:
 
 
 def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
-    """Resets, in place, the settings that name a place on the machine that the run was on."""
+    """Resets, in place, the settings that name a place on the machine that the run was on, or code that is there."""
     trainer = config.trainer
     compiler = config.compiler
     # Machine code is loaded from the cache, so a stranger does not choose where it is.
@@ -87,3 +89,29 @@ def leave_places_out(config: Config, tell: Callable[[str], None]) -> None:
             del options[name]
             shown = printable(f"compiler.options.{name}={value}")
             tell(f"{shown} of the run is left out, as it names files; to set it, --config.compiler.options.NAME=VALUE")
+    for path, part in _companions(config):
+        reward = part.reward if part.takes("reward") else None
+        # A function that judges answers is code, which a stranger does not choose; ours are known.
+        if isinstance(reward, str) and not _is_ours(reward):
+            del part["reward"]
+            shown = printable(f"{path}.reward={reward}")
+            tell(
+                f"{shown} of the run is left out, as it names code; to set it, --config.{path}.reward=FILE.py:FUNCTION"
+            )
+
+
+def _companions(config: Config) -> Iterator[tuple[str, Config]]:
+    """(path, config) of an experiment's companion, of the companion in it, and so on."""
+    path = "companion"
+    part = config.companion if config.takes("companion") else None
+    while isinstance(part, Config):
+        yield path, part
+        path = f"{path}.reference"
+        part = part.reference if part.takes("reference") else None
+
+
+def _is_ours(reward: str) -> bool:
+    """Whether a reward function is one of framework.companions.rewards."""
+    name = reward.removeprefix(_OUR_REWARDS)
+    # Of a path, that prefix could be the beginning.
+    return name != reward and name.isidentifier()

@@ -435,6 +435,27 @@ def test_a_stored_config_chooses_no_cache_and_no_files_of_the_compiler(folder, e
     assert stored.read(folder, lines.append).trainer.compilation_cache is None
 
 
+@pytest.mark.parametrize(
+    "reward", ["{dir}/evil.py:exact", "os.system", "framework.companions.rewards.x/../evil.py:exact"]
+)
+def test_a_stored_config_chooses_no_code_that_judges(folder, experiment, reward):
+    from framework.program import stored
+
+    reward = reward.format(dir=folder)
+    rollouts = {"$class": "framework.companions.rollouts.Rollouts"}
+    companion = {**rollouts, "reward": reward, "reference": {**rollouts, "reward": reward}}
+    (folder / "config.json").write_text(json.dumps({**experiment, "companion": companion}))
+    lines: list[str] = []
+    config = stored.read(folder, lines.append)
+    assert config.companion.reward is None
+    assert config.companion.reference.reward is None
+    assert [line.partition("=")[0] for line in lines] == ["companion.reward", "companion.reference.reward"]
+    companion = {**rollouts, "reward": "framework.companions.rewards.exact"}
+    (folder / "config.json").write_text(json.dumps({**experiment, "companion": companion}))
+    assert stored.read(folder, lines.append).companion.reward == "framework.companions.rewards.exact"
+    assert len(lines) == 2
+
+
 # What was always meant to load does.
 
 
