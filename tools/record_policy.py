@@ -12,14 +12,14 @@ from pathlib import Path
 
 from tools.peers import policy_theirs
 from tools.peers.policy_cases import CASES, file_of, save
-from tools.peers.recording import FOLDER
+from tools.peers.recording import TUNING
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Records what TRL's GRPOTrainer computes of sampled answers.")
     parser.add_argument("--seed", type=int, default=20_260)
-    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--out", type=Path, default=TUNING)
     args = parser.parse_args()
     print(policy_theirs.versions())
     for name, case in CASES.items():

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tools.peers import scored, theirs
-from tools.peers.recording import FOLDER
+from tools.peers.recording import TUNING
 
 KINDS: tuple[scored.Kind, ...] = ("classify", "reward")
 
@@ -40,7 +40,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Records what transformers and TRL compute for small score models.")
     parser.add_argument("--seed", type=int, default=20_260)
-    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--out", type=Path, default=TUNING)
     args = parser.parse_args()
     for kind in KINDS:
         file = record(args.out, args.seed, kind)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from tools.peers import ours, scored
-from tools.peers.recording import FOLDER, Results
+from tools.peers.recording import TUNING, Results
 
 LIMIT = 1e-5
 
 
 @pytest.mark.parametrize("kind", ["classify", "reward"])
 def test_logits_loss_gradients_and_ten_steps(kind):
-    seed, weights, gradients, results = scored.recorded(FOLDER / f"scored-{kind}.npz")
+    seed, weights, gradients, results = scored.recorded(TUNING / f"scored-{kind}.npz")
     family = scored.family_of(scored.RECORDED_SHAPE, kind)
     program = scored.program_of(family, kind)
     params = ours.parameters(family, program.experiment.model, weights)

@@ -1,6 +1,6 @@
 """Divergences of a teacher and a student by torch and by TRL's GKD, beside ours; records what they compute.
 
-    python -m tools.peers.distillation [--seed=N]    # writes tests/peers/recorded/distillation.npz
+    python -m tools.peers.distillation [--seed=N]    # writes tests/peers/recorded/tuning/distillation.npz
 
 Theirs are of whole distributions, so ours are of as many likeliest tokens as there are. Needs torch and trl.
 """
@@ -17,9 +17,9 @@ import numpy as np
 
 from framework.config import config_for
 from framework.objectives.distillation import Distillation, TokenInputs, distillation_loss
-from tools.peers.recording import FOLDER
+from tools.peers.recording import TUNING
 
-FILE = FOLDER / "distillation.npz"
+FILE = TUNING / "distillation.npz"
 SHAPE = (2, 6, 11)
 
 

@@ -13,7 +13,7 @@ from framework.config import Config, config_for
 from framework.data.packing import Batch
 from framework.objectives.policy_gradient import GRPO
 from tools.peers.families import Family
-from tools.peers.recording import FOLDER, Tensors
+from tools.peers.recording import TUNING, Tensors
 
 VOCAB = 48
 # Answers of a batch, two groups of three; tokens of the longest prompt and answer, which fill a row.
@@ -142,7 +142,7 @@ class PolicyResults:
     metrics: Tensors
 
 
-def file_of(name: str, folder: Path = FOLDER) -> Path:
+def file_of(name: str, folder: Path = TUNING) -> Path:
     """The recorded file of a case."""
     return folder / f"policy-{name}.npz"
 

@@ -12,6 +12,8 @@ from tools.peers.families import BATCH, SEQ_LEN, VOCAB
 
 Tensors = dict[str, np.ndarray]
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "peers" / "recorded"
+# What is recorded of objectives other than next tokens; preferences have a folder of their own.
+TUNING = FOLDER / "tuning"
 COUNTED = 32  # targets that the loss counts
 TRAINING_STEPS = 10
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
