@@ -24,7 +24,7 @@ test-all: $(VENV)/.dev  ## both of these, and whole products of settings (hours)
 	$(PYTEST) -m "not peers"
 
 test-peers: $(VENV)/.peers  ## against torch and transformers, live
-	$(BIN)/python -m pytest -m peers
+	$(PYTEST) -m peers
 
 wheel: $(VENV)/.train  ## dist/plimsoll_train-*.whl, which `pip install` takes anywhere
 	rm -rf build dist
