@@ -78,6 +78,8 @@ WHOLE = (
             "--data=my_folder/": f"--data=raw/ {STEPS}",
             "--config=nanogpt-cpu": f"--config=nanogpt-cpu {STEPS}",
             "--config=digits-glow": f"--config=digits-glow {STEPS}",
+            # Of fewer pairs, too: the reference is computed of all of them.
+            "--config=dpo-tiny": f"--config=dpo-tiny {STEPS} --config.data.source.every=200",
             "--config=lora:DIR": f"--config=lora:DIR {STEPS}",
             # The server and the service would wait for somebody.
             "--web ": "",

@@ -88,6 +88,7 @@ VERBS = {
     "calibrate": ["--help"],
     "chat": ["--help"],
     "export": ["--help"],
+    "score": ["--help"],
     "sample": ["--help"],
 }
 
