@@ -5,6 +5,7 @@ training process.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ TRAIN = "train/loss"
 RATE = "train/learning_rate"
 _COLORS = ("#30638e", "#d1495b", "#00798c", "#edae49", "#6a4c93", "#2e933c")
 _RATE_COLOR = "#444444"
+# What an objective reports of training steps, and the ends of names that tell two kinds of answers apart.
+_OBJECTIVE = "train/head/"
+_SIDES = re.compile("_(chosen|rejected|desirable|undesirable)$")
 # A training loss of fewer points is drawn as it is.
 _MIN_SMOOTHED = 20
 
@@ -49,18 +53,78 @@ def plot_losses(
     loss_axes.set(title=title, ylabel=f"loss ({unit})")
     all_axes[-1].set_xlabel("step")
     for axes in all_axes:
-        for row in rows:
-            if "resumed_from" in row:
-                axes.axvline(row["step"], color="#888888", linestyle=":", linewidth=1.0, zorder=0)
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        _finish(axes, rows)
+    return _save(figure, png_path)
+
+
+def plot_objective(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str) -> Path | str:
+    """Draws what an objective reports beside its loss, by step: accuracies, margins, rewards, divergences, lengths.
+
+    A panel has the metrics of one kind, of training and of each validation set. Replaces `png_path` atomically, and
+    returns it, or the words that there is nothing to draw. Raises what `read_metrics` does, and OSError.
+    """
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(metrics_jsonl)
+    panels = objective_panels(rows)
+    if not panels:
+        return "nothing was reported of it"
+    num_rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(11, 2.6 * num_rows + 0.6), dpi=130, layout="constrained")
+    figure.suptitle(title)
+    grid = figure.subplots(num_rows, 2, squeeze=False, sharex=True).flatten()
+    for axes, (kind, curves) in zip(grid, panels.items(), strict=False):
+        for color, (name, points) in zip(_COLORS * len(curves), curves.items(), strict=False):
+            steps, values = zip(*points, strict=True)
+            is_training = name.startswith(_OBJECTIVE)
+            marker = None if is_training and len(points) > 1 else "o"
+            label = f"{name}  {values[-1]:.4g}"
+            axes.plot(steps, values, color=color, linewidth=1.0, marker=marker, markersize=3.5, label=label)
+        axes.set_ylabel(kind.replace("_", " "))
+        axes.legend(frameon=False, fontsize=7)
+        _finish(axes, rows)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    # The lowest panel of each column says what all of them are drawn over.
+    for axes in grid[max(0, len(panels) - 2) : len(panels)]:
+        axes.set_xlabel("step")
+        axes.tick_params(labelbottom=True)
+    return _save(figure, png_path)
+
+
+def objective_panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
+    """Returns {kind: {metric: [(step, value)]}} of an objective's metrics, those of chosen and rejected in one kind."""
+    training_names = dict.fromkeys(name for row in rows for name in row if name.startswith(_OBJECTIVE))
+    panels: dict[str, dict[str, Points]] = {}
+    for training_name in training_names:
+        metric = training_name.removeprefix(_OBJECTIVE)
+        # The loss without its other terms is in the picture of losses.
+        if metric in ("preference", "sft", "nll"):
+            continue
+        kind = _SIDES.sub("", metric)
+        evaluated = [name for row in rows for name in row if name.startswith("eval/") and name.endswith(f"/{metric}")]
+        for name in dict.fromkeys([training_name, *evaluated]):
+            panels.setdefault(kind, {})[name] = _points(rows, name)
+    return panels
+
+
+def _finish(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Marks resumes, and gives axes the look of all pictures."""
+    for row in rows:
+        if "resumed_from" in row:
+            axes.axvline(row["step"], color="#888888", linestyle=":", linewidth=1.0, zorder=0)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Any, png_path: Path) -> Path:
+    """Writes a picture; whoever looks at it while it is renewed sees a whole one."""
     temporary = png_path.with_name(png_path.name + ".tmp")
     try:
         figure.savefig(temporary, format="png")
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    # Whoever looks at the picture while it is renewed sees a whole one.
     os.replace(temporary, png_path)
     return png_path
 

@@ -14,8 +14,9 @@ from framework.devices.accelerators import accelerator_name
 from framework.devices.allocator import keep_freed_memory
 from framework.files.workdir import write_json
 from framework.inference.images import save_grid
-from framework.metrics.plot import plot_losses
+from framework.metrics.plot import plot_losses, plot_objective
 from framework.metrics.services import check_installed
+from framework.models.causal_lm import CausalLM
 from framework.plan import guard, host_room
 from framework.plan.guard import Need
 from framework.plan.start_table import start_report
@@ -268,10 +269,18 @@ class Training:
         path = self.workdir.path
         data = self.experiment.data
         spec = self.job.request.spec
-        curves = partial(plot_losses, self.workdir.metrics, path / "loss.png", spec, data.loss_unit)
+        model = self.experiment.model
+        objective = model.head.objective if isinstance(model, CausalLM) else None
+        unit = data.loss_unit if objective is None else objective.unit
+        curves = partial(plot_losses, self.workdir.metrics, path / "loss.png", spec, unit)
         with phase("drawing the loss curves", patience=SHORT):
             line = _picture("loss curves", curves)
         self.progress.print(line)
+        if objective is not None:
+            reports = partial(plot_objective, self.workdir.metrics, path / "objective.png", spec)
+            with phase("drawing what the objective reports", patience=SHORT):
+                line = _picture("objective", reports)
+            self.progress.print(line)
         if images is not None:
             levels = getattr(data, "levels", 256)
             grid = partial(save_grid, images, path / "samples.png", levels=levels)

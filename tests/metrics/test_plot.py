@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from framework.metrics.jsonl import JsonlWriter
-from framework.metrics.plot import loss_curves, plot_losses, smoothed
+from framework.metrics.jsonl import JsonlWriter, read_metrics
+from framework.metrics.plot import loss_curves, objective_panels, plot_losses, plot_objective, smoothed
 
 TRAIN_BLUE, VALIDATION_RED, EMA_TEAL = (0x30, 0x63, 0x8E), (0xD1, 0x49, 0x5B), (0x00, 0x79, 0x8C)
 RATE_GREY = (0x44, 0x44, 0x44)
@@ -105,3 +105,26 @@ def test_smoothing_keeps_a_line_takes_noise_out_and_steps_over_nan():
     assert np.std(smoothed(noise)[300:]) < 0.25
     line[500] = np.nan
     assert np.flatnonzero(np.isnan(smoothed(line))).tolist() == [500]
+
+
+def test_what_an_objective_reports_has_a_panel_for_each_kind(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    for step in range(1, 31):
+        rewards = {"train/head/reward_chosen": step / 10, "train/head/reward_rejected": -step / 10}
+        row = {"train/loss": 1.0, "train/head/preference": 1.0, "train/head/accuracy": step / 30, **rewards}
+        writer.write(step, row)
+        if step % 10 == 0:
+            writer.write(step, {"eval/pairs/accuracy": 0.5, "eval/pairs/reward_chosen": 1.0, "eval/pairs/pairs": 7.0})
+    writer.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    panels = {kind: list(curves) for kind, curves in objective_panels(rows).items()}
+    assert panels == {
+        "accuracy": ["train/head/accuracy", "eval/pairs/accuracy"],
+        "reward": ["train/head/reward_chosen", "eval/pairs/reward_chosen", "train/head/reward_rejected"],
+    }
+    assert objective_panels(rows)["accuracy"]["eval/pairs/accuracy"] == [(10, 0.5), (20, 0.5), (30, 0.5)]
+    picture = pixels(plot_objective(tmp_path / "metrics.jsonl", tmp_path / "objective.png", "run"))
+    assert count(picture, TRAIN_BLUE) > 500
+    assert count(picture, VALIDATION_RED) > 100
+    plain = write(tmp_path / "plain.jsonl", 5)
+    assert plot_objective(plain, tmp_path / "none.png", "run") == "nothing was reported of it"
