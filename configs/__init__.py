@@ -2,7 +2,8 @@
 
 A module of this package defines `CONFIGS: dict[str, Callable[[], Config]]`; each function returns a new config, and its
 docstring documents it. A user's own file is loaded the same way, `path/to/file.py:NAME`, with NAME a key of its CONFIGS
-or one of its functions; published weights as hf:DIR, lora:DIR or qlora:DIR, or with the Hub's ORG/NAME for DIR; what a
+or one of its functions; published weights as hf:DIR, lora:DIR or qlora:DIR, with a head that scores as reward:DIR or
+classify:DIR (lora-reward:DIR, ...), or with the Hub's ORG/NAME for DIR; what a
 run has stored as WORKDIR/config.json. Nothing registers itself: the package is searched when a name is asked for.
 
 Imports `framework.config`; the modules of named configs import the components that they name.
