@@ -26,7 +26,7 @@ from framework.program.experiment import Experiment
 from framework.program.options import TrainerOptions
 from framework.program.program import Program
 from framework.program.run_length import rate_notes, set_length
-from framework.run import canary, load_line, resuming
+from framework.run import answers, canary, load_line, resuming
 from framework.run.compile_ahead import begin_evaluation, begin_first_values
 from framework.run.hooks import NonFiniteError, own_hooks
 from framework.run.job import Job
@@ -242,9 +242,12 @@ class Training:
     def _finish(self) -> None:
         """Draws the pictures, and prints the samples and lines that end a run."""
         with phase("drawing a sample", patience=1.0):
-            text, images = self._sample()
+            text, images, table = self._sample()
         if self.primary:
             self._draw(images)
+            if table:
+                self.progress.print(_picture("answers", partial(answers.write_table, self.workdir, table)))
+        self._tell(answers.table_lines(table))
         if text is not None:
             self.progress.print(f"sample, continuing {self.options.sample_prompt!r}:\n{text}")
         limit = self.options.eval_batches
@@ -252,8 +255,10 @@ class Training:
         steps = self.run.checkpointer.steps()
         self.progress.print(f"checkpoint: {self.workdir.checkpoints} (steps {steps})")
 
-    def _sample(self) -> tuple[str | None, Any]:
-        """(a text, images) from the trained model, None for what it does not make. Every process takes part.
+    def _sample(self) -> tuple[str | None, Any, answers.Table]:
+        """(a text, images, answers) of the trained model, None or [] for what it does not make.
+
+        Every process takes part.
 
         The state is gone afterwards: its memory is free for whoever runs another training in this process.
         """
@@ -262,7 +267,8 @@ class Training:
         state = self.program.joined(state)
         text = sample_text(self.program, state)
         images = sample_images(self.program, state)
-        return text, images
+        table = answers.answer_table(self.program, state)
+        return text, images, table
 
     def _draw(self, images: Any) -> None:
         """Writes the pictures of the losses and of sampled images, and prints where they are."""

@@ -170,6 +170,7 @@ def test_a_file_trains(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     runs.write_text(tmp_path / "text")
     file = write_rows(tmp_path / "rows.jsonl", ROWS[rows])
     flags = ["model.stack.pattern.0.dropout=0", "model.embed.dropout=0", "trainer.max_steps=2", "trainer.eval_every=2"]
+    flags.append("trainer.sample_tokens=4")
     assert runs.train(tmp_path / "run", f"--data={file}", *(f"--config.{flag}" for flag in flags)) == 0
     output = capsys.readouterr()
     assert f"objective: model.head.objective={'DPO' if rows == 'pairs' else 'KTO'}" in output.out + output.err
@@ -179,8 +180,28 @@ def test_a_file_trains(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert losses[1] != losses[0]
     (evaluation,) = [line for line in lines if "eval/held_out/loss" in line]
     assert 0 <= evaluation["eval/held_out/accuracy"] <= 1
+    (answers,) = [json.loads(line) for line in (tmp_path / "run/answers.jsonl").read_text().splitlines()][:1]
+    assert answers.keys() == {"prompt", "data", "after"}, "all weights were trained: the first ones are gone"
+    assert f"held out: ...{answers['prompt'][-60:]!r}" in output.out + output.err
     names = ("pairs",) if rows == "pairs" else ("desirable", "undesirable")
     assert sum(evaluation[f"eval/held_out/{name}"] for name in names) >= 1
+
+
+def test_with_adapters_the_answers_before_are_those_of_the_model_without_them(tmp_path: Path):
+    runs.write_text(tmp_path / "text")
+    file = write_rows(tmp_path / "rows.jsonl", ROWS["pairs"])
+    flags = ["model.lora=LoRA", "trainer.max_steps=4", "trainer.eval_every=none", "trainer.sample_tokens=4"]
+    flags += ["learner.optimizer.learning_rate=0.5", "model.head.objective=DPO"]
+    assert runs.train(tmp_path / "run", f"--data={file}", *(f"--config.{flag}" for flag in flags)) == 0
+    table = [json.loads(line) for line in (tmp_path / "run/answers.jsonl").read_text().splitlines()]
+    assert all(row.keys() == {"prompt", "data", "before", "after"} for row in table)
+    assert any(row["before"] != row["after"] for row in table)
+    # The model without adapters is the one that a run of no steps would have: its weights are drawn by the seed.
+    flags[1] = "trainer.max_steps=1"
+    flags[4] = "learner.optimizer.learning_rate=1e-9"
+    assert runs.train(tmp_path / "still", f"--data={file}", *(f"--config.{flag}" for flag in flags)) == 0
+    untrained = [json.loads(line) for line in (tmp_path / "still/answers.jsonl").read_text().splitlines()]
+    assert [row["after"] for row in untrained] == [row["before"] for row in table]
 
 
 def test_a_row_that_is_wrong_ends_the_run_before_a_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -32,8 +32,8 @@ ROOMS = {
     "weights": "config files layers layout models program schedules terminal",
     "companions": "config data devices files inference layers layout learner models objectives processes program "
     "schedules terminal weights",
-    "run": "checkpoint config data devices files inference layers layout learner metrics models plan processes program "
-    "schedules terminal",
+    "run": "checkpoint companions config data devices files inference layers layout learner metrics models plan "
+    "processes program schedules terminal",
     "api": "checkpoint config data devices files inference layers learner metrics plan program run terminal weights",
 }
 # A package of the repository, and the others that it may import.

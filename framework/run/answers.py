@@ -1,0 +1,118 @@
+"""Answers to held-out prompts at the end of a run on judged answers: the data's, the model's before, and its own now.
+
+Before stands for the model without its adapters, which are what was trained. Where all weights were, the first ones are
+gone by then, and a second copy of them is not worth its memory: the table has no such column.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from framework.companions.reference import without_adapters
+from framework.data.pipeline import DataPipeline
+from framework.files.workdir import Workdir
+from framework.inference.generation import Generator
+from framework.inference.sampling import Sampling
+from framework.layers.head import LMHead
+from framework.models.causal_lm import CausalLM
+from framework.program.program import Program
+
+FILE = "answers.jsonl"
+_NUM_PROMPTS = 4
+_MAX_TOKENS = 64
+# Characters of a text that a line shows.
+_SHOWN = 60
+
+# {"prompt", "data", "before", "after"} of each prompt, texts; "before" may be missing.
+Table = list[dict[str, str]]
+
+
+class Example(NamedTuple):
+    """A held-out prompt and the answer that the data has to it, as tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def answer_table(program: Program, state: dict[str, Any]) -> Table:
+    """Returns, for some held-out prompts, {"prompt", "data", "before", "after"}; the likeliest answers.
+
+    Every process takes part. Empty where the data has no judged answers, or the config wants no samples.
+
+    Args:
+        program: the experiment on its mesh.
+        state: the groups of weights, with whole stacks; it stays.
+    """
+    experiment = program.experiment
+    data = experiment.data
+    model = experiment.model
+    if not isinstance(data, DataPipeline) or not isinstance(model, CausalLM) or not data.tokenizer.has_text:
+        return []
+    # A model that scores sequences answers none.
+    if not isinstance(model.head, LMHead) or not {"segments", "ends"} <= data.arrays().keys():
+        return []
+    if not experiment.trainer.sample_tokens or not data.validation_names:
+        return []
+    examples = held_out_examples(data)
+    tokenizer = data.tokenizer
+    num_tokens = min(experiment.trainer.sample_tokens, _MAX_TOKENS)
+    limit = model.max_positions
+    if limit is not None:
+        # A sample is not worth an error at the end of a run.
+        examples = [example for example in examples if len(example.prompt) + num_tokens <= limit]
+    if not examples:
+        return []
+    prompts = [example.prompt for example in examples]
+    sampling = Sampling(max_new_tokens=num_tokens, temperature=0.0, stop_ids=tuple(tokenizer.stop_ids))
+    answers = {"after": Generator(program, state)(prompts, sampling)}
+    if model.lora is not None:
+        first_state = {**state, "parameter": without_adapters(state["parameter"])}
+        answers["before"] = Generator(program, first_state)(prompts, sampling)
+    table: Table = []
+    for number, example in enumerate(examples):
+        row = {"prompt": tokenizer.decode(example.prompt), "data": tokenizer.decode(example.answer)}
+        for name in ("before", "after"):
+            if name in answers:
+                row[name] = tokenizer.decode(answers[name][number])
+        table.append(row)
+    return table
+
+
+def held_out_examples(data: DataPipeline) -> list[Example]:
+    """Returns the first sequence of some rows of the first validation set, evenly spaced, cut behind its prompt."""
+    num_rows, read = data.evaluation_rows(data.validation_names[0])
+    num_examples = min(num_rows, _NUM_PROMPTS)
+    examples = []
+    for number in range(num_examples):
+        row = read(number * num_rows // num_examples)
+        columns = np.flatnonzero(row["segments"] == 1)
+        answer_columns = columns[row["weights"][columns] > 0]
+        if not answer_columns.size:
+            continue
+        # Column c predicts the token behind it: that of the first answer's column is the prompt's last.
+        prompt = row["tokens"][columns[0] : answer_columns[0] + 1]
+        examples.append(Example(prompt.tolist(), row["targets"][answer_columns].tolist()))
+    return examples
+
+
+def table_lines(table: Table) -> list[str]:
+    """Returns what a person sees of the table: the end of each prompt, and the beginning of each answer."""
+    lines = []
+    for row in table:
+        lines.append(f"held out: ...{row['prompt'][-_SHOWN:]!r}")
+        for name in ("data", "before", "after"):
+            if name in row:
+                lines.append(f"  {name:6}  {row[name][:_SHOWN]!r}")
+    return lines
+
+
+def write_table(workdir: Workdir, table: Table) -> Path:
+    """Writes a line for each prompt; returns the file. Raises OSError."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table)
+    path = workdir.path / FILE
+    path.write_text(text)
+    return path
