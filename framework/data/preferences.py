@@ -36,12 +36,12 @@ class JudgedSource(ExampleSource):
         self,
         *,
         paths: list[str],
-        split: Literal["all", "train", "validation"],
-        validation_fraction: Fraction,
-        strings: Literal["text", "messages"],
-        unusable: Literal["error", "leave_out"],
-        packed: bool,
-        template_variables: dict[str, Any],
+        split: Literal["all", "train", "validation"] = "all",
+        validation_fraction: Fraction = 0.05,
+        strings: Literal["text", "messages"] = "text",
+        unusable: Literal["error", "leave_out"] = "error",
+        packed: bool = True,
+        template_variables: dict[str, Any] = {},  # noqa: B006
     ):
         # These attributes are the source's settings, and so decide its digest.
         self.paths = paths
@@ -146,27 +146,6 @@ class PairSource(JudgedSource):
     noun = "pairs"
     row_arrays = ("ends",)
 
-    def __init__(
-        self,
-        *,
-        paths: list[str],
-        split: Literal["all", "train", "validation"] = "all",
-        validation_fraction: Fraction = 0.05,
-        strings: Literal["text", "messages"] = "text",
-        unusable: Literal["error", "leave_out"] = "error",
-        packed: bool = True,
-        template_variables: dict[str, Any] = {},  # noqa: B006
-    ):
-        super().__init__(
-            paths=paths,
-            split=split,
-            validation_fraction=validation_fraction,
-            strings=strings,
-            unusable=unusable,
-            packed=packed,
-            template_variables=template_variables,
-        )
-
     def judged(self, row: Any) -> list[Judged]:
         return [pair_of(row, strings_are_messages=self.strings == "messages")]
 
@@ -195,27 +174,6 @@ class ThumbSource(JudgedSource):
 
     noun = "judged answers"
     row_arrays = ("ends", "labels")
-
-    def __init__(
-        self,
-        *,
-        paths: list[str],
-        split: Literal["all", "train", "validation"] = "all",
-        validation_fraction: Fraction = 0.05,
-        strings: Literal["text", "messages"] = "text",
-        unusable: Literal["error", "leave_out"] = "error",
-        packed: bool = True,
-        template_variables: dict[str, Any] = {},  # noqa: B006
-    ):
-        super().__init__(
-            paths=paths,
-            split=split,
-            validation_fraction=validation_fraction,
-            strings=strings,
-            unusable=unusable,
-            packed=packed,
-            template_variables=template_variables,
-        )
 
     def judged(self, row: Any) -> list[Judged]:
         return thumbs_of(row, strings_are_messages=self.strings == "messages")
