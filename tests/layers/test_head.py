@@ -170,3 +170,29 @@ def test_no_array_of_the_training_step_is_as_large_as_the_logits(chunk_tokens):
     largest = largest_array(program.compiled_step.as_text())
     logits = config.data.global_batch_size * config.data.seq_len * vocab
     assert (largest >= logits) == (chunk_tokens == 0), f"{largest} against {logits}"
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 4])
+def test_log_probabilities_have_the_gradients_of_a_plain_log_softmax(chunk_tokens):
+    """Of any function of them: the backward pass, which makes the logits again, is our own."""
+    ctx = Context(batch={"targets": jnp.arange(16).reshape(2, 8) % 7})
+    keys = jax.random.split(jax.random.key(3), 3)
+    x_BSD = jax.random.normal(keys[0], (2, 8, 6))
+    table_VD = jax.random.normal(keys[1], (7, 6))
+    factors_BS = jax.random.normal(keys[2], (2, 8))
+    head = LMHead(vocab_size=7, dim=6, chunk_tokens=chunk_tokens, softcap=5.0)
+    norm = {"scale": jnp.ones(6)}
+
+    def ours(x, table):
+        log_probs_BS = head.log_probs({"norm": norm, "table": table}, x, ctx)
+        return jnp.sum(factors_BS * jnp.sin(log_probs_BS))
+
+    def plain(x, table):
+        logits_BSV = jax.nn.log_softmax(head.logits({"norm": norm, "table": table}, x, ctx))
+        log_probs_BS = jnp.take_along_axis(logits_BSV, ctx.batch["targets"][..., None], axis=-1)[..., 0]
+        return jnp.sum(factors_BS * jnp.sin(log_probs_BS))
+
+    expected = jax.grad(plain, argnums=(0, 1))(x_BSD, table_VD)
+    actual = jax.grad(ours, argnums=(0, 1))(x_BSD, table_VD)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)

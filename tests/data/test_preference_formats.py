@@ -1,0 +1,130 @@
+"""Rows of judged answers in every format that is in use, and what is said of those in none."""
+
+from typing import Any
+
+import pytest
+
+from framework.data.comparisons import Judged, pair_of, thumbs_of
+
+USER = {"role": "user", "content": "who?"}
+SYSTEM = {"role": "system", "content": "short"}
+GOOD = {"role": "assistant", "content": "a model"}
+BAD = {"role": "assistant", "content": "a fox"}
+LABEL = {"prompt": "2+2=", "completion": "4", "label": True}
+PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+
+MESSAGES = Judged([USER], [("chosen", [GOOD]), ("rejected", [BAD])])
+WITH_SYSTEM = Judged([SYSTEM, USER], [("chosen", [GOOD]), ("rejected", [BAD])])
+PAIRS: dict[str, tuple[dict[str, Any], Judged]] = {
+    "texts": (PAIR, Judged("2+2=", [("chosen", "4"), ("rejected", "5")])),
+    "texts with the prompt in them": (
+        {"chosen": "Human: hi\n\nAssistant: the best", "rejected": "Human: hi\n\nAssistant: the bear"},
+        Judged("Human: hi\n\nAssistant: the", [("chosen", " best"), ("rejected", " bear")]),
+    ),
+    "one text continues the other": (
+        {"chosen": "a b", "rejected": "a bc"},
+        Judged("a", [("chosen", " b"), ("rejected", " bc")]),
+    ),
+    "messages": ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, MESSAGES),
+    "messages with the prompt in them": ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, MESSAGES),
+    "the prompt in them and beside them": (
+        {"prompt": "who?", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score_chosen": 8.0},
+        MESSAGES,
+    ),
+    "a text and messages": ({"prompt": "who?", "chosen": [GOOD], "rejected": [BAD]}, MESSAGES),
+    "messages and texts": ({"prompt": [USER], "chosen": "a model", "rejected": "a fox"}, MESSAGES),
+    "a conversation and two messages": (
+        {"conversations": [{"from": "human", "value": "who?"}], "chosen": GOOD, "rejected": BAD},
+        MESSAGES,
+    ),
+    "a system prompt beside texts": (
+        {"system": "short", "prompt": "who?", "chosen": "a model", "rejected": "a fox"},
+        WITH_SYSTEM,
+    ),
+    "a system prompt beside messages": (
+        {"system": "short", "prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        WITH_SYSTEM,
+    ),
+    "a system prompt in them": ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, WITH_SYSTEM),
+    "several turns": (
+        {"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, GOOD, USER, GOOD]},
+        Judged([USER, GOOD, USER], [("chosen", [BAD]), ("rejected", [GOOD])]),
+    ),
+    "turns that differ early": (
+        {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, BAD]},
+        Judged([USER], [("chosen", [GOOD, USER, GOOD]), ("rejected", [BAD])]),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_formats_of_pairs(case: str):
+    row, expected = PAIRS[case]
+    assert pair_of(row) == expected
+    assert expected.problem is None
+
+
+def test_texts_may_be_messages():
+    row = {"prompt": "who?", "chosen": "a model", "rejected": "a fox"}
+    assert pair_of(row, strings_are_messages=True) == MESSAGES
+    assert pair_of(row).prompt == "who?"
+
+
+JUDGED: dict[str, tuple[dict[str, Any], list[Judged]]] = {
+    "texts": (LABEL, [Judged("2+2=", [("desirable", "4")])]),
+    "a number as the label": ({**LABEL, "label": 0}, [Judged("2+2=", [("undesirable", "4")])]),
+    "messages": (
+        {"prompt": [USER], "completion": [BAD], "label": False},
+        [Judged([USER], [("undesirable", [BAD])])],
+    ),
+    "a conversation": (
+        {"messages": [USER, GOOD, USER, BAD], "label": False},
+        [Judged([USER, GOOD, USER], [("undesirable", [BAD])])],
+    ),
+    "a pair": (PAIR, [Judged("2+2=", [("desirable", "4")]), Judged("2+2=", [("undesirable", "5")])]),
+}
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_formats_of_thumbs(case: str):
+    row, expected = JUDGED[case]
+    assert thumbs_of(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "no field 'rejected': a pair has chosen and rejected, given prompt, chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "field 'rejected' is null"),
+        ({"prompt": "a", "chosen": "b", "rejcted": "c"}, "no field 'rejected': .*; did you mean 'rejcted'"),
+        ({**PAIR, "chosen": 3}, "field 'chosen' is int, expected text or messages"),
+        ({**PAIR, "prompt": 3}, "field 'prompt' is int"),
+        (
+            {"prompt": [USER], "chosen": [{"role": "assistant"}], "rejected": [BAD]},
+            "field 'chosen': message 0: content",
+        ),
+        ({"prompt": "what?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "field 'chosen' .* without the prompt"),
+        ({"prompt": "who?", "chosen": [USER, GOOD], "rejected": [BAD]}, "'chosen' is a conversation and the other one"),
+        ({"chosen": "a", "rejected": [USER, BAD]}, "no field 'prompt', and 'chosen' is a text"),
+        ({**PAIR, "system": 3}, "field 'system' is int"),
+        ({**PAIR, "chosen": "\ud800"}, "surrogates not allowed"),
+        (["a"], "expected a JSON object, given list"),
+    ],
+)
+def test_what_is_no_pair(row: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        pair_of(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, "no field 'label': a judged answer has prompt, completion and label"),
+        ({**LABEL, "label": "good"}, "field 'label' is 'good', expected true or false"),
+        ({"prompt": "a", "label": True}, "no field 'completion'"),
+        ({"completion": "a", "label": True}, "no field 'prompt'"),
+    ],
+)
+def test_what_is_no_thumb(row: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        thumbs_of(row)
