@@ -1,9 +1,13 @@
 """A small teacher and a smaller student, which a laptop's CPU trains in minutes on text that every machine has.
 
+    plimsoll train --config=distil-tiny --workdir=runs/student
+    plimsoll train --config=distil-tiny-alone --workdir=runs/alone
+
+The first one trains the teacher and stores what it says, and then trains the student. Each by its own command:
+
     plimsoll train --config=distil-tiny-teacher --workdir=runs/teacher
     plimsoll score --workdir=runs/teacher --config=distil-tiny --top_k=32 --out=runs/scores
     plimsoll train --config=distil-tiny --config.companion.path=runs/scores --workdir=runs/student
-    plimsoll train --config=distil-tiny-alone --workdir=runs/alone
 
 The teacher has read the whole library. The student reads a fiftieth of it, several times over, as somebody does who has
 little text of the kind that matters. `python -m tools.bench.distillation` runs all of it, and compares.
@@ -38,10 +42,12 @@ def distil_tiny_alone() -> Config:
 
 
 def distil_tiny() -> Config:
-    """A 0.5M-parameter student of distil-tiny-teacher; companion.path is the folder of `plimsoll score`."""
+    """A 0.5M-parameter student of distil-tiny-teacher, which is trained first unless companion.path has its scores."""
     config = distil_tiny_alone()
     config.model.head.objective = config_for(Distillation, alpha=0.0, temperature=2.0)
-    config.companion = config_for(Teacher, path="runs/distil-tiny-scores", top_k=_TOP_K)
+    config.companion = config_for(
+        Teacher, path="runs/distil-tiny-scores", top_k=_TOP_K, train_first="distil-tiny-teacher"
+    )
     return config
 
 

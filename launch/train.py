@@ -68,6 +68,7 @@ def main(argv: list[str]) -> int:
     from framework.processes import distributed
     from framework.processes.rendezvous import ProcessesMissingError
     from framework.run import start
+    from launch import teacher_first
 
     args = command.args
     job = Job(
@@ -84,6 +85,10 @@ def main(argv: list[str]) -> int:
     if args.target is not None:
         return _dry_run(job, command)
     cluster = distributed.detect(os.environ, (args.coordinator, args.num_processes, args.process_id))
+    # Of several processes, each would train the teacher: they need one that is there.
+    code = 0 if cluster is not None else teacher_first.prepare(job, command)
+    if code:
+        return code
     try:
         return start.execute(job, cluster)
     except ProcessesMissingError as error:

@@ -31,12 +31,25 @@ class Teacher(Companion):
         path: of stored: the folder of `plimsoll score --out`; of live: a published model's directory, or the Hub's id.
         top_k: K, the tokens of each position that the student is told apart. Of a folder with more, the likeliest K are
             taken, and the others' probability goes to the bucket.
+        train_first: of stored: the name of a config, whose model is the teacher. Where `path` holds nothing yet,
+            `plimsoll train` trains it there and stores what it says, before the student's run begins. This is for toys;
+            other teachers are trained and asked by commands of their own.
     """
 
-    def __init__(self, *, kind: Literal["stored", "live"] = "stored", path: str, top_k: PositiveInt = 64):
+    def __init__(
+        self,
+        *,
+        kind: Literal["stored", "live"] = "stored",
+        path: str,
+        top_k: PositiveInt = 64,
+        train_first: str | None = None,
+    ):
+        if train_first is not None and kind == "live":
+            raise ValueError(f"train_first = {train_first} with kind = live; expected kind = stored")
         self.kind: Literal["stored", "live"] = kind
         self.path = path
         self.top_k = top_k
+        self.train_first = train_first
         self._rows: TeacherRows | None = None
         self._model: OtherModel | None = None
 
@@ -124,7 +137,8 @@ class Teacher(Companion):
         try:
             rows = TeacherRows(Path(self.path).expanduser())
         except (FileNotFoundError, ValueError) as error:
-            raise type(error)(f"companion.path: {error}") from None
+            made = "" if self.train_first is None else "; `plimsoll train` without --dry_run makes it"
+            raise type(error)(f"companion.path: {error}{made}") from None
         facts = rows.facts
         where = f"companion.path = {self.path}"
         if facts.seq_len != data.seq_len:

@@ -1,0 +1,84 @@
+"""What `plimsoll train` does first where a student's config names a teacher that is not trained yet.
+
+    PATH/model         the teacher's run
+    PATH/teacher.json  and the files beside it: what the teacher says of the student's rows, by `plimsoll score`
+
+PATH is companion.path. Both are commands of their own, each in its own process: JAX has not started in this one, so the
+devices are free. After a kill, the same command goes on with whichever was not done.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import configs
+from framework.companions.teacher import Teacher
+from framework.run.finished import last_checkpoint
+from framework.run.job import Job
+from framework.terminal import interrupts
+from framework.terminal.tied import tie
+from launch import cli, commands
+
+_MODEL = "model"
+
+
+def prepare(job: Job, command: cli.Command) -> int:
+    """Trains the teacher of the job's config and stores what it says, if that is asked for and not done.
+
+    Returns:
+        0, or the exit code of the command that failed.
+
+    Raises:
+        UsageError: companion.train_first is the name of no config.
+    """
+    teacher = job.experiment.companion
+    if job.dry_run or not isinstance(teacher, Teacher) or teacher.train_first is None:
+        return 0
+    # Only names: a stored config, which may be a stranger's, has no files of code run.
+    if teacher.train_first not in configs.names():
+        raise cli.UsageError(
+            f"companion.train_first={teacher.train_first!r}: expected the name of a config (`plimsoll configs list`)"
+        )
+    folder = Path(teacher.path).expanduser()
+    model = folder / _MODEL
+    # Files of another teacher stay as they are, and so does the folder that a run has begun with.
+    if (_holds_files(folder) and not model.exists()) or last_checkpoint(job.folder) is not None:
+        return 0
+    print(f"teacher: {teacher.train_first} is trained first, in {model}, and what it says is stored in {folder}")
+    code = _execute("train", f"--config={teacher.train_first}", f"--workdir={model}")
+    if code:
+        return code
+    data = [] if command.args.data is None else [f"--data={command.args.data}"]
+    overrides = [f"--config.{path}={text}" for path, text in command.overrides]
+    return _execute(
+        "score",
+        f"--workdir={model}",
+        f"--config={command.spec}",
+        *overrides,
+        *data,
+        f"--top_k={teacher.top_k}",
+        f"--out={folder}",
+    )
+
+
+def _holds_files(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _execute(verb: str, *flags: str) -> int:
+    """Runs `plimsoll VERB` on this machine; its exit code, 128 + n where signal n killed it."""
+    # What this process has printed comes first, also where the output is a file.
+    sys.stdout.flush()
+    words = [*commands.words_of(sys.executable, verb), *flags]
+    # In a session of its own it hears of Ctrl-C once, from here, and saves first. It ends with this process, so that
+    # the same command finds its workdir free.
+    process = subprocess.Popen(words, start_new_session=True, preexec_fn=tie)
+
+    def pass_on(number: int) -> None:
+        process.send_signal(number)
+
+    with interrupts.heard_by(pass_on):
+        code = process.wait()
+    return code if code >= 0 else 128 - code
