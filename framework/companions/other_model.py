@@ -57,7 +57,7 @@ class OtherModel:
         self.what = what
         self.run = program
         try:
-            experiment = _experiment(program.experiment, path)
+            experiment = other_experiment(program.experiment, path)
             self.program = Program(
                 experiment,
                 program.devices,
@@ -143,7 +143,7 @@ class OtherModel:
                 )
 
 
-def _experiment(run: Experiment, path: str | None) -> Experiment:
+def other_experiment(run: Experiment, path: str | None) -> Experiment:
     """The experiment of the other model, on the data and the mesh of the run; nothing of it is trained.
 
     Where its weights are on the devices, those of the run's memory.parameters are in host memory here, too.

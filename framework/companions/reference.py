@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from framework.companions.forward import Forward
-from framework.companions.other_model import OtherModel
+from framework.companions.other_model import OtherModel, other_experiment
+from framework.companions.passes import forward_passes
 from framework.companions.scoring import Scoring
 from framework.config import component
 from framework.data.batches import Shapes
@@ -26,7 +27,7 @@ from framework.layers.base import Context
 from framework.layers.head import LMHead
 from framework.layout import Nested
 from framework.models.causal_lm import CausalLM
-from framework.program.companion import Companion, Tell
+from framework.program.companion import Companion, Passes, Tell
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 
@@ -159,6 +160,16 @@ class Reference(Companion):
     def host_bytes(self, program: Any) -> int:
         """See `Companion`: the weights of a hosted reference."""
         return self._other_of(program).hosted_bytes if self.choice.kind == "hosted" else 0
+
+    def passes(self, experiment: Any, mesh: Any) -> Passes:
+        """See `Companion`: a forward pass, of adapter_off by the run's own weights."""
+        kind = self.choice.kind
+        if kind == "adapter_off":
+            return forward_passes(experiment, experiment, mesh, hosted=False)._replace(hosted_bytes=0)
+        if kind == "hosted":
+            other = other_experiment(experiment, self.pretrained)
+            return forward_passes(experiment, other, mesh, hosted=True)
+        return Passes()
 
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
         """See `Companion`: of adapter_off and hosted what each step runs, of stored what runs once before."""

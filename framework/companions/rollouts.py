@@ -24,6 +24,7 @@ from framework.companions.answers import (
     rows_of_answers,
     texts_of,
 )
+from framework.companions.passes import sampling_passes
 from framework.companions.reference import Reference
 from framework.companions.reward_function import RewardFunction
 from framework.config import Config, NonNegativeInt, PositiveInt, component
@@ -34,7 +35,7 @@ from framework.inference.rollout import Answers, Draws, rollout_jit
 from framework.layout import merge
 from framework.models.causal_lm import CausalLM
 from framework.objectives.policy_gradient import GRPO
-from framework.program.companion import Companion, Tell
+from framework.program.companion import Companion, Passes, Tell
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 from framework.schedules.sections import sections_of
@@ -232,6 +233,14 @@ class Rollouts(Companion):
         arrays["spreads"] = arrays["ends"] * spreads_B[:, None]
         self._clock.end()
         return arrays
+
+    def passes(self, experiment: Any, mesh: Any) -> Passes:
+        """See `Companion`: the tokens of the answers one after the other, and the reference's pass over them."""
+        sampling = sampling_passes(experiment, mesh, answer_tokens=experiment.data.answer_tokens)
+        if self.reference is None:
+            return sampling
+        reference = self.reference.passes(experiment, mesh)
+        return sampling.and_then(reference)
 
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
         """See `Companion`: the program that samples, with its cache, beside the rest of the training state."""

@@ -9,14 +9,15 @@ import jax
 import numpy as np
 
 from framework.companions.likeliest import IDS, LOG_PROBS, TAIL, likeliest, shapes
-from framework.companions.other_model import OtherModel
+from framework.companions.other_model import OtherModel, other_experiment
+from framework.companions.passes import forward_passes
 from framework.companions.teacher_files import Rows, TeacherRows, row_key
 from framework.companions.teacher_scoring import digests_of
 from framework.config import PositiveInt, component
 from framework.data.batches import Shapes
 from framework.data.pipeline import DataPipeline
 from framework.models.causal_lm import CausalLM
-from framework.program.companion import Companion, Tell
+from framework.program.companion import Companion, Passes, Tell
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 
@@ -111,6 +112,13 @@ class Teacher(Companion):
     def host_bytes(self, program: Any) -> int:
         """See `Companion`: the weights of a live teacher."""
         return self._live(program).hosted_bytes if self.kind == "live" else 0
+
+    def passes(self, experiment: Any, mesh: Any) -> Passes:
+        """See `Companion`: a live teacher's forward pass."""
+        if self.kind == "stored":
+            return Passes()
+        teacher = other_experiment(experiment, self.path)
+        return forward_passes(experiment, teacher, mesh, hosted=True)
 
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
         """See `Companion`: a live teacher's forward pass, in each step."""

@@ -223,9 +223,14 @@ def _step_time(
 
 
 def closed_time(experiment: Experiment, need: Estimate, target: Target) -> StepTime | None:
-    """The time of a step by the closed form; None where the rates of the target are not known."""
+    """The time of a step by the closed form, with what a companion runs before it; None where the rates of the target
+    are not known."""
     dtype = str(experiment.model.compute_dtype)
-    return closed_form_time(need.work, target.spec, target.num_devices, dtype)
+    step = closed_form_time(need.work, target.spec, target.num_devices, dtype)
+    if step is None or need.completion is None:
+        return step
+    completion = closed_form_time(need.completion, target.spec, target.num_devices, dtype)
+    return step if completion is None else step.after(completion)
 
 
 def _time_report(time: StepTime | None, experiment: Experiment, target: Target) -> Report | None:

@@ -9,13 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from framework.data.batches import Shapes
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 
 Tell = Callable[[str], None]
+
+
+class Passes(NamedTuple):
+    """The forward passes that complete the batch of a step, as a plan without a compiler counts them.
+
+    Attributes:
+        flops: of matrix products, on all devices.
+        read_bytes: of weights, that one device reads from its memory.
+        hosted_bytes: of weights, in the host memory of one device, between steps too.
+        moved_bytes: of weights, that come to one device from its host.
+    """
+
+    flops: float = 0.0
+    read_bytes: int = 0
+    hosted_bytes: int = 0
+    moved_bytes: int = 0
+
+    def and_then(self, later: Passes) -> Passes:
+        """Both, one after the other."""
+        return Passes(
+            flops=self.flops + later.flops,
+            read_bytes=self.read_bytes + later.read_bytes,
+            hosted_bytes=self.hosted_bytes + later.hosted_bytes,
+            moved_bytes=self.moved_bytes + later.moved_bytes,
+        )
 
 
 class Companion:
@@ -79,6 +104,15 @@ class Companion:
     def host_bytes(self, program: Any) -> int:
         """The bytes of host memory, of one device, in which it keeps arrays between steps."""
         return 0
+
+    def passes(self, experiment: Any, mesh: Any) -> Passes:
+        """What `completed` runs for a training step, by arithmetic. Nothing is opened or traced for that.
+
+        Args:
+            experiment: whose batches are completed.
+            mesh: of its devices, which may be abstract.
+        """
+        return Passes()
 
     def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
         """Compiles what `completed` runs with `compile`, also for a machine that is not here: {name: what it needs}.

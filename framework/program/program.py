@@ -84,10 +84,10 @@ class Program:
         # Where nothing is trained, stacks are whole.
         layout = None if training else self.checkpoint_layout
         if hosted_stack:
-            layout = StateLayout(_with_hosted_stages(specs, {"first", "stack"}), self.mesh)
+            layout = StateLayout(with_hosted_stages(specs, {"first", "stack"}), self.mesh)
         if hosted_weights:
             stages = {*experiment.model.stages, "shared"}
-            layout = StateLayout(_with_hosted_stages(specs, stages), self.mesh)
+            layout = StateLayout(with_hosted_stages(specs, stages), self.mesh)
         self.execution: Execution = kind(experiment, self.checkpoint_layout, self._rows, self.ahead, layout)
 
     @property
@@ -274,7 +274,7 @@ class Program:
         return self._one.init_jit(seed)
 
 
-def _with_hosted_stages(specs: Nested, stages: set[str]) -> Nested:
+def with_hosted_stages(specs: Nested, stages: set[str]) -> Nested:
     """The specs of a state, by group, with these stages' matrices in host memory."""
     hosted_specs = {group: dict(tree) for group, tree in specs.items()}
     for group in ("parameter", "frozen", "ema"):

@@ -7,7 +7,8 @@ from framework.config import Config, config_for
 from framework.layers.lora import LoRA
 from framework.objectives.preferences import DPO
 from framework.plan.guard import need
-from framework.plan.plan import plan
+from framework.plan.plan import plan, quick
+from framework.plan.step_time.rates import PCIE_REACHED
 from framework.plan.targets import resolve
 from tests.support import small
 from tests.support.halves import Halves
@@ -67,3 +68,29 @@ def test_preferences_take_the_memory_of_fine_tuning(lora, kind, bound, base):
 def test_a_step_takes_the_time_of_its_reference_too():
     seconds = {kind: planned(lora=True, kind=kind)["time"]["seconds"] for kind in ("adapter_off", "stored")}
     assert 1.1 < seconds["adapter_off"] / seconds["stored"] < 1.6
+
+
+def estimated(*, lora: bool, kind: str, accumulate: int) -> dict:
+    """The report of the closed form, for one H100."""
+    config = tuning(lora=lora, kind=kind)
+    config.learner.accumulate = accumulate
+    return quick("small", config, resolve("h100"), None)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["adapter_off", "hosted"])
+def test_the_closed_form_counts_the_reference(kind: str, accumulate: int):
+    lora = kind == "adapter_off"
+    report = estimated(lora=lora, kind=kind, accumulate=accumulate)
+    # Where values are stored, a step computes none.
+    without = estimated(lora=lora, kind="stored", accumulate=accumulate)
+    program = small.program(tuning(lora=lora, kind=kind))
+    kept = program.experiment.companion.host_bytes(program)
+    assert (kept > 0) == (kind == "hosted")
+    assert report["host_peak_bytes"] - without["host_peak_bytes"] == kept
+    more = {name: report["time"]["parts"][name] - seconds for name, seconds in without["time"]["parts"].items()}
+    # A forward pass beside two of them and a backward pass, which is as much as one or, with all weights, two.
+    share = more["matrix units"] / without["time"]["parts"]["matrix units"]
+    assert 0.2 < share < 0.4
+    link_seconds = accumulate * kept / (PCIE_REACHED * resolve("h100").spec.pcie_bytes_per_second)
+    assert more["host link"] == pytest.approx(link_seconds, rel=1e-6, abs=1e-12)

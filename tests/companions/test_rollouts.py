@@ -181,6 +181,17 @@ def test_the_plan_counts_the_cache(program: Program):
     assert peaks["long"] - peaks["short"] > 3900 * per_token
 
 
+def test_the_closed_form_reads_the_weights_for_each_token(program: Program):
+    experiment = program.experiment
+    passes = experiment.companion.passes(experiment, program.mesh)
+    weights = program.layout.bytes_per_device("parameter") + program.layout.bytes_per_device("buffer")
+    assert passes.read_bytes == experiment.data.answer_tokens * weights
+    tokens = experiment.data.global_batch_size * experiment.data.seq_len
+    assert passes.flops == experiment.model.forward_flops_per_token(experiment.data.seq_len) * tokens
+    assert passes.hosted_bytes == 0
+    assert passes.moved_bytes == 0
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -18,6 +18,7 @@ from framework.plan.step_time.compiled_time import rates_of
 from framework.plan.step_time.parts import StepTime
 from framework.plan.step_time.rates import PCIE_REACHED
 from framework.plan.step_time.traced import traced_work
+from framework.program.companion import Passes
 from framework.program.experiment import Experiment
 
 # Of the peak, what products reach in compiled steps by the compiler's own cycles (`tools.bench.tpu_time`): 0.80 of v5e
@@ -99,6 +100,25 @@ def work_of(
         pass_host_bytes=passes.beside,
         waited_host_bytes=passes.waited,
         waited_received_bytes=experiment.learner.accumulate * _expert_bytes(layout, sizes),
+    )
+
+
+def completing_work(passes: Passes, num_devices: int) -> Work:
+    """The work of one device while a companion completes the batch of a step.
+
+    Args:
+        passes: of the companion.
+        num_devices: that share their FLOPs.
+    """
+    return Work(
+        flops=passes.flops / num_devices,
+        product_bytes=passes.read_bytes,
+        update_bytes=0.0,
+        received_bytes=0.0,
+        host_bytes=0.0,
+        hidden_by=0.0,
+        # One program brings each layer between the one before it and its own products.
+        waited_host_bytes=passes.moved_bytes,
     )
 
 

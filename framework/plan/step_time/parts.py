@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # What bounds a step, as a person is told it. Whatever the cores do besides products is told by what usually bounds it.
@@ -50,6 +50,17 @@ class StepTime:
     def bound_by(self) -> str:
         """The part that is largest."""
         return max(PARTS, key=lambda name: self.parts[name])
+
+    def after(self, earlier: StepTime) -> StepTime:
+        """The time of this and of what runs before it."""
+        return replace(
+            self,
+            matrix_units=earlier.matrix_units + self.matrix_units,
+            memory=earlier.memory + self.memory,
+            links=earlier.links + self.links,
+            host_link=earlier.host_link + self.host_link,
+            python=earlier.python + self.python,
+        )
 
     def report(self, *, tokens: int | None, model_flops: float | None, peak_flops: float | None) -> dict[str, Any]:
         """What a report of the plan says of the time.
