@@ -60,6 +60,8 @@ class Scoring:
         self._begin(stored, anew=difference is not None)
         # Once there is a checkpoint, the trainer has compared the config with that of the steps before.
         if begins or not stored.is_complete:
+            if not stored.is_complete:
+                self._tell_surplus(tell)
             self._model.load()
             if not self._agrees(stored):
                 tell(f"{self._folder} holds a reference by another program: it is computed again")
@@ -73,6 +75,19 @@ class Scoring:
                 "hosts have, or companion.kind = hosted"
             )
         self._data.attach("reference", stored.open())
+
+    def _tell_surplus(self, tell: Tell) -> None:
+        """Says so where most of what is computed is of rows that the run does not read, as in a run of few steps."""
+        training_rows = self._data.num_rows
+        num_steps = self._program.experiment.trainer.known_steps
+        if num_steps is None:
+            return
+        rows_read = num_steps * self._data.global_batch_size
+        if 2 * rows_read < training_rows:
+            tell(
+                f"the reference of all {training_rows:,} rows is computed, and the run reads {rows_read:,} of them; "
+                "companion.kind=hosted computes these alone, in each step"
+            )
 
     def opened(self) -> bool:
         """Has the data deliver values that are there; False where they are not, or are of other weights or data."""

@@ -21,7 +21,7 @@ def begun(tmp_path: Path, monkeypatch) -> Program:
     program = fresh(tmp_path)
     said: list[str] = []
     program.experiment.companion.open(program, tmp_path / "run", begins=True, tell=said.append)
-    assert said == ["reference: stored (all weights are trained, and the values of the first ones are computed once)"]
+    assert said[0] == "reference: stored (all weights are trained, and the values of the first ones are computed once)"
     return program
 
 
@@ -84,3 +84,15 @@ def test_values_by_another_model_of_the_same_weights_are_computed_again(begun: P
     assert "holds a reference by another program: it is computed again" in said[1]
     done = json.loads((tmp_path / "run" / "reference" / "reference.json").read_text())["done"]
     assert done == {name: rows.num_rows for name, rows in program.experiment.data.row_sets().items()}
+
+
+@pytest.mark.parametrize(("max_steps", "says"), [(3, True), (200, False)])
+def test_a_run_that_reads_few_rows_is_told_so(max_steps: int, says: bool, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("TINY_TEXT", "")
+    write_text(tmp_path / "text")
+    program = fresh(tmp_path, trainer__max_steps=max_steps)
+    said: list[str] = []
+    program.experiment.companion.open(program, tmp_path / "run", begins=True, tell=said.append)
+    read = max_steps * program.experiment.data.global_batch_size
+    lines = [line for line in said if f"the run reads {read:,} of them; companion.kind=hosted" in line]
+    assert len(lines) == says
