@@ -28,6 +28,8 @@ from framework.layers.head import LMHead
 from framework.layout import Nested
 from framework.models.causal_lm import CausalLM
 from framework.program.companion import Companion, Passes, Tell
+from framework.program.experiment import Experiment
+from framework.program.program import Program
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 
@@ -63,14 +65,14 @@ class Reference(Companion):
             raise ValueError(f"pretrained = {pretrained} with kind = {kind}; expected kind = stored or hosted")
         self.kind: Kind | Literal["auto"] = kind
         self.pretrained = pretrained
-        self._experiment: Any = None
+        self._experiment: Experiment | None = None
         self._forwards: dict[str, Forward] = {}
         self._other: OtherModel | None = None
-        self._program: Any = None
+        self._program: Program | None = None
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
-    def join(self, experiment: Any) -> None:
+    def join(self, experiment: Experiment) -> None:
         """See `Companion`."""
         self._experiment = experiment
 
@@ -79,6 +81,7 @@ class Reference(Companion):
         """The kind that is in effect."""
         if self.kind != "auto":
             return Choice(self.kind, "companion.kind says so")
+        assert self._experiment is not None, "join() first"
         model = self._experiment.model
         objective = model.head.objective if isinstance(model, CausalLM) else None
         if objective is None or ARRAY not in objective.arrays:
@@ -100,7 +103,7 @@ class Reference(Companion):
         shape, _ = delivered["weights"]
         return {**delivered, ARRAY: (shape, "float32")}
 
-    def check(self, experiment: Any) -> None:
+    def check(self, experiment: Experiment) -> None:
         """See `Companion`."""
         kind = self.choice.kind
         if kind == "none":
@@ -120,14 +123,14 @@ class Reference(Companion):
                 "is not what the run began with; expected companion.kind = stored or hosted"
             )
 
-    def check_files(self, program: Any) -> None:
+    def check_files(self, program: Program) -> None:
         """See `Companion`: the reference's weights and its tokenizer."""
         if self.choice.kind in ("stored", "hosted"):
             self._other_of(program).check_files()
 
     # --- what it does -------------------------------------------------------------------------------------------------
 
-    def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
+    def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """See `Companion`. A stored reference that is not there yet is computed."""
         choice = self.choice
         tell(f"reference: {choice.kind} ({choice.reason})")
@@ -144,12 +147,12 @@ class Reference(Companion):
             self._other_of(program).load()
         self._program = program
 
-    def is_open(self, program: Any) -> bool:
+    def is_open(self, program: Program) -> bool:
         """See `Companion`."""
         # The model itself needs no opening.
         return self.choice.kind in ("none", "adapter_off") or self._program is program
 
-    def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+    def completed(self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
         """See `Companion`."""
         if ARRAY in batch or self.choice.kind == "none":
             return batch
@@ -157,11 +160,11 @@ class Reference(Companion):
             return {**batch, **self._without_adapters(program, group)(state, batch, after=state["counter"])}
         return {**batch, **self._other_of(program)(batch, after=state.get("counter", ()))}
 
-    def host_bytes(self, program: Any) -> int:
+    def host_bytes(self, program: Program) -> int:
         """See `Companion`: the weights of a hosted reference."""
         return self._other_of(program).hosted_bytes if self.choice.kind == "hosted" else 0
 
-    def passes(self, experiment: Any, mesh: Any) -> Passes:
+    def passes(self, experiment: Experiment, mesh: Any) -> Passes:
         """See `Companion`: a forward pass, of adapter_off by the run's own weights."""
         kind = self.choice.kind
         if kind == "adapter_off":
@@ -171,7 +174,7 @@ class Reference(Companion):
             return forward_passes(experiment, other, mesh, hosted=True)
         return Passes()
 
-    def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
+    def rehearsed(self, program: Program, compile: Compile) -> dict[str, Ledger]:
         """See `Companion`: of adapter_off and hosted what each step runs, of stored what runs once before."""
         choice = self.choice
         if choice.kind == "none":
@@ -188,7 +191,7 @@ class Reference(Companion):
         ledger.once = True
         return {ARRAY: ledger}
 
-    def _without_adapters(self, program: Any, group: str) -> Forward:
+    def _without_adapters(self, program: Program, group: str) -> Forward:
         """The forward pass of the running state's own arrays, with adapters switched off."""
         forward = self._forwards.get(group)
         if forward is None or forward.program is not program:
@@ -204,7 +207,7 @@ class Reference(Companion):
             self._forwards[group] = forward
         return forward
 
-    def _other_of(self, program: Any) -> OtherModel:
+    def _other_of(self, program: Program) -> OtherModel:
         """The reference as a model of its own."""
         if self._other is None or self._other.run is not program:
             self._other = OtherModel(

@@ -36,6 +36,8 @@ from framework.layout import merge
 from framework.models.causal_lm import CausalLM
 from framework.objectives.policy_gradient import GRPO
 from framework.program.companion import Companion, Passes, Tell
+from framework.program.experiment import Experiment
+from framework.program.program import Program
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 from framework.schedules.sections import sections_of
@@ -86,7 +88,7 @@ class Rollouts(Companion):
         self._file: Path | None = None
         self._clock = Clock()
 
-    def join(self, experiment: Any) -> None:
+    def join(self, experiment: Experiment) -> None:
         """See `Companion`."""
         if self.reference is not None:
             self.reference.join(experiment)
@@ -111,7 +113,7 @@ class Rollouts(Companion):
             return shapes
         return self.reference.arrays(shapes, evaluation=evaluation)
 
-    def check(self, experiment: Any) -> None:
+    def check(self, experiment: Experiment) -> None:
         """See `Companion`; also looks whether the reward function is there.
 
         Raises:
@@ -158,12 +160,12 @@ class Rollouts(Companion):
             )
         self.reference.check(experiment)
 
-    def check_files(self, program: Any) -> None:
+    def check_files(self, program: Program) -> None:
         """See `Companion`."""
         if self.reference is not None:
             self.reference.check_files(program)
 
-    def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
+    def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """See `Companion`. Raises ValueError: there are several processes, or no such reward function."""
         if jax.process_count() > 1:
             raise ValueError(
@@ -175,22 +177,22 @@ class Rollouts(Companion):
         if self.reference is not None:
             self.reference.open(program, workdir, begins=begins, tell=tell)
 
-    def is_open(self, program: Any) -> bool:
+    def is_open(self, program: Program) -> bool:
         """See `Companion`: only a reference needs it."""
         return self.reference is None or self.reference.is_open(program)
 
-    def host_bytes(self, program: Any) -> int:
+    def host_bytes(self, program: Program) -> int:
         """See `Companion`."""
         return 0 if self.reference is None else self.reference.host_bytes(program)
 
-    def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+    def completed(self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
         """See `Companion`. Raises ValueError: the reward function failed."""
         host_batch = {name: np.asarray(array) for name, array in batch.items()}
         # A state for inference counts no steps.
         step = int(state["counter"]["step"]) if "counter" in state else None
         is_training = not host_batch["sources"].any()
         if is_training and step is not None and step < self.demonstrations:
-            arrays = self._demonstrated(program.experiment.data, host_batch)
+            arrays = self._demonstrated(_prompts(program.experiment), host_batch)
         else:
             arrays = self._sampled(program, state, batch, host_batch, step, group)
         completed = program.put(arrays)
@@ -207,7 +209,7 @@ class Rollouts(Companion):
 
     def _sampled(
         self,
-        program: Any,
+        program: Program,
         state: dict[str, Any],
         batch: Batch,
         host_batch: dict[str, np.ndarray],
@@ -215,7 +217,7 @@ class Rollouts(Companion):
         group: str,
     ) -> dict[str, np.ndarray]:
         """The arrays of a batch whose answers the model gives."""
-        data: Prompts = program.experiment.data
+        data = _prompts(program.experiment)
         # Before the clock starts: the step before this one may still run.
         jax.block_until_ready(state["parameter"])
         self._clock.begin()
@@ -234,17 +236,17 @@ class Rollouts(Companion):
         self._clock.end()
         return arrays
 
-    def passes(self, experiment: Any, mesh: Any) -> Passes:
+    def passes(self, experiment: Experiment, mesh: Any) -> Passes:
         """See `Companion`: the tokens of the answers one after the other, and the reference's pass over them."""
-        sampling = sampling_passes(experiment, mesh, answer_tokens=experiment.data.answer_tokens)
+        sampling = sampling_passes(experiment, mesh, answer_tokens=_prompts(experiment).answer_tokens)
         if self.reference is None:
             return sampling
         reference = self.reference.passes(experiment, mesh)
         return sampling.and_then(reference)
 
-    def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
+    def rehearsed(self, program: Program, compile: Compile) -> dict[str, Ledger]:
         """See `Companion`: the program that samples, with its cache, beside the rest of the training state."""
-        data: Prompts = program.experiment.data
+        data = _prompts(program.experiment)
         layout = program.layout
         weight_groups = ("parameter", "frozen", "buffer")
         groups = {name: layout.abstract(layout.specs[name]) for name in weight_groups}
@@ -276,7 +278,7 @@ class Rollouts(Companion):
 
     def _answers(
         self,
-        program: Any,
+        program: Program,
         state: dict[str, Any],
         batch: Batch,
         host_batch: dict[str, np.ndarray],
@@ -284,7 +286,7 @@ class Rollouts(Companion):
         group: str,
     ) -> Answers:
         """Samples on the devices; arrays on the host."""
-        data: Prompts = program.experiment.data
+        data = _prompts(program.experiment)
         weights = merge(state[group], state["frozen"])
         sampler = self._samplers.get(group)
         if sampler is None:
@@ -320,14 +322,14 @@ class Rollouts(Companion):
 
     def _show(
         self,
-        program: Any,
+        program: Program,
         step: int | None,
         host_batch: dict[str, np.ndarray],
         texts: list[str],
         rewards_B: np.ndarray,
     ) -> None:
         """Prints and writes some answers, where it is time for that."""
-        data: Prompts = program.experiment.data
+        data = _prompts(program.experiment)
         set_number = int(host_batch["sources"].max())
         indices = host_batch["indices"]
         if set_number:
@@ -354,3 +356,10 @@ class Rollouts(Companion):
             return
         with self._file.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _prompts(experiment: Experiment) -> Prompts:
+    """The experiment's data, which `Rollouts.check` has seen to be prompts."""
+    data = experiment.data
+    assert isinstance(data, Prompts)
+    return data

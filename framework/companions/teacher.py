@@ -18,6 +18,8 @@ from framework.data.batches import Shapes
 from framework.data.pipeline import DataPipeline
 from framework.models.causal_lm import CausalLM
 from framework.program.companion import Companion, Passes, Tell
+from framework.program.experiment import Experiment
+from framework.program.program import Program
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
 
@@ -59,7 +61,7 @@ class Teacher(Companion):
         num_rows, length = delivered["tokens"][0]
         return {**delivered, **shapes(num_rows, length, self.top_k)}
 
-    def check(self, experiment: Any) -> None:
+    def check(self, experiment: Experiment) -> None:
         """Raises ValueError: model or data are of another kind, K is over the vocabulary, or nothing reads a teacher's
         arrays."""
         model = experiment.model
@@ -77,14 +79,14 @@ class Teacher(Companion):
                 "framework.objectives.distillation.Distillation"
             )
 
-    def check_files(self, program: Any) -> None:
+    def check_files(self, program: Program) -> None:
         """See `Companion`: the folder's facts, or the headers and the tokenizer of the model."""
         if self.kind == "stored":
             self._rows = self._opened(program)
         else:
             self._live(program).check_files()
 
-    def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
+    def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """See `Companion`."""
         if self.kind == "live":
             self._live(program).load()
@@ -97,37 +99,37 @@ class Teacher(Companion):
             f"{facts.top_k} of each, weights {facts.weights[:12]}"
         )
 
-    def is_open(self, program: Any) -> bool:
+    def is_open(self, program: Program) -> bool:
         """See `Companion`."""
         if self.kind == "stored":
             return self._rows is not None
         return self._model is not None and self._model.run is program and self._model.is_loaded
 
-    def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+    def completed(self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
         """See `Companion`."""
         if self.kind == "live":
             return {**batch, **self._live(program)(batch, after=state.get("counter", ()))}
         return {**batch, **program.put(self._stored(program, batch))}
 
-    def host_bytes(self, program: Any) -> int:
+    def host_bytes(self, program: Program) -> int:
         """See `Companion`: the weights of a live teacher."""
         return self._live(program).hosted_bytes if self.kind == "live" else 0
 
-    def passes(self, experiment: Any, mesh: Any) -> Passes:
+    def passes(self, experiment: Experiment, mesh: Any) -> Passes:
         """See `Companion`: a live teacher's forward pass."""
         if self.kind == "stored":
             return Passes()
         teacher = other_experiment(experiment, self.path)
         return forward_passes(experiment, teacher, mesh, hosted=True)
 
-    def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
+    def rehearsed(self, program: Program, compile: Compile) -> dict[str, Ledger]:
         """See `Companion`: a live teacher's forward pass, in each step."""
         if self.kind == "stored":
             return {}
         state_bytes = program.layout.bytes_per_device(memory_kind="device")
         return {"teacher": self._live(program).rehearsed(compile, beside=state_bytes)}
 
-    def _live(self, program: Any) -> OtherModel:
+    def _live(self, program: Program) -> OtherModel:
         """The model in host memory. Raises ValueError: its vocabulary is smaller than K."""
         if self._model is not None and self._model.run is program:
             return self._model
@@ -139,9 +141,11 @@ class Teacher(Companion):
         self._model = model
         return model
 
-    def _opened(self, program: Any) -> TeacherRows:
+    def _opened(self, program: Program) -> TeacherRows:
         """The folder's rows. Raises FileNotFoundError, ValueError: they are of something else; one line."""
         data = program.experiment.data
+        # `check` has seen to it.
+        assert isinstance(data, DataPipeline)
         try:
             rows = TeacherRows(Path(self.path).expanduser())
         except (FileNotFoundError, ValueError) as error:
@@ -172,7 +176,7 @@ class Teacher(Companion):
                 )
         return rows
 
-    def _stored(self, program: Any, batch: Batch) -> dict[str, np.ndarray]:
+    def _stored(self, program: Program, batch: Batch) -> dict[str, np.ndarray]:
         """The arrays of this process's rows of a batch, on the host."""
         names = [name for name in ("tokens", "segments", "weights") if name in batch]
         host = {name: _on_host(batch[name], program.rows) for name in names}

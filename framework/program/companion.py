@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from framework.data.batches import Shapes
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
+
+# These files import this one.
+if TYPE_CHECKING:
+    from framework.program.experiment import Experiment
+    from framework.program.program import Program
 
 Tell = Callable[[str], None]
 
@@ -44,13 +49,9 @@ class Passes(NamedTuple):
 
 
 class Companion:
-    """The base of companions; building one touches no device and no file.
+    """The base of companions; building one touches no device and no file."""
 
-    `experiment` is a `framework.program.experiment.Experiment`, `program` a `framework.program.program.Program`: these
-    files import this one, and so are not named as types here.
-    """
-
-    def join(self, experiment: Any) -> None:
+    def join(self, experiment: Experiment) -> None:
         """Told the experiment that it is a part of, as soon as the other parts are built."""
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
@@ -62,16 +63,16 @@ class Companion:
         """
         raise NotImplementedError
 
-    def check(self, experiment: Any) -> None:
+    def check(self, experiment: Experiment) -> None:
         """Raises ValueError when the companion does not fit model, data or memory; nothing is read."""
 
-    def check_files(self, program: Any) -> None:
+    def check_files(self, program: Program) -> None:
         """Raises FileNotFoundError or ValueError when files that it needs are not there, or are of another model.
 
         It reads headers and no weights, once the data is set up and before anything is compiled.
         """
 
-    def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
+    def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """Makes it ready, once data is set up and before the program's state exists: the devices are empty.
 
         Every process calls this.
@@ -86,11 +87,11 @@ class Companion:
             FileNotFoundError, ValueError: what it needs is not there, or is of another model.
         """
 
-    def is_open(self, program: Any) -> bool:
+    def is_open(self, program: Program) -> bool:
         """Whether `completed` can be called, as `open` was called with this program or is not needed."""
         return True
 
-    def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+    def completed(self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
         """Returns the batch with all arrays of `arrays`.
 
         Args:
@@ -101,11 +102,11 @@ class Companion:
         """
         raise NotImplementedError
 
-    def host_bytes(self, program: Any) -> int:
+    def host_bytes(self, program: Program) -> int:
         """The bytes of host memory, of one device, in which it keeps arrays between steps."""
         return 0
 
-    def passes(self, experiment: Any, mesh: Any) -> Passes:
+    def passes(self, experiment: Experiment, mesh: Any) -> Passes:
         """What `completed` runs for a training step, by arithmetic. Nothing is opened or traced for that.
 
         Args:
@@ -114,7 +115,7 @@ class Companion:
         """
         return Passes()
 
-    def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
+    def rehearsed(self, program: Program, compile: Compile) -> dict[str, Ledger]:
         """Compiles what `completed` runs with `compile`, also for a machine that is not here: {name: what it needs}.
 
         Nothing is opened for that. A ledger's peak is all that a device holds then, the training state included where
