@@ -1,7 +1,7 @@
 """Answers to held-out prompts at the end of a run on judged answers: the data's, the model's before, and its own now.
 
 Before stands for the model without its adapters, which are what was trained. Where all weights were, the first ones are
-gone by then, and a second copy of them is not worth its memory: the table has no such column.
+gone by then: they are drawn or read once more, as they were before the first step, in the room of the trained ones.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from framework.companions.other_model import other_experiment
 from framework.companions.reference import without_adapters
 from framework.data.pipeline import DataPipeline
 from framework.files.workdir import Workdir
@@ -27,7 +29,7 @@ _MAX_TOKENS = 64
 # Characters of a text that a line shows.
 _SHOWN = 60
 
-# {"prompt", "data", "before", "after"} of each prompt, texts; "before" may be missing.
+# {"prompt", "data", "before", "after"} of each prompt, texts; "before" is missing where the first weights are.
 Table = list[dict[str, str]]
 
 
@@ -45,7 +47,7 @@ def answer_table(program: Program, state: dict[str, Any]) -> Table:
 
     Args:
         program: the experiment on its mesh.
-        state: the groups of weights, with whole stacks; it stays.
+        state: the groups of weights, with whole stacks. Its arrays are deleted where the first weights take their room.
     """
     experiment = program.experiment
     data = experiment.data
@@ -72,6 +74,12 @@ def answer_table(program: Program, state: dict[str, Any]) -> Table:
     if model.lora is not None:
         first_state = {**state, "parameter": without_adapters(state["parameter"])}
         answers["before"] = Generator(program, first_state)(prompts, sampling)
+    else:
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        first_answers = _of_first_weights(program, prompts, sampling)
+        if first_answers is not None:
+            answers["before"] = first_answers
     table: Table = []
     for number, example in enumerate(examples):
         row = {"prompt": tokenizer.decode(example.prompt), "data": tokenizer.decode(example.answer)}
@@ -80,6 +88,21 @@ def answer_table(program: Program, state: dict[str, Any]) -> Table:
                 row[name] = tokenizer.decode(answers[name][number])
         table.append(row)
     return table
+
+
+def _of_first_weights(program: Program, prompts: list[list[int]], sampling: Sampling) -> list[list[int]] | None:
+    """Returns the answers of the model that the run began with; None where its weights are not there any more."""
+    experiment = other_experiment(program.experiment, None)
+    first = Program(experiment, program.devices, mesh=experiment.mesh, training=False)
+    if experiment.pretrained is None:
+        state = first.init()
+    else:
+        # The directory may be gone since: a sample is not worth an error at the end of a run.
+        try:
+            state = experiment.pretrained.init(first)
+        except (OSError, ValueError):
+            return None
+    return Generator(first, state)(prompts, sampling)
 
 
 def held_out_examples(data: DataPipeline) -> list[Example]:

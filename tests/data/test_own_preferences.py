@@ -181,24 +181,32 @@ def test_a_file_trains(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     (evaluation,) = [line for line in lines if "eval/held_out/loss" in line]
     assert 0 <= evaluation["eval/held_out/accuracy"] <= 1
     (answers,) = [json.loads(line) for line in (tmp_path / "run/answers.jsonl").read_text().splitlines()][:1]
-    assert answers.keys() == {"prompt", "data", "after"}, "all weights were trained: the first ones are gone"
+    assert answers.keys() == {"prompt", "data", "before", "after"}
     assert f"held out: ...{answers['prompt'][-60:]!r}" in output.out + output.err
     names = ("pairs",) if rows == "pairs" else ("desirable", "undesirable")
     assert sum(evaluation[f"eval/held_out/{name}"] for name in names) >= 1
 
 
-def test_with_adapters_the_answers_before_are_those_of_the_model_without_them(tmp_path: Path):
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.lora=LoRA",
+        pytest.param("memory.update=after_backward", marks=pytest.mark.pairs),
+        pytest.param("memory.update=layer_programs", marks=pytest.mark.pairs),
+        pytest.param("memory.update=streamed memory.parameters=pinned_host:1", marks=pytest.mark.pairs),
+    ],
+)
+def test_the_answers_before_are_those_of_the_model_that_the_run_began_with(setting: str, tmp_path: Path):
     runs.write_text(tmp_path / "text")
     file = write_rows(tmp_path / "rows.jsonl", ROWS["pairs"])
-    flags = ["model.lora=LoRA", "trainer.max_steps=4", "trainer.eval_every=none", "trainer.sample_tokens=4"]
-    flags += ["learner.optimizer.learning_rate=0.5", "model.head.objective=DPO"]
+    flags = ["trainer.max_steps=4", "learner.optimizer.learning_rate=0.5", "trainer.eval_every=none"]
+    flags += ["trainer.sample_tokens=4", "model.head.objective=DPO", *setting.split()]
     assert runs.train(tmp_path / "run", f"--data={file}", *(f"--config.{flag}" for flag in flags)) == 0
     table = [json.loads(line) for line in (tmp_path / "run/answers.jsonl").read_text().splitlines()]
     assert all(row.keys() == {"prompt", "data", "before", "after"} for row in table)
     assert any(row["before"] != row["after"] for row in table)
-    # The model without adapters is the one that a run of no steps would have: its weights are drawn by the seed.
-    flags[1] = "trainer.max_steps=1"
-    flags[4] = "learner.optimizer.learning_rate=1e-9"
+    # It is the one that a run of no steps would have, as its weights are drawn by the seed.
+    flags[:2] = ["trainer.max_steps=1", "learner.optimizer.learning_rate=1e-9"]
     assert runs.train(tmp_path / "still", f"--data={file}", *(f"--config.{flag}" for flag in flags)) == 0
     untrained = [json.loads(line) for line in (tmp_path / "still/answers.jsonl").read_text().splitlines()]
     assert [row["after"] for row in untrained] == [row["before"] for row in table]
