@@ -123,10 +123,13 @@ class Reference(Companion):
                 "is not what the run began with; expected companion.kind = stored or hosted"
             )
 
-    def check_files(self, program: Program) -> None:
-        """See `Companion`: the reference's weights and its tokenizer."""
-        if self.choice.kind in ("stored", "hosted"):
+    def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:
+        """See `Companion`: the reference's weights and its tokenizer, and what a run that goes on has stored."""
+        kind = self.choice.kind
+        if kind in ("stored", "hosted"):
             self._other_of(program).check_files()
+        if kind == "stored" and not begins:
+            Scoring(program, self._other_of(program), workdir).check()
 
     # --- what it does -------------------------------------------------------------------------------------------------
 

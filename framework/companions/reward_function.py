@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import math
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +45,10 @@ class RewardFunction:
         except Exception as error:
             # In one line, as it ends a run; the cause has the frames.
             reason = " ".join(str(error).split())
-            raise ValueError(f"{self._label}: {type(error).__name__}: {reason}") from error
+            # A callable that is no function has no file.
+            code = getattr(function, "__code__", None)
+            line = _line_in(None if code is None else code.co_filename, error)
+            raise ValueError(f"{self._label}: {line}{type(error).__name__}: {reason}") from error
         if len(rewards) != len(answers):
             raise ValueError(
                 f"{self._label}: expected {len(answers)} rewards, one for each answer, given {len(rewards)}"
@@ -95,7 +99,8 @@ class RewardFunction:
             module = importlib.import_module(self.name.rpartition(".")[0]) if path is None else _imported(path)
         except Exception as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"{self._label}: cannot be imported: {type(error).__name__}: {reason}") from error
+            line = _line_in(path, error)
+            raise ValueError(f"{self._label}: cannot be imported: {line}{type(error).__name__}: {reason}") from error
         function: Function | None = getattr(module, name, None)
         if not callable(function):
             raise ValueError(f"{self._label}: there is no function {name!r} in {path or module.__name__}")
@@ -111,6 +116,16 @@ class RewardFunction:
         if not colon and module and all(part.isidentifier() for part in self.name.split(".")):
             return None, name
         raise ValueError(f'{self._label}: expected "path/to/file.py:function" or "package.module.function"')
+
+
+def _line_in(file: str | Path | None, error: BaseException) -> str:
+    """ "line N: " of the innermost frame of the error that is in a file; "" where none is."""
+    if file is None:
+        return ""
+    place = Path(file).resolve()
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == place]
+    return f"line {lines[-1]}: " if lines else ""
 
 
 def _imported(path: Path) -> ModuleType:

@@ -160,10 +160,11 @@ class Rollouts(Companion):
             )
         self.reference.check(experiment)
 
-    def check_files(self, program: Program) -> None:
-        """See `Companion`."""
+    def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:
+        """See `Companion`: the reward function's own file, which is imported, and those of a reference."""
+        self.reward.load()
         if self.reference is not None:
-            self.reference.check_files(program)
+            self.reference.check_files(program, workdir, begins=begins)
 
     def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """See `Companion`. Raises ValueError: there are several processes, or no such reward function."""

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from framework.companions.other_model import OtherModel
-from framework.companions.stored import FOLDER, StoredRows
+from framework.companions.stored import DAMAGED, FOLDER, StoredRows
 from framework.data.batches import RowSet
 from framework.data.files import FileHashes, digest_of, find
 from framework.data.order import Prefetcher
@@ -49,13 +49,12 @@ class Scoring:
             ValueError: the folder holds values of other weights or data than those that the run goes on with.
         """
         stored = self._stored(keeps_hashes=True)
-        difference = distributed.from_primary(stored.difference)
-        if difference and not begins:
-            raise ValueError(
-                f"{self._folder} holds a reference of other {difference} than those of this run; remove the folder to "
-                "have it computed again"
-            )
-        if difference:
+        difference = self._difference(stored)
+        if not begins:
+            self._check(difference)
+        if difference == DAMAGED:
+            tell(f"{self._folder} is damaged: the reference is computed again")
+        elif difference:
             tell(f"{self._folder} holds a reference of other {difference}: it is computed again")
         self._begin(stored, anew=difference is not None)
         # Once there is a checkpoint, the trainer has compared the config with that of the steps before.
@@ -89,10 +88,37 @@ class Scoring:
                 "companion.kind=hosted computes these alone, in each step"
             )
 
+    def check(self) -> None:
+        """Looks at the folder of a run that goes on. Every process calls this.
+
+        Raises:
+            ValueError: it holds values of other weights or data than those that the run goes on with.
+        """
+        self._check(self._difference(self._stored(keeps_hashes=True)))
+
+    def _check(self, difference: str | None) -> None:
+        if difference in (None, "", DAMAGED):
+            return
+        same = "data" if difference == "data" else "pretrained, companion.pretrained and trainer.seed"
+        raise ValueError(
+            f"{self._folder} holds a reference of other {difference} than those of this run, which has begun with it; "
+            f"expected the same {same} as before, or another --workdir"
+        )
+
+    def _difference(self, stored: StoredRows) -> str | None:
+        """`StoredRows.difference` of the files in the folder, whose values are compared with their checksums as well;
+        that of the primary process."""
+        difference = None
+        if distributed.is_primary():
+            difference = stored.difference
+            if difference is None and stored.has_changed:
+                difference = DAMAGED
+        return distributed.from_primary(difference)
+
     def opened(self) -> bool:
         """Has the data deliver values that are there; False where they are not, or are of other weights or data."""
         stored = self._stored(keeps_hashes=False)
-        if stored.difference is not None:
+        if self._difference(stored) is not None:
             return False
         values = stored.open()
         if not stored.is_complete:

@@ -4,11 +4,12 @@
     reference/train.f32         float32[rows, S] of a training source; of a validation set under its own name
 
 Rows are done in order, a batch at a time, and the JSON file counts them after they were written: a process that is
-killed loses the batches since, and the next one goes on there.
+killed loses the batches since, and the next one goes on there. Once all are done, it has the files' checksums.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
@@ -20,9 +21,12 @@ import numpy as np
 
 from framework.data.batches import RowSet
 from framework.files.workdir import write_json
+from framework.terminal.phases import SHORT, phase
 
 FOLDER = "reference"
 _FACTS = "reference.json"
+# What `StoredRows.difference` says of files that were cut, or are not there, beside a JSON file that is.
+DAMAGED = "damaged"
 # Rows are counted as done this often at most.
 _SECONDS = 0.2
 
@@ -52,7 +56,7 @@ class StoredRows:
     def difference(self) -> str | None:
         """What the files in the folder are of that is not the run's: "weights", "data"; None where nothing differs.
 
-        "" stands for files that are not there, or cannot be read.
+        "" stands for files that are not there, or cannot be read; `DAMAGED` for some of another length.
         """
         stored = self._read()
         if stored is None:
@@ -60,7 +64,22 @@ class StoredRows:
         for name, facts in self._facts.items():
             if stored.get(name) != facts:
                 return name
+        for name in self._sets:
+            file = self._file(name)
+            if not file.exists() or file.stat().st_size != self._num_bytes(name):
+                return DAMAGED
         return None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the files have other values than those that were written when the last row was done.
+
+        It reads them whole. Of files that are not complete, nobody knows.
+        """
+        stored = self._read()
+        if stored is None or "sha256" not in stored:
+            return False
+        return stored["sha256"] != self._checksums()
 
     def begin(self, *, anew: bool) -> None:
         """Makes the files ready to be written, those of an earlier start with what they have; `anew` drops that."""
@@ -68,10 +87,10 @@ class StoredRows:
         if stored is None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-            for name, rows in self._sets.items():
+            for name in self._sets:
                 with open(self._file(name), "wb") as file:
                     # A file of zeros, whose blocks the disk has yet to give.
-                    file.truncate(rows.num_rows * self._seq_len * 4)
+                    file.truncate(self._num_bytes(name))
             self._save()
         else:
             self.done = {name: stored["done"][name] for name in self._sets}
@@ -104,7 +123,10 @@ class StoredRows:
             self._save()
 
     def _save(self) -> None:
-        write_json(self.folder / _FACTS, {**self._facts, "done": self.done})
+        facts = {**self._facts, "done": self.done}
+        if self.is_complete:
+            facts["sha256"] = self._checksums()
+        write_json(self.folder / _FACTS, facts)
         self._saved_at = time.monotonic()
 
     def _read(self) -> dict[str, Any] | None:
@@ -114,6 +136,19 @@ class StoredRows:
         except (FileNotFoundError, ValueError):
             return None
         return stored if isinstance(stored, dict) and isinstance(stored.get("done"), dict) else None
+
+    def _checksums(self) -> dict[str, str]:
+        """The sha256 of each file, by the name of the set."""
+        checksums = {}
+        with phase("checking the stored reference", patience=SHORT):
+            for name in self._sets:
+                with open(self._file(name), "rb") as file:
+                    checksums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return checksums
+
+    def _num_bytes(self, name: str) -> int:
+        """The length of a set's file."""
+        return self._sets[name].num_rows * self._seq_len * np.dtype(np.float32).itemsize
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.f32"

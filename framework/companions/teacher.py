@@ -12,7 +12,7 @@ from framework.companions.likeliest import IDS, LOG_PROBS, TAIL, likeliest, shap
 from framework.companions.other_model import OtherModel, other_experiment
 from framework.companions.passes import forward_passes
 from framework.companions.teacher_files import Rows, TeacherRows, row_key
-from framework.companions.teacher_scoring import digests_of
+from framework.companions.teacher_scoring import digests_of, rows_of
 from framework.config import PositiveInt, component
 from framework.data.batches import Shapes
 from framework.data.pipeline import DataPipeline
@@ -22,6 +22,10 @@ from framework.program.experiment import Experiment
 from framework.program.program import Program
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
+
+# Rows of training, and batches of each validation set, that are looked at before a run begins.
+_CHECKED_ROWS = 1000
+_SCORE_AGAIN = "run `plimsoll score` again, with this config's trainer.max_steps or with --rows=all"
 
 
 @component
@@ -79,10 +83,11 @@ class Teacher(Companion):
                 "framework.objectives.distillation.Distillation"
             )
 
-    def check_files(self, program: Program) -> None:
-        """See `Companion`: the folder's facts, or the headers and the tokenizer of the model."""
+    def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:
+        """See `Companion`: the folder's facts and rows, or the headers and the tokenizer of the model."""
         if self.kind == "stored":
             self._rows = self._opened(program)
+            self._check_rows(program.experiment)
         else:
             self._live(program).check_files()
 
@@ -176,6 +181,21 @@ class Teacher(Companion):
                 )
         return rows
 
+    def _check_rows(self, experiment: Experiment) -> None:
+        """Raises ValueError where some of the run's rows are not stored; it looks at rows from the first to the last
+        one."""
+        data = experiment.data
+        assert isinstance(data, DataPipeline)
+        assert self._rows is not None
+        row_list = rows_of(experiment, data, "run", at_most=_CHECKED_ROWS)
+        num_checked = len(row_list.places_N2)
+        num_missing = sum(row_key(row_list.read(number)) not in self._rows for number in range(num_checked))
+        if num_missing:
+            raise ValueError(
+                f"companion.path = {self.path}: of {num_checked:,} of the run's rows that were looked at, "
+                f"{num_missing:,} are not among its {self._rows.num_rows:,}; {_SCORE_AGAIN}"
+            )
+
     def _stored(self, program: Program, batch: Batch) -> dict[str, np.ndarray]:
         """The arrays of this process's rows of a batch, on the host."""
         names = [name for name in ("tokens", "segments", "weights") if name in batch]
@@ -197,8 +217,8 @@ class Teacher(Companion):
         number = self._rows.number_of(row_key(row))
         if number is None:
             raise ValueError(
-                f"companion.path = {self.path}: has {self._rows.num_rows:,} rows, and not one that the run reads now; "
-                "run `plimsoll score` again, with this config's trainer.max_steps or with --rows=all"
+                f"companion.path = {self.path}: a row that the run reads now is not among its "
+                f"{self._rows.num_rows:,}; {_SCORE_AGAIN}"
             )
         return number
 

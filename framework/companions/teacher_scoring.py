@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -83,7 +83,9 @@ class RowList(NamedTuple):
         return self.leaves[source].rows.row(index)
 
 
-def rows_of(experiment: Experiment, data: DataPipeline, which: Literal["run", "all"]) -> RowList:
+def rows_of(
+    experiment: Experiment, data: DataPipeline, which: Literal["run", "all"], *, at_most: int | None = None
+) -> RowList:
     """The rows that a teacher is to see, each once: those that the experiment's run reads, in its order, or all.
 
     Args:
@@ -91,22 +93,32 @@ def rows_of(experiment: Experiment, data: DataPipeline, which: Literal["run", "a
         data: its data, set up.
         which: "run": the sequences of trainer.max_steps steps or trainer.max_epochs, and the batches of its
             evaluations; "all": every row of every source.
+        at_most: of more rows of a run, so many of training and of each validation set, from the first to the last one,
+            evenly spaced.
     """
     limit = None
     if which == "run":
         limit = experiment.trainer.eval_batches
         count = _num_steps(experiment, data) * data.global_batch_size
-        sequences = (data.locate(number) for number in range(count))
-        places = [np.fromiter(sequences, np.dtype((np.int64, 2)), count)]
+        numbers = _spaced(range(count), at_most)
+        sequences = (data.locate(number) for number in numbers)
+        places = [np.fromiter(sequences, np.dtype((np.int64, 2)), len(numbers))]
     else:
         places = [_places(source, range(leaf.rows.num_whole)) for source, leaf in enumerate(data.train_leaves)]
     for source, name in enumerate(data.validation_names, start=len(data.train_leaves)):
         num_rows, _ = data.evaluation_rows(name)
-        for number in data.eval_batch_numbers(name, limit):
+        for number in _spaced(data.eval_batch_numbers(name, limit), at_most):
             first_row = number * data.global_batch_size
             last_row = min(first_row + data.global_batch_size, num_rows)
             places.append(_places(source, range(first_row, last_row)))
     return RowList(data.leaves, np.concatenate(places))
+
+
+def _spaced(numbers: Sequence[int], at_most: int | None) -> Sequence[int]:
+    """The numbers, or so many of them, with the first and the last one."""
+    if at_most is None or len(numbers) <= at_most:
+        return numbers
+    return [numbers[turn * (len(numbers) - 1) // (at_most - 1)] for turn in range(at_most)]
 
 
 def _places(source: int, indices: range) -> np.ndarray:

@@ -66,10 +66,16 @@ class Companion:
     def check(self, experiment: Experiment) -> None:
         """Raises ValueError when the companion does not fit model, data or memory; nothing is read."""
 
-    def check_files(self, program: Program) -> None:
-        """Raises FileNotFoundError or ValueError when files that it needs are not there, or are of another model.
+    def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:
+        """Looks at the files that it needs, once the data is set up and before anything is compiled.
 
-        It reads headers and no weights, once the data is set up and before anything is compiled.
+        It loads no weights. Every process calls this.
+
+        Args:
+            program, workdir, begins: as for `open`.
+
+        Raises:
+            FileNotFoundError, ValueError: files are not there, or are of another model or of other data.
         """
 
     def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:

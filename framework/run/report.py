@@ -110,6 +110,11 @@ def sample_text(program: Program, state: dict[str, Any]) -> str | None:
         return None
     tokenizer = data.tokenizer
     prompt = tokenizer.encode_prompt(options.sample_prompt)
+    if not prompt:
+        # A tokenizer may put nothing before a text. Documents then follow the token between them.
+        if tokenizer.separator_id is None:
+            return None
+        prompt = [tokenizer.separator_id]
     num_tokens = options.sample_tokens
     limit = program.experiment.language_model.max_positions
     # Both are cut to the model's positions: a sample is not worth an error at the end of a run.

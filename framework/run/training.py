@@ -136,7 +136,7 @@ class Training:
             self.progress.set_total(self.options.max_steps)
         self._tell(rate_notes(self.config.learner, self.options.max_steps))
         if self.experiment.companion is not None:
-            self.experiment.companion.check_files(self.program)
+            self.experiment.companion.check_files(self.program, self.workdir.path, begins=self.begins)
 
     def _prepare_data(self) -> None:
         """Makes the data ready: the first process of a run tokenizes, the others wait for its files."""

@@ -70,7 +70,7 @@ def opened(config: Config, workdir: Path) -> Program:
     program.experiment.data.setup(workdir)
     companion = program.experiment.companion
     assert companion is not None
-    companion.check_files(program)
+    companion.check_files(program, workdir, begins=True)
     companion.open(program, workdir, begins=True, tell=lambda line: None)
     return program
 

@@ -96,3 +96,37 @@ def test_a_run_that_reads_few_rows_is_told_so(max_steps: int, says: bool, tmp_pa
     read = max_steps * program.experiment.data.global_batch_size
     lines = [line for line in said if f"the run reads {read:,} of them; companion.kind=hosted" in line]
     assert len(lines) == says
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["changed", pytest.param("cut", marks=pytest.mark.pairs), pytest.param("removed", marks=pytest.mark.pairs)],
+)
+def test_damaged_values_are_computed_again_and_not_evaluated(begun: Program, damage: str, tmp_path: Path):
+    file = tmp_path / "run" / "reference" / "train.f32"
+    values = file.read_bytes()
+    if damage == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(values[:1000] if damage == "cut" else bytes(400) + values[400:])
+    program = fresh(tmp_path)
+    inference = Program(program.experiment, jax.devices()[:1], training=False)
+    said: list[str] = []
+    program.experiment.companion.open(inference, tmp_path / "run", begins=False, tell=said.append)
+    assert "the workdir has no stored reference of these weights and data: its model is loaded" in said[1]
+    assert file.exists() == (damage != "removed")
+
+    program = fresh(tmp_path)
+    said.clear()
+    program.experiment.companion.check_files(program, tmp_path / "run", begins=False)
+    program.experiment.companion.open(program, tmp_path / "run", begins=False, tell=said.append)
+    assert said[1].endswith("reference is damaged: the reference is computed again")
+    assert file.read_bytes() == values
+
+
+def test_a_run_that_goes_on_with_another_reference_is_refused_before_a_compile(begun: Program, tmp_path: Path):
+    program = fresh(tmp_path, trainer__seed=5)
+    with pytest.raises(
+        ValueError, match=r"other weights than those of this run, which has begun with it; expected the"
+    ):
+        program.experiment.companion.check_files(program, tmp_path / "run", begins=False)

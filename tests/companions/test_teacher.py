@@ -194,8 +194,28 @@ def test_a_row_that_is_not_stored_is_named(scored, tmp_path):
     program = opened(student(texts, scores, masked=masked), tmp_path)
     batch = program.experiment.data.train_batch(0, program.rows)
     batch["tokens"] = batch["tokens"] + 1
-    with pytest.raises(ValueError, match=r"and not one that the run reads now; run `plimsoll score` again"):
+    with pytest.raises(
+        ValueError, match=r"a row that the run reads now is not among its .*; run `plimsoll score` again"
+    ):
         program.completed({}, program.put(batch))
+
+
+def test_rows_that_are_missing_are_found_before_a_compile(scored, tmp_path):
+    texts, scores, _, _, masked = scored
+    config = student(texts, scores, masked=masked)
+    num_stored = TeacherRows(scores).num_rows
+    program = opened(config, tmp_path)
+    program.experiment.companion.check_files(program, tmp_path, begins=True)
+    few = tmp_path / "few"
+    rows = TeacherRows(scores)
+    writer = TeacherWriter(few, rows.facts)
+    with writer.open():
+        writer.append(rows.take(list(range(num_stored - 3))))
+        writer.commit()
+    program = opened(student(texts, few, masked=masked), tmp_path)
+    with pytest.raises(ValueError, match=rf"3 are not among its {num_stored - 3:,}; run `plimsoll score`") as raised:
+        program.experiment.companion.check_files(program, tmp_path, begins=True)
+    assert "\n" not in str(raised.value)
 
 
 FACTS = Facts("w" * 64, "t" * 64, VOCAB, 4, 2, {"train": "d" * 64})

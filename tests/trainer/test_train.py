@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import configs
+from framework.data.tokenizers import ByteTokenizer
 from framework.program.experiment import Experiment
 from framework.run.run import Run
 from tests.support.runs import CONFIG, LONG, losses, output, rows, start, train, wait_for
@@ -175,3 +176,11 @@ def test_dry_run_trains_nothing(text: Path, tmp_path: Path, capsys: pytest.Captu
     assert "Nothing was trained" in capsys.readouterr().out
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_a_sample_of_no_prompt_where_the_tokenizer_opens_no_text(text, tmp_path, monkeypatch, capsys):
+    """As of most published models: the sample then follows the token between documents."""
+    monkeypatch.setattr(ByteTokenizer, "encode_prompt", lambda self, text: list(text.encode()))
+    assert train(tmp_path / "run", "--config.trainer.sample_tokens=4", "--config.trainer.max_steps=1") == 0
+    output = capsys.readouterr()
+    assert "sample, continuing '':" in output.out + output.err
