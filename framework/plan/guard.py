@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from framework.config import Config
+from framework.layers.base import batch_specs
 from framework.metrics.memory import MemoryInUse
 from framework.plan.compiled import refused
 from framework.plan.report import needs
@@ -37,7 +38,9 @@ def need(program: Program) -> Need:
     layout = program.layout
     message = ""
     state = layout.bytes_per_device(memory_kind="device")
-    batch = sum(spec.num_bytes for spec in program.batch_specs.values()) // program.mesh.size
+    # As the data delivers it: what a companion adds is gone with the step that it was added for.
+    delivered = batch_specs(program.experiment.data.arrays())
+    batch = sum(spec.num_bytes for spec in delivered.values()) // program.mesh.size
     try:
         peak = max(program.execution.peak_bytes(), _companion_peak(program))
     except jax.errors.JaxRuntimeError as error:

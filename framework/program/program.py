@@ -114,7 +114,7 @@ class Program:
 
     @property
     def delivered_specs(self) -> dict[str, TensorSpec]:
-        """The specs of the arrays of one global batch as the data gives it, before a companion."""
+        """The specs of the arrays of one global evaluation batch as the data gives it, before a companion."""
         return self._rows.delivered_specs
 
     @property
