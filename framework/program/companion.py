@@ -9,16 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from framework.data.batches import Shapes
 from framework.program.rows import Batch
 from framework.schedules.layerwise.programs import Compile, Ledger
-
-# These files import this one.
-if TYPE_CHECKING:
-    from framework.program.experiment import Experiment
-    from framework.program.program import Program
 
 Tell = Callable[[str], None]
 
@@ -49,9 +44,13 @@ class Passes(NamedTuple):
 
 
 class Companion:
-    """The base of companions; building one touches no device and no file."""
+    """The base of companions; building one touches no device and no file.
 
-    def join(self, experiment: Experiment) -> None:
+    `experiment` is a `framework.program.experiment.Experiment`, `program` a `framework.program.program.Program`: these
+    files import this one, and so are not named as types here. Subclasses name them.
+    """
+
+    def join(self, experiment: Any) -> None:
         """Told the experiment that it is a part of, as soon as the other parts are built."""
 
     def arrays(self, delivered: Shapes, *, evaluation: bool = False) -> Shapes:
@@ -63,10 +62,10 @@ class Companion:
         """
         raise NotImplementedError
 
-    def check(self, experiment: Experiment) -> None:
+    def check(self, experiment: Any) -> None:
         """Raises ValueError when the companion does not fit model, data or memory; nothing is read."""
 
-    def check_files(self, program: Program, workdir: Path, *, begins: bool) -> None:
+    def check_files(self, program: Any, workdir: Path, *, begins: bool) -> None:
         """Looks at the files that it needs, once the data is set up and before anything is compiled.
 
         It loads no weights. Every process calls this.
@@ -78,7 +77,7 @@ class Companion:
             FileNotFoundError, ValueError: files are not there, or are of another model or of other data.
         """
 
-    def open(self, program: Program, workdir: Path, *, begins: bool, tell: Tell) -> None:
+    def open(self, program: Any, workdir: Path, *, begins: bool, tell: Tell) -> None:
         """Makes it ready, once data is set up and before the program's state exists: the devices are empty.
 
         Every process calls this.
@@ -93,11 +92,11 @@ class Companion:
             FileNotFoundError, ValueError: what it needs is not there, or is of another model.
         """
 
-    def is_open(self, program: Program) -> bool:
+    def is_open(self, program: Any) -> bool:
         """Whether `completed` can be called, as `open` was called with this program or is not needed."""
         return True
 
-    def completed(self, program: Program, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
+    def completed(self, program: Any, state: dict[str, Any], batch: Batch, *, group: str = "parameter") -> Batch:
         """Returns the batch with all arrays of `arrays`.
 
         Args:
@@ -108,11 +107,11 @@ class Companion:
         """
         raise NotImplementedError
 
-    def host_bytes(self, program: Program) -> int:
+    def host_bytes(self, program: Any) -> int:
         """The bytes of host memory, of one device, in which it keeps arrays between steps."""
         return 0
 
-    def passes(self, experiment: Experiment, mesh: Any) -> Passes:
+    def passes(self, experiment: Any, mesh: Any) -> Passes:
         """What `completed` runs for a training step, by arithmetic. Nothing is opened or traced for that.
 
         Args:
@@ -121,7 +120,7 @@ class Companion:
         """
         return Passes()
 
-    def rehearsed(self, program: Program, compile: Compile) -> dict[str, Ledger]:
+    def rehearsed(self, program: Any, compile: Compile) -> dict[str, Ledger]:
         """Compiles what `completed` runs with `compile`, also for a machine that is not here: {name: what it needs}.
 
         Nothing is opened for that. A ledger's peak is all that a device holds then, the training state included where
