@@ -49,7 +49,9 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
         ({"prompt": [USER], "completion": [GOOD], "label": False}, ThumbSource, "judged answers", True),
         (THUMB, ThumbSource, "judged answers", False),
         ({"messages": [USER, GOOD], "label": True}, ThumbSource, "judged answers", True),
-        ({"messages": [USER, GOOD], "label": 3}, ChatSource, "conversations", True),
+        ({**THUMB, "label": 1}, ThumbSource, "judged answers", False),
+        ({**THUMB, "label": 0}, ThumbSource, "judged answers", False),
+        ({"messages": [USER, GOOD], "label": 0}, ThumbSource, "judged answers", True),
         ({"prompt": "a", "completion": "b"}, ChatSource, "conversations", True),
     ],
 )
@@ -85,6 +87,24 @@ def test_a_first_row_that_is_half_a_pair_is_no_text(row: dict[str, Any], message
     file = write_rows(tmp_path / "a.jsonl", [row])
     with pytest.raises(ValueError, match=f"--data: .*{message}"):
         with_data(configs.load("stdlib-tiny"), str(file), [])
+
+
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        ({**THUMB, "label": "good"}, "'good'"),
+        ({**THUMB, "label": None}, "'None'"),
+        ({"messages": [USER, GOOD], "label": 3}, "'3'"),
+        ({"text": "the fox", "label": "animals"}, "'animals'"),
+        ({"text": "the fox", "label": 1}, "'1'"),
+    ],
+)
+def test_a_label_that_nothing_would_read_is_refused(row: dict[str, Any], label: str, tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", [row])
+    message = rf"a.jsonl, line 1 \(byte 0\): field 'label' is {label}, .* expected true or false .*classify:DIR"
+    with pytest.raises(ValueError, match=f"--data: .*{message}") as refusal:
+        with_data(configs.load("stdlib-tiny"), str(file), [])
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(("rows", "objective"), [("pairs", DPO), ("thumbs", KTO)])
