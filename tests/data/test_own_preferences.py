@@ -19,8 +19,9 @@ from framework.data.preferences import PairSource, ThumbSource
 from framework.data.recognize import recognized
 from framework.data.sources import TextFiles
 from framework.data.tokenizers import ByteTokenizer
-from framework.objectives.preferences import DPO, ORPO
+from framework.objectives.preferences import DPO, IPO, ORPO
 from framework.objectives.thumbs import KTO
+from launch import cli
 from tests.support import runs, small
 
 USER = {"role": "user", "content": "who?"}
@@ -115,6 +116,8 @@ def test_the_config_gets_an_objective_and_a_reference(rows: str, objective: type
     assert target_of(config.companion) is Reference
     name = objective.__name__
     assert f"objective: model.head.objective={name}, companion=Reference, as the data compares answers" in lines
+    # This config ends with samples of its own.
+    assert config.trainer.sample_tokens == 160
     # A tokenizer that is trained sees what prompts and answers say.
     assert config.data.tokenizer.vocab_size < 300
 
@@ -126,7 +129,7 @@ def test_what_the_command_line_or_the_config_says_stays(tmp_path: Path):
     assert config.model.head.objective is None
     assert target_of(config.companion) is Reference
     assert "objective: companion=Reference, as the data compares answers" in lines
-    config, lines = with_data(named, file, ["model.head.objective", "companion.kind"])
+    config, lines = with_data(named, file, ["model.head.objective", "companion"])
     assert config.companion is None
     assert not any(line.startswith("objective") for line in lines)
     named.model.head.objective = config_for(ORPO)
@@ -134,6 +137,34 @@ def test_what_the_command_line_or_the_config_says_stays(tmp_path: Path):
     assert target_of(config.model.head.objective) is ORPO
     assert config.companion is None
     assert not any(line.startswith("objective") for line in lines)
+
+
+def test_settings_below_the_objective_and_the_reference_are_theirs(tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", ROWS["pairs"])
+    flags = ["--config=stdlib-tiny", f"--data={file}", "--config.companion.kind=hosted"]
+    parser = cli.Parser("train")
+    parser.add_data()
+    command = parser.parse([*flags, "--config.model.head.objective.beta=0.2"])
+    assert (target_of(command.config.companion), command.config.companion.kind) == (Reference, "hosted")
+    assert (target_of(command.config.model.head.objective), command.config.model.head.objective.beta) == (DPO, 0.2)
+    # What is set as a whole is the command line's, with the settings below it.
+    command = parser.parse([*flags[:2], "--config.model.head.objective=IPO", "--config.model.head.objective.beta=0.2"])
+    assert (target_of(command.config.model.head.objective), command.config.model.head.objective.beta) == (IPO, 0.2)
+
+
+def test_a_run_ends_with_a_table_of_answers_unless_it_says_otherwise(tmp_path: Path):
+    file = str(write_rows(tmp_path / "a.jsonl", ROWS["thumbs"]))
+    named = configs.load("stdlib-tiny")
+    named.trainer.sample_tokens = 0
+    config, lines = with_data(named, file, [])
+    assert config.trainer.sample_tokens == 64
+    said = "model.head.objective=KTO, companion=Reference, trainer.sample_tokens=64, as the data compares answers"
+    assert f"objective: {said}" in lines
+    config, lines = with_data(named, file, ["trainer.sample_tokens"])
+    assert config.trainer.sample_tokens == 0
+    text = tmp_path / "text.txt"
+    text.write_text("the fox " * 200)
+    assert with_data(named, str(text), [])[0].trainer.sample_tokens == 0
 
 
 def test_messages_need_a_model_with_a_template(tmp_path: Path):
