@@ -1,5 +1,6 @@
 """--data=FILE of pairs or judged answers: it is recognized, gets its objective and its reference, and trains."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,7 @@ from framework.data.chats import ChatSource
 from framework.data.own_data import with_data
 from framework.data.preferences import PairSource, ThumbSource
 from framework.data.recognize import recognized
-from framework.data.sources import TextFiles
+from framework.data.sources import TextFiles, split_of
 from framework.data.tokenizers import ByteTokenizer
 from framework.objectives.preferences import DPO, IPO, ORPO
 from framework.objectives.thumbs import KTO
@@ -176,13 +177,13 @@ def test_messages_need_a_model_with_a_template(tmp_path: Path):
 # --- data and objectives that do not go together ---------------------------------------------------------------------
 
 
-def checked(source: type, objective: type | None, *, reference: bool = True) -> None:
+def checked(source: type, objective: type | None, *, reference: bool = True, kind: str = "auto") -> None:
     """Checks an experiment with such data and objective; nothing is read."""
     config: Config = small.experiment(small.llama(vocab_size=257))
     config.data.source = config_for(source, paths=["never-read.jsonl"])
     config.data.tokenizer = config_for(ByteTokenizer)
     config.model.head.objective = None if objective is None else config_for(objective)
-    config.companion = config_for(Reference) if reference else None
+    config.companion = config_for(Reference, kind=kind) if reference else None
     experiment = config.instantiate()
     experiment.check(experiment.mesh.build(jax.devices()[:1]), reach=False)
 
@@ -193,8 +194,12 @@ def checked(source: type, objective: type | None, *, reference: bool = True) -> 
         (PairSource, None, r"model.head.objective is None, the loss of next tokens, which does not read ends"),
         (ThumbSource, None, r"model.head.objective is None, .* does not read ends and labels"),
         (ThumbSource, DPO, r"model.head.objective is DPO, which does not read labels .*KTO of judged answers"),
-        (PairSource, KTO, r"model.head.objective is KTO, which reads labels of a batch"),
-        (TextFiles, DPO, r"model.head.objective is DPO, which reads ends, segments of a batch"),
+        (PairSource, KTO, r"objective is KTO, which reads labels of a batch.*: labels by data.source=ThumbSource"),
+        (
+            TextFiles,
+            DPO,
+            r"DPO, which reads ends, segments of a batch.*: ends by data.source=PairSource or ThumbSource",
+        ),
     ],
 )
 def test_other_data_is_refused(source: type, objective: type | None, message: str):
@@ -207,8 +212,10 @@ def test_data_and_objective_that_go_together():
     checked(PairSource, DPO)
     checked(ThumbSource, KTO)
     checked(PairSource, ORPO, reference=False)
-    with pytest.raises(ValueError, match=r"DPO, which reads reference of a batch; .* or a companion that adds them"):
+    with pytest.raises(ValueError, match=r"reads reference of a batch; .*adds them: reference by companion=Reference$"):
         checked(PairSource, DPO, reference=False)
+    with pytest.raises(ValueError, match=r"adds them: companion.kind = none adds no reference, auto does$"):
+        checked(PairSource, DPO, kind="none")
 
 
 # --- from a file to a step -------------------------------------------------------------------------------------------
@@ -271,3 +278,23 @@ def test_a_row_that_is_wrong_ends_the_run_before_a_compile(tmp_path: Path, capsy
     assert "both answers are the same" in error
     assert "rows.jsonl, line 65 (byte" in error
     assert "compiling" not in error
+
+
+@pytest.mark.parametrize("config", ["tiny", "stdlib-tiny"])
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_rows_that_are_all_in_the_other_part(part: str, config: str, tmp_path: Path):
+    prompts = (f"{number}" for number in itertools.count())
+    prompt = next(prompt for prompt in prompts if split_of(json.dumps(prompt), 0.05) != part)
+    rows = [{"prompt": prompt, "completion": f"{number}", "label": number % 2} for number in range(9)]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    spec = f"{runs.CONFIG}:tiny" if config == "tiny" else config
+
+    def set_up() -> None:
+        named, _ = with_data(configs.load(spec), str(file), [])
+        named.data.global_batch_size = 1
+        named.data.instantiate().setup(tmp_path)
+
+    with pytest.raises(ValueError, match=f"no row is in the part '{part}': all its 9 rows are in the other") as error:
+        set_up()
+    assert "\n" not in str(error.value)
+    assert ("data.source.split=all" in str(error.value)) == (part == "train")
