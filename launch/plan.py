@@ -4,6 +4,7 @@
     plimsoll plan --config=gpt2-124m --target=rtx4090 --compare memory.remat=none,dots,full --html=plan.html
     plimsoll plan --config=hf:meta-llama/Llama-3.1-8B --target=4090,a100-80,h100,v5e-8
     plimsoll plan --config=qlora:Qwen/Qwen2.5-7B --smallest --estimate
+    plimsoll plan --config=lora:meta-llama/Llama-3.1-8B --data=pairs.jsonl --target=h100
     plimsoll plan --config=llama2-7b --target=v5e-8 --auto
     plimsoll plan --config=llama3-8b --target=h100 --largest --host_memory_gib=128 --picture=largest.png
     plimsoll plan --function=step.py:abstract_step --target=h100
@@ -37,6 +38,7 @@ def add_flags(parser: cli.Parser) -> None:
         "--target",
         help="v5e-16, v5p-1024 (cores), 2xv5e-256, h200x8, 4090, cpu:8, local ...; several by commas",
     )
+    parser.add_data()
     add(
         "--smallest",
         action="store_true",

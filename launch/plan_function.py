@@ -11,7 +11,7 @@ from launch.plan_parts import check_files, give, start_cpus
 
 def plan_functions(args: Any) -> int:
     """Plans somebody's own function, for one target or several."""
-    refused = ("config", "smallest", "estimate", "compare", "step_only")
+    refused = ("config", "data", "smallest", "estimate", "compare", "step_only")
     given = [f"--{name}" for name in refused if getattr(args, name, None)]
     if given:
         raise cli.UsageError(f"--function goes without {', '.join(given)}")

@@ -47,7 +47,9 @@ def asked_for(args: Any, source: str, overrides: cli.Overrides) -> Asked:
     """The command line as a page shows it, without what only says where else the report goes."""
     from framework.plan.page import Asked
 
-    flags = [f"--compare={text}" for text in args.compare]
+    # Training takes the data as well; a page of a function has none.
+    data_flags = [] if args.data is None else [f"--data={args.data}"]
+    flags = [*data_flags, *(f"--compare={text}" for text in args.compare)]
     flags += [f"--{name}" for name in ("smallest", "estimate", "step_only") if getattr(args, name)]
     limit_flags = []
     if args.device_memory_gib is not None:
@@ -57,5 +59,5 @@ def asked_for(args: Any, source: str, overrides: cli.Overrides) -> Asked:
         target=f"--target={args.target}" if args.target else "",
         settings=["=".join(override) for override in overrides],
         flags=[*flags, *limit_flags, f"--html={args.html}"],
-        train_flags=limit_flags,
+        train_flags=[*data_flags, *limit_flags],
     )

@@ -24,6 +24,8 @@ from launch import cli, weights
 
 # The flag that asks for the scores of a reward model or a classifier.
 _TEXTS_FLAG = "--texts"
+# As many tokens of each position are stored by default as companion.top_k is by default.
+_TOP_K = 64
 
 
 @cli.main
@@ -52,12 +54,20 @@ def _parser() -> cli.Parser:
         "--host_weights", action="store_true", help="the teacher's stack stays in host memory, but for one layer"
     )
     parser.add_data()
-    parser.add_argument("--top_k", type=int, default=64, metavar="K", help="tokens stored of each position; default 64")
+    parser.add_argument(
+        "--top_k", type=int, default=_TOP_K, metavar="K", help="tokens stored of each position; default 64"
+    )
     parser.add_argument(
         "--rows", choices=["run", "all"], default="run", help="those that the config's run reads (default), or all"
     )
     parser.add_argument("--batch_size", type=int, default=8, metavar="B", help="rows at a time; default 8")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the files go")
+    parser.add_argument(
+        _TEXTS_FLAG,
+        metavar="FILE",
+        help="another use of this verb: a reward model or a classifier scores the rows of this file; "
+        "`plimsoll score --texts= --help` shows its flags",
+    )
     return parser
 
 
@@ -108,7 +118,12 @@ def _score(args: argparse.Namespace, config: Config) -> int:
     _tell_size(facts, len(row_list.places_N2), folder)
     scorer = TeacherScorer(teacher.program, teacher.state, facts, averaged=teacher.averaged, batch_size=args.batch_size)
     num_added, num_rows = store(scorer, row_list, folder)
-    print(f"{folder}: {num_rows:,} rows, {num_added:,} of them new; train with --config.companion.path={folder}")
+    # Training asks for so many tokens by default.
+    top_k_flag = "" if args.top_k == _TOP_K else f" --config.companion.top_k={args.top_k}"
+    print(
+        f"{folder}: {num_rows:,} rows, {num_added:,} of them new; train with "
+        f"--config.companion.path={folder}{top_k_flag}"
+    )
     return ExitCode.DONE
 
 

@@ -93,7 +93,8 @@ def scored(loaded: weights.Loaded, rows: list[Row], batch_size: int = 8) -> list
     """The result of each row, as the verb writes it.
 
     Raises:
-        ValueError: the model scores no texts, a classifier is given pairs, or a row cannot be encoded.
+        ValueError: the model scores no texts, a classifier is given pairs or a label that is none of its classes, or a
+            row cannot be encoded.
     """
     from framework.inference.sequence_scores import SequenceScorer
 
@@ -103,8 +104,11 @@ def scored(loaded: weights.Loaded, rows: list[Row], batch_size: int = 8) -> list
     if source is None:
         raise ValueError("data.source: its sequences are not scored, so it does not say how texts are encoded")
     codec = source.codec(loaded.tokenizer)
+    names = source.classes or [str(number) for number in range(num_labels)]
     sequences = []
     for row in rows:
+        if num_labels > 1 and row.label is not None and _class_of(row.label, names) is None:
+            raise ValueError(f"{row.place}: field 'label' is {row.label!r}; expected one of {', '.join(names)}")
         if num_labels > 1 and len(row.contents) > 1:
             raise ValueError(f"{row.place}: a pair, for a classifier of {num_labels} classes; expected a text")
         for content in row.contents:
@@ -141,6 +145,17 @@ def _result(scores: list[Any], classes: list[str] | None) -> dict[str, Any]:
     return {"label": names[int(score.argmax())], "probabilities": probabilities}
 
 
+def _class_of(label: str, names: list[str]) -> str | None:
+    """The name of the class that a label stands for; None where it is none of them."""
+    if label in names:
+        return label
+    # As in training: where no name is a number, a number is that of a class.
+    has_numbers = any(name.isdecimal() for name in names)
+    if label.isdecimal() and not has_numbers and int(label) < len(names):
+        return names[int(label)]
+    return None
+
+
 def accuracy_line(rows: list[Row], results: list[dict[str, Any]]) -> str:
     """How many pairs, or labels, were right, in words; "" where no row says what would be."""
     margins = [result["margin"] for result in results if "margin" in result]
@@ -155,7 +170,5 @@ def accuracy_line(rows: list[Row], results: list[dict[str, Any]]) -> str:
     right = 0
     for row, result in judged:
         names = list(result["probabilities"])
-        # As in training: where no name is a number, a number is that of a class.
-        is_number = row.label.isdecimal() and row.label not in names and int(row.label) < len(names)
-        right += result["label"] == (names[int(row.label)] if is_number else row.label)
+        right += result["label"] == _class_of(row.label, names)
     return f"{len(judged)} labels: accuracy {right / len(judged):.4f}"

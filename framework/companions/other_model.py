@@ -65,11 +65,16 @@ class OtherModel:
                 training=False,
                 hosted_weights=hosted,
             )
-        except ValueError as error:
-            raise ValueError(f"{name} = {path}: {error}" if path else str(error)) from None
+        except (FileNotFoundError, ValueError) as error:
+            raise self._named(error) from None
         accumulate = program.experiment.learner.accumulate
         self._forward = Forward(self.program, function, what=what, accumulate=accumulate)
         self._state: Nested | None = None
+
+    def _named(self, error: FileNotFoundError | ValueError) -> FileNotFoundError | ValueError:
+        """The error, beginning with the option that names the directory; as it is where none does."""
+        message = f"{self.name} = {self.path}: {error}" if self.path else str(error)
+        return FileNotFoundError(message) if isinstance(error, FileNotFoundError) else ValueError(message)
 
     def check_files(self) -> None:
         """Reads the headers of the directory and its tokenizer; the data is set up.
@@ -79,7 +84,10 @@ class OtherModel:
         """
         experiment = self.program.experiment
         if experiment.pretrained is not None:
-            experiment.pretrained.places(experiment.language_model)
+            try:
+                experiment.pretrained.places(experiment.language_model)
+            except (FileNotFoundError, ValueError) as error:
+                raise self._named(error) from None
             if self.path is not None:
                 self._check_tokenizer(experiment.pretrained.path)
 

@@ -68,6 +68,10 @@ class Pipeline(abc.ABC):
     # {name of an array: {name of a set: values}}, see `attach`.
     _attached: Mapping[str, dict[str, np.ndarray]] = MappingProxyType({})
 
+    def warnings(self) -> list[str]:
+        """Returns what a person should know of the training data before a run, a line each; after `setup`."""
+        return []
+
     @abc.abstractmethod
     def arrays(self, *, evaluation: bool = False) -> Shapes:
         """Returns the arrays of a global batch of training, or of evaluation; the leading axis is the batch's."""

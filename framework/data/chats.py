@@ -28,6 +28,9 @@ _MARK = "\U0010fffd"
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+# What a row of a conversation has, in words.
+FORMATS = "messages, conversations, prompt and completion, or instruction and output"
+
 # Names of roles in ShareGPT's format, as templates call them.
 _ROLES = {
     "human": "user",
@@ -99,8 +102,12 @@ class ChatSource(ExampleSource):
         return rows
 
 
-def conversation(row: Any) -> list[Message]:
+def conversation(row: Any, *, formats: str = FORMATS) -> list[Message]:
     """Returns the messages of a row, in any of the formats.
+
+    Args:
+        row: an object of JSON.
+        formats: what an error says that a row may have.
 
     Raises:
         ValueError: the row is in none of the formats. The message says what is wrong with it.
@@ -122,7 +129,6 @@ def conversation(row: Any) -> list[Message]:
             {"role": "assistant", "content": row["output"]},
         ]
     if not isinstance(messages, list) or not messages:
-        formats = "messages, conversations, prompt and completion, or instruction and output"
         raise ValueError(f"expected a row with {formats}, given one with {', '.join(row) or 'nothing'}")
     checked_messages: list[Message] = []
     if row.get("system"):

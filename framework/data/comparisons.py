@@ -84,7 +84,7 @@ def thumbs_of(row: Any, *, strings_are_messages: bool = False) -> list[Judged]:
         (_, chosen), (_, rejected) = pair.answers
         return [Judged(pair.prompt, [("desirable", chosen)]), Judged(pair.prompt, [("undesirable", rejected)])]
     label = _field(row, "label", "a judged answer has prompt, completion and label, a pair chosen and rejected")
-    if not isinstance(label, bool) and label not in (0, 1):
+    if not _is_thumb_label(label):
         raise ValueError(f"field 'label' is {str(label)[:40]!r}, expected true or false")
     name = "completion"
     if row.get(name) is None:
@@ -101,9 +101,14 @@ def is_pair(row: Mapping[str, Any]) -> bool:
 
 
 def is_thumb(row: Mapping[str, Any]) -> bool:
-    """Whether a row was meant as a judged answer: a label that is true or false, beside an answer or a conversation."""
+    """Whether a row was meant as a judged answer: a label of a thumb, beside an answer or a conversation."""
     answer_names = ("completion", "messages", "conversations")
-    return isinstance(row.get("label"), bool) and any(row.get(name) is not None for name in answer_names)
+    return _is_thumb_label(row.get("label")) and any(row.get(name) is not None for name in answer_names)
+
+
+def _is_thumb_label(label: Any) -> bool:
+    """Whether a label says good or bad: true or false, or 1 or 0."""
+    return isinstance(label, bool | int | float) and label in (0, 1)
 
 
 def _checked_row(row: Any) -> dict[str, Any]:

@@ -20,6 +20,8 @@ HELD_OUT = "held_out"
 _PAIR_OBJECTIVE = "framework.objectives.preferences.DPO"
 _THUMB_OBJECTIVE = "framework.objectives.thumbs.KTO"
 _REFERENCE = "framework.companions.reference.Reference"
+# So many tokens has an answer to a held-out prompt at the end of a run on them.
+_SAMPLE_TOKENS = 64
 # The model's rows for a smaller vocabulary are a multiple of this.
 _MULTIPLE = 64
 
@@ -99,7 +101,8 @@ def _fit_classes(config: Config, classes: list[str] | None, overridden: Sequence
 def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:
     """Gives a language model an objective that goes with pairs or judged answers, and the reference that it needs.
 
-    What the config or the command line says of either stays; a config with an objective knows what it needs.
+    Its run ends with answers to held-out prompts. What the config or the command line says of the three stays; a config
+    with an objective knows what it needs.
 
     Returns:
         the lines that say so.
@@ -120,12 +123,19 @@ def _choose_objective(config: Config, overridden: Sequence[str]) -> list[str]:
     if config.takes("companion") and config.companion is None and not _is_set("companion", overridden):
         config.companion = Config.from_dict({"$class": _REFERENCE})
         settings.append(f"companion={_REFERENCE.rpartition('.')[2]}")
+    if not config.trainer.sample_tokens and not _is_set("trainer.sample_tokens", overridden):
+        # Without samples a run of judged answers would not end with its table of answers.
+        config.trainer.sample_tokens = _SAMPLE_TOKENS
+        settings.append(f"trainer.sample_tokens={_SAMPLE_TOKENS}")
     return [f"objective: {', '.join(settings)}, as the data compares answers"] if settings else []
 
 
 def _is_set(path: str, overridden: Sequence[str]) -> bool:
-    """Whether the command line sets a field, or one below it."""
-    return any(name == path or name.startswith(f"{path}.") for name in overridden)
+    """Whether the command line sets a field itself, or one that holds it.
+
+    One below it does not count: it is a setting of the object that is put in here.
+    """
+    return any(name == path or path.startswith(f"{name}.") for name in overridden)
 
 
 def _choose_tokenizer(config: Config, has_text: bool, overridden: Sequence[str]) -> list[str]:

@@ -122,9 +122,11 @@ class Examples:
         padding: share of the columns that no example takes.
         facts: what decides the rows beside the tokens and seq_len, for the fingerprint of the data.
         note: a remark for the start table; a subclass sets it.
+        warnings: what a person should know of the examples before training on them, a line each.
     """
 
     note: str
+    warnings: tuple[str, ...] = ()
 
     def __init__(
         self,

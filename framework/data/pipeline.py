@@ -22,10 +22,10 @@ from framework.config import Config, PositiveInt, Seed, component
 from framework.data.batches import Pipeline, RowSet, Shapes
 from framework.data.files import FileHashes, digest_of
 from framework.data.order import GlobalOrder
-from framework.data.packing import Batch, Windows
+from framework.data.packing import Batch, Examples, Windows
 from framework.data.sources import ExampleSource, Leaf, Mixture, TextSource, TokenMemmap, leaves_of, located
 from framework.data.token_files import TokenStream
-from framework.data.tokenize import write_tokens
+from framework.data.tokenize import why_nothing, write_tokens
 from framework.data.tokenizers import Tokenizer
 from framework.data.whole_sequences import SequenceSource, check_classes
 from framework.files.workdir import write_json
@@ -371,6 +371,15 @@ class DataPipeline(Pipeline):
             report.append(entry)
         return report
 
+    def warnings(self) -> list[str]:
+        """See `Pipeline`: of the sources whose rows are examples."""
+        return [
+            f"{leaf.label}: {warning}"
+            for leaf in self.train_leaves
+            if isinstance(leaf.rows, Examples)
+            for warning in leaf.rows.warnings
+        ]
+
     def _validation(self, name: str) -> Leaf:
         if name not in self.validation_leaves:
             valid_names = ", ".join(self.validation_leaves)
@@ -469,7 +478,11 @@ def _write_folder(folder: Path, source: TextSource, codec: Tokenizer, contents: 
 
 
 def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
-    """Yields the first documents of each source of text, `budget` bytes in all, shared by weight."""
+    """Yields the first documents of each source of text, `budget` bytes in all, shared by weight.
+
+    Raises:
+        ValueError: a source of examples has none.
+    """
     text_sources: list[tuple[Leaf, TextSource]] = []
     for leaf in leaves:
         if isinstance(leaf.source, TextSource):
@@ -477,9 +490,13 @@ def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
     total_weight = sum(leaf.weight for leaf, _ in text_sources)
     for leaf, source in text_sources:
         remaining_bytes = budget * leaf.weight / total_weight
+        is_empty = True
         with located(leaf.label):
             for document in source.training_texts():
+                is_empty = False
                 yield document
                 remaining_bytes -= len(document.encode("utf-8"))
                 if remaining_bytes <= 0:
                     break
+            if is_empty and isinstance(source, ExampleSource):
+                raise ValueError(why_nothing(source))

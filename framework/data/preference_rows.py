@@ -16,6 +16,9 @@ from framework.data.packing import Batch, Examples
 from framework.data.preference_codec import mark_of
 from framework.data.token_files import TokenStream
 
+# A larger share of examples with answers that are cut is worth a warning.
+_MANY_CUT = 0.1
+
 
 class _Answers(NamedTuple):
     """The answers of a stream, one after the other; all are int64[N].
@@ -159,6 +162,11 @@ class JudgedRows(Examples):
         super().__init__(stream, seq_len, lengths, seed, packed=packed)
         is_cut = is_usable & (first.answer_lens + second.answer_lens > room)
         self.is_usable = is_usable
+        if is_cut.sum() > _MANY_CUT * len(lengths):
+            self.warnings = (
+                f"answers are cut in {is_cut.sum():,} of {len(lengths):,} examples, as a row of "
+                f"data.seq_len={seq_len:,} holds two; a longer data.seq_len leaves them whole",
+            )
         self.note = (
             f"{len(lengths):,} examples of two sequences, {self.padding:.1%} padding, {is_cut.sum():,} with answers "
             f"cut, {num_left_out + np.sum(~is_usable):,} left out"
@@ -234,6 +242,12 @@ class ThumbRows(JudgedRows):
         )
         is_desirable = answers.verdicts[self.is_usable] == VERDICTS.index("desirable")
         self._labels = np.where(is_desirable, 1.0, -1.0).astype(np.float32)
+        if is_desirable.all() or not is_desirable.any():
+            kind = "desirable" if is_desirable.all() else "undesirable"
+            self.warnings += (
+                f"all {len(is_desirable):,} judged answers are {kind}: KTO learns what sets good answers apart from "
+                "bad ones, and expects some of both",
+            )
         self.note += f", {is_desirable.sum():,} desirable and {np.sum(~is_desirable):,} undesirable"
 
     def row(self, index: int) -> Batch:

@@ -157,9 +157,9 @@ class PairSource(JudgedSource):
 class ThumbSource(JudgedSource):
     """Answers that were found good or bad, each on its own, from JSON lines or Parquet files; for KTO.
 
-    A row has "prompt", "completion" and "label" (true or false), or "messages" and "label"; one with "chosen" and
-    "rejected" is two of them. Texts and messages are read as by a PairSource. Beside each answer stands, in the same
-    row, its prompt with another one's answer, for KTO's estimate of the KL divergence.
+    A row has "prompt", "completion" and "label" (true or false, or 1 or 0), or "messages" and "label"; one with
+    "chosen" and "rejected" is two of them. Texts and messages are read as by a PairSource. Beside each answer stands,
+    in the same row, its prompt with another one's answer, for KTO's estimate of the KL divergence.
 
     Args:
         paths: local paths, globs or fsspec URLs, read in this order; Parquet where a name ends in .parquet.

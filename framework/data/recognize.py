@@ -136,6 +136,7 @@ def _rows(listing: DataListing) -> _Rows:
             return _Rows(examples=PairSource, needs_template=_has_messages(pair_of(row)))
         if is_thumb(row):
             return _Rows(examples=ThumbSource, needs_template=_has_messages(*thumbs_of(row)))
+        _check_no_label(row)
     except ValueError as error:
         raise ValueError(f"{listing.first}, {place}: {error}") from error
     if _is_conversation(row):
@@ -147,6 +148,19 @@ def _rows(listing: DataListing) -> _Rows:
     usual_fields = [name for name in _TEXT_FIELDS if name in text_fields]
     longest_field = max(text_fields, key=lambda name: len(row[name]))
     return _Rows(text_field=[*usual_fields, longest_field][0], text_fields=text_fields)
+
+
+def _check_no_label(row: dict[str, Any]) -> None:
+    """Raises ValueError where a row that is no judged answer has a label.
+
+    A language model would learn the text of good and of bad rows alike, as if the label were not there.
+    """
+    if "label" in row:
+        raise ValueError(
+            f"field 'label' is {str(row['label'])[:40]!r}, which the loss of next tokens does not read; expected true "
+            "or false (1 or 0) beside prompt and completion or messages (KTO), a classifier (--config=classify:DIR or "
+            "lora-classify:DIR) for names of classes, or a file without labels"
+        )
 
 
 def _counted(number: int, noun: str) -> str:

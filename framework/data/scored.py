@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from framework.config import Fraction, component
-from framework.data.chats import conversation
+from framework.data.chats import FORMATS, conversation
 from framework.data.comparisons import pair_of
 from framework.data.files import DataFile, find
 from framework.data.sources import rows_of_file, split_of, text_field
@@ -119,7 +119,7 @@ def content_of(row: Any) -> Content:
     """
     if isinstance(row, dict) and "text" in row:
         return _text(row, "text")
-    return conversation(row)
+    return conversation(row, formats=f"text, {FORMATS}")
 
 
 def class_name(row: Any) -> str:
@@ -129,7 +129,8 @@ def class_name(row: Any) -> str:
         ValueError: there is no label, or it is neither a text nor a whole number.
     """
     if not isinstance(row, dict) or "label" not in row:
-        raise ValueError("no field 'label'")
+        given = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"no field 'label': a row of a classifier has text (or messages) and label, given {given}")
     label = row["label"]
     # In Python, true is a number.
     if isinstance(label, bool) or not isinstance(label, int | str):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from framework.data.encoding import Encode, alone, token_dtype
 from framework.data.files import find
-from framework.data.sources import TextSource
+from framework.data.sources import ExampleSource, TextSource, rows_of_file
 from framework.data.token_files import FACTS, scan, sidecar_name
 from framework.data.tokenizers import Tokenizer
 from framework.files.workdir import write_json, writing
@@ -76,7 +76,7 @@ def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path, encode: 
         stream.flush()
         os.fsync(stream.fileno())
     if not progress.documents:
-        raise ValueError("the source holds no text: every document is empty, or there is none")
+        raise ValueError(why_nothing(source))
     # The hashes are those of the file as it can be read back, not of what was meant to be written.
     dtype = token_dtype(tokenizer)
     (token_file,) = find(str(path))
@@ -91,3 +91,19 @@ def _write_tokens(source: TextSource, tokenizer: Tokenizer, path: Path, encode: 
         hashes,
     )
     write_json(sidecar_name(str(path)), dict(zip(FACTS, facts, strict=True)))
+
+
+def why_nothing(source: TextSource) -> str:
+    """Why a source gave no document, in words: rows are split by what they say, so all may be in the other part."""
+    split = getattr(source, "split", "all")
+    if isinstance(source, ExampleSource) and split in ("train", "validation") and getattr(source, "paths", None):
+        num_rows = sum(1 for file in source.files() for _ in rows_of_file(file))
+        if num_rows:
+            whole = "data.validation={}" if split == "validation" else "data.source.split=all and data.validation={}"
+            rows = "its one row is" if num_rows == 1 else f"all its {num_rows:,} rows are"
+            return (
+                f"no row is in the part {split!r}: {rows} in the other one, as rows with the same prompt or text "
+                "always are; expected more rows with other prompts, or another validation_fraction, or no split "
+                f"({whole})"
+            )
+    return "the source holds no text: every document is empty, or there is none"

@@ -5,6 +5,7 @@ Building one touches no device and no file, so a bad config fails before anythin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
@@ -32,6 +33,14 @@ Part = TypeVar("Part")
 # then, do not depend on it, and `framework.program.run_length.set_length` gives the real one before
 # anything is compiled.
 _NOMINAL_STEPS = 1000
+# What gives a batch an array that an objective may miss, by the array's name.
+_GIVERS = {
+    "ends": "ends by data.source=PairSource or ThumbSource (RankedSource of a reward model)",
+    "labels": "labels by data.source=ThumbSource (LabelledSource of a classifier)",
+    "reference": "reference by companion=Reference",
+    "teacher_ids": "teacher_ids by companion=Teacher",
+    "advantages": "advantages by companion=Rollouts",
+}
 
 
 @component
@@ -146,8 +155,15 @@ class Experiment:
             raise ValueError(
                 f"model.head.objective is {type(objective).__name__}, which reads {', '.join(missing)} of a batch; "
                 f"data is a {type(self.data).__name__} that gives {', '.join(self.batch_arrays())}; "
-                "expected other data, or a companion that adds them"
+                f"expected other data, or a companion that adds them{self._givers(missing)}"
             )
+
+    def _givers(self, missing: Sequence[str]) -> str:
+        """What gives a batch the arrays that it lacks, in words; "" where nothing of the framework does."""
+        hints = [hint for name, hint in _GIVERS.items() if name in missing]
+        if "reference" in missing and getattr(self.companion, "kind", None) == "none":
+            hints[hints.index(_GIVERS["reference"])] = "companion.kind = none adds no reference, auto does"
+        return f": {', '.join(hints)}" if hints else ""
 
     def batch_arrays(self, *, evaluation: bool = False) -> Shapes:
         """The arrays of a global batch as the step, or an evaluation, sees it: {name: (shape, dtype)}."""

@@ -160,6 +160,7 @@ class Training:
         goodput = job.goodput
         report = start_report(job.request.spec, self.program, begins_at=self._begins_at())
         self.progress.print(render(report))
+        self._tell([f"warning: {warning}" for warning in self.experiment.data.warnings()])
         host_room.check_host(self.program)
         goodput.enter("compile")
         # First values that come from a checkpoint or from files are not drawn, and a dry run draws

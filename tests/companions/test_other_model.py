@@ -116,5 +116,5 @@ def test_a_directory_of_another_model_is_refused_in_one_line(other, message, tmp
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):
     program = run_of(published(tmp_path / "run"))
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"^companion.pretrained = .*/nowhere: no file .*nowhere/config.json"):
         OtherModel(program, log_probs_as("reference"), path=str(tmp_path / "nowhere"))

@@ -1,5 +1,6 @@
 """--data=FILE of pairs or judged answers: it is recognized, gets its objective and its reference, and trains."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,10 +18,11 @@ from framework.data.chats import ChatSource
 from framework.data.own_data import with_data
 from framework.data.preferences import PairSource, ThumbSource
 from framework.data.recognize import recognized
-from framework.data.sources import TextFiles
+from framework.data.sources import TextFiles, split_of
 from framework.data.tokenizers import ByteTokenizer
-from framework.objectives.preferences import DPO, ORPO
+from framework.objectives.preferences import DPO, IPO, ORPO
 from framework.objectives.thumbs import KTO
+from launch import cli
 from tests.support import runs, small
 
 USER = {"role": "user", "content": "who?"}
@@ -49,7 +51,9 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
         ({"prompt": [USER], "completion": [GOOD], "label": False}, ThumbSource, "judged answers", True),
         (THUMB, ThumbSource, "judged answers", False),
         ({"messages": [USER, GOOD], "label": True}, ThumbSource, "judged answers", True),
-        ({"messages": [USER, GOOD], "label": 3}, ChatSource, "conversations", True),
+        ({**THUMB, "label": 1}, ThumbSource, "judged answers", False),
+        ({**THUMB, "label": 0}, ThumbSource, "judged answers", False),
+        ({"messages": [USER, GOOD], "label": 0}, ThumbSource, "judged answers", True),
         ({"prompt": "a", "completion": "b"}, ChatSource, "conversations", True),
     ],
 )
@@ -87,6 +91,24 @@ def test_a_first_row_that_is_half_a_pair_is_no_text(row: dict[str, Any], message
         with_data(configs.load("stdlib-tiny"), str(file), [])
 
 
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        ({**THUMB, "label": "good"}, "'good'"),
+        ({**THUMB, "label": None}, "'None'"),
+        ({"messages": [USER, GOOD], "label": 3}, "'3'"),
+        ({"text": "the fox", "label": "animals"}, "'animals'"),
+        ({"text": "the fox", "label": 1}, "'1'"),
+    ],
+)
+def test_a_label_that_nothing_would_read_is_refused(row: dict[str, Any], label: str, tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", [row])
+    message = rf"a.jsonl, line 1 \(byte 0\): field 'label' is {label}, .* expected true or false .*classify:DIR"
+    with pytest.raises(ValueError, match=f"--data: .*{message}") as refusal:
+        with_data(configs.load("stdlib-tiny"), str(file), [])
+    assert "\n" not in str(refusal.value)
+
+
 @pytest.mark.parametrize(("rows", "objective"), [("pairs", DPO), ("thumbs", KTO)])
 def test_the_config_gets_an_objective_and_a_reference(rows: str, objective: type, tmp_path: Path):
     file = write_rows(tmp_path / "a.jsonl", ROWS[rows])
@@ -95,6 +117,8 @@ def test_the_config_gets_an_objective_and_a_reference(rows: str, objective: type
     assert target_of(config.companion) is Reference
     name = objective.__name__
     assert f"objective: model.head.objective={name}, companion=Reference, as the data compares answers" in lines
+    # This config ends with samples of its own.
+    assert config.trainer.sample_tokens == 160
     # A tokenizer that is trained sees what prompts and answers say.
     assert config.data.tokenizer.vocab_size < 300
 
@@ -106,7 +130,7 @@ def test_what_the_command_line_or_the_config_says_stays(tmp_path: Path):
     assert config.model.head.objective is None
     assert target_of(config.companion) is Reference
     assert "objective: companion=Reference, as the data compares answers" in lines
-    config, lines = with_data(named, file, ["model.head.objective", "companion.kind"])
+    config, lines = with_data(named, file, ["model.head.objective", "companion"])
     assert config.companion is None
     assert not any(line.startswith("objective") for line in lines)
     named.model.head.objective = config_for(ORPO)
@@ -114,6 +138,34 @@ def test_what_the_command_line_or_the_config_says_stays(tmp_path: Path):
     assert target_of(config.model.head.objective) is ORPO
     assert config.companion is None
     assert not any(line.startswith("objective") for line in lines)
+
+
+def test_settings_below_the_objective_and_the_reference_are_theirs(tmp_path: Path):
+    file = write_rows(tmp_path / "a.jsonl", ROWS["pairs"])
+    flags = ["--config=stdlib-tiny", f"--data={file}", "--config.companion.kind=hosted"]
+    parser = cli.Parser("train")
+    parser.add_data()
+    command = parser.parse([*flags, "--config.model.head.objective.beta=0.2"])
+    assert (target_of(command.config.companion), command.config.companion.kind) == (Reference, "hosted")
+    assert (target_of(command.config.model.head.objective), command.config.model.head.objective.beta) == (DPO, 0.2)
+    # What is set as a whole is the command line's, with the settings below it.
+    command = parser.parse([*flags[:2], "--config.model.head.objective=IPO", "--config.model.head.objective.beta=0.2"])
+    assert (target_of(command.config.model.head.objective), command.config.model.head.objective.beta) == (IPO, 0.2)
+
+
+def test_a_run_ends_with_a_table_of_answers_unless_it_says_otherwise(tmp_path: Path):
+    file = str(write_rows(tmp_path / "a.jsonl", ROWS["thumbs"]))
+    named = configs.load("stdlib-tiny")
+    named.trainer.sample_tokens = 0
+    config, lines = with_data(named, file, [])
+    assert config.trainer.sample_tokens == 64
+    said = "model.head.objective=KTO, companion=Reference, trainer.sample_tokens=64, as the data compares answers"
+    assert f"objective: {said}" in lines
+    config, lines = with_data(named, file, ["trainer.sample_tokens"])
+    assert config.trainer.sample_tokens == 0
+    text = tmp_path / "text.txt"
+    text.write_text("the fox " * 200)
+    assert with_data(named, str(text), [])[0].trainer.sample_tokens == 0
 
 
 def test_messages_need_a_model_with_a_template(tmp_path: Path):
@@ -125,13 +177,13 @@ def test_messages_need_a_model_with_a_template(tmp_path: Path):
 # --- data and objectives that do not go together ---------------------------------------------------------------------
 
 
-def checked(source: type, objective: type | None, *, reference: bool = True) -> None:
+def checked(source: type, objective: type | None, *, reference: bool = True, kind: str = "auto") -> None:
     """Checks an experiment with such data and objective; nothing is read."""
     config: Config = small.experiment(small.llama(vocab_size=257))
     config.data.source = config_for(source, paths=["never-read.jsonl"])
     config.data.tokenizer = config_for(ByteTokenizer)
     config.model.head.objective = None if objective is None else config_for(objective)
-    config.companion = config_for(Reference) if reference else None
+    config.companion = config_for(Reference, kind=kind) if reference else None
     experiment = config.instantiate()
     experiment.check(experiment.mesh.build(jax.devices()[:1]), reach=False)
 
@@ -142,8 +194,12 @@ def checked(source: type, objective: type | None, *, reference: bool = True) -> 
         (PairSource, None, r"model.head.objective is None, the loss of next tokens, which does not read ends"),
         (ThumbSource, None, r"model.head.objective is None, .* does not read ends and labels"),
         (ThumbSource, DPO, r"model.head.objective is DPO, which does not read labels .*KTO of judged answers"),
-        (PairSource, KTO, r"model.head.objective is KTO, which reads labels of a batch"),
-        (TextFiles, DPO, r"model.head.objective is DPO, which reads ends, segments of a batch"),
+        (PairSource, KTO, r"objective is KTO, which reads labels of a batch.*: labels by data.source=ThumbSource"),
+        (
+            TextFiles,
+            DPO,
+            r"DPO, which reads ends, segments of a batch.*: ends by data.source=PairSource or ThumbSource",
+        ),
     ],
 )
 def test_other_data_is_refused(source: type, objective: type | None, message: str):
@@ -156,8 +212,10 @@ def test_data_and_objective_that_go_together():
     checked(PairSource, DPO)
     checked(ThumbSource, KTO)
     checked(PairSource, ORPO, reference=False)
-    with pytest.raises(ValueError, match=r"DPO, which reads reference of a batch; .* or a companion that adds them"):
+    with pytest.raises(ValueError, match=r"reads reference of a batch; .*adds them: reference by companion=Reference$"):
         checked(PairSource, DPO, reference=False)
+    with pytest.raises(ValueError, match=r"adds them: companion.kind = none adds no reference, auto does$"):
+        checked(PairSource, DPO, kind="none")
 
 
 # --- from a file to a step -------------------------------------------------------------------------------------------
@@ -220,3 +278,23 @@ def test_a_row_that_is_wrong_ends_the_run_before_a_compile(tmp_path: Path, capsy
     assert "both answers are the same" in error
     assert "rows.jsonl, line 65 (byte" in error
     assert "compiling" not in error
+
+
+@pytest.mark.parametrize("config", ["tiny", "stdlib-tiny"])
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_rows_that_are_all_in_the_other_part(part: str, config: str, tmp_path: Path):
+    prompts = (f"{number}" for number in itertools.count())
+    prompt = next(prompt for prompt in prompts if split_of(json.dumps(prompt), 0.05) != part)
+    rows = [{"prompt": prompt, "completion": f"{number}", "label": number % 2} for number in range(9)]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    spec = f"{runs.CONFIG}:tiny" if config == "tiny" else config
+
+    def set_up() -> None:
+        named, _ = with_data(configs.load(spec), str(file), [])
+        named.data.global_batch_size = 1
+        named.data.instantiate().setup(tmp_path)
+
+    with pytest.raises(ValueError, match=f"no row is in the part '{part}': all its 9 rows are in the other") as error:
+        set_up()
+    assert "\n" not in str(error.value)
+    assert ("data.source.split=all" in str(error.value)) == (part == "train")

@@ -310,6 +310,20 @@ def test_a_run_of_one_prompt_that_goes_on_at_the_beginning(tmp_path: Path):
     assert mismatch_by_answer == {"a<>": "c<>", "b<>": "c<>", "c<>": "b<>", "d<>": "c<>", "e<>": "c<>"}
 
 
+def test_what_a_person_should_know_of_judged_answers(tmp_path: Path):
+    rows = [{"prompt": p, "completion": c, "label": c == "c"} for p, c in ["Pa", "Qb", "Rc"]]
+    for name in ("both", "desirable", "undesirable", "long"):
+        (tmp_path / name).mkdir()
+    assert pipeline_of(tmp_path / "both", rows, ThumbSource, global_batch_size=1).warnings() == []
+    for label, kind in ((1, "desirable"), (0, "undesirable")):
+        alike = [{**row, "label": label} for row in rows]
+        (warning,) = pipeline_of(tmp_path / kind, alike, ThumbSource, global_batch_size=1).warnings()
+        assert warning.startswith(f"data.source: all 3 judged answers are {kind}: ")
+    long = [{"prompt": f"{number}", "chosen": "a" * 20, "rejected": "b" * 20} for number in range(4)]
+    (warning,) = pipeline_of(tmp_path / "long", long, seq_len=16, global_batch_size=1).warnings()
+    assert warning.startswith("data.source: answers are cut in 4 of 4 examples, as a row of data.seq_len=16 holds two")
+
+
 def test_pairs_are_thumbs_too(tmp_path: Path):
     pipeline = pipeline_of(tmp_path, some_pairs(6), ThumbSource)
     sequences = [sequence for row in rows_of(pipeline) for sequence in sequences_of(row)]

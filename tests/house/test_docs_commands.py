@@ -221,6 +221,13 @@ WHOLE = (
         replaced={"--workdir=runs/adalomo": f"--workdir=runs/adalomo {STEPS}"},
         prints=("AdaLomo|apollo",),
     ),
+    Recipe(
+        "docs/preferences.md",
+        ("python -c",),
+        replaced={"--workdir=runs/task": f"--workdir=runs/task {STEPS}"},
+        files={"my_rewards.py": "# my_rewards.py", "my_task.py": "# my_task.py"},
+        prints=("step 2",),
+    ),
     # The figures are those of one CPU's compiler.
     Recipe(
         "docs/plan.md",

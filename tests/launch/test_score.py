@@ -81,6 +81,22 @@ def test_bytes_are_said_beforehand(folder: Path, tmp_path: Path, capsys: pytest.
     assert f"{rows.num_rows:,} rows, 0 of them new" in capsys.readouterr().out
 
 
+def test_the_flag_that_another_number_of_tokens_needs_is_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert score.main(flags(folder, folder / "scores")) == 0
+    assert capsys.readouterr().out.endswith(f"train with --config.companion.path={folder}/scores\n")
+    assert score.main(flags(folder, tmp_path / "few", "--top_k=3")) == 0
+    path = f"--config.companion.path={tmp_path}/few"
+    assert capsys.readouterr().out.endswith(f"train with {path} --config.companion.top_k=3\n")
+
+
+def test_the_help_names_the_other_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        score.main(["--help"])
+    assert "--texts FILE" in capsys.readouterr().out
+
+
 def test_more_steps_add_rows(folder: Path, tmp_path: Path) -> None:
     """Nothing that is there is written again."""
     scores = tmp_path / "scores"

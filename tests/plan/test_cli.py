@@ -153,9 +153,30 @@ def test_compare_plans_every_combination(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
+    ("row", "is_larger"),
+    [({"text": "the fox"}, False), ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, True)],
+)
+def test_a_plan_of_data_of_ones_own(row: dict[str, str], is_larger: bool, tmp_path: Path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text(f"{json.dumps(row)}\n" * 20)
+    page = tmp_path / "plan.html"
+    code, report = planned(
+        tmp_path, "--target=cpu:1", "--estimate", "--step_only", f"--html={page}", f"--data={data}", ONE_LAYER
+    )
+    assert code == 0
+    assert report["fits"]
+    # Both commands of the page are for this data, too.
+    assert page.read_text().count(f"--data={data}") >= 2
+    # The batch of pairs has the arrays of its objective and of the reference.
+    _, plain = planned(tmp_path, "--target=cpu:1", "--estimate", "--step_only", ONE_LAYER)
+    assert (report["device_peak_bytes"] > plain["device_peak_bytes"]) == is_larger
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         ([], "--target"),
+        (["--target=cpu:8", "--data=no-such.jsonl"], "--data: "),
         (["--target=v5e-9"], "nearest: v5e-8, v5e-16"),
         (["--target=h20"], "nearest"),
         (["--target=cpu:8", "--compare=memory.remat"], "expected PATH=A,B"),

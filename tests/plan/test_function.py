@@ -269,6 +269,7 @@ def test_the_verb_plans_a_function_for_several_targets(step_file: Path, capsys: 
         (["--function=other.py:step"], "no config file"),
         (["--function=step.py:wrong"], "wrong() returned int; expected (function, arguments)"),
         (["--function=step.py:step", "--config=gpt2-124m"], "--function goes without --config"),
+        (["--function=step.py:step", "--data=rows.jsonl"], "--function goes without --data"),
         (["--function=step.py:step", "--estimate", "--smallest"], "without --smallest, --estimate"),
         (["--function=step.py:step", "--json=no/plan.json"], "no directory"),
     ],

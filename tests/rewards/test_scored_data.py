@@ -153,7 +153,7 @@ def test_classes_are_the_sorted_names_of_a_file(tmp_path: Path):
         ({"text": "x"}, "line 2 .*: no field 'label'"),
         ({"text": 3, "label": "a"}, "line 2 .*: field 'text' is int, expected text"),
         ({"text": "", "label": "a"}, "line 2 .*: field 'text' is empty"),
-        ({"label": "a"}, "line 2 .*: expected a row with messages"),
+        ({"label": "a"}, "line 2 .*: expected a row with text, messages, conversations, .*, given one with label"),
         ([1], "line 2 .*: expected a JSON object, given list"),
         (
             {"messages": [{"role": "user", "content": "x"}], "label": "a"},

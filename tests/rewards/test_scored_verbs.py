@@ -1,6 +1,7 @@
 """A reward model and a classifier from data to directory and back: train, evaluate, score --texts, export, refusals."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_a_classifier_learns_and_says_so(trained: tuple[Path, Path], capsys: pyt
     assert "120 labels: accuracy 1.0000" in captured.err
     assert evaluate.main([f"--workdir={workdir}", "--validation"]) == 0
     assert "accuracy 1" in capsys.readouterr().out
+
+
+def test_a_label_that_is_no_class_is_not_scored(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    workdir, _ = trained
+    file = written(tmp_path / "a.jsonl", {"text": "the fox", "label": 1}, {"text": "x", "label": "poem"})
+    assert score.main([f"--workdir={workdir}", f"--texts={file}"]) == 2
+    captured = capsys.readouterr()
+    assert re.search(
+        r"a.jsonl, line 2 \(byte \d+\): field 'label' is 'poem'; expected one of code, prose", captured.err
+    )
+    assert not captured.out
 
 
 def test_what_goes_out_comes_in_with_its_names(
