@@ -40,8 +40,10 @@ def main(argv: list[str]) -> int:
     resolves_nothing = action == "list" and (overrides or args.accelerator)
     if (args.json and action != "show") or resolves_nothing:
         raise cli.UsageError("--json goes with show; overrides and --accelerator go with show and diff")
-    if (args.only or args.all) and (action != "show" or args.json or (args.only and args.all)):
-        raise cli.UsageError("--only and --all go with show, one of the three: --only, --all, --json")
+    if (args.only or args.all) and action != "show":
+        raise cli.UsageError("--only and --all go with show")
+    if sum(map(bool, (args.only, args.all, args.json))) > 1:
+        raise cli.UsageError("at most one of --only, --all, --json")
     num_names = {"list": 0, "show": 1, "diff": 2}[action]
     if len(names) != num_names:
         raise cli.UsageError(f"{action} takes {num_names} names of configs, given {len(names)}")

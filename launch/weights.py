@@ -56,14 +56,18 @@ def load(args: argparse.Namespace, overrides: cli.Overrides, *, text: bool = Tru
         FileNotFoundError, ValueError: it is not there, or does not fit together; one line.
     """
     change = partial(cli.apply_overrides, overrides=overrides)
+    mesh_is_asked = any(loaded.is_of_mesh(path) for path, _ in overrides)
     if args.hf is not None:
-        return loaded.load_published(args.hf, change, host_weights=args.host_weights, tell=tell)
+        return loaded.load_published(
+            args.hf, change, host_weights=args.host_weights, mesh_is_asked=mesh_is_asked, tell=tell
+        )
     return loaded.load_run(
         args.workdir,
         change,
         step=args.step,
         averaged=args.ema,
         host_weights=args.host_weights,
+        mesh_is_asked=mesh_is_asked,
         text=text,
         tell=tell,
     )

@@ -17,7 +17,7 @@ from configs.families.llama import (
     rope,
     with_windows,
 )
-from configs.families.mixtures import number_of_experts, refuse_losses
+from configs.families.mixtures import numbers_of_experts, refuse_losses
 from configs.parts import gpt_oss_model
 from framework.config import Config, component
 from framework.weights.family import Family
@@ -68,6 +68,7 @@ class GptOss(Family):
         theta, scaling = rope(Facts(facts), 150_000.0)
         layers = fields.size("num_hidden_layers", 36)
         heads = fields.size("num_attention_heads", 64)
+        num_experts, num_chosen = numbers_of_experts(fields, 128, 4)
         model = gpt_oss_model(
             layers=layers,
             heads=heads,
@@ -75,8 +76,8 @@ class GptOss(Family):
             head_dim=fields.size("head_dim", 64),
             dim=fields.size("hidden_size", 2880),
             hidden=fields.size("intermediate_size", 2880),
-            experts=number_of_experts(fields, 128),
-            top_k=fields.size("num_experts_per_tok", 4),
+            experts=num_experts,
+            top_k=num_chosen,
             vocab_size=fields.size("vocab_size", 201_088),
             theta=theta,
             rope_scaling=scaling,

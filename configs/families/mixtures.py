@@ -41,12 +41,24 @@ def mixture_names(router: str, expert: str, **projections: str) -> dict[str, Sou
     return names
 
 
-def number_of_experts(facts: Facts, default: int) -> int:
-    """Returns the number of experts, which goes by two names."""
+def numbers_of_experts(facts: Facts, num_default: int, chosen_default: int) -> tuple[int, int]:
+    """Returns the number of experts, which goes by two names, and to how many of them a token is given.
+
+    Args:
+        facts: of config.json.
+        num_default, chosen_default: what the architecture has where config.json says nothing.
+
+    Raises:
+        ValueError: a token is to be given to more experts than there are.
+    """
     names = ("num_local_experts", "num_experts")
-    if any(name in facts.values for name in names):
-        return facts.size_by_names(*names)
-    return default
+    present_names = [name for name in names if name in facts.values]
+    num_experts = facts.size_by_names(*names) if present_names else num_default
+    num_chosen = facts.size("num_experts_per_tok", chosen_default)
+    if num_chosen > num_experts:
+        name = present_names[0] if present_names else names[0]
+        raise facts.error("num_experts_per_tok", f"at most {name} = {num_experts}")
+    return num_experts, num_chosen
 
 
 def refuse_losses(facts: Facts) -> None:
@@ -119,9 +131,10 @@ class Mixtral(Family):
         _set_head_dim(model, fields.size("head_dim", None, null=True))
         block = model.stack.pattern[0]
         block.attention.window = _window_of_all(fields, fields.size("sliding_window", None, null=True))
+        num_experts, num_chosen = numbers_of_experts(fields, 8, 2)
         block.mlp = mixture(
-            experts=number_of_experts(fields, 8),
-            top_k=fields.size("num_experts_per_tok", 2),
+            experts=num_experts,
+            top_k=num_chosen,
             hidden=hidden,
             activation=activation(fields, "hidden_act", "silu"),
             balance=0.0,
@@ -177,9 +190,10 @@ class Qwen3MoE(Family):
         block.attention.window = _window_of_all(fields, window)
         block.mlp.activation = activation(fields, "hidden_act", "silu")
         sparse_block = block.copy()
+        num_experts, num_chosen = numbers_of_experts(fields, 128, 8)
         sparse_block.mlp = mixture(
-            experts=number_of_experts(fields, 128),
-            top_k=fields.size("num_experts_per_tok", 8),
+            experts=num_experts,
+            top_k=num_chosen,
             hidden=fields.size("moe_intermediate_size", 768),
             activation=block.mlp.activation,
             normalize=fields.flag("norm_topk_prob", False),

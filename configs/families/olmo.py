@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.families.facts import Facts
 from configs.families.llama import activation, common_facts, decoder_names, rope
-from configs.families.mixtures import mixture_names, number_of_experts, refuse_losses
+from configs.families.mixtures import mixture_names, numbers_of_experts, refuse_losses
 from configs.parts import llama_model, mixture
 from framework.config import Config, component, config_for
 from framework.layers.norm import RMSNorm
@@ -103,9 +103,10 @@ class Olmoe(Family):
         if fields.any("sliding_window", None) is not None:
             raise fields.error("sliding_window", "null: all tokens before are seen")
         block.attention.clip_qkv = fields.number("clip_qkv", None, null=True)
+        num_experts, num_chosen = numbers_of_experts(fields, 64, 8)
         block.mlp = mixture(
-            experts=number_of_experts(fields, 64),
-            top_k=fields.size("num_experts_per_tok", 8),
+            experts=num_experts,
+            top_k=num_chosen,
             hidden=block.mlp.hidden,
             activation=block.mlp.activation,
             normalize=fields.flag("norm_topk_prob", False),

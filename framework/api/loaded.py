@@ -38,6 +38,11 @@ class Loaded:
         return tokenizer
 
 
+def is_of_mesh(path: str) -> bool:
+    """Whether a setting, by its dotted path, is of the mesh."""
+    return path.split(".")[0] == "mesh"
+
+
 def load_run(
     folder: str,
     change: Change,
@@ -45,6 +50,7 @@ def load_run(
     step: int | None,
     averaged: bool,
     host_weights: bool,
+    mesh_is_asked: bool = False,
     text: bool = True,
     tell: Tell,
 ) -> Loaded:
@@ -56,6 +62,7 @@ def load_run(
         step: of the checkpoint; None for the newest valid one.
         averaged: take the moving averages of the weights.
         host_weights: the stack stays in host memory, but for one layer.
+        mesh_is_asked: `change` sets the mesh, which is refused where it does not fit the devices.
         text: the model is a language model, whose tokenizer is made ready.
         tell: gets a line about what is loaded.
 
@@ -81,7 +88,7 @@ def load_run(
     checkpointer = Checkpointer(directory=checkpoints, read_only=True)
     _refuse_empty(checkpointer)
     use_compilation_cache(config.trainer.compilation_cache)
-    program = inference_program(experiment, host_weights=host_weights, tell=tell)
+    program = inference_program(experiment, host_weights=host_weights, mesh_is_asked=mesh_is_asked, tell=tell)
     restored = _restored(checkpointer, program, step, averaged)
     source = f"{folder}, step {restored.step}{', averaged' if averaged else ''}"
     tell("\n".join([*restored.problems, source]))
@@ -129,7 +136,7 @@ def _prepare_tokenizer(experiment: Any, workdir: Path) -> None:
     tokenizer.prepare(workdir, None, write=False)
 
 
-def load_published(path: str, change: Change, *, host_weights: bool, tell: Tell) -> Loaded:
+def load_published(path: str, change: Change, *, host_weights: bool, mesh_is_asked: bool = False, tell: Tell) -> Loaded:
     """Loads a published model: of a Hugging Face directory, or by the Hub's id. Other arguments as for `load_run`."""
     prepare_jax()
     import optax
@@ -152,6 +159,6 @@ def load_published(path: str, change: Change, *, host_weights: bool, tell: Tell)
     folder = hub_models.folder(place)
     experiment.data.tokenizer.prepare(folder, None, write=False)
     use_compilation_cache(config.trainer.compilation_cache)
-    program = inference_program(experiment, host_weights=host_weights, tell=tell)
+    program = inference_program(experiment, host_weights=host_weights, mesh_is_asked=mesh_is_asked, tell=tell)
     state = experiment.pretrained.init(program)
     return Loaded(config, experiment, program, state, False, folder)

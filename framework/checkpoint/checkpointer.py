@@ -340,9 +340,11 @@ class Checkpointer:
         abstract: Any,
         *,
         groups: Collection[str] | None = None,
+        what: str | None = None,
     ) -> Restored:
         """Restores one step into the shardings and memory kinds of `abstract`, a pytree of ShapeDtypeStructs, whatever
         the mesh and process count that saved it. `groups`: of its first level only these, such as ("parameter", "ema").
+        `what`: the words for what is read; None for the checkpoint of the step.
 
         Raises:
             CheckpointMissingError: no such step, or it is incomplete.
@@ -358,14 +360,16 @@ class Checkpointer:
         frozen: dict[str, Any] = {}
         if manifest.frozen is not None and (groups is None or "frozen" in groups):
             frozen_abstract = abstract.get("frozen", {})
-            restored = self._frozen_reader().restore(manifest.frozen, frozen_abstract)
+            # All checkpoints of a run share them: they are numbered by themselves, and not by the run's steps.
+            reader = self._frozen_reader()
+            restored = reader.restore(manifest.frozen, frozen_abstract, what="the frozen weights")
             frozen = {"frozen": restored.state}
             abstract = without_frozen(abstract)
         target_specs = flatten(abstract)
         narrow_specs = narrow_averages(target_specs, stored)
         stored_specs = target_specs | narrow_specs
         self._refuse_mismatch(step, stored, stored_specs)
-        with phase(f"reading the checkpoint of step {step}", patience=SHORT):
+        with phase(f"reading {what or f'the checkpoint of step {step}'}", patience=SHORT):
             arrays = self._read_arrays(step, manifest, stored_specs)
             self._refuse_corrupt(step, stored, arrays, frozen)
         for name in narrow_specs:

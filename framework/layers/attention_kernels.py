@@ -14,6 +14,7 @@ from framework.layers.kernels_call import AttentionCall, SplashBlocks, describe_
 Implementation = Literal["auto", "xla", "splash", "cudnn"]
 # Each of these modules has `why_not(call)` and `attend(call, q, k, v, segments, sinks)`.
 _KERNELS = {"xla": kernels_xla, "splash": kernels_splash, "cudnn": kernels_cudnn}
+_ONLY_PLATFORM = {"splash": "tpu", "cudnn": "gpu"}
 
 
 def dot_product_attention(
@@ -72,6 +73,15 @@ def dot_product_attention(
     kernel = _KERNELS[choose_implementation(call, implementation)]
     # Every kernel names its result "attention", so that a remat policy serves all platforms.
     return kernel.attend(call, query_BSNH, key_BSKH, value_BSKH, segments_BS, sinks_N)
+
+
+def check_platform(implementation: str, platform: str) -> None:
+    """Raises ValueError: the implementation is a kernel for another platform than this one (tpu, gpu or cpu)."""
+    only_platform = _ONLY_PLATFORM.get(implementation, platform)
+    if only_platform != platform:
+        raise ValueError(
+            f"attention.implementation = {implementation!r} is for {only_platform}, not {platform}; try auto"
+        )
 
 
 def choose_implementation(call: AttentionCall, implementation: str = "auto") -> str:

@@ -232,6 +232,9 @@ class Layer:
         for child in self.children().values():
             yield from child.walk()
 
+    def check_platform(self, platform: str) -> None:
+        """Raises ValueError: this layer itself asks for a kernel of another platform (tpu, gpu or cpu) than this."""
+
     def own_specs(self) -> dict[str, ParameterSpec]:
         """The parameters that this layer itself uses."""
         return {}

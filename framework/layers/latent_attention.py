@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from framework.config import Config, DType, PositiveFloat, PositiveInt, component, config_for
 from framework.layers.attention_cache import cached_attention
-from framework.layers.attention_kernels import Implementation, dot_product_attention
+from framework.layers.attention_kernels import Implementation, check_platform, dot_product_attention
 from framework.layers.base import BATCH_AXES, Context, Layer, Out, check_axis
 from framework.layers.kernels_call import SplashBlocks
 from framework.layers.linear import Linear
@@ -139,6 +139,10 @@ class LatentAttention(Layer):
     def check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises ValueError when the model axis would cut through a head."""
         check_axis(mesh, "model", "num_heads", self.num_heads)
+
+    def check_platform(self, platform: str) -> None:
+        """As Layer.check_platform."""
+        check_platform(self.implementation, platform)
 
     def apply(
         self,

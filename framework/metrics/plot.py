@@ -1,12 +1,13 @@
-"""Draws the losses and the learning rate of a run as a PNG, from metrics.jsonl.
+"""Draws what a run logged as PNGs, from metrics.jsonl: losses and rates, an objective's figures, the load of experts.
 
 matplotlib is used without pyplot, whose global state and choice of a display have no place in a
 training process.
 """
 
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ _RATE_COLOR = "#444444"
 # What an objective reports of training steps, and the ends of names that tell two kinds of answers apart.
 _OBJECTIVE = "train/head/"
 _SIDES = re.compile("_(chosen|rejected|desirable|undesirable)$")
+# What a mixture reports: (1) its layer, (2) the number of an expert.
+_EXPERT_LOAD = re.compile("(train/.+)/load/([0-9]+)")
+# More experts than this have no names in the picture.
+_MAX_NAMED_EXPERTS = 8
 # A training loss of fewer points is drawn as it is.
 _MIN_SMOOTHED = 20
 
@@ -106,6 +111,89 @@ def objective_panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, P
         for name in dict.fromkeys([training_name, *evaluated]):
             panels.setdefault(kind, {})[name] = _points(rows, name)
     return panels
+
+
+def plot_experts(metrics_jsonl: str | os.PathLike[str], png_path: Path, title: str) -> Path | str:
+    """Draws how evenly the experts of a run are used, by step: each expert's load, as a multiple of its even share.
+
+    Each layer of the pattern with a mixture is a row: the loads, between the least and the most of them, the router's
+    entropy, and with a capacity the share of choices that were dropped. Replaces `png_path` atomically, and returns
+    it, or the words that there is nothing to draw. Raises what `read_metrics` does, and OSError.
+    """
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(metrics_jsonl)
+    loads_by_layer = expert_loads(rows)
+    if not loads_by_layer:
+        return "nothing was reported of it"
+    beside = ["entropy"]
+    if any(f"{layer}/dropped" in row for row in rows for layer in loads_by_layer):
+        beside.append("dropped")
+    num_layers = len(loads_by_layer)
+    figure = Figure(figsize=(11, 3.4 * num_layers + 0.6), dpi=130, layout="constrained")
+    figure.suptitle(title)
+    widths = (2, *[1] * len(beside))
+    grid = figure.subplots(num_layers, len(widths), squeeze=False, sharex=True, width_ratios=widths)
+    labels = {"entropy": "entropy of the router, nats", "dropped": "share of dropped choices"}
+    for layer_axes, (layer, loads) in zip(grid, loads_by_layer.items(), strict=True):
+        _draw_loads(layer_axes[0], layer, loads, rows)
+        for axes, name, color in zip(layer_axes[1:], beside, _COLORS, strict=False):
+            points = _points(rows, f"{layer}/{name}")
+            _draw_line(axes, points, color=color, linewidth=1.2)
+            axes.set_ylabel(labels[name])
+            axes.set_ylim(0.0, 1.1 * _highest([points]))
+        for axes in layer_axes:
+            _finish(axes, rows)
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
+    return _save(figure, png_path)
+
+
+def expert_loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Points]]:
+    """Returns {layer: {expert: [(step, load)]}} of the layers that report the load of each expert, experts in order."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    loads: dict[str, dict[int, Points]] = {}
+    for name in names:
+        match = _EXPERT_LOAD.fullmatch(name)
+        if match is not None:
+            loads.setdefault(match[1], {})[int(match[2])] = _points(rows, name)
+    return {layer: dict(sorted(of_experts.items())) for layer, of_experts in loads.items()}
+
+
+def _draw_loads(axes: Any, layer: str, loads: Mapping[int, Points], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draws the load of each expert of a layer, and the area between the least and the most of them."""
+    from matplotlib import colormaps
+
+    most_points = _points(rows, f"{layer}/load_max")
+    extremes = zip(_points(rows, f"{layer}/load_min"), most_points, strict=False)
+    bounds = [(step, least, most) for (step, least), (_, most) in extremes]
+    if bounds:
+        label = f"load_min to load_max  {bounds[-1][2]:.4g}"
+        axes.fill_between(*zip(*bounds, strict=True), color="#dddddd", linewidth=0.0, label=label)
+    names_experts = len(loads) <= _MAX_NAMED_EXPERTS
+    for expert, points in loads.items():
+        # Many experts have similar colors: what is to be seen of them is how far apart all of them are.
+        color = colormaps["tab10"](expert) if names_experts else colormaps["viridis"](expert / len(loads))
+        label = f"load/{expert}  {points[-1][1]:.4g}" if names_experts else None
+        _draw_line(axes, points, color=color, linewidth=1.0 if names_experts else 0.6, label=label)
+    axes.axhline(1.0, color=_RATE_COLOR, linestyle=":", linewidth=1.0)
+    # Above the curves there is room for the legend.
+    axes.set_ylim(0.0, 1.35 * _highest([most_points, *loads.values()]))
+    axes.set_ylabel("load of an expert / even share")
+    axes.set_title(f"{layer.removeprefix('train/')}: {len(loads)} experts", fontsize=9)
+    axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper left")
+
+
+def _highest(curves: Iterable[Points]) -> float:
+    """Returns the highest finite value of some curves; 1 where all of them are 0, or there is none."""
+    values = [value for points in curves for _, value in points if math.isfinite(value)]
+    return max(values, default=0.0) or 1.0
+
+
+def _draw_line(axes: Any, points: Points, **style: Any) -> None:
+    """Draws a curve; a single point, which has no line, as a dot."""
+    if points:
+        axes.plot(*zip(*points, strict=True), marker="o" if len(points) == 1 else None, markersize=3.5, **style)
 
 
 def _finish(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

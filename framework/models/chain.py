@@ -96,6 +96,12 @@ class Chain:
         """Raises ValueError when model, mesh and data (a pipeline) do not fit each other."""
         raise NotImplementedError
 
+    def check_platform(self, platform: str) -> None:
+        """Raises ValueError when a layer asks by name for a kernel of another platform (tpu, gpu or cpu) than this."""
+        for stack in self.stacks.values():
+            for layer in stack.unit.walk():
+                layer.check_platform(platform)
+
     def scores(self, out: Out, batch: Nested) -> dict[str, jax.Array]:
         """The values that an evaluation sums over batches, inside jit; `out` was made with ctx.training False."""
         raise NotImplementedError

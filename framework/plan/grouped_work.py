@@ -6,7 +6,9 @@ import math
 import re
 from collections.abc import Iterable
 
+from framework.layers.experts.experts import Experts
 from framework.layers.experts.grouped import EVEN_ROWS
+from framework.models.chain import Chain
 
 _SCOPE = re.compile(rf"{EVEN_ROWS}(\d+)")
 
@@ -27,3 +29,23 @@ def grouped_flops(name: str, float_shapes: Iterable[tuple[int, ...]]) -> int:
         return 0
     even_rows = int(match[1])
     return 2 * even_rows * math.prod(weights[0][1:])
+
+
+def uncounted_products(model: Chain, platform: str) -> list[str]:
+    """Notes on what the closed form leaves out of the experts' products; [] where it counts them as they are.
+
+    It takes them for those of kernels that multiply each row with its own expert. `ragged_dot` is none.
+
+    Args:
+        model: whose experts are looked at.
+        platform: that XLA compiles for: tpu, gpu or cpu.
+    """
+    layers = [layer for stack in model.stacks.values() for layer in stack.unit.walk() if isinstance(layer, Experts)]
+    if not any(experts.implementation == "ragged" and experts.capacity is None for experts in layers):
+        return []
+    begins = "for the gradient of the weights XLA for TPU" if platform == "tpu" else f"XLA for {platform.upper()}"
+    return [
+        "the closed form counts the experts' products as grouped kernels compute them; experts.implementation = ragged "
+        f"takes more memory and time, as {begins} multiplies all rows with all experts; expected auto, or a plan "
+        "without --estimate"
+    ]

@@ -18,6 +18,7 @@ from framework.plan import rehearsal
 from framework.plan.cache import versions
 from framework.plan.compiled import Compiled
 from framework.plan.estimate import Estimate
+from framework.plan.grouped_work import uncounted_products
 from framework.plan.hlo import Array
 from framework.plan.jaxprs import FlopCount, flops_of_calls, unreached
 from framework.plan.naming import OF_LAYOUT, Named
@@ -82,6 +83,7 @@ def quick(
         "estimate": {"device_peak_bytes": peak, "breakdown": need.breakdown, "error": None},
         **_flops(need.flops, report["tokens_per_step"]),
     }
+    report["notes"] += uncounted_products(experiment.model, target.platform)
     report["time"] = _time_report(closed_time(experiment, need, target), experiment, target)
     _add_host(report, need.host_bytes, 0, target)
     if suggests and not report["fits"]:

@@ -32,6 +32,7 @@ def check(experiment: Experiment, target: Target) -> dict[str, int]:
     sizes = experiment.mesh.resolve(target.num_devices)
     experiment.mesh.cut(sizes, target.num_slices)
     experiment.check(AbstractMesh(tuple(sizes.values()), tuple(sizes)), reach=False)
+    experiment.model.check_platform(target.platform)
     check_platform(experiment.memory.remat, target.platform)
     return sizes
 

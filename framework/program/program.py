@@ -71,6 +71,7 @@ class Program:
             experiment.check(self.mesh)
         else:
             experiment.model.check(self.mesh, experiment.data)
+        experiment.model.check_platform(self.mesh.devices.flat[0].platform)
         experiment.compiler.check(self.mesh)
         self.training = training
         self.calibrates = training and experiment.model.calibrates

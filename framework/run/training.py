@@ -14,9 +14,11 @@ from framework.devices.accelerators import accelerator_name
 from framework.devices.allocator import keep_freed_memory
 from framework.files.workdir import write_json
 from framework.inference.images import save_grid
-from framework.metrics.plot import plot_losses, plot_objective
+from framework.layers.experts.router import Router
+from framework.metrics.plot import plot_experts, plot_losses, plot_objective
 from framework.metrics.services import check_installed
 from framework.models.causal_lm import CausalLM
+from framework.models.chain import Chain
 from framework.plan import guard, host_room
 from framework.plan.guard import Need
 from framework.plan.start_table import start_report
@@ -272,7 +274,7 @@ class Training:
         return text, images, table
 
     def _draw(self, images: Any) -> None:
-        """Writes the pictures of the losses and of sampled images, and prints where they are."""
+        """Writes the pictures of what was logged and of sampled images, and prints where they are."""
         path = self.workdir.path
         data = self.experiment.data
         spec = self.job.request.spec
@@ -288,10 +290,21 @@ class Training:
             with phase("drawing what the objective reports", patience=SHORT):
                 line = _picture("objective", reports)
             self.progress.print(line)
+        if _reports_experts(model):
+            loads = partial(plot_experts, self.workdir.metrics, path / "experts.png", spec)
+            with phase("drawing the load of experts", patience=SHORT):
+                line = _picture("experts", loads)
+            self.progress.print(line)
         if images is not None:
             levels = getattr(data, "levels", 256)
             grid = partial(save_grid, images, path / "samples.png", levels=levels)
             self.progress.print(_picture("samples", grid))
+
+
+def _reports_experts(model: Chain) -> bool:
+    """Whether a router of the model reports the load of each expert."""
+    layers = [layer for stack in model.stacks.values() for layer in stack.unit.walk()]
+    return any(isinstance(layer, Router) and layer.expert_metrics for layer in layers)
 
 
 def _picture(name: str, draw: Callable[[], object]) -> str:

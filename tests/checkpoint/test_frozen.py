@@ -1,5 +1,6 @@
 """Frozen arrays are written once, by the first save; every step's checkpoint refers to them, and they are verified."""
 
+import contextlib
 import random
 import shutil
 from collections import namedtuple
@@ -40,6 +41,18 @@ def saved(tmp_path: Path) -> Path:
             for step in steps:
                 checkpointer.save(step, state(step, base=2.0 if step == 4 else 1.0), {})
     return tmp_path
+
+
+def test_frozen_arrays_are_read_in_a_phase_of_their_own(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str] = []
+
+    def noted(name: str, **_: object) -> contextlib.AbstractContextManager[None]:
+        phases.append(name)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("framework.checkpoint.checkpointer.phase", noted)
+    Checkpointer(directory=saved, read_only=True).restore(4, ABSTRACT)
+    assert phases == ["reading the frozen weights", "reading the checkpoint of step 4"]
 
 
 def test_frozen_arrays_are_written_once_and_come_back(saved: Path) -> None:

@@ -100,7 +100,8 @@ def test_mistakes(capsys, user_file):
         (("show", mine, "--config.a=1"), "--config.a=1: no such field"),
         (("show", mine, "--only=optimiser"), "no field has that in its path; did you mean 'optimizer'?"),
         (("diff", mine, mine, "--only=steps"), "--only and --all go with show"),
-        (("show", mine, "--all", "--json"), "--only and --all go with show"),
+        (("show", mine, "--all", "--json"), "at most one of --only, --all, --json"),
+        (("show", mine, "--all", "--only=steps"), "at most one of --only, --all, --json"),
     ]:
         assert verb.main(list(argv)) == 2
         assert message in capsys.readouterr().err

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+import framework.api.model as api
 from framework.layout import flatten
 from launch import evaluate, generate, weights
 from tests.support import runs
@@ -56,10 +57,26 @@ def weights_by_path(loaded: weights.Loaded) -> dict[str, jax.Array]:
     return flatten(loaded.state["parameter"])
 
 
-def test_fewer_devices_than_the_mesh_wants(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = load(workdir, "--config.mesh.model=2", "--config.mesh.fsdp=64")
+def test_fewer_devices_than_the_mesh_of_the_run_wants(
+    workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((workdir / "config.json").read_text())
+    config["mesh"] |= {"model": 2, "fsdp": 64}
+    larger = tmp_path / "run"
+    shutil.copytree(workdir, larger)
+    (larger / "config.json").write_text(json.dumps(config))
+    loaded = load(larger)
     assert dict(loaded.program.mesh.shape) == {"data": 1, "fsdp": 8, "expert": 1, "seq": 1, "model": 1}
     assert "is not the number of devices, 8; nearest: [8]; using mesh.fsdp = 8" in capsys.readouterr().err
+
+
+def test_a_mesh_that_is_asked_for_and_does_not_fit_is_refused(workdir: Path, capsys: pytest.CaptureFixture) -> None:
+    assert generate.main([f"--workdir={workdir}", f"--prompt={PROMPT}", "--config.mesh.expert=3"]) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert error.startswith("error: mesh")
+    assert "using mesh.fsdp" not in error
+    with pytest.raises(ValueError, match="mesh"):
+        api.load(workdir, {"mesh.model": 3})
 
 
 def test_a_runs_config_says_nothing_of_this_machine(workdir: Path, tmp_path: Path, capsys, monkeypatch) -> None:

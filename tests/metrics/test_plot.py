@@ -7,7 +7,15 @@ import pytest
 from PIL import Image
 
 from framework.metrics.jsonl import JsonlWriter, read_metrics
-from framework.metrics.plot import loss_curves, objective_panels, plot_losses, plot_objective, smoothed
+from framework.metrics.plot import (
+    expert_loads,
+    loss_curves,
+    objective_panels,
+    plot_experts,
+    plot_losses,
+    plot_objective,
+    smoothed,
+)
 
 TRAIN_BLUE, VALIDATION_RED, EMA_TEAL = (0x30, 0x63, 0x8E), (0xD1, 0x49, 0x5B), (0x00, 0x79, 0x8C)
 RATE_GREY = (0x44, 0x44, 0x44)
@@ -128,3 +136,26 @@ def test_what_an_objective_reports_has_a_panel_for_each_kind(tmp_path):
     assert count(picture, VALIDATION_RED) > 100
     plain = write(tmp_path / "plain.jsonl", 5)
     assert plot_objective(plain, tmp_path / "none.png", "run") == "nothing was reported of it"
+
+
+def test_each_layer_with_experts_is_a_row_of_their_loads(tmp_path):
+    dense, capped = "train/stack/block0/mlp", "train/stack/block1/mlp"
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    for step in range(1, 31):
+        row = {"train/loss": 1.0, f"{capped}/dropped": 0.1, f"{dense}/load/0": math.nan if step == 9 else 1.0}
+        for layer in (dense, capped):
+            row |= {f"{layer}/load_max": 2.0, f"{layer}/load_min": 0.5, f"{layer}/entropy": 1.0}
+        for expert in range(12):
+            row[f"{capped}/load/{expert}"] = 1.0 + expert * step / 400
+        writer.write(step, row)
+    writer.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    loads = expert_loads(rows)
+    assert {layer: list(of_experts) for layer, of_experts in loads.items()} == {dense: [0], capped: list(range(12))}
+    assert loads[capped][11][-1] == (30, 1.0 + 11 * 30 / 400)
+    picture = pixels(plot_experts(tmp_path / "metrics.jsonl", tmp_path / "experts.png", "run"))
+    entropy_blue, dropped_red = TRAIN_BLUE, VALIDATION_RED
+    assert count(picture, entropy_blue) > 500
+    assert count(picture, dropped_red) > 200
+    plain = write(tmp_path / "plain.jsonl", 5)
+    assert plot_experts(plain, tmp_path / "none.png", "run") == "nothing was reported of it"

@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from configs.parts import mixture
 from framework.layers.experts.grouped import Chosen, grouped_dot, with_spare_rows
 from framework.plan import gpu_description, targets
+from framework.plan.grouped_work import uncounted_products
 from framework.plan.hlo.flops import Flops
 from framework.plan.hlo.module import Module
 from framework.plan.hlo.walk import executed
 from framework.plan.jaxprs import flops
+from launch import plan
+from tests.support import small
 
 EXPERTS, INPUTS, OUTPUTS = 8, 256, 128
 ROWS, EVEN_ROWS = 4096, 1024
@@ -71,3 +75,25 @@ def test_on_tpu_no_expert_is_multiplied_with_the_rows_of_others():
 @pytest.mark.parametrize("target", ["h100x1", "4090"])
 def test_on_gpu_no_expert_is_multiplied_with_the_rows_of_others(target: str):
     assert compiled_flops(target, "triton") == EXPECTED
+
+
+def test_the_closed_form_says_what_it_leaves_out_of_ragged_products():
+    def notes(implementation: str, platform: str, capacity: float | None = None) -> list[str]:
+        model = small.llama()
+        moe = mixture(experts=4, top_k=2, hidden=24)
+        moe.experts.implementation = implementation
+        moe.experts.capacity = capacity
+        small.block(model).mlp = moe
+        return uncounted_products(model.instantiate(), platform)
+
+    assert notes("auto", "gpu") == notes("ragged", "gpu", capacity=1.5) == []
+    (line,) = notes("ragged", "gpu")
+    assert "as XLA for GPU multiplies all rows with all experts" in line
+    (line,) = notes("ragged", "tpu")
+    assert "as for the gradient of the weights XLA for TPU multiplies" in line
+
+
+def test_the_note_of_the_closed_form_is_in_the_report(capsys: pytest.CaptureFixture):
+    setting = "--config.model.stack.pattern.0.mlp.experts.implementation=ragged"
+    assert plan.main(["--config=moe-tiny", "--target=h100x1", "--estimate", setting]) == 0
+    assert "note      the closed form counts the experts' products" in capsys.readouterr().out

@@ -64,6 +64,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "losses of routers": ("mixtral", {"output_router_logits": True}, "output_router_logits = True; expected false"),
     "noise of routers": ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise = 0\.1; expected 0"),
     "two numbers of experts": ("mixtral", {"num_experts": 7}, "num_local_experts = 5.*expected one value"),
+    "more experts of a token than there are": (
+        "mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9; expected at most num_local_experts = 5",
+    ),
+    "of OLMoE": (
+        "olmoe", {"num_experts_per_tok": 99}, "num_experts_per_tok = 99; expected at most num_experts = ",
+    ),
+    "of Qwen3": (
+        "qwen3-moe", {"num_experts_per_tok": 99}, "num_experts_per_tok = 99; expected at most num_experts = ",
+    ),
+    "of gpt-oss": (
+        "gpt-oss", {"num_experts_per_tok": 99}, "num_experts_per_tok = 99; expected at most num_local_experts = ",
+    ),
+    "of DeepSeek": (
+        "deepseek-v2", {"num_experts_per_tok": 99}, "num_experts_per_tok = 99; expected at most n_routed_experts = ",
+    ),
     "dense layers": ("qwen3-moe", {"mlp_only_layers": "1"}, "mlp_only_layers = '1'; expected a list of numbers"),
     "no head_dim": ("qwen3-moe", {"head_dim": None}, "head_dim = None; expected an integer"),
     "window of some": ("mixtral", {"layer_types": [FULL, FULL]}, "layer_types = .*expected sliding_attention in all"),

@@ -24,6 +24,7 @@ from framework.layers.experts import capacity as capacities
 from framework.layers.experts.biases import add_biases, experts_of_rows
 from framework.layers.experts.grouped import (
     Implementation,
+    check_platform,
     choose_implementation,
     grouped_dot,
     multiply_stored,
@@ -93,6 +94,11 @@ class Experts(Layer):
         self._output_scale = output_init_scale
         # By name, those that `model.lora` stores otherwise; see `framework.layers.lora`.
         self.stored: dict[str, StoredMatrix] = {}
+
+    def check_platform(self, platform: str) -> None:
+        """As Layer.check_platform. With a capacity no grouped product is computed, so any implementation will do."""
+        if self.capacity is None:
+            check_platform(self.implementation, platform)
 
     def own_specs(self) -> dict[str, Any]:
         """gate and up [E, D, F], down [E, F, D]; with biases gate_bias and up_bias [E, F], down_bias [E, D]; with

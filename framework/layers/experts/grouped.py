@@ -33,17 +33,22 @@ EVEN_ROWS = "even_rows_"
 BLOCKS = (256, 64, 16)
 
 
+def check_platform(implementation: Implementation, platform: str) -> None:
+    """Raises ValueError: the implementation is a kernel for another platform than this one (tpu, gpu or cpu)."""
+    only_platform = _ONLY_PLATFORM.get(implementation, platform)
+    if only_platform != platform:
+        raise ValueError(
+            f"experts.implementation = {implementation!r} is for {only_platform}, not {platform}; try auto"
+        )
+
+
 def choose_implementation(implementation: Implementation, platform: str, dtype: Any) -> Chosen:
     """The implementation for a platform (tpu, gpu or cpu) and a dtype; one that is asked for by name is that one.
 
     Raises:
         ValueError: it is a kernel for another platform.
     """
-    only_platform = _ONLY_PLATFORM.get(implementation, platform)
-    if only_platform != platform:
-        raise ValueError(
-            f"experts.implementation = {implementation!r} is for {only_platform}, not {platform}; try auto"
-        )
+    check_platform(implementation, platform)
     if implementation != "auto":
         return implementation
     if platform == "tpu" and dtype in grouped_tpu.DTYPES:

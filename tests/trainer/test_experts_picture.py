@@ -1,0 +1,23 @@
+"""At its end a run of a mixture draws the load of its experts, where the router reports them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import train, write_text
+
+MOE = "--config.model.stack.pattern.0.mlp"
+
+
+@pytest.mark.pairs
+def test_a_run_of_a_mixture_draws_the_load_of_its_experts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_text(tmp_path / "text")
+    flags = [f"{MOE}=framework.layers.experts.moe.MoE", f"{MOE}.num_experts=4", f"{MOE}.experts.hidden=16"]
+    flags += ["--config.trainer.max_steps=2", "--config.model.stack.num_layers=1"]
+    assert train(tmp_path / "plain", *flags) == 0
+    assert "experts.png" not in capsys.readouterr().out
+    assert not (tmp_path / "plain" / "experts.png").exists()
+    assert train(tmp_path / "run", *flags, f"{MOE}.router.expert_metrics=true") == 0
+    picture = tmp_path / "run" / "experts.png"
+    assert f"experts: {picture}" in capsys.readouterr().out
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
