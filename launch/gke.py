@@ -22,6 +22,7 @@ import yaml
 from framework.plan import targets
 from framework.terminal.exit_codes import HOPELESS, ExitCode
 from launch import cli, commands
+from launch.start_words import words_of_train
 
 # The names that GKE gives to the accelerators of its nodes.
 TPUS = {
@@ -239,7 +240,7 @@ def _container(
     return {
         "name": "train",
         "image": args.image,
-        "command": [*commands.words_of_train("python", is_here=False), *words],
+        "command": [*words_of_train("python", is_here=False), *words],
         "env": environment,
         "envFrom": [{"secretRef": {"name": secret}} for secret in args.secret],
         "resources": {"limits": {resource: pods.chips}},

@@ -33,6 +33,7 @@ from framework.checkpoint.directory import folder, scan
 from framework.terminal import interrupts
 from framework.terminal.exit_codes import FINAL, STOPPED, ExitCode
 from launch import cli, commands
+from launch.start_words import from_here, words_of_train
 
 # Tells Python to leave the folder of the start out of its path.
 _SAFE_PATH = "PYTHONSAFEPATH"
@@ -89,7 +90,7 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         for index, environment in enumerate(environments):
             place = _place("127.0.0.1:PORT", len(environments), index)
-            line = [*commands.words_of_train(sys.executable), *words, *place]
+            line = [*words_of_train(sys.executable), *words, *place]
             settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
             print(*settings, shlex.join(line))
         return ExitCode.DONE
@@ -215,7 +216,7 @@ class Supervisor:
         # processes.
         os.environ.update(shared, PYTHONUNBUFFERED="1")
         # The folder of the start comes first on the server's path, and may hold a launch.py.
-        if not commands.from_here() and _SAFE_PATH not in os.environ:
+        if not from_here() and _SAFE_PATH not in os.environ:
             os.environ.update({_SAFE_PATH: "1", _OF_SERVER: "1"})
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["plimsoll_command", "launch.leash", self.preload])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from framework.terminal.exit_codes import ExitCode
 from launch import cli, commands
+from launch.start_words import words_of_train
 
 # srun's own exit code is the highest one, which hides why the first task ended from those that were
 # then terminated: every task writes down its own. One that has saved ends with 0 for srun, which
@@ -121,7 +122,7 @@ def script(args: argparse.Namespace, words: list[str]) -> str:
     srun = ["srun", "--kill-on-bad-exit=1", *_container_options(args)]
     # The image has a Python of its own.
     python = "python" if args.container else sys.executable
-    line = [*commands.words_of_train(python, is_here=not args.container), *words]
+    line = [*words_of_train(python, is_here=not args.container), *words]
     # sbatch reads its options from lines of the script.
     for word in (*sbatch_options, *srun, *line):
         if not word.isprintable():

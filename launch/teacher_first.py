@@ -19,7 +19,8 @@ from framework.run.finished import last_checkpoint
 from framework.run.job import Job
 from framework.terminal import interrupts
 from framework.terminal.tied import tie
-from launch import cli, commands
+from launch import cli
+from launch.start_words import words_of
 
 _MODEL = "model"
 
@@ -71,7 +72,7 @@ def _execute(verb: str, *flags: str) -> int:
     """Runs `plimsoll VERB` on this machine; its exit code, 128 + n where signal n killed it."""
     # What this process has printed comes first, also where the output is a file.
     sys.stdout.flush()
-    words = [*commands.words_of(sys.executable, verb), *flags]
+    words = [*words_of(sys.executable, verb), *flags]
     # In a session of its own it hears of Ctrl-C once, from here, and saves first. It ends with this process, so that
     # the same command finds its workdir free.
     process = subprocess.Popen(words, start_new_session=True, preexec_fn=tie)

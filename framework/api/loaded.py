@@ -73,13 +73,7 @@ def load_run(
     workdir, checkpoints = read_only(folder)
     config = stored.read(workdir, tell)
     change(config)
-    if text:
-        _name_tokenizer_file(config, workdir)
-    experiment: Any = config.instantiate()
-    if averaged and not experiment.learner.ema_specs():
-        raise ValueError("--ema: the run keeps no averages (learner.ema is not set)")
-    if text:
-        _prepare_tokenizer(experiment, workdir)
+    experiment = _experiment(config, workdir, averaged=averaged, text=text)
     # Imported late: what is wrong so far is told before the devices are looked for.
     from framework.checkpoint.checkpointer import Checkpointer
     from framework.devices.executables import use_compilation_cache
@@ -95,6 +89,18 @@ def load_run(
     # The group that was not read is empty.
     state = {"parameter": {}, "ema": {}, **restored.state}
     return Loaded(config, experiment, program, state, averaged, workdir)
+
+
+def _experiment(config: Config, workdir: Path, *, averaged: bool, text: bool) -> Any:
+    """The experiment of a run's config; arguments as for `load_run`. Raises ValueError: the run keeps no averages."""
+    if text:
+        _name_tokenizer_file(config, workdir)
+    experiment: Any = config.instantiate()
+    if averaged and not experiment.learner.ema_specs():
+        raise ValueError("--ema: the run keeps no averages (learner.ema is not set)")
+    if text:
+        _prepare_tokenizer(experiment, workdir)
+    return experiment
 
 
 def _refuse_empty(checkpointer: Any) -> None:

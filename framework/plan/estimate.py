@@ -25,6 +25,7 @@ from framework.plan.report import KEYS
 from framework.plan.sectioned import Sectioned
 from framework.plan.step_time.closed_form import Work, completing_work, work_of
 from framework.plan.update_bytes import update_bytes
+from framework.program.companion import Passes
 from framework.program.experiment import Experiment
 from framework.program.program import execution_type
 
@@ -37,14 +38,14 @@ class Estimate(NamedTuple):
         host_breakdown: likewise bytes of one device that are in its host's memory.
         flops: the matrix products' FLOPs of one step on all devices, with what is recomputed.
         work: what one device computes and moves in a step.
-        completion: likewise before it, while a companion completes the batch; None where there is no companion.
+        completion: likewise before it, while a companion completes the batch.
     """
 
     breakdown: dict[str, int]
     host_breakdown: dict[str, int]
     flops: FlopCount
     work: Work
-    completion: Work | None = None
+    completion: Work
 
     @property
     def peak_bytes(self) -> int:
@@ -110,12 +111,9 @@ def estimate(
         device_flops,
         host_breakdown["activations"],
     )
-    completion = None
-    if experiment.companion is not None:
-        passes = experiment.companion.passes(experiment, mesh)
-        host_breakdown["other"] += passes.hosted_bytes
-        completion = completing_work(passes, math.prod(sizes.values()))
-    return Estimate(breakdown, host_breakdown, step_flops, work, completion)
+    passes = Passes() if experiment.companion is None else experiment.companion.passes(experiment, mesh)
+    host_breakdown["other"] += passes.hosted_bytes
+    return Estimate(breakdown, host_breakdown, step_flops, work, completing_work(passes, mesh.size))
 
 
 def _running_layout(experiment: Experiment, mesh: Any) -> StateLayout:

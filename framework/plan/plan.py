@@ -229,10 +229,8 @@ def closed_time(experiment: Experiment, need: Estimate, target: Target) -> StepT
     are not known."""
     dtype = str(experiment.model.compute_dtype)
     step = closed_form_time(need.work, target.spec, target.num_devices, dtype)
-    if step is None or need.completion is None:
-        return step
     completion = closed_form_time(need.completion, target.spec, target.num_devices, dtype)
-    return step if completion is None else step.after(completion)
+    return None if step is None or completion is None else step.after(completion)
 
 
 def _time_report(time: StepTime | None, experiment: Experiment, target: Target) -> Report | None:

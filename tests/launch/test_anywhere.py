@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import commands
 from tests.support.runs import ROOT
 
 NAMES = ("launch.py", "framework.py", "configs/__init__.py", "tests/__init__.py")
@@ -128,8 +127,8 @@ def test_a_program_that_imports_a_verb_keeps_its_own_packages() -> None:
 
 def test_what_is_started_elsewhere_looks_at_no_file_in_its_folder(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert commands.words_of_train("python") == ["python", "-P", "-m", "launch.train"]
+    assert start_words.words_of_train("python") == ["python", "-P", "-m", "launch.train"]
     # As in a checkout that is not installed, which only its folder leads to.
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert commands.words_of_train("python") == ["python", "-m", "launch.train"]
-    assert commands.words_of_train("python", is_here=False) == ["python", "-P", "-m", "launch.train"]
+    assert start_words.words_of_train("python") == ["python", "-m", "launch.train"]
+    assert start_words.words_of_train("python", is_here=False) == ["python", "-P", "-m", "launch.train"]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands import words_of_train
 from launch.local import _newest, main
+from launch.start_words import words_of_train
 from tests.support.runs import CONFIG, ROOT, losses, wait_for, write_text
 
 TINY = [f"--config={CONFIG}:tiny", "--workdir=runs/x"]
