@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import start_words
 from tests.support.runs import ROOT
 
 NAMES = ("launch.py", "framework.py", "configs/__init__.py", "tests/__init__.py")
