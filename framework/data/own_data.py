@@ -186,9 +186,8 @@ def _fit_vocabulary(config: Config, overridden: Sequence[str]) -> list[str]:
     Returns:
         the lines that say so.
     """
-    from framework.data.pipeline import training_text
     from framework.data.sources import leaves_of
-    from framework.data.vocabulary import vocabulary_size
+    from framework.data.vocabulary import training_text, vocabulary_size
 
     tokenizer = config.data.tokenizer
     leaves = list(leaves_of(config.data.source.instantiate(), "data.source", "train"))

@@ -25,8 +25,9 @@ from framework.data.order import GlobalOrder
 from framework.data.packing import Batch, Examples, Windows
 from framework.data.sources import ExampleSource, Leaf, Mixture, TextSource, TokenMemmap, leaves_of, located
 from framework.data.token_files import TokenStream
-from framework.data.tokenize import why_nothing, write_tokens
+from framework.data.tokenize import write_tokens
 from framework.data.tokenizers import Tokenizer
+from framework.data.vocabulary import training_text
 from framework.data.whole_sequences import SequenceSource, check_classes
 from framework.files.workdir import write_json
 from framework.terminal.phases import phase
@@ -475,28 +476,3 @@ def _write_folder(folder: Path, source: TextSource, codec: Tokenizer, contents: 
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
-    """Yields the first documents of each source of text, `budget` bytes in all, shared by weight.
-
-    Raises:
-        ValueError: a source of examples has none.
-    """
-    text_sources: list[tuple[Leaf, TextSource]] = []
-    for leaf in leaves:
-        if isinstance(leaf.source, TextSource):
-            text_sources.append((leaf, leaf.source))
-    total_weight = sum(leaf.weight for leaf, _ in text_sources)
-    for leaf, source in text_sources:
-        remaining_bytes = budget * leaf.weight / total_weight
-        is_empty = True
-        with located(leaf.label):
-            for document in source.training_texts():
-                is_empty = False
-                yield document
-                remaining_bytes -= len(document.encode("utf-8"))
-                if remaining_bytes <= 0:
-                    break
-            if is_empty and isinstance(source, ExampleSource):
-                raise ValueError(why_nothing(source))

@@ -1,10 +1,12 @@
-"""How many ids a byte-level BPE can have on a text: a small text has fewer words than a large vocabulary has ids."""
+"""The text that a tokenizer is trained on, and how many ids it can have: a small text has fewer words than ids are asked for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from framework.data.sources import ExampleSource, Leaf, TextSource, located
+from framework.data.tokenize import why_nothing
 from framework.data.tokenizers import trained_bpe
 
 # Letters that are cut into words at a time: the library returns a Python object for each word.
@@ -51,3 +53,28 @@ def _words(text: str) -> Iterator[set[str]]:
         pieces = pre_tokenizer.pre_tokenize_str(text_slice)
         # The slice may have cut the first and the last word.
         yield {word for word, _ in pieces[1:-1] if len(word) > 1}
+
+
+def training_text(leaves: Sequence[Leaf], budget: int) -> Iterator[str]:
+    """Yields the first documents of each source of text, `budget` bytes in all, shared by weight.
+
+    Raises:
+        ValueError: a source of examples has none.
+    """
+    text_sources: list[tuple[Leaf, TextSource]] = []
+    for leaf in leaves:
+        if isinstance(leaf.source, TextSource):
+            text_sources.append((leaf, leaf.source))
+    total_weight = sum(leaf.weight for leaf, _ in text_sources)
+    for leaf, source in text_sources:
+        remaining_bytes = budget * leaf.weight / total_weight
+        is_empty = True
+        with located(leaf.label):
+            for document in source.training_texts():
+                is_empty = False
+                yield document
+                remaining_bytes -= len(document.encode("utf-8"))
+                if remaining_bytes <= 0:
+                    break
+            if is_empty and isinstance(source, ExampleSource):
+                raise ValueError(why_nothing(source))

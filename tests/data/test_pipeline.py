@@ -10,9 +10,10 @@ import pytest
 
 from framework.config import Config, config_for
 from framework.data.order import BatchOrder
-from framework.data.pipeline import DataPipeline, training_text
+from framework.data.pipeline import DataPipeline
 from framework.data.sources import JsonLines, Mixture, StdlibSource, TextFiles, TokenMemmap, leaves_of
 from framework.data.tokenizers import BPETokenizer, ByteTokenizer, NoTokenizer
+from framework.data.vocabulary import training_text
 from framework.run.report import compression_lines, compressor_bits_per_byte
 
 B, S = 8, 32
