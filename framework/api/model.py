@@ -242,8 +242,19 @@ def load(
     # The config of a run may name what the named configs define.
     named_configs()
     change = functools.partial(override, overrides=dict(overrides or {}))
-    how: dict[str, Any] = {"host_weights": host_weights, "tell": tell}
-    how["mesh_is_asked"] = any(loaded.is_of_mesh(setting) for setting in overrides or {})
+    mesh_is_asked = any(loaded.is_of_mesh(setting) for setting in overrides or {})
     if is_published:
-        return Model(loaded.load_published(directory, change, **how))
-    return Model(loaded.load_run(path, change, step=step, averaged=averaged, **how))
+        published = loaded.load_published(
+            directory, change, host_weights=host_weights, mesh_is_asked=mesh_is_asked, tell=tell
+        )
+        return Model(published)
+    run = loaded.load_run(
+        path,
+        change,
+        step=step,
+        averaged=averaged,
+        host_weights=host_weights,
+        mesh_is_asked=mesh_is_asked,
+        tell=tell,
+    )
+    return Model(run)

@@ -1,4 +1,4 @@
-"""The text that a tokenizer is trained on, and how many ids it can have: a small text has fewer words than ids are asked for."""
+"""The text that a tokenizer is trained on, and how many ids it gives: a small text has fewer words than wanted."""
 
 from __future__ import annotations
 
