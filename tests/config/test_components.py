@@ -50,8 +50,10 @@ def _marked_in_source() -> set[str]:
     names = set()
     for package in ("framework", "configs", "launch"):
         for file in (ROOT / package).rglob("*.py"):
+            if "@component" not in (source := file.read_text()):
+                continue
             module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            for node in ast.parse(file.read_text()).body:
+            for node in ast.parse(source).body:
                 decorators = [ast.unparse(one) for one in getattr(node, "decorator_list", [])]
                 if "component" in decorators:
                     names.add(f"{module}.{node.name}")  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from framework.terminal import interrupts
-from tests.support.runs import CONFIG, ROOT, command, wait_for, write_text
+from tests.support.runs import CONFIG, ROOT, command, wait_for, write_text, xla_flags
 
 SECONDS = 2.0
 
@@ -28,7 +28,7 @@ def sigint_is_not_ignored() -> Iterator[None]:
 def interrupted(words: list[str], when: Callable[[str], object], number: signal.Signals, folder: Path) -> str:
     """What a process has said that got the signal as soon as `when(what it has said)`, and has ended as it should."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    environment["XLA_FLAGS"] = xla_flags()
     out = folder / "said"
     with open(out, "wb") as stream:
         process = subprocess.Popen(words, cwd=folder, env=environment, stdout=stream, stderr=stream)

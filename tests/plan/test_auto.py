@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,16 @@ def small_llama(layers: int = 4) -> Config:
     return config
 
 
-def chooser(config: Config, target: str, device_mib: int, **options: Any) -> Chooser:
-    return Chooser(config, targets.resolve(target), device_bytes=device_mib * MIB, host_bytes=2**40, **options)
+@cache
+def traces(config_text: str, target: str) -> dict[Any, Any]:
+    """The traces that all searches of a config on a target share: they take most of a search's time."""
+    return {}
+
+
+def chooser(config: Config, target: str, device_mib: int, host_bytes: int = 2**40, **options: Any) -> Chooser:
+    found = Chooser(config, targets.resolve(target), device_bytes=device_mib * MIB, host_bytes=host_bytes, **options)
+    found.forms._traces = traces(config.to_json(), target)
+    return found
 
 
 def needs(config: Config, target: str) -> int:
@@ -188,7 +197,7 @@ def test_too_small_hosts_are_told_from_too_small_devices():
     state = chooser(config, "v5e-1", 10**6).forms.cost(())
     assert state is not None
     device_mib = int(0.5 * state.state) // MIB
-    small_host = Chooser(config, targets.resolve("v5e-1"), device_bytes=device_mib * MIB, host_bytes=MIB)
+    small_host = chooser(config, "v5e-1", device_mib, host_bytes=MIB)
     assert small_host.propose() is None
     assert "of host memory, and a host has 1.00 MiB" in small_host.failure()
     assert "\n" not in small_host.failure()

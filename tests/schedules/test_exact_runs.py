@@ -111,7 +111,7 @@ def curve(case: Case, clips: bool) -> list[float]:
     )
     with TemporaryDirectory() as folder:
         flags = [f"--workdir={folder}/run", *(f"--config.{path}={value}" for path, value in fields.items())]
-        environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+        environment = {**os.environ, "XLA_FLAGS": runs.xla_flags()}
         command = [sys.executable, "-m", "launch.train", "--config=stdlib-tiny", *flags]
         done = subprocess.run(command, cwd=small.ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]

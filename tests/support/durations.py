@@ -1,12 +1,13 @@
-"""Records what every test takes, runs the longest files first, and tells the slowest tests and the largest worker.
+"""Records the processor time of every test, starts the longest files first, and reports the slowest tests.
 
-`pytest --record-durations` writes tests/durations: the cases of each test function and their seconds of processor time,
-as far as this run had them. Processor time counts all threads of the test's process and the processes that it waited
-for, so that it is nearly the same on a busy machine.
+`pytest --record-durations` writes tests/durations: the number of cases of each test function that ran, and their
+processor time in seconds. Processor time covers all threads of the test's process and the processes that it waited for,
+so it is nearly the same on a busy machine.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -19,6 +20,12 @@ import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "durations"
 SLOWEST = 20
+# Files whose cases start processes and share nothing, so that several workers may run them at once.
+SEPARATE_CASES = (
+    "tests/house/test_docs_commands.py",
+    "tests/faults/test_processes.py",
+    "tests/trainer/test_processes.py",
+)
 MIB = 1 << 20
 # Key of a report's `user_properties` under which a worker tells the process that began the run what a test took.
 SECONDS = "processor_seconds"
@@ -32,21 +39,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first, so that no worker begins a long one when the other has finished."""
-    durations = recorded()
-    seconds_by_file: dict[str, float] = defaultdict(float)
+    """Put the work that takes longest first, so that no worker starts a long file when the others have finished."""
+    seconds_by_unit: dict[str, float] = defaultdict(float)
     for item in items:
-        cases, seconds = durations.get(item.nodeid.split("[")[0], (1, 0.0))
-        seconds_by_file[item.nodeid.split("::")[0]] += seconds / cases
-    # The order of a file's own tests stays: sorting is stable.
-    items.sort(key=lambda item: -seconds_by_file[item.nodeid.split("::")[0]])
+        seconds_by_unit[work_unit(item.nodeid)] += expected_seconds(item.nodeid)
+    # Sorting is stable, so the tests of a file keep their order.
+    items.sort(key=lambda item: -seconds_by_unit[work_unit(item.nodeid)])
 
 
+def work_unit(nodeid: str) -> str:
+    """Return what one worker runs as a whole: the test's file, or the test where cases of a file share nothing."""
+    path = nodeid.partition("::")[0]
+    return nodeid if path in SEPARATE_CASES else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute units of work over the workers, in the order of the items."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class UnitScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return work_unit(nodeid)
+
+    return UnitScheduling(config, log)
+
+
+@functools.cache
 def recorded() -> dict[str, tuple[int, float]]:
-    """{test function: (number of its cases, their seconds of processor time)} of tests/durations."""
+    """Return tests/durations: {test function: (number of its cases, their processor time in seconds)}."""
     if not FILE.exists():
         return {}
     return json.loads(FILE.read_text())
+
+
+def expected_seconds(nodeid: str) -> float:
+    """Return the recorded processor time of a test, as the mean over the cases of its function; 0 if there is none."""
+    cases, seconds = recorded().get(nodeid.partition("[")[0], (1, 0.0))
+    return seconds / cases
 
 
 def processor_seconds() -> float:
@@ -116,7 +146,7 @@ class Durations:
         """Writes the file, where that was asked for. Functions that did not run keep what was recorded of them."""
         if not self._config.getoption("--record-durations"):
             return
-        durations = recorded()
+        durations = dict(recorded())
         for function, seconds in self._seconds.items():
             durations[function] = (self._cases[function], round(seconds, 1))
         lines = [f"{json.dumps(function)}: {json.dumps(entry)}" for function, entry in sorted(durations.items())]

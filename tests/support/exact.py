@@ -6,9 +6,10 @@ state. A new schedule is one line in MEMORY, a new policy one in REMATS: all tes
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import combinations, product
@@ -247,13 +248,32 @@ def covering(cases: list[Case], chosen: Sequence[Case] = ()) -> list[Case]:
     pairs_by_case = {case: _pairs_of(case) for case in cases}
     missing_pairs = set().union(*pairs_by_case.values()).difference(*map(_pairs_of, chosen))
     covering_cases = []
-    while missing_pairs:
-        best_case = max(cases, key=lambda case: len(pairs_by_case[case] & missing_pairs))
-        covering_cases.append(best_case)
-        missing_pairs -= pairs_by_case[best_case]
+    for case in _greedily(cases, lambda case: -len(pairs_by_case[case] & missing_pairs)):
+        if not missing_pairs:
+            break
+        covering_cases.append(case)
+        missing_pairs -= pairs_by_case[case]
     return covering_cases
 
 
+def _greedily(cases: list[Case], loss: Callable[[Case], Any]) -> Iterator[Case]:
+    """Yield the case with the smallest loss, then the one of those that remain, and so on; of equal ones, the first.
+
+    The loss of a case never falls as others are yielded. So most losses need not be computed again: an earlier one is
+    a lower bound, and one that is too large already decides (accelerated greedy, Minoux 1978).
+    """
+    bounds = [(loss(case), index) for index, case in enumerate(cases)]
+    heapq.heapify(bounds)
+    while bounds:
+        _, index = heapq.heappop(bounds)
+        current = (loss(cases[index]), index)
+        if bounds and bounds[0] < current:
+            heapq.heappush(bounds, current)
+        else:
+            yield cases[index]
+
+
+@cache
 def _pairs_of(case: Case) -> set[Any]:
     """Any two values of a case. Placements are three values, where state, weights and boundaries are; whole they meet
     schedules and meshes."""
@@ -277,16 +297,17 @@ def each_value_of(cases: list[Case]) -> list[Case]:
     met_pairs: set[Any] = set()
     chosen_cases = []
 
-    def gain(case: Case) -> tuple[float, int]:
+    def loss(case: Case) -> tuple[float, int]:
         new_values = values_by_case[case] & missing_values
         # fsum does not depend on the order of a set, which every process of pytest-xdist has its own of.
-        return math.fsum(1.0 / frequencies[value] for value in new_values), len(pairs_by_case[case] - met_pairs)
+        return -math.fsum(1.0 / frequencies[value] for value in new_values), -len(pairs_by_case[case] - met_pairs)
 
-    while missing_values:
-        best_case = max(cases, key=gain)
-        chosen_cases.append(best_case)
-        missing_values -= values_by_case[best_case]
-        met_pairs |= pairs_by_case[best_case]
+    for case in _greedily(cases, loss):
+        if not missing_values:
+            break
+        chosen_cases.append(case)
+        missing_values -= values_by_case[case]
+        met_pairs |= pairs_by_case[case]
     return chosen_cases
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.pages import Block, blocks, python_block, text_lines
-from tests.support.runs import ROOT
+from tests.support.runs import ROOT, xla_flags
 
 # What commands of the pages name in a checkout.
 _OF_A_CHECKOUT = (
@@ -110,8 +110,8 @@ def run_in_shell(recipe: Recipe, folder: Path) -> None:
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        # The cheap compiles of the suite (tests/conftest.py), without its eight devices: the oracle sets its own.
-        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", ""),
+        # Without a number of devices: the oracle sets its own.
+        "XLA_FLAGS": xla_flags().replace("--xla_force_host_platform_device_count=1", ""),
         "JAX_PLATFORMS": "cpu",
     }
     printed = ""

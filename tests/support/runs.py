@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -44,12 +45,17 @@ def command(
     return [sys.executable, *program, f"--config={file}:{config}", f"--workdir={workdir}", *flags]
 
 
+def xla_flags(devices: int = 1) -> str:
+    """Return XLA_FLAGS for a process with this many CPU devices that compiles as cheaply as the suite (conftest.py)."""
+    return re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
+
+
 def start(workdir: Path | str, *flags: str, devices: int = 1, out: Path | None = None, **kind: Any) -> subprocess.Popen:
     """A run in a process of its own, on so many CPU devices; output goes to `out`, or WORKDIR.out. `kind` as for
     `command`."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": xla_flags(devices),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
     }

@@ -1,65 +1,163 @@
-"""Which tests are every pair: the marks `once` and `pairs`.
+"""Selects the cases that `make test`, `make test-pairs` and `make test-all` run.
 
-    @pytest.mark.once("int8")   of this test's cases, `make test` runs the one with this id; the others are pairs
-    @pytest.mark.pairs          `make test` does not run this test: it shows in another setting what a test there shows
+    @pytest.mark.once("int8")         `make test` runs the case with this id; the other cases are pairs
+    @pytest.mark.pair_cases("eight")  the case with this id is one of the pairs; `make test` runs the others
+    @pytest.mark.pairs                the whole test is one of the pairs
 
-`make test` shows every invariant once, in minutes. `make test-pairs` runs the rest: two axes that meet nowhere else,
-real processes where threads show the same, compilers of machines that are not here.
+`make test` shows every invariant once, in minutes. The pairs show it again in other settings: two axes that meet
+nowhere else, real processes, compilers for other machines.
+
+`--third` runs a third of what -m selects. Consecutive commits draw different thirds, so any three of them run every
+case. Tests that belong to a file that the last commit changed run in addition.
 """
 
+import functools
+import subprocess
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import durations
+
+ROOT = Path(__file__).parents[2]
+# Processor seconds that the tests of changed files may add to a third: a rename changes nearly every file.
+CHANGED_SECONDS = 600.0
+
 
 class Selection:
-    """What -m leaves, known before test modules are imported."""
+    """What -m selects, known before test modules are imported."""
 
     has_slow_tests = True
 
 
 def slow(cases: Iterable[Any]) -> list[Any]:
-    """Cases for `pytest.mark.parametrize` that are slow; none where -m leaves no slow test, as each takes a millisecond
-    to collect, in every process."""
+    """Mark cases for `pytest.mark.parametrize` as slow.
+
+    Returns no case where -m selects no slow test, since each takes a millisecond to collect in every process.
+    """
     if not Selection.has_slow_tests:
         return []
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the flag."""
+    parser.addoption("--third", action="store_true", help="run the third of the tests that the last commit draws")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marks."""
+    """Register the marks."""
     Selection.has_slow_tests = "not slow" not in config.getoption("markexpr")
-    config.addinivalue_line("markers", "once(*ids): of this test's cases, those that `make test` runs")
-    config.addinivalue_line("markers", "pairs: shows once more, in another setting; `make test-pairs` runs it")
+    config.addinivalue_line("markers", "once(*ids): the cases of this test that `make test` runs")
+    config.addinivalue_line("markers", "pair_cases(*ids): the cases of this test that `make test-pairs` runs")
+    config.addinivalue_line("markers", "pairs: `make test-pairs` runs this test")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the cases that `once` does not name with `pairs`, before -m selects.
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say which third runs."""
+    if not config.getoption("--third"):
+        return None
+    return f"third {third_of_commit() + 1} of 3, and the tests of {len(changed_files())} changed files"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark the pairs before -m selects, and draw a third afterwards."""
+    mark_pairs(config, items)
+    yield
+    if config.getoption("--third"):
+        draw_third(config, items)
+
+
+def mark_pairs(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases that belong to the pairs, before -m selects.
 
     Raises:
-        pytest.UsageError: `once` names a case that the test does not have.
+        pytest.UsageError: a mark names a case that the test does not have.
     """
-    names_by_function: dict[str, set[str]] = defaultdict(set)
-    ids_by_function: dict[str, set[str]] = defaultdict(set)
+    named_ids: dict[str, set[str]] = defaultdict(set)
+    all_ids: dict[str, set[str]] = defaultdict(set)
     for item in items:
-        mark = item.get_closest_marker("once")
-        if mark is None or not isinstance(item, pytest.Function):
+        if not isinstance(item, pytest.Function):
             continue
-        case_id = item.callspec.id
-        function = item.nodeid.removesuffix(f"[{case_id}]")
-        names_by_function[function].update(mark.args)
-        ids_by_function[function].add(case_id)
-        if case_id not in mark.args:
-            item.add_marker("pairs")
+        for name in ("once", "pair_cases"):
+            mark = item.get_closest_marker(name)
+            if mark is None:
+                continue
+            case_id = item.callspec.id
+            function = item.nodeid.removesuffix(f"[{case_id}]")
+            named_ids[function].update(mark.args)
+            all_ids[function].add(case_id)
+            if (case_id in mark.args) == (name == "pair_cases"):
+                item.add_marker("pairs")
     if any("::" in argument for argument in config.args):
-        # Single cases were asked for by their ids, so the others are not among the items.
+        # Single cases were requested by their ids, so the others are not among the items.
         return
-    for function, names in names_by_function.items():
-        unknown = names - ids_by_function[function]
+    for function, ids in named_ids.items():
+        unknown = ids - all_ids[function]
         if unknown:
-            raise pytest.UsageError(
-                f"{function}: `once` names {sorted(unknown)}; its cases are {sorted(ids_by_function[function])}"
-            )
+            raise pytest.UsageError(f"{function} has no cases {sorted(unknown)}; it has {sorted(all_ids[function])}")
+
+
+def draw_third(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the drawn third of the items, and those that belong to changed files."""
+    third = third_of_commit()
+    files = changed_files()
+    seconds_left = CHANGED_SECONDS
+    kept = []
+    dropped = []
+    for item in items:
+        is_drawn = zlib.crc32(item.nodeid.encode()) % 3 == third
+        if not is_drawn and seconds_left > 0 and belongs_to(item.nodeid, files):
+            seconds_left -= durations.expected_seconds(item.nodeid)
+            is_drawn = True
+        (kept if is_drawn else dropped).append(item)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
+
+
+def belongs_to(nodeid: str, files: Iterable[str]) -> bool:
+    """Whether a test is in one of the files, is named after one, or has one as its case.
+
+    tests/plan/test_hlo_trips.py belongs to itself, to framework/plan/hlo.py and to framework/plan/trips.py; the case
+    `[docs/plan.md]` of any test belongs to docs/plan.md.
+    """
+    path, _, test = nodeid.partition("::")
+    for file in files:
+        package, stem = Path(file).parent.name, Path(file).stem
+        is_namesake = file.endswith(".py") and f"_{stem}_" in f"{Path(path).stem}_" and package in Path(path).parts
+        if path == file or is_namesake or f"[{file}" in test:
+            return True
+    return False
+
+
+@functools.cache
+def third_of_commit() -> int:
+    """Return 0, 1 or 2: the third that HEAD draws.
+
+    Raises:
+        pytest.UsageError: the tests are not in a git checkout.
+    """
+    count = _git("rev-list", "--count", "--first-parent", "HEAD")
+    if not count:
+        raise pytest.UsageError("--third draws by the commit, but this is no git checkout; run all cases without it")
+    if _git("rev-parse", "--is-shallow-repository") == "true":
+        # The history that would be counted is not there.
+        return int(_git("rev-parse", "HEAD"), 16) % 3
+    return int(count) % 3
+
+
+@functools.cache
+def changed_files() -> list[str]:
+    """Return the paths that the last commit changed, and those with changes that are not committed."""
+    return _git("diff", "--name-only", "HEAD^").splitlines()
+
+
+def _git(*words: str) -> str:
+    """Return what a git command prints; nothing if it fails."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""

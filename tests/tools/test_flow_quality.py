@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from framework.data.images import DigitsSource
 from launch import train
@@ -39,6 +38,9 @@ def test_the_two_sample_test_by_hand():
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_gaussians_are_those_of_scipy(full: bool):
+    # Every worker collects this file, and one runs it: the import takes 0.9 s.
+    from scipy import stats
+
     images = np.random.default_rng(1).integers(0, 9, (500, 2, 3, 1))
     images[:, 1] += images[:, :1, :, :].sum(1)  # correlated
     noisy = images[:100] + np.random.default_rng(2).random((100, 2, 3, 1))
