@@ -248,7 +248,11 @@ def covering(cases: list[Case], chosen: Sequence[Case] = ()) -> list[Case]:
     pairs_by_case = {case: _pairs_of(case) for case in cases}
     missing_pairs = set().union(*pairs_by_case.values()).difference(*map(_pairs_of, chosen))
     covering_cases = []
-    for case in _greedily(cases, lambda case: -len(pairs_by_case[case] & missing_pairs)):
+
+    def loss(case: Case) -> int:
+        return -len(pairs_by_case[case] & missing_pairs)
+
+    for case in _greedily(cases, loss):
         if not missing_pairs:
             break
         covering_cases.append(case)
